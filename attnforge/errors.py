@@ -1,0 +1,49 @@
+"""Every error that attnforge raises on purpose.
+
+Each message is one line that says what was given, what is allowed, and what to do. The command line prints it
+without a traceback and exits with 2 for a :class:`UsageError` and 1 for any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class AttnforgeError(Exception):
+    """Base class of every error raised on purpose."""
+
+
+class UsageError(AttnforgeError, ValueError):
+    """What was asked for cannot be meant: an argument, a size, a name or an input outside what is allowed."""
+
+
+class UnknownNameError(UsageError):
+    """A model, backend, target, precision or option that does not exist."""
+
+    def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
+        self.kind, self.given, self.known = kind, given, sorted(known)
+        super().__init__(f"unknown {kind} {given!r}; known: {', '.join(self.known)}")
+
+
+class ShapeError(UsageError):
+    """Sizes of a module or of its input that do not fit together."""
+
+
+class InputError(UsageError):
+    """An input whose name, dtype, rank or dims a deployed model does not take."""
+
+
+class CaptureError(UsageError):
+    """A module that cannot be exported as asked for."""
+
+
+class BundleError(AttnforgeError):
+    """A bundle that is missing, incomplete, altered, or of another schema version."""
+
+
+class BuildError(AttnforgeError):
+    """A TensorRT or ONNX Runtime build that failed, with the builder's own words."""
+
+
+class UnavailableError(AttnforgeError):
+    """A target or backend that this machine cannot build or run; the message says what would change that."""

@@ -1,0 +1,299 @@
+"""Attention over rows: tokens are rows, ``x`` is (n, d) or (B, n, d).
+
+``attention(Q, K, V) = softmax(scale · Q Kᵀ) V`` is written out once, here, and every module of this file is that
+function between projections. Sources: Vaswani et al., Attention Is All You Need, 2017,
+https://arxiv.org/abs/1706.03762, section 3.2; and, for what masks mean, the PyTorch documentation of
+``torch.nn.functional.scaled_dot_product_attention`` and ``torch.nn.MultiheadAttention``.
+
+Masks, everywhere: ``attn_mask`` is bool and True where a query may attend; ``key_padding_mask`` is bool and True where
+a key is padding. A query that may attend to nothing yields zeros, not NaN.
+
+Every module takes float64, float32, float16 and bfloat16: it computes in the dtype of its weights.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from attnforge.errors import ShapeError, UsageError
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, attn_mask: Tensor | None = None) -> Tensor:
+    """``softmax(scale · Q Kᵀ) V`` over the last two axes.
+
+    Shapes: query (..., n_q, d_k), key (..., n_k, d_k), value (..., n_k, d_v), attn_mask broadcastable to
+    (..., n_q, n_k), bool, True = may attend; result (..., n_q, d_v) in the dtype of the arguments.
+    ``scale`` is a number, 1 / √d_k in the paper and 1 for plain dot products.
+
+    Source: Vaswani et al. 2017, equation 1, https://arxiv.org/abs/1706.03762.
+    """
+    scores = query @ key.transpose(-2, -1) * scale  # (..., n_q, n_k)
+    if attn_mask is None:
+        return scores.softmax(-1) @ value
+    weights = scores.masked_fill(~attn_mask, -math.inf).softmax(-1)
+    # A row without any allowed key is softmax(-inf, ..., -inf) = NaN.
+    weights = weights.masked_fill(~attn_mask.any(-1, keepdim=True), 0.0)
+    return weights @ value
+
+
+def merge_masks(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    query: Tensor,
+    key: Tensor,
+) -> Tensor | None:
+    """One mask over heads that allows what all the given masks allow; None where none is given.
+
+    Shapes: attn_mask (n_q, n_k), (B, n_q, n_k) or (B, 1 or h, n_q, n_k); key_padding_mask (B, n_k), or (n_k,) for
+    unbatched tokens; query (..., n_q, d) and key (..., n_k, d) give the sizes of the causal mask, in which query i sees
+    keys 0 ... i. The result broadcasts to (B, h, n_q, n_k).
+
+    Raises UsageError for a mask that is not bool, ShapeError for a rank that is not listed.
+    """
+    masks = []
+    if attn_mask is not None:
+        require_bool("attn_mask", attn_mask)
+        if attn_mask.ndim not in (2, 3, 4):
+            raise ShapeError(
+                f"attn_mask has {attn_mask.ndim} axes; give (n_q, n_k), (B, n_q, n_k) or (B, num_heads, n_q, n_k)"
+            )
+        masks.append(attn_mask.unsqueeze(1) if attn_mask.ndim == 3 else attn_mask)
+    if key_padding_mask is not None:
+        require_bool("key_padding_mask", key_padding_mask)
+        if key_padding_mask.ndim != key.ndim - 1:
+            raise ShapeError(f"key_padding_mask has {key_padding_mask.ndim} axes; give (B, n_k), one entry a key")
+        masks.append(~key_padding_mask[..., None, None, :])
+    if is_causal:
+        ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+        masks.append(ones.tril())
+    return reduce(torch.logical_and, masks) if masks else None
+
+
+def require_bool(name: str, mask: Tensor) -> None:
+    """Raises UsageError unless ``mask`` is bool."""
+    if mask.dtype != torch.bool:
+        raise UsageError(f"{name} is {mask.dtype}; only torch.bool is allowed, so compare or invert to get one")
+
+
+def require_width(name: str, tensor: Tensor, width: int, dim: int = -1) -> None:
+    """Raises ShapeError unless ``tensor`` has ``width`` features along ``dim``."""
+    if tensor.ndim < -dim or tensor.shape[dim] != width:
+        raise ShapeError(f"{name} is {tuple(tensor.shape)}; its axis {dim} must be {width}, the width it was built for")
+
+
+def require_positive(**sizes: int) -> None:
+    """Raises ShapeError for a size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ShapeError(f"{name} is {size}; sizes must be at least 1, so give a positive whole number")
+
+
+def split_width(name: str, width: int, num_heads: int) -> int:
+    """``width / num_heads``, the part of one head; raises ShapeError where it is not a positive whole number."""
+    if num_heads < 1 or width < 1 or width % num_heads:
+        raise ShapeError(f"{name} {width} with num_heads {num_heads}; choose a {name} that num_heads divides")
+    return width // num_heads
+
+
+class SelfAttention(nn.Module):
+    """S1, one head: ``softmax(Q Kᵀ / √d_k) V`` with ``Q = X Wq``, ``K = X Wk``, ``V = X Wv``.
+
+    Shapes: x (n, d_in) or (B, n, d_in); Wq, Wk (d_in, d_k), Wv (d_in, d_v); attn_mask (n, n) or (B, n, n);
+    result (n, d_v) or (B, n, d_v). ``value_dim`` is free and is ``key_dim`` where not given; ``query_dim`` may be named
+    but must equal ``key_dim``, for a dot product needs both.
+
+    Raises ShapeError where query_dim and key_dim differ, a size is below 1, or x is not d_in wide, UsageError for a
+    mask that is not bool.
+
+    Source: Vaswani et al. 2017, section 3.2.1, https://arxiv.org/abs/1706.03762.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        bias: bool = False,
+        *,
+        query_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        if query_dim is not None and query_dim != key_dim:
+            raise ShapeError(f"query_dim {query_dim} and key_dim {key_dim}; dot products need them equal, so drop one")
+        value_dim = key_dim if value_dim is None else value_dim
+        require_positive(input_dim=input_dim, key_dim=key_dim, value_dim=value_dim)
+        self.input_dim = input_dim
+        self.scale = 1 / math.sqrt(key_dim)
+        self.query_proj = nn.Linear(input_dim, key_dim, bias=bias)
+        self.key_proj = nn.Linear(input_dim, key_dim, bias=bias)
+        self.value_proj = nn.Linear(input_dim, value_dim, bias=bias)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        require_width("x", x, self.input_dim)
+        if attn_mask is not None:
+            require_bool("attn_mask", attn_mask)
+        query, key, value = self.query_proj(x), self.key_proj(x), self.value_proj(x)
+        return attention(query, key, value, scale=self.scale, attn_mask=attn_mask)  # (..., n, d_v)
+
+
+class MultiHeadSelfAttention(nn.Module):
+    """S2, heads without an output projection: ``Concat_i softmax(Q_i K_iᵀ / √(d_k / h)) V_i``.
+
+    ``Q_i``, ``K_i``, ``V_i`` are the i-th of h equal parts of the columns of ``X Wq``, ``X Wk``, ``X Wv``.
+    Shapes: x (n, d_in) or (B, n, d_in); masks as in :func:`merge_masks`; result (n, d_v) or (B, n, d_v).
+
+    Raises ShapeError where num_heads does not divide key_dim and value_dim or x is not d_in wide.
+
+    Source: Vaswani et al. 2017, section 3.2.2, https://arxiv.org/abs/1706.03762, with the output projection left out.
+    """
+
+    def __init__(self, input_dim: int, key_dim: int, value_dim: int, num_heads: int, bias: bool = False) -> None:
+        super().__init__()
+        require_positive(input_dim=input_dim)
+        self.input_dim = input_dim
+        self.num_heads = num_heads
+        self.scale = 1 / math.sqrt(split_width("key_dim", key_dim, num_heads))
+        split_width("value_dim", value_dim, num_heads)
+        self.query_proj = nn.Linear(input_dim, key_dim, bias=bias)
+        self.key_proj = nn.Linear(input_dim, key_dim, bias=bias)
+        self.value_proj = nn.Linear(input_dim, value_dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        require_width("x", x, self.input_dim)
+        mask = merge_masks(attn_mask, key_padding_mask, is_causal, x, x)
+        query = split_heads(self.query_proj(x), self.num_heads)  # (..., h, n, d_k / h)
+        key = split_heads(self.key_proj(x), self.num_heads)
+        value = split_heads(self.value_proj(x), self.num_heads)  # (..., h, n, d_v / h)
+        return merge_heads(attention(query, key, value, scale=self.scale, attn_mask=mask))  # (..., n, d_v)
+
+
+class MultiHeadAttention(nn.Module):
+    """S3, heads and an output projection: ``Concat(head_1 ... head_h) Wᴼ + b``, as ``torch.nn.MultiheadAttention``.
+
+    Shapes: query (B, n_q, embed_dim), key (B, n_k, kdim), value (B, n_k, vdim), or all unbatched; masks as in
+    :func:`merge_masks`; result (B, n_q, embed_dim). ``is_causal`` makes the mask itself, aligned at the first key.
+
+    Raises ShapeError where num_heads does not divide embed_dim or a width does not fit.
+
+    Source: Vaswani et al. 2017, section 3.2.2, https://arxiv.org/abs/1706.03762; its sizes are the defaults.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int = 512,
+        num_heads: int = 8,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        require_positive(kdim=self.kdim, vdim=self.vdim)
+        self.num_heads = num_heads
+        self.head_dim = split_width("embed_dim", embed_dim, num_heads)
+        self.query_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.key_proj = nn.Linear(self.kdim, embed_dim, bias=bias)
+        self.value_proj = nn.Linear(self.vdim, embed_dim, bias=bias)
+        self.output_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        require_width("query", query, self.embed_dim)
+        require_width("key", key, self.kdim)
+        require_width("value", value, self.vdim)
+        mask = merge_masks(attn_mask, key_padding_mask, is_causal, query, key)
+        q = split_heads(self.query_proj(query), self.num_heads)  # (B, h, n_q, head_dim)
+        k = split_heads(self.key_proj(key), self.num_heads)  # (B, h, n_k, head_dim)
+        v = split_heads(self.value_proj(value), self.num_heads)
+        context = attention(q, k, v, scale=1 / math.sqrt(self.head_dim), attn_mask=mask)
+        output: Tensor = self.output_proj(merge_heads(context))  # (B, n_q, embed_dim)
+        return output
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:
+        """The same function as ``module`` without its dropout, batch first, with a copy of its weights.
+
+        Raises UsageError for ``add_bias_kv`` and ``add_zero_attn``, which add keys of their own.
+        """
+        if module.bias_k is not None or module.add_zero_attn:
+            raise UsageError("MultiheadAttention with add_bias_kv or add_zero_attn; only one without both is allowed")
+        bias = module.in_proj_bias is not None
+        copy = cls(module.embed_dim, module.num_heads, bias, module.kdim, module.vdim).to(module.out_proj.weight)
+        if module.kdim == module.vdim == module.embed_dim:
+            weights = module.in_proj_weight.chunk(3)
+        else:
+            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        projections = (copy.query_proj, copy.key_proj, copy.value_proj)
+        with torch.no_grad():
+            for projection, weight in zip(projections, weights, strict=True):
+                projection.weight.copy_(weight)
+            if module.in_proj_bias is not None:
+                for projection, part in zip(projections, module.in_proj_bias.chunk(3), strict=True):
+                    projection.bias.copy_(part)
+            copy.output_proj.load_state_dict(module.out_proj.state_dict())
+        return copy.train(module.training)
+
+
+class CrossAttention(nn.Module):
+    """Queries from one sequence, keys and values from another: multi-head attention with ``K = V = memory``.
+
+    Shapes: query (B, n_q, embed_dim), memory (B, n_k, memory_dim), key_padding_mask (B, n_k) over the memory; result
+    (B, n_q, embed_dim). n_q and n_k are independent. Raises as :class:`MultiHeadAttention` does.
+
+    Source: Vaswani et al. 2017, section 3.2.3 (encoder-decoder attention), https://arxiv.org/abs/1706.03762.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, memory_dim: int | None = None, bias: bool = True) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(embed_dim, num_heads, bias, kdim=memory_dim, vdim=memory_dim)
+
+    def forward(self, query: Tensor, memory: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        output: Tensor = self.attention(query, memory, memory, key_padding_mask=key_padding_mask)
+        return output
+
+
+class ParameterFreeAttention(nn.Module):
+    """S7, tokens attend to each other as they are: ``softmax(X Xᵀ) X``, or ``softmax(X Xᵀ / √d) X`` where scaled.
+
+    Shapes: x (n, d) or (B, n, d); result the same. Every row of the result is a convex combination of the rows of x.
+
+    Source: equation 1 of Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, with identity projections.
+    """
+
+    def __init__(self, scaled: bool = False) -> None:
+        super().__init__()
+        self.scaled = scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attention(x, x, x, scale=1 / math.sqrt(x.shape[-1]) if self.scaled else 1.0)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(..., n, h · d) -> (..., h, n, d): the columns in h equal parts."""
+    return rearrange(x, "... n (h d) -> ... h n d", h=num_heads)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(..., h, n, d) -> (..., n, h · d): the inverse of :func:`split_heads`."""
+    return rearrange(x, "... h n d -> ... n (h d)")

@@ -1,0 +1,326 @@
+"""The named models: for each a module, example arguments, and the dynamic shapes that ``torch.export`` takes.
+
+``dynamic_shapes`` is torch.export's own format, keyed by the name of the forward argument; the range of a ``Dim`` is
+the range of sizes that a deployment has to serve, the example's size the one it is tuned for.
+https://docs.pytorch.org/docs/stable/export.html
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.export import Dim
+
+from attnforge.errors import UnknownNameError, UsageError
+from attnforge.model.attention import (
+    CrossAttention,
+    MultiHeadAttention,
+    MultiHeadSelfAttention,
+    ParameterFreeAttention,
+    SelfAttention,
+)
+from attnforge.model.general import GeneralAttention, GeneralMultiHeadAttention
+from attnforge.model.patch import PatchAttention, PatchAttentionClassifier
+from attnforge.model.slips import PostSoftmaxScale, ReshapeWithoutTranspose
+from attnforge.model.transformer import TransformerEncoder, VisionTransformer
+from attnforge.model.worked_example import INPUT, WorkedExample
+
+SEED = 0
+BATCH, TOKENS, MEMORY_TOKENS = 2, 48, 40  # of the examples
+MAX_TOKENS = 128
+
+batch = Dim("batch", min=1, max=8)
+tokens = Dim("tokens", min=1, max=MAX_TOKENS)
+queries = Dim("queries", min=1, max=MAX_TOKENS)
+keys = Dim("keys", min=1, max=MAX_TOKENS)
+
+
+DynamicShapes = dict[str, dict[int, Dim] | None]
+
+
+class Example(NamedTuple):
+    """A module, positional arguments for its forward, and which of their axes are dynamic (None: none is)."""
+
+    module: nn.Module
+    args: tuple[Tensor, ...]
+    dynamic_shapes: DynamicShapes | None
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """A name, the system it is an instance of (as "S1"), one line about it, how to make it, and its trained weights."""
+
+    name: str
+    system: str
+    summary: str
+    make: Callable[..., Example]
+    weights: Path | None = None
+
+
+def build_model(name: str, *, weights: str | PathLike[str] | None = None, **options: Any) -> Example:
+    """The model of a name, in eval mode, float32, on the CPU, with example arguments and dynamic shapes.
+
+    ``options`` are the keyword arguments of the model's ``make``; a string is read as the type that ``make`` names.
+    Weights are those of the safetensors file ``weights``, else the model's own trained ones, else random from a fixed
+    seed. The random state of the process is as it was.
+
+    Raises UnknownNameError for a name or option that does not exist, UsageError for an option of another type and for a
+    weights file that is not this model's, and what the module itself raises.
+    """
+    if name not in MODELS:
+        raise UnknownNameError("model", name, MODELS)
+    model = MODELS[name]
+    options = read_options(model.make, options)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)  # the CPU's alone: torch.manual_seed would reseed every GPU too
+        example = model.make(**options)
+    path = model.weights if weights is None else weights
+    if path is not None:
+        load_weights(example.module, path)
+    example.module.eval()
+    return example
+
+
+def read_options(make: Callable[..., Example], options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` as the types that ``make`` is annotated with, which are str, int, float and bool."""
+    known = inspect.signature(make, eval_str=True).parameters
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("option", name, known)
+    return {name: read_option(name, value, known[name].annotation) for name, value in options.items()}
+
+
+def read_option(name: str, value: Any, kind: type) -> Any:
+    """``value`` as a ``kind``; raises UsageError where it is not one."""
+    if isinstance(value, str) and kind is bool:
+        value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
+    elif isinstance(value, str) and kind in (int, float):
+        with suppress(ValueError):  # said below, in the same words as for any other type
+            value = kind(value)
+    if type(value) is int and kind is float:
+        value = float(value)
+    if type(value) is not kind:
+        raise UsageError(f"option {name} is {value!r}; give a {kind.__name__}")
+    return value
+
+
+def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
+    """Loads a safetensors file whose names and shapes are exactly those of the module's state dict.
+
+    Floating dtypes may differ; values are cast to the module's. Raises UsageError otherwise.
+    """
+    try:
+        given = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"weights {path} cannot be read as safetensors ({error}); give a file that can") from error
+    needed = module.state_dict()
+    if missing := sorted(needed.keys() - given.keys()):
+        has = ", ".join(sorted(given)) or "nothing"
+        raise UsageError(f"weights {path} lack {missing[0]}; the file has {has}; the model needs {', '.join(needed)}")
+    if unexpected := sorted(given.keys() - needed.keys()):
+        needs = ", ".join(needed) or "nothing"
+        raise UsageError(f"weights {path} have {unexpected[0]}, which the model does not; it needs {needs}")
+    for name, tensor in needed.items():
+        if given[name].shape != tensor.shape:
+            shapes = f"{tuple(given[name].shape)}; the model needs {tuple(tensor.shape)}"
+            raise UsageError(f"weights {path}: {name} is {shapes}, so give the options that the file was made with")
+    module.load_state_dict(given)
+
+
+def self_attention(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
+    x = torch.randn(BATCH, TOKENS, input_dim)
+    return Example(SelfAttention(input_dim, key_dim, value_dim), (x,), {"x": {0: batch, 1: tokens}})
+
+
+def multi_head_self_attention(
+    input_dim: int = 256, key_dim: int = 256, value_dim: int = 128, num_heads: int = 4
+) -> Example:
+    x = torch.randn(BATCH, TOKENS, input_dim)
+    module = MultiHeadSelfAttention(input_dim, key_dim, value_dim, num_heads)
+    return Example(module, (x,), {"x": {0: batch, 1: tokens}})
+
+
+def multi_head_attention(embed_dim: int = 512, num_heads: int = 8) -> Example:
+    query = torch.randn(BATCH, TOKENS, embed_dim)
+    key, value = torch.randn(2, BATCH, MEMORY_TOKENS, embed_dim)
+    shapes: DynamicShapes = {"query": {0: batch, 1: queries}, "key": {0: batch, 1: keys}, "value": {0: batch, 1: keys}}
+    return Example(MultiHeadAttention(embed_dim, num_heads), (query, key, value), shapes)
+
+
+def cross_attention(embed_dim: int = 256, num_heads: int = 4, memory_dim: int = 192) -> Example:
+    query = torch.randn(BATCH, TOKENS, embed_dim)
+    memory = torch.randn(BATCH, MEMORY_TOKENS, memory_dim)
+    shapes: DynamicShapes = {
+        "query": {0: batch, 1: queries},
+        "memory": {0: batch, 1: keys},
+        "key_padding_mask": {0: batch, 1: keys},
+    }
+    args = (query, memory, padding(MEMORY_TOKENS))
+    return Example(CrossAttention(embed_dim, num_heads, memory_dim), args, shapes)
+
+
+def worked_example() -> Example:
+    return Example(WorkedExample(), (torch.tensor(INPUT, dtype=torch.float32),), None)
+
+
+def general_attention(
+    score: str = "scaled-dot",
+    align: str = "softmax",
+    feature_dim: int = 96,
+    key_dim: int = 64,
+    value_dim: int = 32,
+    query_dim: int = 64,
+) -> Example:
+    features = torch.randn(BATCH, feature_dim, TOKENS)
+    module = GeneralAttention(feature_dim, key_dim, value_dim, query_dim, score, align)
+    return Example(module, (features,), {"features": {0: batch, 2: tokens}})
+
+
+def additive_attention(align: str = "softmax") -> Example:
+    return general_attention("additive", align, query_dim=48)
+
+
+def general_multi_head_attention(
+    score: str = "scaled-dot",
+    align: str = "softmax",
+    feature_dim: int = 96,
+    key_dim: int = 32,
+    value_dim: int = 64,
+    num_heads: int = 4,
+    output_dim: int = 80,
+    query_dim: int = 32,
+    query_input_dim: int = 72,
+) -> Example:
+    features = torch.randn(BATCH, feature_dim, MEMORY_TOKENS)
+    query_features = torch.randn(BATCH, query_input_dim, TOKENS)
+    module = GeneralMultiHeadAttention(
+        feature_dim,
+        key_dim,
+        value_dim,
+        num_heads,
+        output_dim,
+        query_dim,
+        score,
+        align,
+        query_input_dim=query_input_dim,
+    )
+    shapes: DynamicShapes = {"features": {0: batch, 2: keys}, "query_features": {0: batch, 2: queries}}
+    return Example(module, (features, query_features), shapes)
+
+
+def parameter_free_attention(scaled: bool = False, dim: int = 64) -> Example:
+    x = torch.randn(BATCH, TOKENS, dim)
+    return Example(ParameterFreeAttention(scaled), (x,), {"x": {0: batch, 1: tokens}})
+
+
+def patch_attention(
+    image_size: int = 224, max_image_size: int = 256, max_batch: int = 2, embed_dim: int = 192, num_heads: int = 3
+) -> Example:
+    image = torch.randn(1, 3, image_size, image_size)
+    module = PatchAttention(3, 4, embed_dim, num_heads)
+    # From 2, for a grid of one row or column is a special case to torch.export however the patches are cut.
+    rows, columns = Dim("rows", min=2, max=max_image_size // 4), Dim("cols", min=2, max=max_image_size // 4)
+    # The largest case is also run in float64, where every score matrix of it takes 3 · tokens² · 8 bytes an image.
+    images = Dim("batch", min=1, max=max_batch)
+    return Example(module, (image,), {"image": {0: images, 2: 4 * rows, 3: 4 * columns}})
+
+
+def patch_attention_digits() -> Example:
+    image = torch.rand(BATCH, 1, 8, 8)
+    return Example(PatchAttentionClassifier(), (image,), {"image": {0: Dim("batch", min=1, max=512)}})
+
+
+def transformer_encoder(
+    num_layers: int = 2,
+    positions: str = "sinusoidal",
+    norm_first: bool = True,
+    is_causal: bool = False,
+    activation: str = "gelu",
+) -> Example:
+    module = TransformerEncoder(
+        num_layers,
+        embed_dim=128,
+        num_heads=4,
+        activation=activation,
+        norm_first=norm_first,
+        vocab_size=1000,
+        max_length=MAX_TOKENS,
+        positions=None if positions == "none" else positions,
+        final_norm=norm_first,
+        is_causal=is_causal,
+    )
+    ids = torch.randint(0, 1000, (BATCH, TOKENS))
+    shapes: DynamicShapes = {"tokens": {0: batch, 1: tokens}, "key_padding_mask": {0: batch, 1: tokens}}
+    return Example(module, (ids, padding(TOKENS)), shapes)
+
+
+def vit(num_layers: int = 2) -> Example:
+    module = VisionTransformer(32, 4, num_classes=10, embed_dim=128, num_heads=4, num_layers=num_layers)
+    return Example(module, (torch.randn(BATCH, 3, 32, 32),), {"image": {0: batch}})
+
+
+def post_softmax_scale(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
+    x = torch.randn(BATCH, TOKENS, input_dim)
+    return Example(PostSoftmaxScale(input_dim, key_dim, value_dim), (x,), {"x": {0: batch, 1: tokens}})
+
+
+def reshape_without_transpose(
+    input_dim: int = 128, key_dim: int = 128, value_dim: int = 128, num_heads: int = 4
+) -> Example:
+    x = torch.randn(BATCH, TOKENS, input_dim)
+    module = ReshapeWithoutTranspose(input_dim, key_dim, value_dim, num_heads)
+    return Example(module, (x,), {"x": {0: batch, 1: tokens}})
+
+
+def padding(num_tokens: int) -> Tensor:
+    """A key_padding_mask (BATCH, num_tokens) whose first sample is whole and whose others end early."""
+    lengths = torch.tensor([[num_tokens - 8 * sample] for sample in range(BATCH)])
+    return torch.arange(num_tokens) >= lengths
+
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+MODELS: dict[str, RegisteredModel] = {
+    model.name: model
+    for model in (
+        RegisteredModel("self-attention", "S1", "one head, softmax(QKᵀ/√d_k)V", self_attention),
+        RegisteredModel(
+            "multi-head-self-attention", "S2", "heads without output projection, d_v ≠ d_k", multi_head_self_attention
+        ),
+        RegisteredModel("multi-head-attention", "S3", "heads with output projection, 512 wide", multi_head_attention),
+        RegisteredModel("cross-attention", "S3", "queries attend to a padded memory of another width", cross_attention),
+        RegisteredModel("worked-example", "S4", "three tokens by hand, unscaled, static", worked_example),
+        RegisteredModel("general-attention", "S5", "column convention, any score and alignment", general_attention),
+        RegisteredModel(
+            "additive-attention", "S5", "the additive score, which is no inner product", additive_attention
+        ),
+        RegisteredModel(
+            "general-multi-head-attention", "S6", "column convention, heads, cross", general_multi_head_attention
+        ),
+        RegisteredModel("parameter-free-attention", "S7", "softmax(XXᵀ)X, scaled or not", parameter_free_attention),
+        RegisteredModel("patch-attention", "S8", "an image of any size as 4×4 patches, 192 wide", patch_attention),
+        RegisteredModel(
+            "patch-attention-digits",
+            "S8",
+            "8×8 digits classified by patch attention, trained",
+            patch_attention_digits,
+            WEIGHTS / "patch-attention-digits.safetensors",
+        ),
+        RegisteredModel("transformer-encoder", "S12", "tokens, positions, padding, two layers", transformer_encoder),
+        RegisteredModel("vit", "S12", "a Vision Transformer of 32×32 images, two layers", vit),
+        RegisteredModel("post-softmax-scale", "S13", "slip: 1/√d_k after the softmax", post_softmax_scale),
+        RegisteredModel(
+            "reshape-without-transpose", "S13", "slip: heads by reshape alone, mixes tokens", reshape_without_transpose
+        ),
+    )
+}

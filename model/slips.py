@@ -1,0 +1,90 @@
+"""S13, two slips that are found in published code, kept as they are, wrong.
+
+They compute something, run, and train; only the numbers tell. Both are here so that a deployment can be held to
+reproduce them: it must deploy the function it was given, not the one that was meant. For the right function use
+:class:`attnforge.model.MultiHeadSelfAttention`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from attnforge.errors import ShapeError
+from attnforge.model.attention import merge_heads, require_width, split_heads, split_width
+
+
+class PostSoftmaxScale(nn.Module):
+    """S13a, the scale on the wrong side of the softmax: ``(softmax(Q Kᵀ) / √d_k) V``.
+
+    The right function is ``softmax(Q Kᵀ / √d_k) V``. Here the rows of weights sum to 1 / √d_k, not to 1, and the
+    softmax sees unscaled scores, so it saturates as d_k grows. Both agree only where d_k = 1.
+
+    Shapes: x (n, d_in) or (B, n, d_in); result (n, d_v) or (B, n, d_v). ``num_heads`` None means one head without an
+    axis of its own; with heads, d_k above is key_dim / num_heads. Raises ShapeError where num_heads does not divide
+    key_dim and value_dim or x is not d_in wide.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        num_heads: int | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        value_dim = key_dim if value_dim is None else value_dim
+        self.input_dim = input_dim
+        self.num_heads = num_heads
+        self.head_dim = split_width("key_dim", key_dim, 1 if num_heads is None else num_heads)
+        split_width("value_dim", value_dim, 1 if num_heads is None else num_heads)
+        self.query_proj = nn.Linear(input_dim, key_dim, bias=bias)
+        self.key_proj = nn.Linear(input_dim, key_dim, bias=bias)
+        self.value_proj = nn.Linear(input_dim, value_dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_width("x", x, self.input_dim)
+        query, key, value = self.query_proj(x), self.key_proj(x), self.value_proj(x)  # (..., n, d)
+        if self.num_heads is not None:
+            query, key, value = (split_heads(part, self.num_heads) for part in (query, key, value))
+        weights = (query @ key.transpose(-2, -1)).softmax(-1) / math.sqrt(self.head_dim)  # rows sum to 1 / √d_k
+        context: Tensor = weights @ value
+        return context if self.num_heads is None else merge_heads(context)  # (..., n, d_v)
+
+
+class ReshapeWithoutTranspose(nn.Module):
+    """S13b, heads made by ``reshape(-1, B, n, d / h)`` where a reshape and a transpose are meant.
+
+    The reshape lays the h parts of every token one after the other and cuts that row into sequences of n parts, h of
+    them a sample. So what is called a head is a run of n / h neighbouring tokens with all their parts, and a token
+    attends within its run only, among parts of different heads; where h does not divide n, a run begins and ends inside
+    tokens. Samples stay apart. The right function keeps the token axis: (B, n, h, d / h), then a transpose. Both agree
+    where h = 1.
+
+    Shapes: x (B, n, d_in); result (B, n, d_v). Raises ShapeError where num_heads does not divide key_dim and value_dim,
+    x has no batch axis, or x is not d_in wide.
+    """
+
+    def __init__(self, input_dim: int, key_dim: int, value_dim: int, num_heads: int, bias: bool = False) -> None:
+        super().__init__()
+        self.input_dim = input_dim
+        self.key_head_dim = split_width("key_dim", key_dim, num_heads)
+        self.value_head_dim = split_width("value_dim", value_dim, num_heads)
+        self.query_proj = nn.Linear(input_dim, key_dim, bias=bias)
+        self.key_proj = nn.Linear(input_dim, key_dim, bias=bias)
+        self.value_proj = nn.Linear(input_dim, value_dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_width("x", x, self.input_dim)
+        if x.ndim != 3:
+            raise ShapeError(f"x is {tuple(x.shape)}; give (B, n, d_in), with a batch of 1 for one sequence")
+        batch, tokens, _ = x.shape
+        # Flat first: torch.export cannot decide for all sizes whether this reshape is a view, and flattening asks less.
+        query = self.query_proj(x).flatten().reshape(-1, batch, tokens, self.key_head_dim)  # (h, B, n, d_k / h), mixed
+        key = self.key_proj(x).flatten().reshape(-1, batch, tokens, self.key_head_dim)
+        value = self.value_proj(x).flatten().reshape(-1, batch, tokens, self.value_head_dim)
+        scores = query @ key.transpose(-2, -1) / math.sqrt(self.key_head_dim)
+        context: Tensor = scores.softmax(-1) @ value
+        return context.flatten().reshape(batch, tokens, -1)  # (B, n, d_v)
