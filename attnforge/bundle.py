@@ -1,0 +1,264 @@
+"""The bundle: a folder that holds a deployed model, and the manifest that says what is in it.
+
+A bundle is written to a temporary folder beside its place and renamed when it is whole. It is checked, schema first and then
+the sha256 of every file, before anything in it is parsed: a TensorRT plan is executable content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from attnforge.errors import BundleError, UsageError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+CANONICAL = "canonical.onnx"
+REFERENCE_OUTPUTS = "reference/outputs.safetensors"
+REFERENCE_EXAMPLE = "reference/example.safetensors"
+
+
+class Record(BaseModel):
+    """A part of the manifest: typed, checked, and nothing in it that the schema does not know."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class DimSpec(Record):
+    """A dynamic dim: `factor` times a symbol. Outputs may have an expression as symbol, and no range of their own."""
+
+    symbol: str
+    factor: int = 1
+    min: int | None = None
+    opt: int | None = None
+    max: int | None = None
+
+    @property
+    def text(self) -> str:
+        return self.symbol if self.factor == 1 else f"{self.factor}*{self.symbol}"
+
+
+class TensorSpec(Record):
+    """An input or output. `low` and `high` bound an integer input's example, and so the reference inputs."""
+
+    name: str
+    dtype: str
+    dims: list[int | DimSpec]
+    low: int | None = None
+    high: int | None = None
+
+    def text(self) -> str:
+        return f"{self.dtype}[{', '.join(str(d) if isinstance(d, int) else d.text for d in self.dims)}]"
+
+
+class Source(Record):
+    """Where the module came from, so that it can be made again: a registered name, a callable, or a module in memory."""
+
+    kind: Literal["registered", "callable", "module"]
+    name: str
+    options: dict[str, str | int | float | bool] = {}
+    weights: str | None = None
+
+
+class SiteTarget(Record):
+    """What a target made of a site: the form it was lowered to and why, and the compiled kernel or why there is none."""
+
+    form: str
+    why: str
+    kernel: str | None = None
+    reason: str | None = None
+
+
+class SiteRecord(Record):
+    """An attention site: where it stands, how it was written, whether it became canonical, what each target made of it."""
+
+    site: str
+    written_as: str
+    canonical: bool
+    reason: str | None = None
+    targets: dict[str, SiteTarget] = {}
+
+
+class Unfused(Record):
+    """A site that a target does not run as one kernel, and why."""
+
+    site: str
+    target: str
+    reason: str
+
+
+class Certificate(Record):
+    """What became of attention. `fused` counts what each backend compiled, never what it was handed."""
+
+    sites: int
+    canonical: int
+    fused: dict[str, int]
+    unfused: list[Unfused]
+    details: list[SiteRecord]
+
+
+class Engine(Record):
+    """A TensorRT plan."""
+
+    file: str
+    flavour: Literal["tensorrt", "tensorrt_rtx"]
+    version: str
+    compute_capabilities: list[str]
+    layers: int
+    size: int
+    build_seconds: float
+
+
+class TargetRecord(Record):
+    """What was made for a target. `cuda_model` is ONNX Runtime's on CUDA, where that is another than on the CPU."""
+
+    model: str
+    cuda_model: str | None = None
+    engines: list[Engine] = []
+
+
+class Case(Record):
+    """One reference case: inputs that can be made again, and where the outputs to compare with are.
+
+    Attributes:
+        sizes: what each symbol stands for.
+        kind: how floating-point inputs are drawn; "example" are the inputs that the model was deployed with.
+        scale: factor on floating-point inputs.
+    """
+
+    name: str
+    sizes: dict[str, int]
+    kind: Literal["normal", "large", "constant", "example"]
+    scale: float = 1.0
+    seed: int
+
+
+class Manifest(Record):
+    """What a bundle holds."""
+
+    schema_version: Annotated[int, Field(strict=True)] = SCHEMA_VERSION
+    name: str
+    precision: str
+    created: str
+    tools: dict[str, str]
+    source: Source
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+    attention: Certificate
+    targets: dict[str, TargetRecord]
+    skipped: dict[str, str] = {}
+    cases: list[Case]
+    files: dict[str, str] = {}
+
+
+class Bundle:
+    """A bundle on disk whose manifest and files have been checked.
+
+    Attributes:
+        path: the folder.
+        manifest: what it holds.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open and check the bundle at `path`.
+
+        Raises:
+            BundleError: no bundle is there, its schema is another, or a file is missing or altered.
+        """
+        self.path = Path(path)
+        self.manifest = _read_manifest(self.path)
+        _check_files(self.path, self.manifest)
+
+    def file(self, name: str) -> Path:
+        """Path of a file that the manifest lists."""
+        if name not in self.manifest.files:
+            raise BundleError(f"{self.path} has no {name}; it was deployed for {', '.join(self.manifest.targets)}")
+        return self.path / name
+
+    def __repr__(self) -> str:
+        return f"Bundle({str(self.path)!r}, {self.manifest.name}, {self.manifest.precision})"
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise BundleError(f"no bundle at {path}: it has no {MANIFEST}; make one with attnforge deploy")
+    text = file.read_text(encoding="utf-8")
+    try:
+        version = _Version.model_validate_json(text).schema_version
+        if version != SCHEMA_VERSION:
+            raise BundleError(
+                f"{file} has schema version {version}, this attnforge reads {SCHEMA_VERSION}; deploy the model again, "
+                "or use the attnforge that wrote it"
+            )
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise BundleError(f"{file} is no valid manifest: {where}: {first['msg']}; deploy the model again") from error
+
+
+class _Version(BaseModel):
+    schema_version: Annotated[int, Field(strict=True)]
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    for name, expected in manifest.files.items():
+        file = path / name
+        if not file.resolve().is_relative_to(path.resolve()):
+            raise BundleError(f"{path / MANIFEST} lists {name!r}, which is outside the bundle; do not use it")
+        if not file.is_file():
+            raise BundleError(f"{file} is missing; copy the bundle again or deploy the model again")
+        if sha256(file) != expected:
+            raise BundleError(
+                f"{file} was altered (its sha256 is not the manifest's); do not use it, deploy the model again"
+            )
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
+    """A temporary folder that becomes `out` when the block ends well, and is gone when it does not.
+
+    Raises:
+        UsageError: `out` exists and `force` is not given, or `out` is no bundle and would be lost.
+    """
+    target = Path(out).absolute()
+    if target.exists():
+        if not force:
+            raise UsageError(f"{target} exists; choose another folder, or overwrite it with --force (force=True)")
+        if not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+            raise UsageError(f"{target} exists and is no bundle, so it is not overwritten; choose another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if target.exists():
+            old = folder.with_suffix(".old")
+            target.rename(old)
+            folder.rename(target)
+            shutil.rmtree(old)
+        else:
+            folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Hash every file in `folder` into the manifest and write it, last."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    manifest.files = {file.relative_to(folder).as_posix(): sha256(file) for file in files}
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,61 @@
+"""The precisions a bundle can have, and what each allows a backend to err by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from attnforge.errors import UnknownNameError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A floating-point precision of a deployed model.
+
+    Attributes:
+        name: as users write it.
+        dtype: of weights, inputs and outputs.
+        mantissa_bits: explicit bits of the mantissa of what is multiplied; with the dtype's exponent they give the ulp.
+        floor: relative error that is always allowed, however exact eager is (DESIGN: the parity budget).
+    """
+
+    name: str
+    dtype: np.dtype
+    mantissa_bits: int
+    floor: float
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the dtype is a 16-bit one, the only kind that TensorRT has fused attention kernels for."""
+        return self.dtype.itemsize == 2
+
+    def ulp(self, magnitude: float) -> float:
+        """Distance between neighbouring numbers at `magnitude`."""
+        if not np.isfinite(magnitude) or magnitude == 0:
+            return 0.0
+        smallest = float(ml_dtypes.finfo(self.dtype).smallest_normal)
+        return float(2.0 ** (np.floor(np.log2(max(magnitude, smallest))) - self.mantissa_bits))
+
+
+PRECISIONS = {
+    p.name: p
+    for p in (
+        Precision("fp32", np.dtype(np.float32), 23, 1e-6),
+        Precision("tf32", np.dtype(np.float32), 10, 1e-3),
+        Precision("fp16", np.dtype(np.float16), 10, 1e-3),
+        Precision("bf16", np.dtype(ml_dtypes.bfloat16), 7, 8e-3),
+    )
+}
+
+
+def precision_named(name: str) -> Precision:
+    """The precision called `name`.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if name not in PRECISIONS:
+        raise UnknownNameError("precision", name, PRECISIONS)
+    return PRECISIONS[name]

@@ -1,0 +1,69 @@
+"""Where a model to deploy comes from: a registered name, or `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from attnforge.bundle import Source
+from attnforge.errors import UsageError
+from attnforge.model.registry import MODELS, Example, build_model, load_weights
+
+
+def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None) -> tuple[Example, Source]:
+    """The module, example inputs and dynamic shapes that `model` names, and the record of it for the manifest.
+
+    Args:
+        model: a registered name, or `package.module:function`, a callable that returns `(module, args, dynamic_shapes)`.
+        options: keyword arguments of the registered model or of the callable.
+        weights: a safetensors file with exactly the tensors of the module's state dict.
+
+    Raises:
+        UnknownNameError: no registered model or option has that name.
+        UsageError: the callable cannot be imported, or returns something else.
+    """
+    path = None if weights is None else os.fspath(weights)
+    if ":" not in model:
+        example = build_model(model, weights=weights, **options)
+        return example, Source(kind="registered", name=model, options=dict(options), weights=path)
+    example = _call(model, options)
+    if weights is not None:
+        load_weights(example.module, weights)
+    return example, Source(kind="callable", name=model, options=dict(options), weights=path)
+
+
+def rebuild(source: Source) -> Example:
+    """The module that a bundle was deployed from.
+
+    Raises:
+        UsageError: it was a module in memory, which only its owner has.
+    """
+    if source.kind == "module":
+        raise UsageError(f"the bundle was deployed from a module in memory ({source.name}); pass it as module=…")
+    return build(source.name, source.options, source.weights)[0]
+
+
+def _call(model: str, options: Mapping[str, Any]) -> Example:
+    module_name, _, function_name = model.partition(":")
+    sys.path.insert(0, os.getcwd())  # a user's own file, beside which the command is run
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        known = ", ".join(MODELS)
+        raise UsageError(
+            f"cannot import {model!r} ({error}); give package.module:function, or one of {known}"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    try:
+        module, args, dynamic_shapes = function(**options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{model} must return (module, args, dynamic_shapes): {error}") from error
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{model} returned {type(module).__name__} where a torch.nn.Module belongs")
+    return Example(module, tuple(args), dynamic_shapes)

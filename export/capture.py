@@ -1,0 +1,210 @@
+"""An eager module becomes an ONNX graph: names and symbolic dims kept, precision fixed in the graph."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.eager import at_precision, first_line, output_names, torch_dtype
+from attnforge.errors import CaptureError
+from attnforge.precision import Precision
+
+OPSET = 23
+"""The first opset with the Attention operator."""
+
+DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
+
+
+@dataclass
+class Captured:
+    """What :func:`capture` gives.
+
+    Attributes:
+        model: the graph, as torch's exporter wrote it.
+        module: a copy of the module in eval mode, its floating-point weights in the precision's dtype.
+        args: the example inputs, floating-point ones in the precision's dtype.
+        inputs, outputs: name, dtype and dims of each.
+    """
+
+    model: ir.Model
+    module: nn.Module
+    args: tuple[Tensor, ...]
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+
+
+def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes, precision: Precision) -> Captured:
+    """Export `module` as it computes in eval mode at `precision`. The module itself is not touched.
+
+    Args:
+        module: takes tensors by position and returns a tensor, or a tuple, list or dict of them.
+        args: example inputs; their sizes become the profile's `opt`.
+        dynamic_shapes: `torch.export`'s own: for every input a `{dim: torch.export.Dim}`, by name or by position. A Dim's
+            `min` and `max` bound what the deployed model takes.
+        precision: dtype of weights, inputs and outputs.
+
+    Raises:
+        CaptureError: torch cannot export the module so, an argument is no tensor, a Dim has no max, or a dim that was
+            declared dynamic came out as a constant.
+    """
+    names = _input_names(module, args)
+    shapes = _by_name(names, dynamic_shapes)
+    copied = at_precision(module, precision)
+    cast = tuple(_to(arg, torch_dtype(precision)) for arg in args)
+    dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
+    with _quiet(), torch.no_grad():
+        example = copied(*cast)
+        result_names = output_names(example)
+        try:
+            program = torch.onnx.export(
+                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes or None, verbose=False,
+                input_names=names, output_names=result_names,
+            )  # fmt: skip
+        except Exception as error:
+            raise CaptureError(f"torch cannot export {type(module).__name__}: {first_line(error)}") from error
+    assert program is not None
+    model = program.model
+    _rename_symbols(program, dims)
+    for value, name in zip(model.graph.inputs, names, strict=True):
+        _check_symbolic(value, dims[name])
+    inputs = [_spec(v, dims[v.name or ""], arg) for v, arg in zip(model.graph.inputs, cast, strict=True)]
+    outputs = [_spec(v, _output_dims(v, inputs)) for v in model.graph.outputs]
+    return Captured(model, copied, cast, inputs, outputs)
+
+
+def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:
+    for i, arg in enumerate(args):
+        if not isinstance(arg, Tensor):
+            raise CaptureError(
+                f"example input {i} is {type(arg).__name__}; give tensors, in the order of forward's arguments"
+            )
+    names: list[str] = []
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{i}" for i in range(len(args) - len(names))]
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            names.append(parameter.name)
+    if len(names) < len(args):
+        raise CaptureError(
+            f"{type(module).__name__}.forward takes {len(names)} inputs; {len(args)} examples were given"
+        )
+    return names[: len(args)]
+
+
+def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
+    if dynamic_shapes is None:
+        return {}
+    if not isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = dict(zip(names, dynamic_shapes, strict=False))
+    if unknown := set(dynamic_shapes) - set(names):
+        raise CaptureError(f"dynamic_shapes names {', '.join(sorted(unknown))}; the inputs are {', '.join(names)}")
+    return {name: dynamic_shapes.get(name) for name in names}
+
+
+def _dims(name: str, arg: Tensor, shapes: Any) -> list[int | DimSpec]:
+    """The dims of one input: an int where it is fixed, else its range, from the Dim declared for it."""
+    if not isinstance(shapes, Mapping):
+        shapes = dict(enumerate(shapes or ()))
+    dims: list[int | DimSpec] = []
+    for i, size in enumerate(arg.shape):
+        dim = shapes.get(i)
+        if dim is None or isinstance(dim, int):
+            dims.append(size)
+            continue
+        root = getattr(dim, "root", dim)
+        low, high = (getattr(dim, bound, None) for bound in ("min", "max"))
+        if not (isinstance(low, int) and isinstance(high, int)) or high >= 2**62:
+            what = getattr(dim, "__name__", str(dim))
+            raise CaptureError(
+                f"dim {i} of input {name!r} ({what}) has no upper bound; give torch.export.Dim(name, min=…, max=…), "
+                "which becomes the optimization profile"
+            )
+        if not low <= size <= high:
+            raise CaptureError(f"dim {i} of input {name!r} is {size} in the example, outside its Dim's {low} to {high}")
+        factor = dim.fn(1) if root is not dim else 1
+        if root is not dim and dim.fn(0) != 0:
+            raise CaptureError(
+                f"dim {i} of input {name!r} is {dim.__name__}; of derived Dims only multiples are supported"
+            )
+        dims.append(DimSpec(symbol=root.__name__, factor=factor, min=low, opt=size, max=high))
+    return dims
+
+
+def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, list[int | DimSpec]]) -> None:
+    """Give the exporter's own symbols (`s30`, where the user declared `4*rows`) the user's names, in every shape."""
+    exported = program.exported_program
+    assert exported is not None
+    aliases: dict[str, str] = {}
+    examples = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
+    for name, declared in zip(exported.graph_signature.user_inputs, dims.values(), strict=True):
+        for size, dim in zip(examples[name].shape, declared, strict=True):
+            if isinstance(dim, DimSpec) and not isinstance(size, int):
+                aliases[str(size.node.expr / dim.factor)] = dim.symbol
+    pattern = re.compile("|".join(rf"\b{re.escape(alias)}\b" for alias in aliases) or r"(?!)")
+    for value in (v for node in program.model.graph for v in node.outputs if v.shape is not None):
+        value.shape = ir.Shape(
+            d if isinstance(d, int) or d.value is None else pattern.sub(lambda m: aliases[m.group()], d.value)
+            for d in value.shape
+        )
+
+
+def _check_symbolic(value: ir.Value, dims: list[int | DimSpec]) -> None:
+    assert value.shape is not None
+    for i, (declared, got) in enumerate(zip(dims, value.shape, strict=True)):
+        if isinstance(declared, DimSpec) and isinstance(got, int):
+            raise CaptureError(
+                f"dim {i} of input {value.name!r} was declared dynamic ({declared.text}) but the export fixed it at {got}; "
+                "the module's code depends on its value"
+            )
+
+
+def _spec(value: ir.Value, dims: list[int | DimSpec], example: Tensor | None = None) -> TensorSpec:
+    assert value.name is not None and value.dtype is not None
+    spec = TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=dims)
+    if example is not None and example.numel() and not example.is_floating_point() and example.dtype != torch.bool:
+        spec.low, spec.high = int(example.min()), int(example.max())
+    return spec
+
+
+def _output_dims(value: ir.Value, inputs: list[TensorSpec]) -> list[int | DimSpec]:
+    """Dims of an output: those that an input has too carry its range, others only their expression."""
+    known = {dim.text: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
+    dims: list[int | DimSpec] = []
+    for dim in value.shape or ():
+        if isinstance(dim, int):
+            dims.append(dim)
+        else:
+            text = str(dim.value)
+            dims.append(known.get(text) or DimSpec(symbol=text))
+    return dims
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter's remarks about packages that are not needed stay off the user's terminal."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,270 @@
+"""The way through the house: module → graph → canonical graph → each target's form → bundle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from torch import Tensor, nn
+
+import attnforge
+from attnforge import bundle as b
+from attnforge import reference
+from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
+from attnforge.export import engine
+from attnforge.export.canonicalize import Site, canonicalize
+from attnforge.export.capture import Captured, DynamicShapes, capture
+from attnforge.export.expected import write_reference
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering import tensorrt as for_tensorrt
+from attnforge.export.lowering.attention import Lowered
+from attnforge.precision import precision_named
+
+TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
+Progress = Callable[[str], None]
+
+
+def deploy(
+    module: nn.Module,
+    args: Sequence[Tensor],
+    out: str | os.PathLike[str],
+    dynamic_shapes: DynamicShapes = None,
+    precision: str = "fp32",
+    targets: Sequence[str] | None = None,
+    name: str | None = None,
+    *,
+    compute_capabilities: Sequence[str] = (),
+    force: bool = False,
+    source: b.Source | None = None,
+    progress: Progress = lambda stage: None,
+) -> b.Bundle:
+    """Export `module` as it computes in eval mode, lower it for every target, and write a bundle to `out`.
+
+    Args:
+        module: takes tensors by position, returns a tensor or a tuple, list or dict of them. It is not touched.
+        args: example inputs.
+        out: folder to write.
+        dynamic_shapes: `torch.export`'s own; every Dim needs a `max`. Min, example and max become TensorRT's profile.
+        precision: `fp32`, `tf32`, `fp16` or `bf16`.
+        targets: of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that can be built on this machine.
+        name: of the deployed model; by default the class's.
+        compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default it is portable from SM80 on.
+        force: overwrite a bundle at `out`; the old one stays whole until the new one is.
+        source: where the module came from, for those who want to make it again.
+        progress: called with the name of each stage as it starts.
+
+    Raises:
+        UsageError: an argument that cannot be meant, or `out` exists.
+        CaptureError: torch cannot export the module so.
+        UnavailableError: a target that was asked for cannot be built here.
+        BuildError: a builder refused.
+    """
+    p = precision_named(precision)
+    chosen, skipped = choose_targets(targets)
+    with b.writing(out, force) as folder:
+        progress("export")
+        captured = capture(module, args, dynamic_shapes, p)
+        progress("canonicalize")
+        model, sites = captured.model, canonicalize(captured.model)
+        save(model, folder / b.CANONICAL)
+        records, lowered, plans = _build_targets(
+            folder, chosen, captured, sites, precision, compute_capabilities, progress
+        )
+        certificate = certify(folder, sites, lowered, plans)
+        progress("reference")
+        cases = write_reference(folder, captured, p)
+        manifest = b.Manifest(
+            name=name or type(module).__name__,
+            precision=precision,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            tools=tool_versions(),
+            source=source or b.Source(kind="module", name=f"{type(module).__module__}.{type(module).__qualname__}"),
+            inputs=captured.inputs,
+            outputs=captured.outputs,
+            attention=certificate,
+            targets=records,
+            skipped=skipped,
+            cases=cases,
+        )
+        b.write_manifest(folder, manifest)
+    return b.Bundle(out)
+
+
+def choose_targets(targets: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
+    """The targets to build, and why any other is not.
+
+    Raises:
+        UnknownNameError: a target that does not exist.
+        UnavailableError: one that was asked for by name and cannot be built here.
+    """
+    for target in targets or ():
+        if target not in TARGETS:
+            raise UnknownNameError("target", target, TARGETS)
+    if targets is not None and not targets:
+        raise UsageError(
+            f"no target was given; name some of {', '.join(TARGETS)}, or none to build all that can be built here"
+        )
+    chosen, skipped = [], {}
+    for target in TARGETS:
+        if targets is not None and target not in targets:
+            continue
+        if (reason := why_not_buildable(target)) is None:
+            chosen.append(target)
+        elif targets is not None:
+            raise UnavailableError(reason)
+        else:
+            skipped[target] = reason
+    return chosen, skipped
+
+
+def why_not_buildable(target: str) -> str | None:
+    """Why `target` cannot be built on this machine, or None."""
+    if target == "onnxruntime":
+        return None
+    try:
+        engine.load_tensorrt(target)
+    except UnavailableError as error:
+        return str(error)
+    if target == "tensorrt" and not torch.cuda.is_available():
+        return "tensorrt builds for the GPU at hand and there is no CUDA device; tensorrt_rtx builds without one"
+    return None
+
+
+def save(model: ir.Model, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    ir.save(model, file)
+
+
+def _build_targets(
+    folder: Path,
+    chosen: list[str],
+    captured: Captured,
+    sites: list[Site],
+    precision: str,
+    compute_capabilities: Sequence[str],
+    progress: Progress,
+) -> tuple[dict[str, b.TargetRecord], dict[str, list[Lowered]], dict[str, engine.Plan]]:
+    records: dict[str, b.TargetRecord] = {}
+    lowered: dict[str, list[Lowered]] = {}
+    plans: dict[str, engine.Plan] = {}
+    trt_model, trt_lowered = "tensorrt/model.onnx", None
+    sizes = reference.cases(captured.inputs)[0].sizes
+    for target in chosen:
+        progress(f"lower and build for {target}")
+        if target == "onnxruntime":
+            model = captured.model.clone()
+            lowered[target] = for_onnxruntime.lower(model, sites, sizes)
+            records[target] = b.TargetRecord(model="onnxruntime/model.onnx")
+            save(model, folder / records[target].model)
+            if precision_named(precision).is_low:
+                model = captured.model.clone()
+                for_onnxruntime.lower(model, sites, sizes, device="cuda")
+                records[target].cuda_model = "onnxruntime/model.cuda.onnx"
+                save(model, folder / "onnxruntime/model.cuda.onnx")
+            continue
+        if trt_lowered is None:
+            model = captured.model.clone()
+            trt_lowered = for_tensorrt.lower(model, sites)
+            save(model, folder / trt_model)
+        capabilities = tuple(compute_capabilities) if target == "tensorrt_rtx" else ()
+        plan = engine.build(folder / trt_model, target, captured.inputs, precision, capabilities)
+        file = f"tensorrt/engine.{target}.plan"
+        (folder / file).write_bytes(plan.data)
+        lowered[target], plans[target] = trt_lowered, plan
+        records[target] = b.TargetRecord(
+            model=trt_model,
+            engines=[
+                b.Engine(
+                    file=file,
+                    flavour=target,  # type: ignore[arg-type]
+                    version=plan.version,
+                    compute_capabilities=list(capabilities)
+                    or [engine.PORTABLE if target == "tensorrt_rtx" else "CURRENT"],
+                    layers=len(plan.layers),
+                    size=len(plan.data),
+                    build_seconds=round(plan.seconds, 3),
+                )
+            ],
+        )
+    return records, lowered, plans
+
+
+# --- the certificate --------------------------------------------------------------------------------------------------
+
+
+def certify(
+    folder: Path, sites: list[Site], lowered: Mapping[str, list[Lowered]], plans: Mapping[str, engine.Plan]
+) -> b.Certificate:
+    """What became of every site, counted in what each backend compiled."""
+    details, unfused = [], []
+    kept = _nodes_kept_by_onnxruntime(folder / "onnxruntime/model.onnx") if "onnxruntime" in lowered else set()
+    for site in sites:
+        record = b.SiteRecord(
+            site=site.name, written_as=site.written_as, canonical=site.node is not None, reason=site.reason
+        )
+        for target, forms in lowered.items():
+            form = next((one for one in forms if one.site == site.name), None)
+            if form is None:
+                unfused.append(b.Unfused(site=site.name, target=target, reason=site.reason or "not canonical"))
+                continue
+            if target == "onnxruntime":
+                kernel = form.form if form.unfused is None and form.node in kept else None
+                otherwise = "ONNX Runtime's own optimiser took the fused node apart"
+            else:
+                kernel = plans[target].kernel_of(form.node)
+                otherwise = f"the builder chose separate kernels: {', '.join(plans[target].layers_of(form.node)) or 'none named'}"
+            reason = None if kernel else form.unfused or otherwise
+            record.targets[target] = b.SiteTarget(form=form.form, why=form.why, kernel=kernel, reason=reason)
+            if reason is not None:
+                unfused.append(b.Unfused(site=site.name, target=target, reason=reason))
+        details.append(record)
+    return b.Certificate(
+        sites=len(sites),
+        canonical=sum(record.canonical for record in details),
+        fused={t: sum(t in r.targets and r.targets[t].kernel is not None for r in details) for t in lowered},
+        unfused=unfused,
+        details=details,
+    )
+
+
+def _nodes_kept_by_onnxruntime(file: Path) -> set[str]:
+    """Names of the nodes that are left after ONNX Runtime's own optimisation."""
+    optimized = file.with_suffix(".optimized.onnx")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(optimized)
+    options.log_severity_level = 3
+    try:
+        ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        return {node.name or "" for node in ir.load(optimized).graph}
+    except Exception as error:
+        raise BuildError(f"ONNX Runtime cannot load the lowered graph: {error}") from error
+    finally:
+        for left in file.parent.glob(f"{optimized.name}*"):
+            left.unlink()
+
+
+def tool_versions() -> dict[str, str]:
+    names = (
+        "torch",
+        "onnx",
+        "onnx_ir",
+        "onnxscript",
+        "onnxruntime",
+        "onnxruntime-gpu",
+        "tensorrt",
+        "tensorrt_rtx",
+        "numpy",
+    )
+    versions = {"attnforge": attnforge.__version__}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,404 @@
+"""Layouts: which logical axes a tensor's dims are made of, and how one layout becomes another.
+
+A view (Reshape, Transpose, Squeeze, Unsqueeze, Flatten, Identity) moves numbers without changing them. Whatever chain of
+views an author wrote, what it did is said by the layouts at its two ends, so the walk composes views into layouts and
+:func:`rearrange` writes one layout as another with at most one Reshape, one Transpose and one Reshape. Like einops, with
+the axes found instead of named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+
+class Builder(Tape):
+    """A tape on which `op.MatMul(a, b, …)` writes a node and gives its output."""
+
+    def __getattr__(self, op_type: str) -> Callable[..., ir.Value]:
+        if not op_type[0].isupper():
+            raise AttributeError(op_type)
+        return lambda *inputs, **attributes: self.op(op_type, inputs, attributes)
+
+
+_MONOMIAL = re.compile(r"\w+(\*\w+)*")
+VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+
+
+class LayoutError(Exception):
+    """Two layouts that no sequence of views connects, or a size that the graph cannot compute."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A dim as a monomial: `factor` times symbols. A dim of another form (`n + 1`) counts as one symbol."""
+
+    factor: int = 1
+    symbols: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, dim: int | ir.SymbolicDim) -> Size:
+        if isinstance(dim, int):
+            return cls(dim)
+        text = (dim.value or f"unknown{id(dim)}").replace(" ", "")
+        if not _MONOMIAL.fullmatch(text):
+            return cls(1, (f"({text})",))
+        parts = text.split("*")
+        return cls(prod(int(p) for p in parts if p.isdigit()), tuple(sorted(p for p in parts if not p.isdigit())))
+
+    @property
+    def is_static(self) -> bool:
+        return not self.symbols
+
+    def __mul__(self, other: Size) -> Size:
+        return Size(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
+
+    def divide(self, other: Size) -> Size | None:
+        """`self / other` where that is exact for every value of the symbols, else None."""
+        rest = list(self.symbols)
+        for symbol in other.symbols:
+            if symbol not in rest:
+                return None
+            rest.remove(symbol)
+        if other.factor == 0 or self.factor % other.factor:
+            return None
+        return Size(self.factor // other.factor, tuple(rest))
+
+    def dim(self) -> int | ir.SymbolicDim:
+        if self.is_static:
+            return self.factor
+        return ir.SymbolicDim("*".join(([str(self.factor)] if self.factor != 1 else []) + list(self.symbols)))
+
+
+ONE = Size()
+
+
+@dataclass(eq=False)
+class Axis:
+    """A logical axis. Finding out that it is several axes in one splits it in place, for every layout that holds it."""
+
+    size: Size
+    parts: tuple[Axis, Axis] | None = field(default=None, repr=False)
+
+    def leaves(self) -> list[Axis]:
+        return [self] if self.parts is None else [leaf for part in self.parts for leaf in part.leaves()]
+
+    def split(self, outer: Size, inner: Size) -> None:
+        self.parts = (Axis(outer), Axis(inner))
+
+
+Dims = tuple[Axis, ...]
+"""The axes of one dim of a tensor, outermost first; empty for a dim of size 1."""
+
+
+class Layout:
+    """The axes of every dim of a tensor."""
+
+    def __init__(self, dims: Iterable[Iterable[Axis]]) -> None:
+        self._dims = [tuple(dim) for dim in dims]
+
+    @classmethod
+    def fresh(cls, value: ir.Value) -> Layout:
+        """One new axis for every dim of `value` that is not 1."""
+        return cls(() if size == ONE else (Axis(size),) for size in sizes_of(value))
+
+    @property
+    def dims(self) -> list[Dims]:
+        return [tuple(leaf for axis in dim for leaf in axis.leaves()) for dim in self._dims]
+
+    @property
+    def axes(self) -> list[Axis]:
+        return [axis for dim in self.dims for axis in dim]
+
+    def sizes(self) -> list[Size]:
+        return [_product(dim) for dim in self.dims]
+
+    def __len__(self) -> int:
+        return len(self._dims)
+
+    def permuted(self, perm: Sequence[int]) -> Layout:
+        dims = self.dims
+        return Layout(dims[i] for i in perm)
+
+    def regrouped(self, sizes: Sequence[Size]) -> Layout:
+        """The layout after a reshape to `sizes`, splitting axes where the reshape does.
+
+        Raises:
+            LayoutError: the reshape cuts across axes, so its dims are not products of them.
+        """
+        todo = self.axes
+        dims: list[Dims] = []
+        for size in sizes:
+            dim: list[Axis] = []
+            while size != ONE:
+                if not todo:
+                    raise LayoutError("a reshape that does not keep the axes apart")
+                axis = todo[0]
+                rest = size.divide(axis.size)
+                if rest is not None:
+                    dim.append(todo.pop(0))
+                    size = rest
+                    continue
+                inner = axis.size.divide(size)
+                if inner is None:
+                    raise LayoutError("a reshape that mixes axes")
+                axis.split(size, inner)
+                todo[:1] = axis.leaves()
+            dims.append(tuple(dim))
+        if todo:
+            raise LayoutError("a reshape that does not keep the axes apart")
+        return Layout(dims)
+
+
+def sizes_of(value: ir.Value) -> list[Size]:
+    """The sizes of `value`'s dims.
+
+    Raises:
+        LayoutError: its shape is not known.
+    """
+    if value.shape is None:
+        raise LayoutError(f"the shape of {value.name!r} is not known")
+    return [Size.of(dim) for dim in value.shape]
+
+
+def _product(axes: Iterable[Axis]) -> Size:
+    size = ONE
+    for axis in axes:
+        size = size * axis.size
+    return size
+
+
+def _permutation(node: ir.Node, rank: int) -> list[int]:
+    perm = node.attributes.get_ints("perm")
+    return list(perm) if perm is not None else list(range(rank))[::-1]
+
+
+def before_view(node: ir.Node, after: Layout) -> Layout:
+    """The layout of a view's input, given its output's."""
+    source = node.inputs[0]
+    assert source is not None
+    if node.op_type == "Transpose":
+        perm = _permutation(node, len(after))
+        return after.permuted([perm.index(i) for i in range(len(perm))])
+    return after.regrouped(sizes_of(source))
+
+
+def after_view(node: ir.Node, before: Layout) -> Layout:
+    """The layout of a view's output, given its input's."""
+    if node.op_type == "Transpose":
+        return before.permuted(_permutation(node, len(before)))
+    return before.regrouped(sizes_of(node.outputs[0]))
+
+
+def is_view(node: ir.Node | None) -> bool:
+    return node is not None and node.domain == "" and node.op_type in VIEWS
+
+
+def walk_back(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
+    """Back through views: the furthest value that `value` is a view of, and its layout.
+
+    A value whose shape no longer tells the size of every axis (all of them flattened into one dim, say) is passed by.
+    """
+    furthest = value, layout
+    while (node := value.producer()) is not None and is_view(node):
+        source = node.inputs[0]
+        assert source is not None
+        try:
+            layout = before_view(node, layout)
+        except LayoutError:
+            break
+        value = source
+        if all(axis.size.is_static or _holder(axis, layout) is not None for axis in layout.axes):
+            furthest = value, layout
+    return furthest
+
+
+def walk_forward(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
+    """Forward through views that are the only use of what they view."""
+    while not value.is_graph_output() and len(uses := value.uses()) == 1:
+        node = uses[0].node
+        if not is_view(node) or uses[0].idx != 0:
+            break
+        try:
+            layout = after_view(node, layout)
+        except LayoutError:
+            break
+        value = node.outputs[0]
+    return value, layout
+
+
+def needs_transpose(source: Layout, target: Layout) -> bool:
+    """Whether numbers must move in memory to go from one layout to the other."""
+    present = set(source.axes)
+    return source.axes != [axis for axis in target.axes if axis in present]
+
+
+def effort(source: Layout, target: Layout) -> int:
+    """What going from one layout to the other costs at run time: a transpose, a shape to compute, both, or nothing."""
+    if source.dims == target.dims:
+        return 0
+    moved = [dim for i, dim in enumerate(target.dims) if i >= len(source) or source.dims[i] != dim]
+    dynamic = sum(any(not axis.size.is_static for axis in dim) for dim in moved)
+    return needs_transpose(source, target) + (dynamic > 1)
+
+
+def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout) -> ir.Value:
+    """Write `value`, laid out as `source`, as `target`. Axes that only `target` has are broadcast.
+
+    Raises:
+        LayoutError: `source` has an axis that `target` lacks, or a size cannot be computed from `value`'s shape.
+    """
+    axes = source.axes
+    if lost := set(axes) - set(target.axes):
+        raise LayoutError(f"{len(lost)} axis of {value.name!r} has no place in the product")
+    missing = set(target.axes) - set(axes)
+    order = [axis for axis in target.axes if axis not in missing]
+    steps: list[Layout] = []
+    if axes != order:
+        steps += [Layout((a,) for a in axes), Layout((a,) for a in order)]
+    if missing:
+        raise_to = Layout(() if axis in missing else (axis,) for axis in target.axes)
+        steps += [raise_to, Layout((a,) for a in target.axes)]
+    current, layout = value, source
+    for step in [*steps, target]:
+        current = _step(op, value, source, current, layout, step)
+        layout = step
+    return current
+
+
+def _step(
+    op: Builder, origin: ir.Value, origin_layout: Layout, value: ir.Value, here: Layout, there: Layout
+) -> ir.Value:
+    """One Transpose, Expand, Unsqueeze, Squeeze or Reshape, or nothing."""
+    a, b = here.dims, there.dims
+    if a == b:
+        return value
+    if set(there.axes) != set(here.axes):
+        result = op.Expand(value, _shape(op, there.dims, origin, origin_layout))
+    elif here.axes != there.axes:
+        result = op.Transpose(value, perm=[a.index(dim) for dim in b])
+    elif [d for d in a if d] == [d for d in b if d] and len(b) > len(a) and not _ones_removed(a, b):
+        result = op.Unsqueeze(value, constant(op, _inserted(a, b)))
+    elif [d for d in a if d] == [d for d in b if d] and len(a) > len(b) and not _ones_removed(b, a):
+        result = op.Squeeze(value, constant(op, _inserted(b, a)))
+    else:
+        result = op.Reshape(value, _shape(op, b, origin, origin_layout, reshape_from=a))
+    assert value.dtype is not None
+    return typed(result, value.dtype, [size.dim() for size in there.sizes()])
+
+
+def _inserted(few: list[Dims], many: list[Dims]) -> list[int]:
+    """Positions in `many` of the size-1 dims that `few` lacks."""
+    positions, i = [], 0
+    for j, dim in enumerate(many):
+        if i < len(few) and few[i] == dim:
+            i += 1
+        else:
+            positions.append(j)
+    return positions
+
+
+def _ones_removed(few: list[Dims], many: list[Dims]) -> bool:
+    return len(_inserted(few, many)) != len(many) - len(few)
+
+
+def _shape(
+    op: Builder, dims: list[Dims], origin: ir.Value, layout: Layout, reshape_from: list[Dims] | None = None
+) -> ir.Value:
+    """A shape tensor for `dims`: constants where they are static; a Reshape's 0 and -1 where they serve; else computed."""
+    entries: list[int | Dims] = []
+    for i, dim in enumerate(dims):
+        size = _product(dim)
+        if size.is_static:
+            entries.append(size.factor)
+        elif reshape_from is not None and i < len(reshape_from) and reshape_from[i] == dim:
+            entries.append(0)
+        else:
+            entries.append(dim)
+    dynamic = [i for i, entry in enumerate(entries) if isinstance(entry, tuple)]
+    if reshape_from is not None and len(dynamic) == 1:
+        entries[dynamic[0]] = -1
+    if all(isinstance(entry, int) for entry in entries):
+        return constant(op, entries)
+    return op.Concat(
+        *(constant(op, [e]) if isinstance(e, int) else _dynamic_size(op, e, origin, layout) for e in entries), axis=0
+    )
+
+
+def _dynamic_size(op: Builder, dim: Dims, origin: ir.Value, layout: Layout) -> ir.Value:
+    """The product of the sizes of `dim`'s axes as a one-element tensor, read off `origin`'s shape."""
+    factors = []
+    static = 1
+    for axis in dim:
+        if axis.size.is_static:
+            static *= axis.size.factor
+            continue
+        i = _holder(axis, layout)
+        if i is None:
+            raise LayoutError(f"a size that cannot be read off {origin.name!r}")
+        size = op.Shape(origin, start=i, end=i + 1)
+        divisor = prod(other.size.factor for other in layout.dims[i] if other is not axis)
+        factors.append(size if divisor == 1 else op.Div(size, constant(op, [divisor])))
+    if static != 1:
+        factors.append(constant(op, [static]))
+    size = factors[0]
+    for factor in factors[1:]:
+        size = op.Mul(size, factor)
+    return size
+
+
+def _holder(axis: Axis, layout: Layout) -> int | None:
+    """The dim from whose size that of `axis` can be told: one where all other axes are static."""
+    for i, dim in enumerate(layout.dims):
+        if axis in dim and all(other is axis or other.size.is_static for other in dim):
+            return i
+    return None
+
+
+def constant(op: Builder, data: object, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
+    """A Constant node holding `data`, with its shape and type set."""
+    tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
+    value = typed(op.Constant(value=tensor), dtype, tensor.shape)
+    value.const_value = tensor
+    return value
+
+
+def typed(value: ir.Value, dtype: ir.DataType, dims: Iterable[int | ir.SymbolicDim]) -> ir.Value:
+    """Set type and shape of `value`. Both are made anew: values that shared one would change together."""
+    value.type, value.shape = ir.TensorType(dtype), ir.Shape(dims)
+    return value
+
+
+def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
+    """Set on `value` the shape of `other`, and its type or `dtype`."""
+    dtype = other.dtype if dtype is None else dtype
+    assert other.shape is not None and dtype is not None
+    return typed(value, dtype, list(other.shape))
+
+
+def insert(graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False) -> ir.Value:
+    """Run `build` with a builder, put what it made in front of `at` (or behind it), named after it, and return its result."""
+    op = Builder()
+    try:
+        result = build(op)
+    except Exception:
+        for node in op.nodes:  # what was half made must not count as a use of what it reads
+            for i in range(len(node.inputs)):
+                node.replace_input_with(i, None)
+        raise
+    stem = at.name or at.op_type
+    for i, node in enumerate(op.nodes):
+        node.name = node.name or f"{stem}/{node.op_type}_{i}"
+        for j, output in enumerate(node.outputs):
+            output.name = output.name or f"{node.name}:{j}"
+    if after:
+        graph.insert_after(at, op.nodes)
+    else:
+        graph.insert_before(at, op.nodes)
+    return result

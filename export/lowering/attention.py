@@ -1,0 +1,178 @@
+"""What every lowering shares: reading a canonical node, and writing attention out as products around a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.canonicalize import BOOL, Site, broadcast_like
+from attnforge.export.layout import (
+    ONE,
+    Axis,
+    Builder,
+    Layout,
+    Size,
+    constant,
+    like,
+    sizes_of,
+    typed,
+    walk_back,
+    walk_forward,
+)
+from attnforge.export.recognise import Operand, scalar
+
+
+@dataclass
+class Lowered:
+    """What a lowering made of one site.
+
+    Attributes:
+        site: name of the site.
+        form: what stands there now.
+        why: why this form and no other.
+        node: name of the node by which the site is found again in what the backend compiled.
+        unfused: why no fused kernel is to be expected; None where one is.
+    """
+
+    site: str
+    form: str
+    why: str
+    node: str
+    unfused: str | None = None
+
+
+@dataclass
+class Attention:
+    """A canonical Attention node: its operands traced back through views, its output forward through them."""
+
+    node: ir.Node
+    query: Operand
+    key: Operand
+    value: Operand
+    mask: ir.Value | None
+    output: ir.Value
+    output_layout: Layout
+    scale: float
+    is_causal: bool
+    softmax_dtype: ir.DataType
+    dims: dict[str, Layout]  # one-dim layouts of the axes B, H, n_q, n_k, d_k, d_v
+
+    @property
+    def dtype(self) -> ir.DataType:
+        assert self.query.value.dtype is not None
+        return self.query.value.dtype
+
+    def layout(self, *names: str) -> Layout:
+        """The layout whose dims are the named axes; `"H d_k"` in one dim are the heads side by side."""
+        return Layout(tuple(a for part in name.split() for a in self.dims[part].axes) for name in names)
+
+    def size(self, name: str) -> Size:
+        return self.dims[name].sizes()[0]
+
+
+def attentions(model: ir.Model, sites: list[Site]) -> Iterator[tuple[Site, Attention]]:
+    """The canonical nodes of `model`, each with its site."""
+    by_name = {site.node: site for site in sites if site.node is not None}
+    for node in list(model.graph):
+        if node.op_type == "Attention" and node.domain == "" and node.name in by_name:
+            yield by_name[node.name], _read(node)
+
+
+def _read(node: ir.Node) -> Attention:
+    q, k, v = node.inputs[:3]
+    assert q is not None and k is not None and v is not None
+    batch, heads, n_q, d_k = Layout.fresh(q).dims
+    n_k, d_v = (() if size == ONE else (Axis(size),) for size in (sizes_of(k)[2], sizes_of(v)[3]))
+    dims = {"B": batch, "H": heads, "n_q": n_q, "n_k": n_k, "d_k": d_k, "d_v": d_v}
+    output, output_layout = walk_forward(node.outputs[0], Layout([batch, heads, n_q, d_v]))
+    mask = node.inputs[3] if len(node.inputs) > 3 else None
+    dtype = q.dtype
+    assert dtype is not None
+    return Attention(
+        node,
+        Operand(*walk_back(q, Layout([batch, heads, n_q, d_k]))),
+        Operand(*walk_back(k, Layout([batch, heads, n_k, d_k]))),
+        Operand(*walk_back(v, Layout([batch, heads, n_k, d_v]))),
+        mask,
+        output,
+        output_layout,
+        scale=float(node.attributes.get_float("scale") or 1.0),
+        is_causal=bool(node.attributes.get_int("is_causal", 0)),
+        softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or dtype.value),
+        dims={name: Layout([dim]) for name, dim in dims.items()},
+    )
+
+
+def decompose(
+    op: Builder,
+    attention: Attention,
+    query: ir.Value,
+    key_transposed: ir.Value,
+    value: ir.Value,
+    softmax_name: str,
+    as_columns: bool = False,
+) -> ir.Value:
+    """Attention as two products around a softmax, on four dims.
+
+    The scale goes on the query, where it costs n·d and keeps the scores small. A boolean mask chooses among the scores
+    *before* a bias is added and *before* they are cast: TensorRT keeps the choice inside its fused kernel only there.
+
+    Args:
+        query: `(B, H, n_q, d)`.
+        key_transposed: `(B, H, d, n_k)`.
+        value: `(B, H, n_k, d_v)`, or `(B, H, d_v, n_k)` where `as_columns`.
+        softmax_name: name for the Softmax node.
+        as_columns: compute the output transposed.
+
+    Returns:
+        `(B, H, n_q, d_v)`, or `(B, H, d_v, n_q)` where `as_columns`.
+    """
+    dtype = attention.dtype
+    assert query.shape is not None and key_transposed.shape is not None and value.shape is not None
+    if attention.scale != 1.0:
+        query = like(op.Mul(query, constant(op, attention.scale, dtype)), query)
+    scores = op.MatMul(query, key_transposed)
+    typed(scores, dtype, [*list(query.shape)[:3], key_transposed.shape[3]])
+    allowed, bias = _split_mask(attention.mask)
+    if attention.is_causal:
+        causal = _causal(op, query, key_transposed)
+        allowed = causal if allowed is None else broadcast_like(op.And(allowed, causal), allowed, causal)
+    if allowed is not None:
+        scores = like(op.Where(allowed, scores, constant(op, -np.inf, dtype)), scores)
+    if bias is not None:
+        scores = like(op.Add(scores, bias), scores)
+    precise = attention.softmax_dtype
+    if precise != dtype:
+        scores = like(op.Cast(scores, to=precise.value), scores, precise)
+    weights = like(op.op("Softmax", [scores], {"axis": -1}, name=softmax_name), scores)
+    if precise != dtype:
+        weights = like(op.Cast(weights, to=dtype.value), weights, dtype)
+    outer = list(query.shape)[:3]
+    if not as_columns:
+        return typed(op.MatMul(weights, value), dtype, [*outer, value.shape[3]])
+    return typed(
+        op.MatMul(value, op.Transpose(weights, perm=[0, 1, 3, 2])), dtype, [*outer[:2], value.shape[2], outer[2]]
+    )
+
+
+def _split_mask(mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
+    """A mask as (boolean, added): what `Where(boolean, added, -inf)` was made of, or the one that it is."""
+    if mask is None or mask.dtype == BOOL:
+        return mask, None
+    node = mask.producer()
+    if node is not None and node.op_type == "Where" and scalar(node.inputs[2]) == -np.inf:
+        return node.inputs[0], node.inputs[1]
+    return None, mask
+
+
+def _causal(op: Builder, query: ir.Value, key_transposed: ir.Value) -> ir.Value:
+    """`(n_q, n_k)`, True where the key is not later than the query."""
+    zero, one = constant(op, 0), constant(op, 1)
+    rows = op.Range(zero, op.Squeeze(op.Shape(query, start=2, end=3)), one)
+    columns = op.Range(zero, op.Squeeze(op.Shape(key_transposed, start=3, end=4)), one)
+    mask = op.LessOrEqual(op.Unsqueeze(columns, constant(op, [0, 1, 2])), op.Unsqueeze(rows, constant(op, [0, 1, 3])))
+    assert query.shape is not None and key_transposed.shape is not None
+    return typed(mask, BOOL, [1, 1, query.shape[2], key_transposed.shape[3]])

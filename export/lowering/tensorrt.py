@@ -1,0 +1,150 @@
+"""Canonical attention to the form that TensorRT and TensorRT-RTX fuse.
+
+Learned from the builder itself (plans for compute capability 8.0 and later). In 16-bit types it fuses two products around a
+softmax on four dims, where all heads have one size for queries, keys and values, a size between 16 and 256, and where there
+is more than one head or the batch is dynamic or above one. The Attention operator is fused too, but some of its uses
+are refused by the parser or fail in the build, so it is never emitted. fp32 has no fused kernel: there the plain form
+is emitted, which always builds.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.export.canonicalize import Site, replace_value
+from attnforge.export.layout import Builder, Layout, constant, insert, like, rearrange, sizes_of, typed
+from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
+
+SMALLEST_HEAD, LARGEST_HEAD = 16, 256
+"""Head sizes that the fused kernels take."""
+
+
+def lower(model: ir.Model, sites: list[Site]) -> list[Lowered]:
+    """Rewrite every canonical site of `model`, in place, for TensorRT; say what was chosen and why."""
+    lowered = []
+    for site, attention in attentions(model, sites):
+        plan = _plan(site.name, attention)
+        result = insert(model.graph, attention.node, lambda op, a=attention, p=plan: _emit(op, a, p))  # type: ignore[misc]
+        replace_value(attention.output, result)
+        lowered.append(plan)
+    RemoveUnusedNodesPass()(model)
+    return lowered
+
+
+class _Plan(Lowered):
+    """A Lowered with what the emission needs to know."""
+
+    head_size: int | None = None  # what query, key and value heads are padded to
+    pair: str | None = None  # how a lone head becomes two: "queries" halved or "copied"
+
+
+def _plan(site: str, attention: Attention) -> _Plan:
+    plan = _Plan(site, "MatMul·Softmax·MatMul", "fuses in 16-bit types, and builds in every type", f"{site}/Softmax")
+    d_k, d_v = attention.size("d_k"), attention.size("d_v")
+    if attention.dtype.bitwidth != 16:
+        plan.unfused = (
+            f"TensorRT has no fused attention kernel for {attention.dtype.name.lower()}; deploy in fp16 or bf16"
+        )
+        return plan
+    if not (d_k.is_static and d_v.is_static):
+        plan.unfused = "the head size is dynamic"
+        return plan
+    size = max(d_k.factor, d_v.factor, SMALLEST_HEAD)
+    if size > LARGEST_HEAD:
+        plan.unfused = (
+            f"heads of {size} are larger than the fused kernels take ({LARGEST_HEAD}); use more, smaller heads"
+        )
+        return plan
+    if d_k.factor != d_v.factor or size != d_k.factor:
+        plan.head_size = size
+        plan.why += f"; heads of {d_k.factor} and {d_v.factor} zero-padded to one size, {size}"
+    if (attention.size("B") * attention.size("H")).is_static and (
+        attention.size("B") * attention.size("H")
+    ).factor == 1:
+        rows_vary = attention.is_causal or (attention.mask is not None and sizes_of(attention.mask)[2].factor != 1)
+        rows_vary = rows_vary or (attention.mask is not None and not sizes_of(attention.mask)[2].is_static)
+        plan.pair = "copied" if rows_vary else "queries"
+        how = "its mask differs by query, so the head is computed twice" if rows_vary else "half of the queries each"
+        plan.why += f"; a lone head is not fused, so it is written as two: {how}"
+    return plan
+
+
+def _emit(op: Builder, attention: Attention, plan: _Plan) -> ir.Value:
+    a = attention
+    query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"))
+    value = rearrange(op, a.value.value, a.value.layout, a.layout("B", "H", "n_k", "d_v"))
+    key = rearrange(op, a.key.value, a.key.layout, a.layout("B", "H", "d_k", "n_k"))
+    if plan.head_size is not None:
+        query, value = _padded(op, query, 3, plan.head_size), _padded(op, value, 3, plan.head_size)
+        key = _padded(op, key, 2, plan.head_size)
+    rows = query
+    if plan.pair is not None:
+        key, value = _twice(op, key), _twice(op, value)
+        query = _halved(op, query) if plan.pair == "queries" else _twice(op, query)
+    result = decompose(op, a, query, key, value, plan.node)
+    if plan.pair is not None:
+        result = _joined(op, result, rows, plan.pair)
+    if plan.head_size not in (None, a.size("d_v").factor):
+        result = _sliced(op, result, 3, constant(op, [a.size("d_v").factor]), a.size("d_v").dim())
+    return rearrange(op, result, a.layout("B", "H", "n_q", "d_v"), a.output_layout)
+
+
+def _padded(op: Builder, x: ir.Value, axis: int, size: int) -> ir.Value:
+    """Zeros behind `x` along `axis`: they add nothing to a product, and the values' own are sliced off."""
+    assert x.shape is not None and isinstance(x.shape[axis], int)
+    missing = size - int(x.shape[axis])  # type: ignore[arg-type]
+    if missing == 0:
+        return x
+    pads = [0] * 8
+    pads[4 + axis] = missing
+    return _resized(op.Pad(x, constant(op, pads)), x, axis, size)
+
+
+def _resized(value: ir.Value, source: ir.Value, axis: int, dim: int | ir.SymbolicDim) -> ir.Value:
+    assert source.shape is not None
+    shape = list(source.shape)
+    shape[axis] = dim
+    assert source.dtype is not None
+    return typed(value, source.dtype, shape)
+
+
+def _sliced(op: Builder, x: ir.Value, axis: int, end: ir.Value, dim: int | ir.SymbolicDim) -> ir.Value:
+    return _resized(op.Slice(x, constant(op, [0]), end, constant(op, [axis])), x, axis, dim)
+
+
+def _twice(op: Builder, x: ir.Value) -> ir.Value:
+    return _resized(op.Expand(x, constant(op, [2, 1, 1, 1])), x, 0, 2)
+
+
+def _halved(op: Builder, query: ir.Value) -> ir.Value:
+    """`(1, 1, n, d)` as `(2, 1, ⌈n/2⌉, d)`: queries do not see one another, so halves of them are as good as heads."""
+    assert query.shape is not None
+    n, d = query.shape[2], query.shape[3]
+    if isinstance(n, int):
+        query = _padded(op, query, 2, n + n % 2)
+    else:
+        odd = op.Mod(op.Shape(query, start=2, end=3), constant(op, [2]))
+        pads = op.Concat(constant(op, [0] * 6), odd, constant(op, [0]), axis=0)
+        query = like(op.Pad(query, pads), query)
+    halves = op.Reshape(query, constant(op, [2, 1, -1, int(d)]))  # type: ignore[arg-type]
+    half = (n + 1) // 2 if isinstance(n, int) else ir.SymbolicDim(f"half_{n.value}")
+    assert query.dtype is not None
+    return typed(halves, query.dtype, [2, 1, half, d])
+
+
+def _joined(op: Builder, result: ir.Value, rows: ir.Value, pair: str) -> ir.Value:
+    """Undo :func:`_halved`, or take one of two equal heads."""
+    assert result.shape is not None and rows.shape is not None
+    n, d = rows.shape[2], result.shape[3]
+    if pair == "copied":
+        return _sliced(op, result, 0, constant(op, [1]), 1)
+    joined = op.Reshape(result, constant(op, [1, 1, -1, int(d)]))  # type: ignore[arg-type]
+    assert result.dtype is not None
+    typed(joined, result.dtype, [1, 1, n, d])
+    if isinstance(n, int) and n % 2 == 0:
+        return joined
+    return _sliced(op, joined, 2, op.Shape(rows, start=2, end=3), n)
+
+
+__all__ = ["LARGEST_HEAD", "SMALLEST_HEAD", "Layout", "lower"]
