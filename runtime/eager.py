@@ -1,0 +1,32 @@
+"""The module itself, at the bundle's precision: the only backend that imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attnforge.arrays import Array, to_numpy
+from attnforge.bundle import Bundle
+from attnforge.eager import at_precision, run, torch_dtype
+from attnforge.errors import UsageError
+from attnforge.precision import precision_named
+
+
+class Eager:
+    """A copy of the module in eval mode, its weights in the bundle's dtype."""
+
+    name = "eager"
+
+    def __init__(self, bundle: Bundle, module: torch.nn.Module) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"the eager backend runs a torch.nn.Module, and was given {type(module).__name__}")
+        precision = precision_named(bundle.manifest.precision)
+        self._dtype = torch_dtype(precision)
+        self._module = at_precision(module, precision)
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: to_numpy(name, tensor) for name, tensor in run(self._module, feeds, self._dtype).items()}
+
+    def close(self) -> None:
+        del self._module

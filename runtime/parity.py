@@ -1,0 +1,168 @@
+"""Parity: is what was deployed the same function?
+
+`r` are the outputs of the same weights in float64, `e` those of eager at the bundle's precision, `b` the backend's.
+`error(t) = ‖t − r‖ / ‖r‖`, in float64. A backend passes where `error(b) ≤ max(2·error(e), floor)` and
+`max|b − r| ≤ 2·max|e − r| + 4 ulp(max|r|)`, and where its NaN and infinity positions are eager's: a kernel may err about as
+much as the plain arithmetic of its own precision does, and no more. The rule is that of FlashAttention's own tests
+(https://github.com/Dao-AILab/flash-attention).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from attnforge import reference
+from attnforge.arrays import Array
+from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Record
+from attnforge.errors import UnknownNameError
+from attnforge.precision import Precision, precision_named
+from attnforge.runtime.session import BACKENDS, Session, load, why_unavailable
+
+
+class Comparison(Record):
+    """One output of one case. `error`, `eager_error` and `budget` are relative; `max_…` are absolute."""
+
+    case: str
+    output: str
+    passed: bool
+    error: float
+    eager_error: float
+    budget: float
+    max_error: float
+    max_budget: float
+    reason: str | None = None
+
+
+class BackendReport(Record):
+    """How a backend did over all cases; the errors are those of the case that came closest to its budget, or furthest over."""
+
+    passed: bool
+    error: float
+    eager_error: float
+    budget: float
+    case: str
+    cases: int
+    failures: list[Comparison] = []
+
+
+class Report(Record):
+    """What :func:`verify` found. It passes where some backend ran and every one that ran passed."""
+
+    passed: bool
+    bundle: str
+    name: str
+    precision: str
+    backends: dict[str, BackendReport]
+    skipped: dict[str, str]
+
+
+def verify(
+    bundle: str | os.PathLike[str] | Bundle, backends: Sequence[str] | None = None, *, module: Any = None
+) -> Report:
+    """Run every reference case on every backend that this machine can run, and hold the outputs to the parity budget.
+
+    Args:
+        bundle: its folder. Nothing else is needed: no torch, no source.
+        backends: by default every deployed one that this machine can run.
+        module: the torch module, to hold eager on this machine to the budget as well.
+
+    Raises:
+        BundleError: no whole, unaltered bundle is there.
+        UnknownNameError: no such backend.
+        UnavailableError: a backend that was asked for by name cannot run here.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    for name in backends or ():
+        if name not in (*BACKENDS, "eager"):
+            raise UnknownNameError("backend", name, (*BACKENDS, "eager"))
+    reports: dict[str, BackendReport] = {}
+    skipped: dict[str, str] = {}
+    wanted = list(backends or BACKENDS) + (["eager"] if module is not None and not backends else [])
+    for name in wanted:
+        reason = None if name == "eager" else why_unavailable(opened, name)
+        if reason is not None and backends is None:
+            skipped[name] = reason
+            continue
+        with load(opened, name, module=module) as session:
+            reports[name] = compare(session)
+    return Report(
+        passed=bool(reports) and all(report.passed for report in reports.values()),
+        bundle=str(opened.path),
+        name=opened.manifest.name,
+        precision=opened.manifest.precision,
+        backends=reports,
+        skipped=skipped,
+    )
+
+
+def compare(session: Session) -> BackendReport:
+    """Hold one session to the budget over every reference case of its bundle."""
+    bundle = session.bundle
+    manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
+    outputs = load_file(bundle.file(REFERENCE_OUTPUTS))
+    example = example_inputs(bundle)
+    found: list[Comparison] = []
+    for case in manifest.cases:
+        results = session.run(reference.make_inputs(case, manifest.inputs, example))
+        for name, array in results.items():
+            got = reference.sampled(array, case).astype(np.float64)
+            eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
+            found.append(judge(case, name, got, eager.astype(np.float64), truth, precision))
+    if not found:
+        return BackendReport(passed=False, error=0, eager_error=0, budget=0, case="none: no case was run", cases=0)
+    worst = max(found, key=lambda c: (not c.passed, c.error / c.budget))
+    return BackendReport(
+        passed=all(c.passed for c in found),
+        error=worst.error,
+        eager_error=worst.eager_error,
+        budget=worst.budget,
+        case=worst.case,
+        cases=len(manifest.cases),
+        failures=[c for c in found if not c.passed],
+    )
+
+
+def example_inputs(bundle: Bundle) -> dict[str, Array]:
+    """The inputs that the model was deployed with."""
+    stored = load_file(bundle.file(REFERENCE_EXAMPLE))
+    return {spec.name: stored[spec.name].astype(spec.dtype) for spec in bundle.manifest.inputs}
+
+
+def judge(case: Case, output: str, got: Array, eager: Array, truth: Array, precision: Precision) -> Comparison:
+    """One output against eager and float64, all as float64 arrays of one shape."""
+    reason = None
+    if got.shape != truth.shape:
+        shape = f"{got.size} numbers where float64 eager has {truth.size}"
+        return Comparison(
+            case=case.name, output=output, passed=False, error=1.0, eager_error=0.0, budget=precision.floor,
+            max_error=0.0, max_budget=0.0, reason=shape,
+        )  # fmt: skip
+    for what, test in (("NaN", np.isnan), ("+infinity", np.isposinf), ("-infinity", np.isneginf)):
+        if (differ := int(np.sum(test(got) != test(eager)))) and reason is None:
+            reason = f"{what} at {differ} places where eager has none, or the other way round"
+    finite = np.isfinite(got) & np.isfinite(eager) & np.isfinite(truth)
+    got, eager, truth = got[finite], eager[finite], truth[finite]
+    error, eager_error = relative_error(got, truth), relative_error(eager, truth)
+    budget = max(2 * eager_error, precision.floor)
+    largest = float(np.max(np.abs(truth), initial=0.0))
+    max_error = float(np.max(np.abs(got - truth), initial=0.0))
+    max_budget = 2 * float(np.max(np.abs(eager - truth), initial=0.0)) + 4 * precision.ulp(largest)
+    if reason is None and error > budget:
+        reason = f"error {error:.2e} is over the budget of {budget:.2e}"
+    if reason is None and max_error > max_budget:
+        reason = f"one element is off by {max_error:.2e}, over the budget of {max_budget:.2e}"
+    return Comparison(
+        case=case.name, output=output, passed=reason is None, error=error, eager_error=eager_error, budget=budget,
+        max_error=max_error, max_budget=max_budget, reason=reason,
+    )  # fmt: skip
+
+
+def relative_error(got: Array, truth: Array) -> float:
+    """`‖got − truth‖ / ‖truth‖`; the absolute norm where the truth is all zeros."""
+    norm = float(np.linalg.norm(truth))
+    return float(np.linalg.norm(got - truth)) / (norm or 1.0)
