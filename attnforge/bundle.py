@@ -1,7 +1,7 @@
 """The bundle: a folder that holds a deployed model, and the manifest that says what is in it.
 
-A bundle is written to a temporary folder beside its place and renamed when it is whole. It is checked, schema first and then
-the sha256 of every file, before anything in it is parsed: a TensorRT plan is executable content.
+A bundle is written to a temporary folder beside its place and renamed when it is whole. It is checked, schema first
+and then the sha256 of every file, before anything in it is parsed: a TensorRT plan is executable content.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TensorSpec(Record):
 
 
 class Source(Record):
-    """Where the module came from, so that it can be made again: a registered name, a callable, or a module in memory."""
+    """Where the module came from: a registered name or a callable, which can make it again, or a module in memory."""
 
     kind: Literal["registered", "callable", "module"]
     name: str
@@ -69,7 +69,7 @@ class Source(Record):
 
 
 class SiteTarget(Record):
-    """What a target made of a site: the form it was lowered to and why, and the compiled kernel or why there is none."""
+    """What a target made of a site: the form it was lowered to and why, and the kernel or why there is none."""
 
     form: str
     why: str
@@ -78,7 +78,7 @@ class SiteTarget(Record):
 
 
 class SiteRecord(Record):
-    """An attention site: where it stands, how it was written, whether it became canonical, what each target made of it."""
+    """An attention site: where it stands, how it was written, whether it became canonical, what targets made of it."""
 
     site: str
     written_as: str

@@ -1,7 +1,7 @@
 """Every error that attnforge raises on purpose.
 
-Each message is one line that says what was given, what is allowed, and what to do. The command line prints it
-without a traceback and exits with 2 for a :class:`UsageError` and 1 for any other.
+Each message is one line that says what was given, what is allowed, and what to do. The command line prints it without
+a traceback and exits with 2 for a :class:`UsageError` and 1 for any other.
 """
 
 from __future__ import annotations

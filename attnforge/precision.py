@@ -35,7 +35,7 @@ class Precision:
         """Distance between neighbouring numbers at `magnitude`."""
         if not np.isfinite(magnitude) or magnitude == 0:
             return 0.0
-        smallest = float(ml_dtypes.finfo(self.dtype).smallest_normal)
+        smallest = float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
         return float(2.0 ** (np.floor(np.log2(max(magnitude, smallest))) - self.mantissa_bits))
 
 

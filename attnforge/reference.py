@@ -17,8 +17,8 @@ SAMPLED = 32_768
 
 
 def cases(inputs: list[TensorSpec]) -> list[Case]:
-    """The sweep: every kind of input at the example's own sizes; normal input at the smallest, the largest, odd and prime
-    sizes inside the profile, and with one dim small while the others are large."""
+    """The sweep: the example; every kind of input at its sizes; normal input at the smallest, the largest, odd and
+    prime sizes inside the profile, and with one dim small while the others are large, and the reverse."""
     symbols: dict[str, DimSpec] = {}
     for spec in inputs:
         for dim in spec.dims:
@@ -73,9 +73,9 @@ def shape_of(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def make_inputs(case: Case, inputs: list[TensorSpec], example: Mapping[str, Array]) -> dict[str, Array]:
     """The inputs of `case`, in the dtypes of the model.
 
-    Floating-point: standard normal times `case.scale`, or all ones. Integers: uniform over the example's range. Booleans: three
-    quarters True at random, the first row of the last dim all False and, where there is another, the last all True, so that
-    masks of either sense have rows that attend to nothing and rows that attend to all.
+    Floating-point: standard normal times `case.scale`, or all ones. Integers: uniform over the example's range.
+    Booleans: three quarters True at random, the first row of the last dim all False and, where there is another, the
+    last all True, so that masks of either sense have rows that attend to nothing and rows that attend to all.
     """
     if case.kind == "example":
         return dict(example)

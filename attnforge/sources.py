@@ -19,7 +19,7 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
     """The module, example inputs and dynamic shapes that `model` names, and the record of it for the manifest.
 
     Args:
-        model: a registered name, or `package.module:function`, a callable that returns `(module, args, dynamic_shapes)`.
+        model: a registered name, or `package.module:function`, which returns `(module, args, dynamic_shapes)`.
         options: keyword arguments of the registered model or of the callable.
         weights: a safetensors file with exactly the tensors of the module's state dict.
 

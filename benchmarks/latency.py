@@ -1,8 +1,8 @@
 """Latency of a bundle's backends and of its peers, interleaved in one run.
 
-Machines drift, so only ratios within a run mean anything: the contenders take turns, round by round, in an order shuffled
-anew each time. Where there are peers, each contender is held to the bundle's parity budget before it is timed, on the very
-inputs that are timed: a wrong answer has no time.
+Machines drift, so only ratios within a run mean anything: the contenders take turns, round by round, in an order
+shuffled anew each time. Where there are peers, each contender is held to the bundle's parity budget before it is
+timed, on the very inputs that are timed: a wrong answer has no time.
 """
 
 from __future__ import annotations

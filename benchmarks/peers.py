@@ -35,13 +35,18 @@ def open_eager(bundle: Bundle, module: Any, feeds: dict[str, Array], threads: in
 
 def open_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], threads: int, stack: ExitStack) -> Runner:
     """ONNX Runtime on the exporter's graph as it is, its inputs checked and bound as the bundle's own are."""
+    file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "plain.onnx"
+    save_plain(bundle, module, feeds, file)
+    backend = OnnxRuntime("onnxruntime-plain", file, bundle.manifest.outputs, threads)
+    return lambda inputs: backend.run(checked(bundle.manifest.inputs, inputs))
+
+
+def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path) -> None:
+    """Write the exporter's graph as it is, with the dynamic dims that the bundle has."""
     manifest = bundle.manifest
     example = [to_torch(array) for array in feeds.values()]
     captured = capture(module, example, _dynamic_shapes(manifest.inputs), precision_named(manifest.precision))
-    file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "plain.onnx"
     ir.save(captured.model, file)
-    backend = OnnxRuntime("onnxruntime-plain", file, captured.outputs, threads)
-    return lambda inputs: backend.run(checked(manifest.inputs, inputs))
 
 
 def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:

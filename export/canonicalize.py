@@ -1,15 +1,17 @@
 """Every attention site, however it was written, becomes one ai.onnx Attention node.
 
-The canonical form (operator Attention, opset 23): query `(B, H, n_q, d_k)`, key `(B, H, n_k, d_k)`, value
-`(B, H, n_k, d_v)`, an optional mask that broadcasts to `(B, H, n_q, n_k)`, boolean (True attends) or added to the scores,
-and `scale` always given. A query that may attend to nothing gets NaN there, as a softmax over nothing does; what a model
-makes of such queries stands explicitly behind the node. Sites that are not understood keep their graph, and get a reason.
+The canonical form (operator Attention, opset 23): query `(B, H, n_q, d_k)`, key `(B, H, n_k, d_k)`, value `(B, H, n_k,
+d_v)`, an optional mask that broadcasts to `(B, H, n_q, n_k)`, boolean (True attends) or added to the scores, and
+`scale` always given. A query that may attend to nothing gets NaN there, as a softmax over nothing does; what a model
+makes of such queries stands explicitly behind the node. Sites that are not understood keep their graph, and get a
+reason.
 """
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -109,9 +111,11 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> Site | None:
         return None  # a softmax over one element is no attention
     scores, weights = Scores(), Weights()
     reasons = []
-    for walk, value, found in ((walk_to_product, source, scores), (walk_to_output, node.outputs[0], weights)):
+    back = partial(walk_to_product, Walk(source, layout, dim[0]), scores)
+    forward = partial(walk_to_output, Walk(node.outputs[0], layout, dim[0]), weights)
+    for walk in (back, forward):
         try:
-            walk(Walk(value, layout, dim[0]), found)  # type: ignore[operator]
+            walk()
         except (NotAttention, LayoutError) as error:
             reasons.append(str(error))
     if weights.output is None and not _both_computed(scores):
@@ -184,7 +188,7 @@ def _emit(
 
 
 def _mask(op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType) -> ir.Value | None:
-    """One mask out of all: boolean where only booleans are there, else added to the scores, with -inf where forbidden."""
+    """One mask out of all: boolean where all are, else added to the scores, with -inf where forbidden."""
     allowed: ir.Value | None = None
     for operand in scores.allowed:
         part = _broadcastable(op, operand, canonical)

@@ -50,8 +50,8 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     Args:
         module: takes tensors by position and returns a tensor, or a tuple, list or dict of them.
         args: example inputs; their sizes become the profile's `opt`.
-        dynamic_shapes: `torch.export`'s own: for every input a `{dim: torch.export.Dim}`, by name or by position. A Dim's
-            `min` and `max` bound what the deployed model takes.
+        dynamic_shapes: `torch.export`'s own: for every input a `{dim: torch.export.Dim}`, by name or by position. A
+            Dim's `min` and `max` bound what the deployed model takes.
         precision: dtype of weights, inputs and outputs.
 
     Raises:
@@ -152,7 +152,9 @@ def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, list[int | 
             if isinstance(dim, DimSpec) and not isinstance(size, int):
                 aliases[str(size.node.expr / dim.factor)] = dim.symbol
     pattern = re.compile("|".join(rf"\b{re.escape(alias)}\b" for alias in aliases) or r"(?!)")
-    for value in (v for node in program.model.graph for v in node.outputs if v.shape is not None):
+    for value in (v for node in program.model.graph for v in node.outputs):
+        if value.shape is None:
+            continue
         value.shape = ir.Shape(
             d if isinstance(d, int) or d.value is None else pattern.sub(lambda m: aliases[m.group()], d.value)
             for d in value.shape
@@ -164,8 +166,8 @@ def _check_symbolic(value: ir.Value, dims: list[int | DimSpec]) -> None:
     for i, (declared, got) in enumerate(zip(dims, value.shape, strict=True)):
         if isinstance(declared, DimSpec) and isinstance(got, int):
             raise CaptureError(
-                f"dim {i} of input {value.name!r} was declared dynamic ({declared.text}) but the export fixed it at {got}; "
-                "the module's code depends on its value"
+                f"dim {i} of input {value.name!r} was declared dynamic ({declared.text}) but the export fixed it at "
+                f"{got}: the module's code depends on its value"
             )
 
 

@@ -54,7 +54,7 @@ def deploy(
         precision: `fp32`, `tf32`, `fp16` or `bf16`.
         targets: of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that can be built on this machine.
         name: of the deployed model; by default the class's.
-        compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default it is portable from SM80 on.
+        compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default portable from SM80.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
         source: where the module came from, for those who want to make it again.
         progress: called with the name of each stage as it starts.
@@ -218,7 +218,8 @@ def certify(
                 otherwise = "ONNX Runtime's own optimiser took the fused node apart"
             else:
                 kernel = plans[target].kernel_of(form.node)
-                otherwise = f"the builder chose separate kernels: {', '.join(plans[target].layers_of(form.node)) or 'none named'}"
+                chosen = ", ".join(plans[target].layers_of(form.node)) or "none named"
+                otherwise = f"the builder chose separate kernels: {chosen}"
             reason = None if kernel else form.unfused or otherwise
             record.targets[target] = b.SiteTarget(form=form.form, why=form.why, kernel=kernel, reason=reason)
             if reason is not None:

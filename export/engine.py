@@ -1,7 +1,7 @@
 """TensorRT plans, and what the builder says it compiled.
 
-`tensorrt_rtx` is the real builder and needs no GPU; the full `tensorrt` builds for the GPU at hand. Both know strongly typed
-networks only: every tensor's type is the graph's.
+`tensorrt_rtx` is the real builder and needs no GPU; the full `tensorrt` builds for the GPU at hand. Both know strongly
+typed networks only: every tensor's type is the graph's.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def build(
         flavour: `tensorrt` or `tensorrt_rtx`.
         inputs: their dynamic dims become one optimization profile.
         precision: `tf32` lets fp32 products round their factors to TF32; nothing else is not in the graph.
-        compute_capabilities: for TensorRT-RTX, such as `("SM89", "SM120")` or `("CURRENT",)`; none is the portable plan.
+        compute_capabilities: for TensorRT-RTX, such as `("SM89", "SM120")` or `("CURRENT",)`; by default portable.
 
     Raises:
         UnavailableError: the flavour is not installed here.

@@ -1,4 +1,4 @@
-"""What a deployed model is to answer: eager outputs, at the bundle's precision and in float64, for every reference case."""
+"""What a deployed model is to answer: eager outputs, at the bundle's precision and in float64, for every case."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_reference(folder: Path, captured: Captured, precision: Precision) -> l
 def _run_finite(
     case: Case, captured: Captured, example: Mapping[str, Array], precision: Precision
 ) -> tuple[Case, dict[str, Array], dict[str, Tensor]]:
-    """Run a case in eager. A large one that overflows eager says nothing about a backend: it is halved until it does not."""
+    """Run a case in eager. A large one that overflows eager says nothing about a backend, so it is halved."""
     while True:
         inputs = reference.make_inputs(case, captured.inputs, example)
         eager = run(captured.module, inputs, torch_dtype(precision))

@@ -1,9 +1,9 @@
 """Layouts: which logical axes a tensor's dims are made of, and how one layout becomes another.
 
-A view (Reshape, Transpose, Squeeze, Unsqueeze, Flatten, Identity) moves numbers without changing them. Whatever chain of
-views an author wrote, what it did is said by the layouts at its two ends, so the walk composes views into layouts and
-:func:`rearrange` writes one layout as another with at most one Reshape, one Transpose and one Reshape. Like einops, with
-the axes found instead of named.
+A view (Reshape, Transpose, Squeeze, Unsqueeze, Flatten, Identity) moves numbers without changing them. Whatever chain
+of views an author wrote, what it did is said by the layouts at its two ends, so the walk composes views into layouts
+and :func:`rearrange` writes one layout as another with at most one Reshape, one Transpose and one Reshape. Like
+einops, with the axes found instead of named.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import prod
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import ArrayLike
 from onnx_ir.tape import Tape
 
 
@@ -221,9 +222,9 @@ def walk_back(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
 
 def walk_forward(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
     """Forward through views that are the only use of what they view."""
-    while not value.is_graph_output() and len(uses := value.uses()) == 1:
-        node = uses[0].node
-        if not is_view(node) or uses[0].idx != 0:
+    while not value.is_graph_output() and len(value.uses()) == 1:
+        node, index = next(iter(value.uses()))
+        if not is_view(node) or index != 0:
             break
         try:
             layout = after_view(node, layout)
@@ -311,7 +312,7 @@ def _ones_removed(few: list[Dims], many: list[Dims]) -> bool:
 def _shape(
     op: Builder, dims: list[Dims], origin: ir.Value, layout: Layout, reshape_from: list[Dims] | None = None
 ) -> ir.Value:
-    """A shape tensor for `dims`: constants where they are static; a Reshape's 0 and -1 where they serve; else computed."""
+    """A shape tensor for `dims`: constant where they are static or a Reshape's 0 and -1 serve, else computed."""
     entries: list[int | Dims] = []
     for i, dim in enumerate(dims):
         size = _product(dim)
@@ -361,10 +362,10 @@ def _holder(axis: Axis, layout: Layout) -> int | None:
     return None
 
 
-def constant(op: Builder, data: object, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
+def constant(op: Builder, data: ArrayLike, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
     """A Constant node holding `data`, with its shape and type set."""
     tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
-    value = typed(op.Constant(value=tensor), dtype, tensor.shape)
+    value = typed(op.Constant(value=tensor), dtype, np.shape(data))
     value.const_value = tensor
     return value
 
@@ -375,15 +376,21 @@ def typed(value: ir.Value, dtype: ir.DataType, dims: Iterable[int | ir.SymbolicD
     return value
 
 
+def dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
+    """The dims of a value whose shape is known."""
+    assert value.shape is not None
+    return [dim if isinstance(dim, int) else ir.SymbolicDim(dim.value) for dim in value.shape]
+
+
 def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
     """Set on `value` the shape of `other`, and its type or `dtype`."""
     dtype = other.dtype if dtype is None else dtype
-    assert other.shape is not None and dtype is not None
-    return typed(value, dtype, list(other.shape))
+    assert dtype is not None
+    return typed(value, dtype, dims_of(other))
 
 
 def insert(graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False) -> ir.Value:
-    """Run `build` with a builder, put what it made in front of `at` (or behind it), named after it, and return its result."""
+    """Run `build` with a builder, put what it made in front of `at` (or behind it), and return its result."""
     op = Builder()
     try:
         result = build(op)

@@ -52,15 +52,15 @@ def widen(model: ir.Model) -> bool:
     for i, result in enumerate(list(graph.outputs)):
         if id(result) not in outputs:
             continue
-        name, dtype = outputs[id(result)]
-        assert dtype is not None
-        cast = ir.node("Cast", [result], {"to": dtype.value}, name=f"{name}/narrowed")
-        cast.outputs[0].name, result.name = name, f"{name}/fp32"
+        outer, dtype = outputs[id(result)]
+        assert outer is not None and dtype is not None
+        cast = ir.node("Cast", [result], {"to": dtype.value}, name=f"{outer}/narrowed")
+        cast.outputs[0].name, result.name = outer, f"{outer}/fp32"
         like(cast.outputs[0], result, dtype)
         graph.outputs[i] = cast.outputs[0]
         graph.append(cast)
     return True
 
 
-def _widened(tensor: ir.TensorProtocol) -> ir.Tensor:
+def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return ir.tensor(tensor.numpy().astype("float32"), name=tensor.name)

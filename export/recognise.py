@@ -1,9 +1,10 @@
 """The walk from a softmax to the attention around it.
 
-Back through what only scales, masks, biases, casts or re-views the scores, to a product of two tensors; forward through
-what only casts, scales, drops out, silences or re-views the weights, to a product with a third. Every dim on the way is
-known by its axes (:mod:`.layout`), so rows or columns, heads before or after tokens, two dims or five, are all one case.
-A new idiom is a new handler for one operator. A walk that ends early raises :class:`NotAttention` with its reason.
+Back through what only scales, masks, biases, casts or re-views the scores, to a product of two tensors; forward
+through what only casts, scales, drops out, silences or re-views the weights, to a product with a third. Every dim on
+the way is known by its axes (:mod:`.layout`), so rows or columns, heads before or after tokens, two dims or five, are
+all one case. A new idiom is a new handler for one operator. A walk that ends early raises :class:`NotAttention` with
+its reason.
 """
 
 from __future__ import annotations
@@ -201,8 +202,8 @@ def _back_where(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     if not fills:
         raise NotAttention("Where chooses between two tensors of scores")
     raise NotAttention(
-        f"masked scores are filled with {fills[0]:g}, so a query that may attend to nothing gets the mean of all values; "
-        "fill with -inf"
+        f"masked scores are filled with {fills[0]:g}, so a query that may attend to nothing gets the mean of all "
+        "values: fill with -inf"
     )
 
 
@@ -238,7 +239,13 @@ def _score_sum(node: ir.Node, walk: Walk, scores: Scores) -> None:
         sides.append((right, left, 1.0))
     reasons = []
     for through, bias, sign in sides:
-        trial = replace(scores, path=list(scores.path), **{k: list(getattr(scores, k)) for k in _LISTS})
+        trial = replace(
+            scores,
+            path=list(scores.path),
+            allowed=list(scores.allowed),
+            forbidden=list(scores.forbidden),
+            biases=list(scores.biases),
+        )
         try:
             trial.biases.append((_aligned(bias, walk.layout), sign * scores.scale))
             walk_to_product(replace(walk, value=_same_size(through, walk, node)), trial)
@@ -248,9 +255,6 @@ def _score_sum(node: ir.Node, walk: Walk, scores: Scores) -> None:
         scores.__dict__.update(trial.__dict__)
         return
     raise NotAttention(f"no side of {node.op_type} is an inner product of a query and a key: " + "; ".join(reasons))
-
-
-_LISTS = ("allowed", "forbidden", "biases")
 
 
 def _score_product(node: ir.Node, walk: Walk, scores: Scores) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attnforge.errors import UnknownNameError, UsageError
+from attnforge.errors import ShapeError, UnknownNameError, UsageError
 from attnforge.model.attention import (
     CrossAttention,
     MultiHeadAttention,
@@ -226,13 +226,19 @@ def parameter_free_attention(scaled: bool = False, dim: int = 64) -> Example:
 def patch_attention(
     image_size: int = 224, max_image_size: int = 256, max_batch: int = 2, embed_dim: int = 192, num_heads: int = 3
 ) -> Example:
-    image = torch.randn(1, 3, image_size, image_size)
+    if max_image_size % 4 or not 8 <= image_size <= max_image_size or max_batch < 1:
+        raise ShapeError(
+            f"image_size {image_size}, max_image_size {max_image_size}, max_batch {max_batch}; give a max_image_size "
+            "that is a multiple of 4, an image_size from 8 to it, and a max_batch of 1 (a fixed batch) or more"
+        )
     module = PatchAttention(3, 4, embed_dim, num_heads)
     # From 2, for a grid of one row or column is a special case to torch.export however the patches are cut.
     rows, columns = Dim("rows", min=2, max=max_image_size // 4), Dim("cols", min=2, max=max_image_size // 4)
-    # The largest case is also run in float64, where every score matrix of it takes 3 · tokens² · 8 bytes an image.
-    images = Dim("batch", min=1, max=max_batch)
-    return Example(module, (image,), {"image": {0: images, 2: 4 * rows, 3: 4 * columns}})
+    shapes = {2: 4 * rows, 3: 4 * columns}
+    if max_batch > 1:
+        # The largest case is also run in float64, where each of its score matrices takes 8 · tokens² bytes.
+        shapes[0] = Dim("batch", min=1, max=max_batch)
+    return Example(module, (torch.randn(1, 3, image_size, image_size),), {"image": shapes})
 
 
 def patch_attention_digits() -> Example:

@@ -1,9 +1,9 @@
 """Parity: is what was deployed the same function?
 
 `r` are the outputs of the same weights in float64, `e` those of eager at the bundle's precision, `b` the backend's.
-`error(t) = ‖t − r‖ / ‖r‖`, in float64. A backend passes where `error(b) ≤ max(2·error(e), floor)` and
-`max|b − r| ≤ 2·max|e − r| + 4 ulp(max|r|)`, and where its NaN and infinity positions are eager's: a kernel may err about as
-much as the plain arithmetic of its own precision does, and no more. The rule is that of FlashAttention's own tests
+`error(t) = ‖t − r‖ / ‖r‖`, in float64. A backend passes where `error(b) ≤ max(2·error(e), floor)` and `max|b − r| ≤
+2·max|e − r| + 4 ulp(max|r|)`, and where its NaN and infinity positions are eager's: a kernel may err about as much as
+the plain arithmetic of its own precision does, and no more. The rule is that of FlashAttention's own tests
 (https://github.com/Dao-AILab/flash-attention).
 """
 
@@ -39,7 +39,7 @@ class Comparison(Record):
 
 
 class BackendReport(Record):
-    """How a backend did over all cases; the errors are those of the case that came closest to its budget, or furthest over."""
+    """How a backend did over all cases; the errors are those of the case closest to its budget, or furthest over it."""
 
     passed: bool
     error: float
@@ -47,7 +47,7 @@ class BackendReport(Record):
     budget: float
     case: str
     cases: int
-    failures: list[Comparison] = []
+    failures: list[Comparison]
 
 
 class Report(Record):
@@ -114,7 +114,9 @@ def compare(session: Session) -> BackendReport:
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
             found.append(judge(case, name, got, eager.astype(np.float64), truth, precision))
     if not found:
-        return BackendReport(passed=False, error=0, eager_error=0, budget=0, case="none: no case was run", cases=0)
+        return BackendReport(
+            passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
+        )
     worst = max(found, key=lambda c: (not c.passed, c.error / c.budget))
     return BackendReport(
         passed=all(c.passed for c in found),

@@ -96,8 +96,8 @@ def load(
 
     Args:
         bundle: its folder.
-        backend: `auto` (the best that this machine can run: TensorRT, TensorRT-RTX, ONNX Runtime on CUDA, then on the CPU),
-            `onnxruntime` (on CUDA where there is a device), one of those by name, or `eager`.
+        backend: `auto` (the best that this machine can run: TensorRT, TensorRT-RTX, ONNX Runtime on CUDA, then on the
+            CPU), `onnxruntime` (on CUDA where there is a device), one of those by name, or `eager`.
         module: for `eager`, the torch module, in any precision and mode.
         threads: of a CPU backend; by default its own choice.
 

@@ -30,8 +30,8 @@ def why_unavailable(bundle: Bundle, backend: str) -> str | None:
         return f"{backend} is not installed ({error}); pip install {package}"
     if trt.__version__ != engine.version:
         return (
-            f"its plan was built by {backend} {engine.version} and this machine has {trt.__version__}, which may not load it; "
-            f"deploy the model again here, or install {backend}=={engine.version}"
+            f"its plan was built by {backend} {engine.version} and this machine has {trt.__version__}, which may not "
+            f"load it; deploy the model again here, or install {backend}=={engine.version}"
         )
     if cuda_devices() == 0:
         return f"no CUDA device: {backend} plans are built and inspected without one, and run only on an NVIDIA GPU"

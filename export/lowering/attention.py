@@ -16,6 +16,7 @@ from attnforge.export.layout import (
     Layout,
     Size,
     constant,
+    dims_of,
     like,
     sizes_of,
     typed,
@@ -131,11 +132,10 @@ def decompose(
         `(B, H, n_q, d_v)`, or `(B, H, d_v, n_q)` where `as_columns`.
     """
     dtype = attention.dtype
-    assert query.shape is not None and key_transposed.shape is not None and value.shape is not None
     if attention.scale != 1.0:
         query = like(op.Mul(query, constant(op, attention.scale, dtype)), query)
     scores = op.MatMul(query, key_transposed)
-    typed(scores, dtype, [*list(query.shape)[:3], key_transposed.shape[3]])
+    typed(scores, dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
     allowed, bias = _split_mask(attention.mask)
     if attention.is_causal:
         causal = _causal(op, query, key_transposed)
@@ -150,11 +150,11 @@ def decompose(
     weights = like(op.op("Softmax", [scores], {"axis": -1}, name=softmax_name), scores)
     if precise != dtype:
         weights = like(op.Cast(weights, to=dtype.value), weights, dtype)
-    outer = list(query.shape)[:3]
+    outer = dims_of(query)[:3]
     if not as_columns:
-        return typed(op.MatMul(weights, value), dtype, [*outer, value.shape[3]])
+        return typed(op.MatMul(weights, value), dtype, [*outer, dims_of(value)[3]])
     return typed(
-        op.MatMul(value, op.Transpose(weights, perm=[0, 1, 3, 2])), dtype, [*outer[:2], value.shape[2], outer[2]]
+        op.MatMul(value, op.Transpose(weights, perm=[0, 1, 3, 2])), dtype, [*outer[:2], dims_of(value)[2], outer[2]]
     )
 
 
@@ -174,5 +174,4 @@ def _causal(op: Builder, query: ir.Value, key_transposed: ir.Value) -> ir.Value:
     rows = op.Range(zero, op.Squeeze(op.Shape(query, start=2, end=3)), one)
     columns = op.Range(zero, op.Squeeze(op.Shape(key_transposed, start=3, end=4)), one)
     mask = op.LessOrEqual(op.Unsqueeze(columns, constant(op, [0, 1, 2])), op.Unsqueeze(rows, constant(op, [0, 1, 3])))
-    assert query.shape is not None and key_transposed.shape is not None
-    return typed(mask, BOOL, [1, 1, query.shape[2], key_transposed.shape[3]])
+    return typed(mask, BOOL, [1, 1, dims_of(query)[2], dims_of(key_transposed)[3]])

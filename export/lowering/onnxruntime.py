@@ -1,10 +1,11 @@
 """Canonical attention to the form that ONNX Runtime runs fastest on a CPU.
 
-Its `com.microsoft::MultiHeadAttention` without a mask takes a path that never holds the n² scores: less time, and memory
-that grows with n instead of n². Its operands must have the heads side by side behind the tokens, or one head at a time; where
-that costs transposes that the plain products do without (features as rows, say) it pays from some hundred tokens on. With a
-mask or a causal flag no fused form beats the plain products, for it holds the scores too. 16-bit types have no kernels for
-either: on the CPU the graph computes in fp32 between inputs and outputs of the bundle's own type.
+Its `com.microsoft::MultiHeadAttention` without a mask takes a path that never holds the n² scores: less time, and
+memory that grows with n instead of n². Its operands must have the heads side by side behind the tokens, or one head at
+a time; where that costs transposes that the plain products do without (features as rows, say) it pays from some
+hundred tokens on. With a mask or a causal flag no fused form beats the plain products, for it holds the scores too.
+16-bit types have no kernels for either: on the CPU the graph computes in fp32 between inputs and outputs of the
+bundle's own type.
 """
 
 from __future__ import annotations

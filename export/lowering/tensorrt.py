@@ -1,19 +1,23 @@
 """Canonical attention to the form that TensorRT and TensorRT-RTX fuse.
 
-Learned from the builder itself (plans for compute capability 8.0 and later). In 16-bit types it fuses two products around a
-softmax on four dims, where all heads have one size for queries, keys and values, a size between 16 and 256, and where there
-is more than one head or the batch is dynamic or above one. The Attention operator is fused too, but some of its uses
-are refused by the parser or fail in the build, so it is never emitted. fp32 has no fused kernel: there the plain form
-is emitted, which always builds.
+Learned from the builder itself (plans for compute capability 8.0 and later). In 16-bit types it fuses two products
+around a softmax on four dims, where all heads have one size for queries, keys and values, a size between 16 and 256,
+and where there is more than one head or the batch is dynamic or above one. The Attention operator is fused too, but
+some of its uses are refused by the parser or fail in the build, so it is never emitted. fp32 has no fused kernel:
+there the plain form is emitted, which always builds.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.canonicalize import Site, replace_value
-from attnforge.export.layout import Builder, Layout, constant, insert, like, rearrange, sizes_of, typed
+from attnforge.export.layout import ONE, Builder, constant, insert, like, rearrange, sizes_of, typed
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
@@ -25,53 +29,47 @@ def lower(model: ir.Model, sites: list[Site]) -> list[Lowered]:
     lowered = []
     for site, attention in attentions(model, sites):
         plan = _plan(site.name, attention)
-        result = insert(model.graph, attention.node, lambda op, a=attention, p=plan: _emit(op, a, p))  # type: ignore[misc]
+        result = insert(model.graph, attention.node, partial(_emit, a=attention, plan=plan))
         replace_value(attention.output, result)
-        lowered.append(plan)
+        lowered.append(plan.lowered)
     RemoveUnusedNodesPass()(model)
     return lowered
 
 
-class _Plan(Lowered):
-    """A Lowered with what the emission needs to know."""
+@dataclass
+class _Plan:
+    lowered: Lowered
+    head_size: int | None = None  # what heads are padded to
+    pair: Literal["halved", "copied"] | None = None  # how a lone head becomes two
 
-    head_size: int | None = None  # what query, key and value heads are padded to
-    pair: str | None = None  # how a lone head becomes two: "queries" halved or "copied"
 
-
-def _plan(site: str, attention: Attention) -> _Plan:
-    plan = _Plan(site, "MatMul·Softmax·MatMul", "fuses in 16-bit types, and builds in every type", f"{site}/Softmax")
-    d_k, d_v = attention.size("d_k"), attention.size("d_v")
-    if attention.dtype.bitwidth != 16:
-        plan.unfused = (
-            f"TensorRT has no fused attention kernel for {attention.dtype.name.lower()}; deploy in fp16 or bf16"
-        )
-        return plan
-    if not (d_k.is_static and d_v.is_static):
-        plan.unfused = "the head size is dynamic"
-        return plan
+def _plan(site: str, a: Attention) -> _Plan:
+    one = Lowered(site, "MatMul·Softmax·MatMul", "fuses in 16-bit types, builds in every type", f"{site}/Softmax")
+    plan = _Plan(one)
+    d_k, d_v = a.size("d_k"), a.size("d_v")
     size = max(d_k.factor, d_v.factor, SMALLEST_HEAD)
-    if size > LARGEST_HEAD:
-        plan.unfused = (
+    if a.dtype.bitwidth != 16:
+        one.unfused = f"TensorRT has no fused attention kernel for {a.dtype.name.lower()}; deploy in fp16 or bf16"
+    elif not (d_k.is_static and d_v.is_static):
+        one.unfused = "the head size is dynamic"
+    elif size > LARGEST_HEAD:
+        one.unfused = (
             f"heads of {size} are larger than the fused kernels take ({LARGEST_HEAD}); use more, smaller heads"
         )
+    if one.unfused is not None:
         return plan
-    if d_k.factor != d_v.factor or size != d_k.factor:
+    if not d_k.factor == d_v.factor == size:
         plan.head_size = size
-        plan.why += f"; heads of {d_k.factor} and {d_v.factor} zero-padded to one size, {size}"
-    if (attention.size("B") * attention.size("H")).is_static and (
-        attention.size("B") * attention.size("H")
-    ).factor == 1:
-        rows_vary = attention.is_causal or (attention.mask is not None and sizes_of(attention.mask)[2].factor != 1)
-        rows_vary = rows_vary or (attention.mask is not None and not sizes_of(attention.mask)[2].is_static)
-        plan.pair = "copied" if rows_vary else "queries"
-        how = "its mask differs by query, so the head is computed twice" if rows_vary else "half of the queries each"
-        plan.why += f"; a lone head is not fused, so it is written as two: {how}"
+        one.why += f"; heads of {d_k.factor} and {d_v.factor} zero-padded to {size}"
+    if a.size("B") * a.size("H") == ONE:
+        rows_vary = a.is_causal or (a.mask is not None and sizes_of(a.mask)[2] != ONE)
+        plan.pair = "copied" if rows_vary else "halved"
+        how = "computed twice, for its mask differs by query" if rows_vary else "half of the queries each"
+        one.why += f"; a lone head is not fused, so it is written as two: {how}"
     return plan
 
 
-def _emit(op: Builder, attention: Attention, plan: _Plan) -> ir.Value:
-    a = attention
+def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"))
     value = rearrange(op, a.value.value, a.value.layout, a.layout("B", "H", "n_k", "d_v"))
     key = rearrange(op, a.key.value, a.key.layout, a.layout("B", "H", "d_k", "n_k"))
@@ -81,8 +79,8 @@ def _emit(op: Builder, attention: Attention, plan: _Plan) -> ir.Value:
     rows = query
     if plan.pair is not None:
         key, value = _twice(op, key), _twice(op, value)
-        query = _halved(op, query) if plan.pair == "queries" else _twice(op, query)
-    result = decompose(op, a, query, key, value, plan.node)
+        query = _halved(op, query) if plan.pair == "halved" else _twice(op, query)
+    result = decompose(op, a, query, key, value, plan.lowered.node)
     if plan.pair is not None:
         result = _joined(op, result, rows, plan.pair)
     if plan.head_size not in (None, a.size("d_v").factor):
@@ -145,6 +143,3 @@ def _joined(op: Builder, result: ir.Value, rows: ir.Value, pair: str) -> ir.Valu
     if isinstance(n, int) and n % 2 == 0:
         return joined
     return _sliced(op, joined, 2, op.Shape(rows, start=2, end=3), n)
-
-
-__all__ = ["LARGEST_HEAD", "SMALLEST_HEAD", "Layout", "lower"]

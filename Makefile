@@ -1,0 +1,34 @@
+# `make demo` and `make test` set up all they need in .venv; nothing else is required than Python 3.11 or later and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench package clean
+
+demo: .venv/ready
+	$(BIN)/python -m attnforge.demo --out build/demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/lib build/typed && $(BIN)/pip install --quiet --no-deps --target build/typed .
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p attnforge
+
+bench: .venv/ready
+	$(BIN)/python -m attnforge.benchmarks.patch_attention
+
+# Checks that a wheel holds every package, its types and the weights, and works away from the source.
+package: .venv/ready
+	rm -rf build/lib build/wheel && $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(BIN)/python tests/check_wheel.py build/wheel/*.whl
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -e '.[lint]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,5 @@
+"""`python -m attnforge`: the command line."""
+
+from attnforge.cli import main
+
+main()

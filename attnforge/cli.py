@@ -1,0 +1,350 @@
+"""The command line: `attnforge models | deploy | run | verify | bench | inspect | doctor`.
+
+Every command takes `--json`: one JSON document on standard output, everything else on standard error. The exit code is
+0 only where what was asked holds, 1 where a check failed or a build was refused, and 2 where what was asked cannot be
+meant.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import attnforge
+from attnforge.errors import AttnforgeError, UsageError
+
+if TYPE_CHECKING:
+    from attnforge.bundle import Bundle
+
+app = typer.Typer(
+    name="attnforge",
+    help="Attention models from eager PyTorch to ONNX and TensorRT: the same function, still fused, and how fast.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+BundleArgument = Annotated[Path, typer.Argument(help="Folder of a bundle.", show_default=False)]
+Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="A backend; repeat for several.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", "-o", help="An option of the model, as name=value; repeat.")
+]
+Weights = Annotated[Path | None, typer.Option(help="A safetensors file with the model's weights.")]
+
+
+def main() -> None:
+    """Run the command line; errors raised on purpose become one line and an exit code."""
+    try:
+        app()
+    except AttnforgeError as error:
+        err.print(f"[red]error:[/] {escape(' '.join(str(error).split()))}", soft_wrap=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(attnforge.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the registered models, their inputs and their options.
+
+    Example: `attnforge models`
+    """
+    import inspect
+
+    from attnforge.model.registry import MODELS
+
+    options = {name: list(inspect.signature(model.make).parameters) for name, model in MODELS.items()}
+    if as_json:
+        _print_json({n: {"system": m.system, "summary": m.summary, "options": options[n]} for n, m in MODELS.items()})
+        return
+    table = Table("model", "system", "what it is", "options", box=None, header_style="bold")
+    table.columns[0].no_wrap = True
+    for name, model in MODELS.items():
+        table.add_row(name, model.system, model.summary, ", ".join(options[name]))
+    out.print(table)
+
+
+@app.command()
+def deploy(
+    model: Annotated[str, typer.Argument(help="A registered name, or package.module:function.", show_default=False)],
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write; by default MODEL-PRECISION.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, fp16 or bf16.")] = "fp32",
+    target: Annotated[
+        list[str] | None, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeat. All by default.")
+    ] = None,
+    option: Options = None,
+    weights: Weights = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(help="What the TensorRT-RTX plan is for (SM89, CURRENT, …); repeat. Portable by default."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a bundle.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Export a model, lower it for every target and write a bundle.
+
+    The callable of package.module:function returns `(module, args, dynamic_shapes)`.
+
+    Example: `attnforge deploy vit --precision fp16 --out vit.bundle`
+
+    Example: `attnforge deploy my_models:encoder -o num_layers=6 --target onnxruntime`
+    """
+    from attnforge.export.deploy import deploy as deploy_module
+    from attnforge.sources import build
+
+    with _stages(as_json) as progress:
+        progress(f"build {model}")
+        example, source = build(model, _options(option), weights)
+        name = model.rpartition(":")[2]
+        bundle = deploy_module(
+            example.module,
+            example.args,
+            out_folder or Path(f"{name}-{precision}"),
+            example.dynamic_shapes,
+            precision,
+            target,
+            name,
+            compute_capabilities=compute_capability or (),
+            force=force,
+            source=source,
+            progress=progress,
+        )
+    if as_json:
+        _print_json({"bundle": str(bundle.path), **_summary(bundle)})
+        return
+    _print_bundle(bundle)
+
+
+@app.command()
+def run(
+    bundle: BundleArgument,
+    inputs: Annotated[
+        list[str],
+        typer.Argument(help="One .npy, an image, or an .npz with every input by name; or name=file for each."),
+    ],
+    out_file: Annotated[Path, typer.Option("--out", help="Where to write the outputs, as .npz.")] = Path("outputs.npz"),
+    backend: Annotated[str, typer.Option("--backend", "-b", help="auto, or a backend by name.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the outputs.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a bundle on files and write its outputs.
+
+    An image becomes a batch of one with values from 0 to 1, in the channels the model takes, resized to the size it
+    takes.
+
+    Example: `attnforge run patch-attention-fp32 photograph.jpg --out tokens.npz`
+
+    Example: `attnforge run cross-attention-fp32 query=q.npy memory=m.npy key_padding_mask=mask.npy`
+    """
+    import numpy as np
+
+    from attnforge.files import read_inputs, write_outputs
+
+    if out_file.exists() and not force:
+        raise UsageError(f"{out_file} exists; choose another file with --out, or overwrite it with --force")
+    with attnforge.load(bundle, backend) as session:
+        feeds = read_inputs(session.inputs, inputs)
+        start = time.perf_counter()
+        results = session.run(feeds)
+        seconds = time.perf_counter() - start
+    write_outputs(out_file, results)
+    described = {
+        name: {"shape": list(a.shape), "dtype": a.dtype.name, "finite": bool(np.isfinite(a.astype(np.float64)).all())}
+        for name, a in results.items()
+    }
+    if as_json:
+        _print_json({"backend": session.backend, "seconds": seconds, "outputs": described, "written": str(out_file)})
+        return
+    for name, what in described.items():
+        out.print(
+            f"{name}: {what['dtype']}{what['shape']}" + ("" if what["finite"] else " [red]with NaN or infinity[/]")
+        )
+    out.print(f"ran on {session.backend} in {1e3 * seconds:.1f} ms; written to {out_file}")
+
+
+@app.command()
+def verify(bundle: BundleArgument, backend: Backends = None, as_json: Json = False) -> None:
+    """Hold every backend that this machine can run to the parity budget, against eager in float64.
+
+    Needs the bundle alone: no torch, no source. Exits with 1 where a backend misses the budget or none could run.
+
+    Example: `attnforge verify vit-fp16`
+    """
+    with _stages(as_json) as progress:
+        progress(f"verify {bundle}")
+        report = attnforge.verify(bundle, backend)
+    if as_json:
+        _print_json(report.model_dump())
+    else:
+        table = Table("backend", "", "error", "eager's", "budget", "worst case", "cases", box=None, header_style="bold")
+        for name, r in report.backends.items():
+            mark = "[green]passed[/]" if r.passed else "[red]FAILED[/]"
+            table.add_row(name, mark, f"{r.error:.1e}", f"{r.eager_error:.1e}", f"{r.budget:.1e}", r.case, str(r.cases))
+        out.print(table)
+        for name, r in report.backends.items():
+            for failure in r.failures:
+                out.print(f"[red]{name}[/] {failure.case}, {failure.output}: {failure.reason}")
+        for name, reason in report.skipped.items():
+            out.print(f"[dim]{name} did not run: {escape(reason)}[/]", soft_wrap=True)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    bundle: BundleArgument,
+    backend: Backends = None,
+    against: Annotated[list[str] | None, typer.Option(help="A peer: eager or onnxruntime-plain; repeat.")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="Of a dynamic dim, as name=number; repeat.")] = None,
+    rounds: Annotated[int, typer.Option(help="How often every contender runs.")] = 20,
+    threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a bundle's backends, and peers, side by side in one run. Only the ratios mean anything elsewhere.
+
+    Example: `attnforge bench patch-attention-fp32 --against eager --against onnxruntime-plain --size batch=1`
+    """
+    sizes = {name: _integer(name, value) for name, value in _options(size).items()}
+    with _stages(as_json) as progress:
+        progress(f"time {bundle}")
+        report = attnforge.benchmark(bundle, backend, against or (), sizes=sizes, rounds=rounds, threads=threads)
+    if as_json:
+        _print_json(report.model_dump())
+    else:
+        table = Table("contender", "median ms", "p10", "p90", "ratio", box=None, header_style="bold")
+        for name, r in {**report.backends, **report.peers}.items():
+            table.add_row(name, f"{r.median_ms:.3f}", f"{r.p10_ms:.3f}", f"{r.p90_ms:.3f}", f"{r.ratio:.2f}")
+        out.print(table)
+        at = ", ".join(f"{name} {value}" for name, value in report.sizes.items()) or "fixed sizes"
+        out.print(f"{at}; {report.threads} threads; {report.rounds} rounds; {report.machine}")
+        for name, reason in report.wrong.items():
+            out.print(f"[red]{name} was not timed, for its answer is wrong:[/] {escape(reason)}")
+        for name, reason in report.skipped.items():
+            out.print(f"[dim]{name} did not run: {escape(reason)}[/]", soft_wrap=True)
+    if report.wrong or not report.backends:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(bundle: BundleArgument, as_json: Json = False) -> None:
+    """Show what a bundle holds, and what became of every attention site.
+
+    Example: `attnforge inspect vit-fp16 --json`
+    """
+    opened = attnforge.Bundle(bundle)
+    if as_json:
+        _print_json(_summary(opened))
+        return
+    _print_bundle(opened)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can build and run, and what to install for the rest.
+
+    Example: `attnforge doctor`
+    """
+    from attnforge.doctor import examine
+
+    report = examine()
+    if as_json:
+        _print_json(report)
+        return
+    out.print(f"attnforge {attnforge.__version__}, Python {report['python']}, {report['machine']}")
+    table = Table("", "", "", box=None, show_header=False)
+    table.columns[0].no_wrap = True
+    for what in ("build", "run"):
+        for name, reason in report[what].items():
+            table.add_row(
+                f"{what} {name}", "[green]yes[/]" if reason is None else "[yellow]no[/]", escape(reason or "")
+            )
+    out.print(table)
+    out.print(
+        "packages: " + ", ".join(f"{name} {version}" for name, version in report["packages"].items()), soft_wrap=True
+    )
+
+
+# --- what the commands share ------------------------------------------------------------------------------------------
+
+
+def _options(given: list[str] | None) -> dict[str, str]:
+    pairs = [text.partition("=") for text in given or ()]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise UsageError(f"{wrong[0]!r} is no option; write name=value")
+    return {name: value for name, _, value in pairs}
+
+
+def _integer(name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise UsageError(f"size {name} is {value!r}; give a number")
+    return int(value)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+@contextmanager
+def _stages(quiet: bool) -> Iterator[Any]:
+    """A callback that shows the stage at work on standard error, on a terminal only."""
+    with err.status("") if err.is_terminal and not quiet else _Silent() as status:
+        yield lambda stage: status.update(f"{stage} …")
+
+
+class _Silent:
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, _: str) -> None: ...
+
+
+def _summary(bundle: Bundle) -> dict[str, Any]:
+    manifest = bundle.manifest.model_dump(exclude={"cases", "files"})
+    return {**manifest, "cases": len(bundle.manifest.cases), "files": list(bundle.manifest.files)}
+
+
+def _print_bundle(bundle: Bundle) -> None:
+    manifest, attention = bundle.manifest, bundle.manifest.attention
+    out.print(f"[bold]{manifest.name}[/] {manifest.precision} in {bundle.path}", soft_wrap=True)
+    for kind, specs in (("in", manifest.inputs), ("out", manifest.outputs)):
+        for spec in specs:
+            out.print(f"  {kind:<3} {spec.name}: {escape(spec.text())}")
+    for record in manifest.targets.values():
+        for engine in record.engines:
+            what = f"{engine.layers} layers, {engine.size / 1e6:.1f} MB, for {', '.join(engine.compute_capabilities)}"
+            out.print(f"  {engine.file}: {engine.flavour} {engine.version}, {what}")
+    fused = ", ".join(f"{count} of {attention.sites} fused by {name}" for name, count in attention.fused.items())
+    out.print(f"attention: {attention.sites} sites, {attention.canonical} canonical; {fused}")
+    for site in attention.details:
+        out.print(f"  [bold]{escape(site.site)}[/] was {escape(site.written_as)}", soft_wrap=True)
+        if not site.targets:
+            out.print(f"    [yellow]left as it is: {escape(site.reason or '')}[/]", soft_wrap=True)
+        for name, made in site.targets.items():
+            why_not = f"[yellow]not fused: {escape(made.reason or '')}[/]"
+            end = f"kernel {escape(made.kernel)}" if made.kernel else why_not
+            out.print(f"    {name}: {made.form}; {end}", soft_wrap=True)
+    for target, reason in manifest.skipped.items():
+        out.print(f"[dim]not built for {target}: {escape(reason)}[/]", soft_wrap=True)

@@ -1,0 +1,47 @@
+"""`python tests/check_wheel.py WHEEL`: the wheel has every package, the types and the weights, and it works.
+
+Installed alone into an empty folder and used away from the source: a wheel that forgot a folder fails here only.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+EXPECTED = (
+    "attnforge/__init__.py",
+    "attnforge/py.typed",
+    "attnforge/model/weights/patch-attention-digits.safetensors",
+    "attnforge/export/lowering/tensorrt.py",
+    "attnforge/runtime/session.py",
+    "attnforge/benchmarks/latency.py",
+)
+USE = """
+import attnforge
+from attnforge.model.registry import build_model
+example = build_model("patch-attention-digits")
+bundle = attnforge.deploy(*example[:2], "bundle", example.dynamic_shapes, targets=["onnxruntime"])
+assert attnforge.verify(bundle).passed
+print("wheel:", attnforge.__file__)
+"""
+
+
+def main(wheel: str) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    missing = [name for name in EXPECTED if name not in names]
+    stray = [name for name in names if not name.startswith(("attnforge/", "attnforge-"))]
+    if missing or stray:
+        sys.exit(f"the wheel lacks {missing} and puts {stray} into a user's site-packages")
+    with tempfile.TemporaryDirectory() as folder:
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", "site"]
+        subprocess.run([*install, os.path.abspath(wheel)], cwd=folder, check=True)
+        environment = {**os.environ, "PYTHONPATH": os.path.join(folder, "site")}
+        done = subprocess.run([sys.executable, "-c", USE], cwd=folder, env=environment, check=True, capture_output=True)
+        where = done.stdout.decode().split()[-1]
+        if not where.startswith(os.path.join(os.path.realpath(folder), "site")):
+            sys.exit(f"the source was used instead of the wheel: {where}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

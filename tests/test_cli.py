@@ -1,0 +1,185 @@
+"""The command line, as its user runs it: a process, its output, and its exit code."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from PIL import Image
+
+from attnforge.bundle import Bundle, write_manifest
+from attnforge.model.registry import MODELS
+
+Done = subprocess.CompletedProcess[str]
+
+
+def attnforge(*arguments: str | Path, cwd: Path | None = None) -> Done:
+    command = [sys.executable, "-m", "attnforge", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "digits"
+    done = attnforge("deploy", "patch-attention-digits", "--precision", "fp16", "--out", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["attention"]["fused"] == {"onnxruntime": 2, "tensorrt_rtx": 2}
+    return folder
+
+
+def assert_one_line(done: Done, code: int, *words: str) -> None:
+    assert done.returncode == code, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+def test_models_lists_every_registered_model() -> None:
+    listed = json.loads(attnforge("models", "--json").stdout)
+    assert list(listed) == list(MODELS)
+    assert listed["general-attention"]["options"][:2] == ["score", "align"]
+
+
+def test_doctor_says_what_is_missing_and_what_to_do() -> None:
+    done = attnforge("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert report["build"]["onnxruntime"] is None
+    assert report["run"]["onnxruntime-cpu"] is None
+    assert set(report["run"]) == {"tensorrt", "tensorrt_rtx", "onnxruntime-cuda", "onnxruntime-cpu"}
+
+
+def test_verify_is_one_json_document(bundle: Path) -> None:
+    done = attnforge("verify", bundle, "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0
+    found = report["backends"]["onnxruntime-cpu"]
+    assert report["passed"] and found["passed"]
+    assert found["cases"] >= 8
+    assert found["error"] <= found["budget"]
+
+
+def test_verify_fails_where_the_model_is_another(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "wrong"
+    shutil.copytree(bundle, copy)
+    manifest = Bundle(copy).manifest
+    file = copy / "onnxruntime/model.onnx"
+    model = onnx.load(file)
+    weight = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.05), weight.name))
+    onnx.save(model, file)
+    (copy / "manifest.json").unlink()
+    write_manifest(copy, manifest)
+    done = attnforge("verify", copy, "--json")
+    assert done.returncode == 1
+    assert not json.loads(done.stdout)["passed"]
+    assert json.loads(done.stdout)["backends"]["onnxruntime-cpu"]["failures"]
+
+
+def test_inspect_has_the_certificate(bundle: Path) -> None:
+    attention = json.loads(attnforge("inspect", bundle, "--json").stdout)["attention"]
+    assert attention["sites"] == attention["canonical"] == 2
+    assert attention["unfused"] == []
+    assert "_mha_" in attention["details"][0]["targets"]["tensorrt_rtx"]["kernel"]
+
+
+def test_bench_against_peers(bundle: Path) -> None:
+    done = attnforge("bench", bundle, "--against", "onnxruntime-plain", "--rounds", "2", "--size", "batch=3", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert report["sizes"] == {"batch": 3}
+    assert report["backends"]["onnxruntime-cpu"]["median_ms"] > 0
+    assert report["peers"]["onnxruntime-plain"]["median_ms"] > 0
+
+
+def test_run_takes_arrays_and_images(bundle: Path, tmp_path: Path) -> None:
+    digit = np.random.default_rng(0).random((5, 1, 8, 8), np.float32)
+    np.save(tmp_path / "digits.npy", digit)
+    done = attnforge("run", bundle, tmp_path / "digits.npy", "--out", tmp_path / "logits.npz", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["outputs"]["output"] == {"shape": [5, 10], "dtype": "float16", "finite": True}
+    with np.load(tmp_path / "logits.npz") as outputs:
+        assert outputs["output"].shape == (5, 10)
+    Image.fromarray((255 * digit[0, 0]).astype(np.uint8)).resize((40, 40)).save(tmp_path / "digit.png")
+    done = attnforge("run", bundle, tmp_path / "digit.png", "--out", tmp_path / "one.npz")
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "one.npz") as outputs:
+        assert outputs["output"].shape == (1, 10)
+    np.savez(tmp_path / "digits.npz", image=digit)
+    assert attnforge("run", bundle, tmp_path / "digits.npz", "--out", tmp_path / "again.npz").returncode == 0
+    assert_one_line(attnforge("run", bundle, tmp_path / "digit.png", "--out", tmp_path / "one.npz"), 2, "--force")
+
+
+def test_own_callable(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from attnforge.model import SelfAttention\n"
+        "def attention(width=8):\n"
+        "    batch = torch.export.Dim('batch', min=1, max=4)\n"
+        "    return SelfAttention(int(width), 16), (torch.randn(2, 5, int(width)),), {'x': {0: batch}}\n"
+        "def nothing():\n"
+        "    return 3\n"
+    )
+    done = attnforge("deploy", "mine:attention", "-o", "width=12", "--target", "onnxruntime", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["source"] == {
+        "kind": "callable",
+        "name": "mine:attention",
+        "options": {"width": "12"},
+        "weights": None,
+    }
+    assert (tmp_path / "attention-fp32/manifest.json").is_file()
+    assert_one_line(attnforge("deploy", "mine:nothing", cwd=tmp_path), 2, "must return (module, args, dynamic_shapes)")
+    assert_one_line(attnforge("deploy", "mine:missing", cwd=tmp_path), 2, "cannot import")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("deploy", "no-such-model"), ("unknown model 'no-such-model'", "self-attention")),
+        (("deploy", "vit", "--precision", "fp8"), ("unknown precision 'fp8'", "bf16")),
+        (("deploy", "vit", "--target", "tpu"), ("unknown target 'tpu'", "tensorrt_rtx")),
+        (("deploy", "vit", "-o", "depth=3"), ("unknown option 'depth'", "num_layers")),
+        (("deploy", "vit", "-o", "num_layers"), ("name=value",)),
+        (("deploy", "multi-head-self-attention", "-o", "num_heads=7"), ("7",)),
+        (("deploy", "vit", "--weights", "none.safetensors"), ("none.safetensors",)),
+        (("deploy", "vit", "--compute-capability", "SM1"), ("unknown compute capability 'SM1'", "SM89")),
+    ],
+)
+def test_misuse_of_deploy(arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    assert_one_line(attnforge(*arguments, "--out", tmp_path / "out"), 2, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_misuse_of_the_rest(bundle: Path, tmp_path: Path) -> None:
+    assert_one_line(attnforge("verify", bundle, "-b", "abacus"), 2, "unknown backend 'abacus'", "onnxruntime-cpu")
+    assert_one_line(attnforge("verify", tmp_path), 1, "no bundle", "attnforge deploy")
+    assert_one_line(attnforge("run", bundle, tmp_path / "none.npy"), 2, "no file")
+    assert_one_line(attnforge("bench", bundle, "--size", "tokens=3"), 2, "unknown dim 'tokens'", "batch")
+    assert_one_line(attnforge("bench", bundle, "--size", "batch=9999"), 2, "9999", "512")
+    assert_one_line(attnforge("bench", bundle, "--rounds", "0"), 2, "1 or more")
+    out = tmp_path / "taken"
+    out.mkdir()
+    (out / "thesis.txt").write_text("all my work")
+    assert_one_line(attnforge("deploy", "worked-example", "--out", out), 2, "exists", "--force")
+    assert_one_line(attnforge("deploy", "worked-example", "--out", out, "--force"), 2, "no bundle")
+    assert (out / "thesis.txt").read_text() == "all my work"
+    np.save(tmp_path / "wrong.npy", np.zeros((1, 3, 8, 8), np.float32))
+    assert_one_line(
+        attnforge("run", bundle, tmp_path / "wrong.npy", "--out", tmp_path / "o.npz"), 2, "dim 1", "takes 1"
+    )
+
+
+def test_every_command_has_help_with_an_example() -> None:
+    for command in ("models", "deploy", "run", "verify", "bench", "inspect", "doctor"):
+        done = attnforge(command, "--help")
+        assert done.returncode == 0
+        assert "Example" in done.stdout, command
