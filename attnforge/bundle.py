@@ -249,7 +249,11 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
         if target.exists():
             old = folder.with_suffix(".old")
             target.rename(old)
-            folder.rename(target)
+            try:
+                folder.rename(target)
+            except BaseException:
+                old.rename(target)
+                raise
             shutil.rmtree(old)
         else:
             folder.rename(target)

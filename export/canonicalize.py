@@ -18,7 +18,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.layout import (
+    Axis,
     Builder,
+    Dims,
     Layout,
     LayoutError,
     constant,
@@ -150,10 +152,12 @@ def _emit(
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == final.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
 
+    if set(key.layout.axes) & set(scores.batch.axes) - set(value.layout.axes):
+        raise NotAttention("the keys differ by query, as in an additive score: no inner product of queries and keys")
+
     # No walk follows that could split an axis, so from here the axes are final.
-    axes = scores.batch.axes
-    batch, heads = (axes[:-1], axes[-1:]) if len(axes) > 1 else (axes, [])
     n_q, n_k, d_k, d_v = (tuple(part.axes) for part in (scores.queries, keys, scores.features, weights.value_features))
+    batch, heads = _batch_and_heads(scores.batch, query.layout, d_k)
     node_name = f"{name}/Attention"
 
     def build(op: Builder) -> ir.Value:
@@ -185,6 +189,15 @@ def _emit(
     result = insert(graph, weights.product, build)
     replace_value(final, result)
     return node_name
+
+
+def _batch_and_heads(axes: Layout, query: Layout, features: Dims) -> tuple[list[Axis], list[Axis]]:
+    """Which of the axes that attend apart are heads: the last of several; a lone one if it shares a dim with features."""
+    *batch, last = axes.axes or [None]
+    if last is None:
+        return [], []
+    side_by_side = any(last in dim and set(features) & set(dim) for dim in query.dims)
+    return (batch, [last]) if batch or side_by_side else ([last], [])
 
 
 def _mask(op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType) -> ir.Value | None:

@@ -7,8 +7,9 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import onnx_ir as ir
@@ -72,7 +73,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
                 input_names=names, output_names=result_names,
             )  # fmt: skip
         except Exception as error:
-            raise CaptureError(f"torch cannot export {type(module).__name__}: {first_line(error)}") from error
+            raise CaptureError(f"torch cannot export {type(module).__name__}: {_why(error)}") from error
     assert program is not None
     model = program.model
     _rename_symbols(program, dims)
@@ -196,17 +197,21 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+def _why(error: BaseException) -> str:
+    """What torch says first, at the bottom of the chain of exceptions that it wraps its reason in."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's remarks about packages that are not needed stay off the user's terminal."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo")]
-    levels = [logger.level for logger in loggers]
+    """What the exporter prints and logs as it goes stays off the user's terminal; what it raises is told."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)

@@ -76,6 +76,10 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     if plan.head_size is not None:
         query, value = _padded(op, query, 3, plan.head_size), _padded(op, value, 3, plan.head_size)
         key = _padded(op, key, 2, plan.head_size)
+    if a.scale == 1.0 and a.dtype.bitwidth == 16:
+        # A bare transpose would be folded into the product, and the product then no longer be recognised. Adding -0.0
+        # changes no number and keeps the two apart, as the scale does where there is one.
+        query = like(op.Add(query, constant(op, -0.0, a.dtype)), query)
     rows = query
     if plan.pair is not None:
         key, value = _twice(op, key), _twice(op, value)
