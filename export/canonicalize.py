@@ -192,7 +192,7 @@ def _emit(
 
 
 def _batch_and_heads(axes: Layout, query: Layout, features: Dims) -> tuple[list[Axis], list[Axis]]:
-    """Which of the axes that attend apart are heads: the last of several; a lone one if it shares a dim with features."""
+    """Which axes that attend apart are heads: the last of several; a lone one if it shares a dim with features."""
     *batch, last = axes.axes or [None]
     if last is None:
         return [], []
