@@ -1,10 +1,9 @@
 """Every attention site, however it was written, becomes one ai.onnx Attention node.
 
-The canonical form (operator Attention, opset 23): query `(B, H, n_q, d_k)`, key `(B, H, n_k, d_k)`, value `(B, H, n_k,
-d_v)`, an optional mask that broadcasts to `(B, H, n_q, n_k)`, boolean (True attends) or added to the scores, and
-`scale` always given. A query that may attend to nothing gets NaN there, as a softmax over nothing does; what a model
-makes of such queries stands explicitly behind the node. Sites that are not understood keep their graph, and get a
-reason.
+The canonical form (operator Attention, opset 23): query `(B, H, n_q, d_k)`, key `(B, H', n_k, d_k)`, value
+`(B, H', n_k, d_v)`, an optional mask that broadcasts to `(B, H, n_q, n_k)`, boolean (True attends) or added to the
+scores, and `scale` always given; H' divides H. What the operator leaves open, node metadata says: :data:`SILENT_ROWS`
+and :data:`MASK_STEP`. Sites that are not understood keep their graph, and get a reason.
 """
 
 from __future__ import annotations
@@ -27,12 +26,15 @@ from attnforge.export.layout import (
     insert,
     like,
     rearrange,
+    replace_value,
     sizes_of,
     typed,
     walk_back,
     walk_forward,
 )
 from attnforge.export.recognise import (
+    Bias,
+    Fill,
     NotAttention,
     Operand,
     Scores,
@@ -42,8 +44,17 @@ from attnforge.export.recognise import (
     walk_to_output,
     walk_to_product,
 )
+from attnforge.export.softmax import restore_softmax
 
 BOOL, FLOAT, INT32 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT32
+
+SILENT_ROWS = "attnforge.silent_rows"
+"""What a query that may attend to nothing gets: zeros, as the operator says, or `nan`, as a bare softmax gives."""
+
+MASK_STEP = "attnforge.mask_step"
+"""On the nodes that a mask is made of, in the order in which the author applied them to the scores: an Add of a `bias`,
+or a Where that puts a number in the place of scores (`fill`). A finite number is not the same as one that is added: it
+gives a query that may attend to nothing the mean of all values."""
 
 
 @dataclass
@@ -69,6 +80,8 @@ def canonicalize(model: ir.Model) -> list[Site]:
     Returns:
         the sites in graph order; those that could not be rewritten have a reason instead of a node.
     """
+    if restore_softmax(model):
+        RemoveUnusedNodesPass()(model)
     sites: list[Site] = []
     for node in list(model.graph):
         name = _unused_name(node, sites)
@@ -78,7 +91,7 @@ def canonicalize(model: ir.Model) -> list[Site]:
         if node.op_type == "Softmax":
             site = _from_softmax(model.graph, node, name)
         elif node.op_type == "Attention":
-            site = _from_attention(model.graph, node, name)
+            site = _from_attention(node, name)
         elif node.op_type == "ArgMax":
             site = _from_argmax(node, name)
         if site is not None:
@@ -158,32 +171,38 @@ def _emit(
     # No walk follows that could split an axis, so from here the axes are final.
     n_q, n_k, d_k, d_v = (tuple(part.axes) for part in (scores.queries, keys, scores.features, weights.value_features))
     batch, heads = _batch_and_heads(scores.batch, query.layout, d_k)
+    shared = _shared_heads(heads, key.layout, value.layout)
+    scale = scores.scale * query_factor * key_factor
     node_name = f"{name}/Attention"
 
     def build(op: Builder) -> ir.Value:
-        operands = [
-            rearrange(op, operand.value, operand.layout, Layout([batch, heads, *inner]))
-            for operand, inner in ((query, (n_q, d_k)), (key, (n_k, d_k)), (value, (n_k, d_v)))
-        ]
+        sized = [(operand.value, operand.layout) for operand in (query, key, value)]
+        q = rearrange(op, query.value, query.layout, Layout([batch, heads, n_q, d_k]), sized)
+        k = rearrange(op, key.value, key.layout, Layout([batch, shared, n_k, d_k]), sized)
+        v = rearrange(op, value.value, value.layout, Layout([batch, shared, n_k, d_v]), sized)
+        rows = Layout([batch, heads, n_q, ()])
+        for by in scores.tensor_scales:
+            q = like(op.op(by.op_type, [q, _cast(op, _broadcastable(op, by.operand, rows), dtype)]), q)
+        if scale < 0:  # the operator takes the root of its scale
+            q = like(op.Neg(q), q)
         mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype)
-        attributes: dict[str, float | int] = {"scale": scores.scale * query_factor * key_factor}
+        attributes: dict[str, float | int] = {"scale": abs(scale)}
+        if scores.softcap:
+            attributes["softcap"] = scores.softcap
         if softmax_dtype is not None and softmax_dtype != dtype:
             attributes["softmax_precision"] = softmax_dtype.value
+        metadata = {} if weights.nan_rows_zeroed else {SILENT_ROWS: "nan"}
+        inputs = [q, k, v, *([mask] if mask is not None else [])]
+        result = op.op("Attention", inputs, attributes, name=node_name, metadata_props=metadata)
         result_layout = Layout([batch, heads, n_q, d_v])
-        result = op.op("Attention", [*operands, *([mask] if mask is not None else [])], attributes, name=node_name)
         typed(result, dtype, [size.dim() for size in result_layout.sizes()])
         if (factor := weights.scale * value_factor) != 1.0:
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
         zeros = constant(op, 0.0, dtype)
-        rows = Layout([batch, heads, n_q, ()])
         for kept in weights.kept_rows:
             result = like(op.Where(_broadcastable(op, kept, rows), result, zeros), result)
         for zeroed in weights.zeroed_rows:
             result = like(op.Where(_broadcastable(op, zeroed, rows), zeros, result), result)
-        if weights.nan_rows_zeroed:
-            if mask is None:
-                raise NotAttention("NaN weights are replaced by zeros although nothing is masked")
-            result = zero_silent_rows(op, result, mask)
         return rearrange(op, result, result_layout, output)
 
     result = insert(graph, weights.product, build)
@@ -191,36 +210,69 @@ def _emit(
     return node_name
 
 
-def _batch_and_heads(axes: Layout, query: Layout, features: Dims) -> tuple[list[Axis], list[Axis]]:
-    """Which axes that attend apart are heads: the last of several; a lone one if it shares a dim with features."""
-    *batch, last = axes.axes or [None]
-    if last is None:
-        return [], []
-    side_by_side = any(last in dim and set(features) & set(dim) for dim in query.dims)
-    return (batch, [last]) if batch or side_by_side else ([last], [])
+def _batch_and_heads(batch: Layout, query: Layout, features: Dims) -> tuple[list[Axis], list[Axis]]:
+    """Which of the axes that attend apart are heads: those beside the features in the query; else its last such dim,
+    where there is more than one."""
+    apart = set(batch.axes)
+    beside = [dim for dim in query.dims if set(dim) & set(features) and set(dim) & apart]
+    dims = [dim for dim in query.dims if set(dim) & apart]
+    chosen = beside or (dims[-1:] if len(dims) > 1 else [])
+    heads = [axis for dim in chosen for axis in dim if axis in apart]
+    return [axis for axis in batch.axes if axis not in heads], heads
+
+
+def _shared_heads(heads: list[Axis], key: Layout, value: Layout) -> list[Axis]:
+    """The heads that keys and values have of their own: all, or the first of them where the others share these."""
+    present = [axis in key.axes or axis in value.axes for axis in heads]
+    own = sum(present)
+    return heads[:own] if all(present[:own]) else heads
 
 
 def _mask(op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType) -> ir.Value | None:
-    """One mask out of all: boolean where all are, else added to the scores, with -inf where forbidden."""
-    allowed: ir.Value | None = None
-    for operand in scores.allowed:
-        part = _broadcastable(op, operand, canonical)
-        allowed = part if allowed is None else broadcast_like(op.And(allowed, part), allowed, part)
-    for operand in scores.forbidden:
-        source = _broadcastable(op, operand, canonical)
-        part = like(op.Not(source), source)
-        allowed = part if allowed is None else broadcast_like(op.And(allowed, part), allowed, part)
-    bias: ir.Value | None = None
-    for operand, factor in scores.biases:
-        part = _broadcastable(op, operand, canonical)
-        if part.dtype != dtype:
-            part = like(op.Cast(part, to=dtype.value), part, dtype)
-        if factor != 1.0:
-            part = like(op.Mul(part, constant(op, factor, dtype)), part)
-        bias = part if bias is None else broadcast_like(op.Add(bias, part), bias, part)
-    if bias is None or allowed is None:
-        return allowed if bias is None else bias
-    return broadcast_like(op.Where(allowed, bias, constant(op, -np.inf, dtype)), bias, allowed)
+    """One mask out of all: boolean where all put -inf, else added to the scores."""
+    steps = list(reversed(scores.masking))  # the author's order
+    fills = [step for step in steps if isinstance(step, Fill)]
+    biases = [step for step in steps if isinstance(step, Bias)]
+    if not biases and fills and all(step.number == -np.inf for step in fills):
+        allowed = _allowed(op, fills[0], canonical)
+        for fill in fills[1:]:
+            other = _allowed(op, fill, canonical)
+            allowed = broadcast_like(op.And(allowed, other), allowed, other)
+        return allowed
+    mask: ir.Value | None = None
+    for step in steps:
+        if isinstance(step, Bias):
+            bias = _bias(op, step, canonical, dtype)
+            mask = bias if mask is None else broadcast_like(_step(op, "Add", [mask, bias], "bias"), mask, bias)
+        else:
+            allowed = _allowed(op, step, canonical)
+            before = constant(op, np.zeros((1, 1, 1, 1)), dtype) if mask is None else mask
+            number = constant(op, step.number, dtype)
+            mask = broadcast_like(_step(op, "Where", [allowed, before, number], "fill"), before, allowed)
+    return mask
+
+
+def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Value:
+    return op.op(op_type, inputs, metadata_props={MASK_STEP: kind})
+
+
+def _allowed(op: Builder, step: Fill, canonical: Layout) -> ir.Value:
+    condition = _broadcastable(op, step.condition, canonical)
+    return like(op.Not(condition), condition) if step.inverted else condition
+
+
+def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType) -> ir.Value:
+    bias = _cast(op, _broadcastable(op, step.operand, canonical), dtype)
+    if step.factor != 1.0:
+        bias = like(op.Mul(bias, constant(op, step.factor, dtype)), bias)
+    for by in step.scales:
+        scale = _cast(op, _broadcastable(op, by.operand, canonical), dtype)
+        bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
+    return bias
+
+
+def _cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
 
 
 def _broadcastable(op: Builder, operand: Operand, layout: Layout) -> ir.Value:
@@ -237,68 +289,27 @@ def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Val
     return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
 
 
-def zero_silent_rows(op: Builder, result: ir.Value, mask: ir.Value) -> ir.Value:
-    """`result` with zeros for every query that `mask` lets attend to nothing."""
-    assert mask.shape is not None and mask.dtype is not None and result.dtype is not None
-    last = constant(op, [-1])
-    if mask.dtype == BOOL:
-        some = op.Cast(op.ReduceMax(op.Cast(mask, to=INT32.value), last, keepdims=1), to=BOOL.value)
-    else:
-        some = op.Greater(op.ReduceMax(mask, last, keepdims=1), constant(op, -np.inf, mask.dtype))
-    typed(some, BOOL, [*list(mask.shape)[:-1], 1])
-    return like(op.Where(some, result, constant(op, 0.0, result.dtype)), result)
-
-
-def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Let `new` stand wherever `old` stood, under its name if it is an output of the graph."""
-    like(new, old)
-    if old.is_graph_output():
-        old.name, new.name = f"{old.name}/replaced", old.name
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-
-
 # --- from other anchors -----------------------------------------------------------------------------------------------
 
 
-def _from_attention(graph: ir.Graph, node: ir.Node, name: str) -> Site:
+def _from_attention(node: ir.Node, name: str) -> Site:
     """An Attention node that the exporter or another author wrote."""
     site = Site(name, "Attention")
     query, key, value = node.inputs[:3]
     assert query is not None and key is not None and value is not None
-    mask = node.inputs[3] if len(node.inputs) > 3 else None
     if any(v is not None for v in node.inputs[4:]) or any(output.uses() for output in node.outputs[1:]):
         site.reason = "an Attention node with a key-value cache or with the scores as an output"
-    elif node.attributes.get_float("softcap", 0.0):
-        site.reason = "an Attention node with a soft cap"
     elif any(v.shape is None or len(v.shape) != 4 for v in (query, key, value)):
         site.reason = "an Attention node on three dims, its heads packed"
-    elif sizes_of(query)[1] != sizes_of(key)[1]:
-        site.reason = "an Attention node with fewer key heads than query heads"
+    elif node.attributes.get_float("scale") is None and not sizes_of(query)[3].is_static:
+        site.reason = "an Attention node without a scale whose head size is dynamic"
     if site.reason is not None:
         return site
     if node.attributes.get_float("scale") is None:
         head_dim = sizes_of(query)[-1]
         node.attributes["scale"] = ir.AttrFloat32("scale", head_dim.factor**-0.5)
     site.node = node.name = f"{name}/Attention"
-    from_torch = "scaled_dot_product_attention" in node.metadata_props.get("pkg.torch.onnx.fx_node", "")
-    if from_torch and mask is not None:
-        # PyTorch's own answer to a query that may attend to nothing is zeros; the operator's is NaN.
-        _zero_silent_rows_behind(graph, node, mask)
     return site
-
-
-def _zero_silent_rows_behind(graph: ir.Graph, node: ir.Node, mask: ir.Value) -> None:
-    output = node.outputs[0]
-    users = list(output.uses())
-    after = insert(graph, node, lambda op: zero_silent_rows(op, output, mask), after=True)
-    if output.is_graph_output():
-        replace_value(output, after)
-        where = after.producer()
-        assert where is not None
-        where.replace_input_with(1, output)
-        return
-    for user, index in users:
-        user.replace_input_with(index, after)
 
 
 def _from_argmax(node: ir.Node, name: str) -> Site | None:

@@ -30,6 +30,7 @@ class Builder(Tape):
 
 _MONOMIAL = re.compile(r"\w+(\*\w+)*")
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+"""Operators that move numbers without changing, adding or dropping any."""
 
 
 class LayoutError(Exception):
@@ -197,21 +198,41 @@ def after_view(node: ir.Node, before: Layout) -> Layout:
     return before.regrouped(sizes_of(node.outputs[0]))
 
 
+def before_expand(node: ir.Node, after: Layout) -> Layout:
+    """The layout of an Expand's input, given its output's: without the axes that it repeats along.
+
+    Raises:
+        LayoutError: it repeats along a dim of dynamic size, which could not be told any more from the input.
+    """
+    source = node.inputs[0]
+    assert source is not None
+    sizes = sizes_of(source)
+    kept = after.dims[len(after) - len(sizes) :]
+    before = Layout(() if size == ONE else dim for size, dim in zip(sizes, kept, strict=True))
+    if any(not axis.size.is_static for axis in set(after.axes) - set(before.axes)):
+        raise LayoutError("an Expand along a dynamic dim")
+    return before
+
+
+def is_expand(node: ir.Node) -> bool:
+    return node.domain == "" and node.op_type == "Expand"
+
+
 def is_view(node: ir.Node | None) -> bool:
     return node is not None and node.domain == "" and node.op_type in VIEWS
 
 
 def walk_back(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
-    """Back through views: the furthest value that `value` is a view of, and its layout.
+    """Back through views and repetition: the furthest value that `value` shows, and its layout.
 
     A value whose shape no longer tells the size of every axis (all of them flattened into one dim, say) is passed by.
     """
     furthest = value, layout
-    while (node := value.producer()) is not None and is_view(node):
+    while (node := value.producer()) is not None and (is_view(node) or is_expand(node)):
         source = node.inputs[0]
         assert source is not None
         try:
-            layout = before_view(node, layout)
+            layout = before_expand(node, layout) if is_expand(node) else before_view(node, layout)
         except LayoutError:
             break
         value = source
@@ -249,12 +270,18 @@ def effort(source: Layout, target: Layout) -> int:
     return needs_transpose(source, target) + (dynamic > 1)
 
 
-def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout) -> ir.Value:
-    """Write `value`, laid out as `source`, as `target`. Axes that only `target` has are broadcast.
+Sized = tuple[ir.Value, Layout]
+"""A value, and the layout by which the sizes of axes can be read off its shape."""
+
+
+def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout, sized: Sequence[Sized] = ()) -> ir.Value:
+    """Write `value`, laid out as `source`, as `target`. Axes that only `target` has are broadcast; where these are
+    dynamic, their sizes are read off the values in `sized`.
 
     Raises:
-        LayoutError: `source` has an axis that `target` lacks, or a size cannot be computed from `value`'s shape.
+        LayoutError: `source` has an axis that `target` lacks, or a size cannot be read off any value.
     """
+    sized = [(value, source), *sized]
     axes = source.axes
     if lost := set(axes) - set(target.axes):
         raise LayoutError(f"{len(lost)} axis of {value.name!r} has no place in the product")
@@ -268,20 +295,18 @@ def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout) -> i
         steps += [raise_to, Layout((a,) for a in target.axes)]
     current, layout = value, source
     for step in [*steps, target]:
-        current = _step(op, value, source, current, layout, step)
+        current = _step(op, sized, current, layout, step)
         layout = step
     return current
 
 
-def _step(
-    op: Builder, origin: ir.Value, origin_layout: Layout, value: ir.Value, here: Layout, there: Layout
-) -> ir.Value:
+def _step(op: Builder, sized: Sequence[Sized], value: ir.Value, here: Layout, there: Layout) -> ir.Value:
     """One Transpose, Expand, Unsqueeze, Squeeze or Reshape, or nothing."""
     a, b = here.dims, there.dims
     if a == b:
         return value
     if set(there.axes) != set(here.axes):
-        result = op.Expand(value, _shape(op, there.dims, origin, origin_layout))
+        result = op.Expand(value, _shape(op, there.dims, sized))
     elif here.axes != there.axes:
         result = op.Transpose(value, perm=[a.index(dim) for dim in b])
     elif [d for d in a if d] == [d for d in b if d] and len(b) > len(a) and not _ones_removed(a, b):
@@ -289,7 +314,7 @@ def _step(
     elif [d for d in a if d] == [d for d in b if d] and len(a) > len(b) and not _ones_removed(b, a):
         result = op.Squeeze(value, constant(op, _inserted(b, a)))
     else:
-        result = op.Reshape(value, _shape(op, b, origin, origin_layout, reshape_from=a))
+        result = op.Reshape(value, _shape(op, b, sized, reshape_from=a))
     assert value.dtype is not None
     return typed(result, value.dtype, [size.dim() for size in there.sizes()])
 
@@ -309,9 +334,7 @@ def _ones_removed(few: list[Dims], many: list[Dims]) -> bool:
     return len(_inserted(few, many)) != len(many) - len(few)
 
 
-def _shape(
-    op: Builder, dims: list[Dims], origin: ir.Value, layout: Layout, reshape_from: list[Dims] | None = None
-) -> ir.Value:
+def _shape(op: Builder, dims: list[Dims], sized: Sequence[Sized], reshape_from: list[Dims] | None = None) -> ir.Value:
     """A shape tensor for `dims`: constant where they are static or a Reshape's 0 and -1 serve, else computed."""
     entries: list[int | Dims] = []
     for i, dim in enumerate(dims):
@@ -326,24 +349,25 @@ def _shape(
     if reshape_from is not None and len(dynamic) == 1:
         entries[dynamic[0]] = -1
     if all(isinstance(entry, int) for entry in entries):
-        return constant(op, entries)
+        return constant(op, [entry for entry in entries if isinstance(entry, int)])
     return op.Concat(
-        *(constant(op, [e]) if isinstance(e, int) else _dynamic_size(op, e, origin, layout) for e in entries), axis=0
+        *(constant(op, [e]) if isinstance(e, int) else _dynamic_size(op, e, sized) for e in entries), axis=0
     )
 
 
-def _dynamic_size(op: Builder, dim: Dims, origin: ir.Value, layout: Layout) -> ir.Value:
-    """The product of the sizes of `dim`'s axes as a one-element tensor, read off `origin`'s shape."""
+def _dynamic_size(op: Builder, dim: Dims, sized: Sequence[Sized]) -> ir.Value:
+    """The product of the sizes of `dim`'s axes as a one-element tensor, read off the shapes of values."""
     factors = []
     static = 1
     for axis in dim:
         if axis.size.is_static:
             static *= axis.size.factor
             continue
-        i = _holder(axis, layout)
-        if i is None:
-            raise LayoutError(f"a size that cannot be read off {origin.name!r}")
-        size = op.Shape(origin, start=i, end=i + 1)
+        found = next(((v, la, i) for v, la in sized if (i := _holder(axis, la)) is not None), None)
+        if found is None:
+            raise LayoutError(f"a size that cannot be read off {sized[0][0].name!r}")
+        value, layout, i = found
+        size = op.Shape(value, start=i, end=i + 1)
         divisor = prod(other.size.factor for other in layout.dims[i] if other is not axis)
         factors.append(size if divisor == 1 else op.Div(size, constant(op, [divisor])))
     if static != 1:
@@ -409,3 +433,11 @@ def insert(graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], a
     else:
         graph.insert_before(at, op.nodes)
     return result
+
+
+def replace_value(old: ir.Value, new: ir.Value) -> None:
+    """Let `new` stand wherever `old` stood, under its name if it is an output of the graph."""
+    like(new, old)
+    if old.is_graph_output():
+        old.name, new.name = f"{old.name}/replaced", old.name
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.canonicalize import BOOL, Site, broadcast_like
+from attnforge.export.canonicalize import BOOL, MASK_STEP, SILENT_ROWS, Site
 from attnforge.export.layout import (
     ONE,
     Axis,
     Builder,
+    Dims,
     Layout,
     Size,
     constant,
@@ -57,7 +58,9 @@ class Attention:
     output: ir.Value
     output_layout: Layout
     scale: float
+    softcap: float
     is_causal: bool
+    silent_rows_are_nan: bool
     softmax_dtype: ir.DataType
     dims: dict[str, Layout]  # one-dim layouts of the axes B, H, n_q, n_k, d_k, d_v
 
@@ -84,25 +87,31 @@ def attentions(model: ir.Model, sites: list[Site]) -> Iterator[tuple[Site, Atten
 
 def _read(node: ir.Node) -> Attention:
     q, k, v = node.inputs[:3]
-    assert q is not None and k is not None and v is not None
+    assert q is not None and k is not None and v is not None and q.dtype is not None
     batch, heads, n_q, d_k = Layout.fresh(q).dims
     n_k, d_v = (() if size == ONE else (Axis(size),) for size in (sizes_of(k)[2], sizes_of(v)[3]))
+    shared: Dims = heads
+    if (own := sizes_of(k)[1]) != sizes_of(q)[1]:  # every key head serves several query heads that follow one another
+        (head,) = heads
+        group = head.size.divide(own)
+        assert group is not None
+        head.split(own, group)
+        shared = () if own == ONE else (head.leaves()[0],)
     dims = {"B": batch, "H": heads, "n_q": n_q, "n_k": n_k, "d_k": d_k, "d_v": d_v}
     output, output_layout = walk_forward(node.outputs[0], Layout([batch, heads, n_q, d_v]))
-    mask = node.inputs[3] if len(node.inputs) > 3 else None
-    dtype = q.dtype
-    assert dtype is not None
     return Attention(
         node,
         Operand(*walk_back(q, Layout([batch, heads, n_q, d_k]))),
-        Operand(*walk_back(k, Layout([batch, heads, n_k, d_k]))),
-        Operand(*walk_back(v, Layout([batch, heads, n_k, d_v]))),
-        mask,
+        Operand(*walk_back(k, Layout([batch, shared, n_k, d_k]))),
+        Operand(*walk_back(v, Layout([batch, shared, n_k, d_v]))),
+        node.inputs[3] if len(node.inputs) > 3 else None,
         output,
         output_layout,
-        scale=float(node.attributes.get_float("scale") or 1.0),
+        scale=node.attributes["scale"].as_float(),
+        softcap=node.attributes.get_float("softcap", 0.0) or 0.0,
         is_causal=bool(node.attributes.get_int("is_causal", 0)),
-        softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or dtype.value),
+        silent_rows_are_nan=node.metadata_props.get(SILENT_ROWS) == "nan",
+        softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or q.dtype.value),
         dims={name: Layout([dim]) for name, dim in dims.items()},
     )
 
@@ -118,8 +127,9 @@ def decompose(
 ) -> ir.Value:
     """Attention as two products around a softmax, on four dims.
 
-    The scale goes on the query, where it costs n·d and keeps the scores small. A boolean mask chooses among the scores
-    *before* a bias is added and *before* they are cast: TensorRT keeps the choice inside its fused kernel only there.
+    The scale goes on the query, where it costs n·d and keeps the scores small. Masks are applied to the scores before
+    these are cast and, wherever the order makes no difference, before a bias is added: TensorRT keeps the choice
+    inside its fused kernel only there.
 
     Args:
         query: `(B, H, n_q, d)`.
@@ -136,14 +146,19 @@ def decompose(
         query = like(op.Mul(query, constant(op, attention.scale, dtype)), query)
     scores = op.MatMul(query, key_transposed)
     typed(scores, dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
-    allowed, bias = _split_mask(attention.mask)
+    if attention.softcap:
+        cap = constant(op, attention.softcap, dtype)
+        scores = like(op.Mul(like(op.Tanh(like(op.Div(scores, cap), scores)), scores), cap), scores)
+    steps = _mask_steps(attention.mask)
     if attention.is_causal:
-        causal = _causal(op, query, key_transposed)
-        allowed = causal if allowed is None else broadcast_like(op.And(allowed, causal), allowed, causal)
-    if allowed is not None:
-        scores = like(op.Where(allowed, scores, constant(op, -np.inf, dtype)), scores)
-    if bias is not None:
-        scores = like(op.Add(scores, bias), scores)
+        steps.insert(0, _Step(_causal(op, query, key_transposed), -np.inf))
+    if all(step.fill in (None, -np.inf) for step in steps):
+        steps.sort(key=lambda step: step.fill is None)
+    for step in steps:
+        if step.fill is None:
+            scores = like(op.Add(scores, step.operand), scores)
+        else:
+            scores = like(op.Where(step.operand, scores, constant(op, step.fill, dtype)), scores)
     precise = attention.softmax_dtype
     if precise != dtype:
         scores = like(op.Cast(scores, to=precise.value), scores, precise)
@@ -151,21 +166,56 @@ def decompose(
     if precise != dtype:
         weights = like(op.Cast(weights, to=dtype.value), weights, dtype)
     outer = dims_of(query)[:3]
-    if not as_columns:
-        return typed(op.MatMul(weights, value), dtype, [*outer, dims_of(value)[3]])
-    return typed(
-        op.MatMul(value, op.Transpose(weights, perm=[0, 1, 3, 2])), dtype, [*outer[:2], dims_of(value)[2], outer[2]]
-    )
+    guard = attention.mask is not None and not attention.silent_rows_are_nan
+    if as_columns:
+        product = op.MatMul(value, op.Transpose(weights, perm=[0, 1, 3, 2]))
+        result = typed(product, dtype, [*outer[:2], dims_of(value)[2], outer[2]])
+    else:
+        result = typed(op.MatMul(weights, value), dtype, [*outer, dims_of(value)[3]])
+    if attention.mask is None or not guard:
+        return result
+    return _zero_silent_rows(op, result, attention.mask, as_columns)
 
 
-def _split_mask(mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
-    """A mask as (boolean, added): what `Where(boolean, added, -inf)` was made of, or the one that it is."""
-    if mask is None or mask.dtype == BOOL:
-        return mask, None
+@dataclass
+class _Step:
+    """A bias, or a condition and the number that takes the place of the scores where it is False."""
+
+    operand: ir.Value
+    fill: float | None = None
+
+
+def _mask_steps(mask: ir.Value | None) -> list[_Step]:
+    """What a mask does to the scores, in order."""
+    if mask is None:
+        return []
+    if mask.dtype == BOOL:
+        return [_Step(mask, -np.inf)]
     node = mask.producer()
-    if node is not None and node.op_type == "Where" and scalar(node.inputs[2]) == -np.inf:
-        return node.inputs[0], node.inputs[1]
-    return None, mask
+    if node is None or node.domain != "":
+        return [_Step(mask)]
+    kind = node.metadata_props.get(MASK_STEP)
+    if kind == "bias":
+        assert node.inputs[1] is not None
+        return [*_mask_steps(node.inputs[0]), _Step(node.inputs[1])]
+    if kind == "fill" or (node.op_type == "Where" and scalar(node.inputs[2]) == -np.inf):
+        condition, before, number = node.inputs
+        assert condition is not None
+        return [*([] if scalar(before) == 0.0 else _mask_steps(before)), _Step(condition, scalar(number))]
+    return [_Step(mask)]
+
+
+def _zero_silent_rows(op: Builder, result: ir.Value, mask: ir.Value, as_columns: bool) -> ir.Value:
+    """`result` with zeros for every query that `mask` lets attend to nothing."""
+    assert mask.dtype is not None and result.dtype is not None
+    last = constant(op, [-1])
+    if mask.dtype == BOOL:
+        some = op.Cast(op.ReduceMax(op.Cast(mask, to=ir.DataType.INT32.value), last, keepdims=1), to=BOOL.value)
+    else:
+        some = op.Greater(op.ReduceMax(mask, last, keepdims=1), constant(op, -np.inf, mask.dtype))
+    if as_columns:
+        some = op.Transpose(some, perm=[0, 1, 3, 2])
+    return like(op.Where(some, result, constant(op, 0.0, result.dtype)), result)
 
 
 def _causal(op: Builder, query: ir.Value, key_transposed: ir.Value) -> ir.Value:

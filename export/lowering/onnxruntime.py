@@ -17,8 +17,18 @@ from math import prod
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.canonicalize import Site, replace_value
-from attnforge.export.layout import Builder, Layout, Size, effort, insert, needs_transpose, rearrange, typed
+from attnforge.export.canonicalize import Site
+from attnforge.export.layout import (
+    Builder,
+    Layout,
+    Size,
+    effort,
+    insert,
+    needs_transpose,
+    rearrange,
+    replace_value,
+    typed,
+)
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
 from attnforge.export.precision import widen
 
@@ -57,6 +67,9 @@ def _choose(site: str, a: Attention, sizes: Mapping[str, int]) -> tuple[Callable
     if a.mask is not None or a.is_causal:
         why = "with a mask no fused form of ONNX Runtime's CPU is faster than the products written out"
         return products, Lowered(site, "MatMul·Softmax·MatMul", why, softmax_name, unfused=why)
+    if a.softcap:
+        why = "a soft cap on the scores, which the fused form does not know"
+        return products, Lowered(site, "MatMul·Tanh·Softmax·MatMul", why, softmax_name, unfused=why)
     if a.softmax_dtype != a.dtype:
         why = "the softmax is computed in another type than the products, which the fused form cannot"
         return products, Lowered(site, "MatMul·Softmax·MatMul", why, softmax_name, unfused=why)

@@ -16,8 +16,8 @@ from typing import Literal
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.canonicalize import Site, replace_value
-from attnforge.export.layout import ONE, Builder, constant, insert, like, rearrange, sizes_of, typed
+from attnforge.export.canonicalize import Site
+from attnforge.export.layout import ONE, Builder, constant, insert, like, rearrange, replace_value, sizes_of, typed
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
@@ -52,6 +52,8 @@ def _plan(site: str, a: Attention) -> _Plan:
         one.unfused = f"TensorRT has no fused attention kernel for {a.dtype.name.lower()}; deploy in fp16 or bf16"
     elif not (d_k.is_static and d_v.is_static):
         one.unfused = "the head size is dynamic"
+    elif a.softcap:
+        one.unfused = "a soft cap on the scores, which no fused kernel computes"
     elif size > LARGEST_HEAD:
         one.unfused = (
             f"heads of {size} are larger than the fused kernels take ({LARGEST_HEAD}); use more, smaller heads"
