@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from attnforge.export.expected import write_reference
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
-from attnforge.precision import precision_named
+from attnforge.precision import Precision, precision_named
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
@@ -52,7 +53,8 @@ def deploy(
         out: folder to write.
         dynamic_shapes: `torch.export`'s own; every Dim needs a `max`. Min, example and max become TensorRT's profile.
         precision: `fp32`, `tf32`, `fp16` or `bf16`.
-        targets: of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that can be built on this machine.
+        targets: of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that can be built on this machine. A
+            builder that refuses one which was asked for by name is an error, else the manifest says why it is missing.
         name: of the deployed model; by default the class's.
         compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default portable from SM80.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
@@ -73,10 +75,19 @@ def deploy(
         progress("canonicalize")
         model, sites = captured.model, canonicalize(captured.model)
         save(model, folder / b.CANONICAL)
-        records, lowered, plans = _build_targets(
-            folder, chosen, captured, sites, precision, compute_capabilities, progress
-        )
-        certificate = certify(folder, sites, lowered, plans)
+        built = _Built()
+        for target in chosen:
+            progress(f"lower and build for {target}")
+            if target == "onnxruntime":
+                _for_onnxruntime(folder, captured, sites, p, built)
+                continue
+            try:
+                _for_tensorrt(folder, captured, sites, p, target, compute_capabilities, built)
+            except BuildError as error:
+                if targets is not None:
+                    raise
+                built.refused[target] = str(error)
+        certificate = certify(folder, sites, built.lowered, built.plans)
         progress("reference")
         cases = write_reference(folder, captured, p)
         manifest = b.Manifest(
@@ -88,8 +99,8 @@ def deploy(
             inputs=captured.inputs,
             outputs=captured.outputs,
             attention=certificate,
-            targets=records,
-            skipped=skipped,
+            targets=built.records,
+            skipped={**skipped, **built.refused},
             cases=cases,
         )
         b.write_manifest(folder, manifest)
@@ -141,58 +152,59 @@ def save(model: ir.Model, file: Path) -> None:
     ir.save(model, file)
 
 
-def _build_targets(
+@dataclass
+class _Built:
+    """What came of the targets: their records, the forms they were lowered to, their plans, and what was refused."""
+
+    records: dict[str, b.TargetRecord] = field(default_factory=dict)
+    lowered: dict[str, list[Lowered]] = field(default_factory=dict)
+    plans: dict[str, engine.Plan] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def _for_onnxruntime(folder: Path, captured: Captured, sites: list[Site], precision: Precision, built: _Built) -> None:
+    sizes = reference.cases(captured.inputs)[0].sizes
+    record = built.records["onnxruntime"] = b.TargetRecord(model="onnxruntime/model.onnx")
+    model = captured.model.clone()
+    built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes)
+    save(model, folder / record.model)
+    if precision.is_low:
+        record.cuda_model = "onnxruntime/model.cuda.onnx"
+        model = captured.model.clone()
+        for_onnxruntime.lower(model, sites, sizes, device="cuda")
+        save(model, folder / record.cuda_model)
+
+
+def _for_tensorrt(
     folder: Path,
-    chosen: list[str],
     captured: Captured,
     sites: list[Site],
-    precision: str,
+    precision: Precision,
+    flavour: str,
     compute_capabilities: Sequence[str],
-    progress: Progress,
-) -> tuple[dict[str, b.TargetRecord], dict[str, list[Lowered]], dict[str, engine.Plan]]:
-    records: dict[str, b.TargetRecord] = {}
-    lowered: dict[str, list[Lowered]] = {}
-    plans: dict[str, engine.Plan] = {}
-    trt_model, trt_lowered = "tensorrt/model.onnx", None
-    sizes = reference.cases(captured.inputs)[0].sizes
-    for target in chosen:
-        progress(f"lower and build for {target}")
-        if target == "onnxruntime":
-            model = captured.model.clone()
-            lowered[target] = for_onnxruntime.lower(model, sites, sizes)
-            records[target] = b.TargetRecord(model="onnxruntime/model.onnx")
-            save(model, folder / records[target].model)
-            if precision_named(precision).is_low:
-                model = captured.model.clone()
-                for_onnxruntime.lower(model, sites, sizes, device="cuda")
-                records[target].cuda_model = "onnxruntime/model.cuda.onnx"
-                save(model, folder / "onnxruntime/model.cuda.onnx")
-            continue
-        if trt_lowered is None:
-            model = captured.model.clone()
-            trt_lowered = for_tensorrt.lower(model, sites)
-            save(model, folder / trt_model)
-        capabilities = tuple(compute_capabilities) if target == "tensorrt_rtx" else ()
-        plan = engine.build(folder / trt_model, target, captured.inputs, precision, capabilities)
-        file = f"tensorrt/engine.{target}.plan"
-        (folder / file).write_bytes(plan.data)
-        lowered[target], plans[target] = trt_lowered, plan
-        records[target] = b.TargetRecord(
-            model=trt_model,
-            engines=[
-                b.Engine(
-                    file=file,
-                    flavour=target,  # type: ignore[arg-type]
-                    version=plan.version,
-                    compute_capabilities=list(capabilities)
-                    or [engine.PORTABLE if target == "tensorrt_rtx" else "CURRENT"],
-                    layers=len(plan.layers),
-                    size=len(plan.data),
-                    build_seconds=round(plan.seconds, 3),
-                )
-            ],
+    built: _Built,
+) -> None:
+    record = b.TargetRecord(model="tensorrt/model.onnx")
+    model = captured.model.clone()
+    lowered = for_tensorrt.lower(model, sites)
+    save(model, folder / record.model)
+    capabilities = tuple(compute_capabilities) if flavour == "tensorrt_rtx" else ()
+    plan = engine.build(folder / record.model, flavour, captured.inputs, precision.name, capabilities)
+    file = f"tensorrt/engine.{flavour}.plan"
+    (folder / file).write_bytes(plan.data)
+    default = engine.PORTABLE if flavour == "tensorrt_rtx" else "CURRENT"
+    record.engines = [
+        b.Engine(
+            file=file,
+            flavour=flavour,  # type: ignore[arg-type]
+            version=plan.version,
+            compute_capabilities=list(capabilities) or [default],
+            layers=len(plan.layers),
+            size=len(plan.data),
+            build_seconds=round(plan.seconds, 3),
         )
-    return records, lowered, plans
+    ]
+    built.records[flavour], built.lowered[flavour], built.plans[flavour] = record, lowered, plan
 
 
 # --- the certificate --------------------------------------------------------------------------------------------------

@@ -446,14 +446,14 @@ def _output_product(node: ir.Node, walk: Walk, weights: Weights) -> None:
     known: dict[str | None, Dims] = dict(zip(weight_labels, walk.layout.dims, strict=True))
     if [known[label] for label in product.summed] != [walk.keys]:
         raise NotAttention("the product after the softmax does not sum over the keys")
-    features = [label for label in product.output if label not in weight_labels]
+    features = [label for label in product.output if label in value_labels and label not in weight_labels]
     if len(features) != 1 or features[0].startswith("batch"):
         raise NotAttention("the values have a batch axis that the scores lack")
     feature = (Axis(sizes_of(value)[value_labels.index(features[0])]),)
     known |= {features[0]: feature, None: ()}
     weights.value = Operand(value, Layout(known[label] for label in value_labels))
     weights.value_features = Layout([feature])
-    weights.output = Layout(known[label] for label in product.output)
+    weights.output = Layout(known.get(label, ()) for label in product.output)  # a label in neither has size 1
     weights.product = node
 
 

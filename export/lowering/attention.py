@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.canonicalize import BOOL, MASK_STEP, SILENT_ROWS, Site
+from attnforge.export.canonicalize import BOOL, MASK_STEP, SILENT_ROWS, Site, broadcast_like
 from attnforge.export.layout import (
     ONE,
     Axis,
@@ -153,7 +153,10 @@ def decompose(
     if attention.is_causal:
         steps.insert(0, _Step(_causal(op, query, key_transposed), -np.inf))
     if all(step.fill in (None, -np.inf) for step in steps):
-        steps.sort(key=lambda step: step.fill is None)
+        conditions = [step.operand for step in steps if step.fill is not None]
+        biases = [step for step in steps if step.fill is None]
+        # One choice for all: two in a row crash TensorRT-RTX 1.7's builder.
+        steps = [*([_Step(_all(op, conditions), -np.inf)] if conditions else []), *biases]
     for step in steps:
         if step.fill is None:
             scores = like(op.Add(scores, step.operand), scores)
@@ -183,6 +186,14 @@ class _Step:
 
     operand: ir.Value
     fill: float | None = None
+
+
+def _all(op: Builder, conditions: list[ir.Value]) -> ir.Value:
+    """The conjunction of conditions that broadcast to one another."""
+    result = conditions[0]
+    for other in conditions[1:]:
+        result = broadcast_like(op.And(result, other), result, other)
+    return result
 
 
 def _mask_steps(mask: ir.Value | None) -> list[_Step]:

@@ -17,7 +17,18 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.canonicalize import Site
-from attnforge.export.layout import ONE, Builder, constant, insert, like, rearrange, replace_value, sizes_of, typed
+from attnforge.export.layout import (
+    ONE,
+    Builder,
+    Layout,
+    constant,
+    insert,
+    like,
+    rearrange,
+    replace_value,
+    sizes_of,
+    typed,
+)
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
@@ -78,20 +89,36 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     if plan.head_size is not None:
         query, value = _padded(op, query, 3, plan.head_size), _padded(op, value, 3, plan.head_size)
         key = _padded(op, key, 2, plan.head_size)
-    if a.scale == 1.0 and a.dtype.bitwidth == 16:
-        # A bare transpose would be folded into the product, and the product then no longer be recognised. Adding -0.0
-        # changes no number and keeps the two apart, as the scale does where there is one.
-        query = like(op.Add(query, constant(op, -0.0, a.dtype)), query)
+    if a.scale == 1.0 and plan.lowered.unfused is None:
+        query = _apart(op, query)
+    if plan.lowered.unfused is None and _features_first(a.value.layout, a, "n_k"):
+        value = _apart(op, value)
     rows = query
     if plan.pair is not None:
         key, value = _twice(op, key), _twice(op, value)
         query = _halved(op, query) if plan.pair == "halved" else _twice(op, query)
     result = decompose(op, a, query, key, value, plan.lowered.node)
+    if plan.lowered.unfused is None and _features_first(a.output_layout, a, "n_q"):
+        result = _apart(op, result)
     if plan.pair is not None:
         result = _joined(op, result, rows, plan.pair)
     if plan.head_size not in (None, a.size("d_v").factor):
         result = _sliced(op, result, 3, constant(op, [a.size("d_v").factor]), a.size("d_v").dim())
     return rearrange(op, result, a.layout("B", "H", "n_q", "d_v"), a.output_layout)
+
+
+def _apart(op: Builder, x: ir.Value) -> ir.Value:
+    """`x` plus -0.0, which changes no number: between a transpose and a product it keeps the builder from folding one
+    into the other, after which it no longer recognises attention. On the query the scale, where there is one, does it.
+    """
+    assert x.dtype is not None
+    return like(op.Add(x, constant(op, -0.0, x.dtype)), x)
+
+
+def _features_first(layout: Layout, a: Attention, tokens: str) -> bool:
+    """Whether a layout has the values' features before its tokens, so that it must be transposed."""
+    places = [[layout.axes.index(axis) for axis in a.dims[name].axes] for name in ("d_v", tokens)]
+    return bool(places[0] and places[1]) and min(places[0]) < min(places[1])
 
 
 def _padded(op: Builder, x: ir.Value, axis: int, size: int) -> ir.Value:

@@ -1,0 +1,143 @@
+"""The TensorRT builder in a process of its own: `python -m attnforge.export.builder < request`.
+
+The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a process of its own that is an
+error to report instead of the end of whoever asked. The request comes on standard input as JSON, the answer leaves on
+standard output; the plan goes straight to its file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attnforge.bundle import DimSpec, Record, TensorSpec
+
+_LAYER = re.compile(
+    r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),.*?TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
+)
+_ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+
+
+class Layer(Record):
+    """A layer of a compiled plan, and the names of the ONNX nodes that it does the work of."""
+
+    name: str
+    type: str
+    tactic: str
+    onnx_nodes: list[str]
+
+    @property
+    def is_fused_attention(self) -> bool:
+        return "_mha_" in self.name
+
+
+class Request(Record):
+    """What to build, from which graph, into which file."""
+
+    onnx_file: str
+    plan_file: str
+    flavour: str
+    inputs: list[TensorSpec]
+    precision: str
+    compute_capabilities: list[str]
+
+
+class Answer(Record):
+    """What was built, or the builder's own words on why not; `misuse` where the request itself was wrong."""
+
+    version: str
+    layers: list[Layer] = []  # noqa: RUF012  (pydantic copies defaults)
+    seconds: float = 0.0
+    refusal: str | None = None
+    misuse: bool = False
+
+
+def main() -> None:
+    """Serve one request."""
+    request = Request.model_validate_json(sys.stdin.read())
+    print(answer(request).model_dump_json())
+
+
+def answer(request: Request) -> Answer:
+    """Build a plan as `request` says and write it to its file."""
+    trt: Any = importlib.import_module(request.flavour)
+    log = _logger(trt)
+    builder = trt.Builder(log)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, log)
+    if not parser.parse_from_file(request.onnx_file):
+        reasons = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+        return Answer(version=trt.__version__, refusal=f"its parser says: {reasons or log.last_error()}")
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if request.precision == "tf32":
+        config.set_flag(trt.BuilderFlag.TF32)
+    else:
+        config.clear_flag(trt.BuilderFlag.TF32)
+    if refusal := _choose_compute_capabilities(trt, config, request):
+        return Answer(version=trt.__version__, refusal=refusal, misuse=True)
+    if any(isinstance(dim, DimSpec) for spec in request.inputs for dim in spec.dims):
+        profile = builder.create_optimization_profile()
+        for spec in request.inputs:
+            profile.set_shape(spec.name, *(_bound(spec, which) for which in ("min", "opt", "max")))
+        config.add_optimization_profile(profile)
+    start = time.perf_counter()
+    plan = builder.build_serialized_network(network, config)
+    seconds = time.perf_counter() - start
+    if plan is None:
+        return Answer(version=trt.__version__, refusal=f"its builder says: {log.last_error()}")
+    Path(request.plan_file).write_bytes(plan)
+    return Answer(version=trt.__version__, layers=_layers(log.messages), seconds=seconds)
+
+
+def _bound(spec: TensorSpec, which: str) -> tuple[int, ...]:
+    return tuple(d if isinstance(d, int) else getattr(d, which) for d in spec.dims)
+
+
+def _choose_compute_capabilities(trt: Any, config: Any, request: Request) -> str | None:
+    names = request.compute_capabilities
+    if not names:
+        return None
+    if request.flavour != "tensorrt_rtx":
+        return "builds for the GPU at hand; compute capabilities are chosen for tensorrt_rtx only"
+    known = [name for name in dir(trt.ComputeCapability) if name.startswith("SM") or name == "CURRENT"]
+    if unknown := [name for name in names if name not in known]:
+        return f"unknown compute capability {unknown[0]!r}; version {trt.__version__} knows {', '.join(known)}"
+    config.num_compute_capabilities = len(names)
+    for i, name in enumerate(names):
+        config.set_compute_capability(getattr(trt.ComputeCapability, name), i)
+    return None
+
+
+def _layers(messages: list[tuple[int, str]]) -> list[Layer]:
+    lines = [line for _, text in messages if text.startswith("Layers:") for line in text.splitlines()]
+    matches = [match for line in lines if (match := _LAYER.match(line))]
+    return [
+        Layer(name=m["name"], type=m["type"], tactic=m["tactic"], onnx_nodes=_ONNX_NODE.findall(m["meta"]))
+        for m in matches
+    ]
+
+
+def _logger(trt: ModuleType) -> Any:
+    class Log(trt.ILogger):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.messages: list[tuple[int, str]] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            self.messages.append((int(severity), message))
+
+        def last_error(self) -> str:
+            errors = [text for severity, text in self.messages if severity <= int(trt.ILogger.ERROR)]
+            return errors[-1].strip() if errors else "it gave no reason"
+
+    return Log()
+
+
+if __name__ == "__main__":
+    main()
