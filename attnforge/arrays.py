@@ -29,7 +29,9 @@ def to_numpy(name: str, value: Any) -> Array:
         return value
     if is_torch(value):
         torch: Any = sys.modules["torch"]
-        value = value.detach().cpu()
+        value = (
+            value.detach().cpu().resolve_conj().resolve_neg()
+        )  # views that are conjugate or negative by a mark alone
         if value.dtype == torch.bfloat16:  # NumPy has no bfloat16 of its own, so DLPack cannot carry it there
             return np.from_dlpack(value.contiguous().view(torch.int16)).view(BFLOAT16)
     if hasattr(value, "__dlpack__"):

@@ -7,6 +7,7 @@ and then the sha256 of every file, before anything in it is parsed: a TensorRT p
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -191,7 +192,7 @@ def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not file.is_file():
         raise BundleError(f"no bundle at {path}: it has no {MANIFEST}; make one with attnforge deploy")
-    text = file.read_text(encoding="utf-8")
+    text = file.read_bytes()
     try:
         version = _Version.model_validate_json(text).schema_version
         if version != SCHEMA_VERSION:
@@ -223,6 +224,15 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             )
 
 
+def _holds_bundle(folder: Path) -> bool:
+    """Whether a folder is a bundle of any schema version, and not another's that also has a manifest."""
+    try:
+        document = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and {"schema_version", "attention", "files"} <= set(document)
+
+
 def sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -235,11 +245,11 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
     Raises:
         UsageError: `out` exists and `force` is not given, or `out` is no bundle and would be lost.
     """
-    target = Path(out).absolute()
+    target = Path(out).resolve()  # through a link, what it points to is replaced, and the link stays
     if target.exists():
         if not force:
             raise UsageError(f"{target} exists; choose another folder, or overwrite it with --force (force=True)")
-        if not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+        if not _holds_bundle(target) and (not target.is_dir() or any(target.iterdir())):
             raise UsageError(f"{target} exists and is no bundle, so it is not overwritten; choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))

@@ -84,18 +84,20 @@ def make_inputs(case: Case, inputs: list[TensorSpec], example: Mapping[str, Arra
     for spec in inputs:
         shape, dtype = shape_of(spec, case.sizes), np.dtype(spec.dtype)
         if dtype == np.bool_:
-            mask = rng.random(shape) < 0.75
+            mask = np.asarray(rng.random(shape) < 0.75)
             rows = mask.reshape(-1, shape[-1]) if shape else mask.reshape(1, 1)
             rows[0] = False
             if len(rows) > 1:
                 rows[-1] = True
             made[spec.name] = mask
         elif np.issubdtype(dtype, np.integer):
-            made[spec.name] = rng.integers(spec.low or 0, spec.high or 0, shape, endpoint=True).astype(dtype)
+            made[spec.name] = np.asarray(rng.integers(spec.low or 0, spec.high or 0, shape, endpoint=True)).astype(
+                dtype
+            )
         elif case.kind == "constant":
             made[spec.name] = np.ones(shape, dtype)
         else:
-            made[spec.name] = (case.scale * rng.standard_normal(shape, np.float32)).astype(dtype)
+            made[spec.name] = np.asarray(case.scale * rng.standard_normal(shape, np.float32)).astype(dtype)
     return made
 
 

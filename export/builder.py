@@ -66,13 +66,17 @@ def main() -> None:
 def answer(request: Request) -> Answer:
     """Build a plan as `request` says and write it to its file."""
     trt: Any = importlib.import_module(request.flavour)
-    log = _logger(trt)
+    log, file = _logger(trt), Path(request.onnx_file).name
+
+    def refuse(reason: str, misuse: bool = False) -> Answer:
+        return Answer(version=trt.__version__, refusal=reason, misuse=misuse)
+
     builder = trt.Builder(log)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(request.onnx_file):
-        reasons = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
-        return Answer(version=trt.__version__, refusal=f"its parser says: {reasons or log.last_error()}")
+        reasons = "; ".join(_described(parser.get_error(i)) for i in range(parser.num_errors))
+        return refuse(f"{request.flavour} cannot parse {file}: {reasons or log.last_error()}")
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if request.precision == "tf32":
@@ -80,7 +84,7 @@ def answer(request: Request) -> Answer:
     else:
         config.clear_flag(trt.BuilderFlag.TF32)
     if refusal := _choose_compute_capabilities(trt, config, request):
-        return Answer(version=trt.__version__, refusal=refusal, misuse=True)
+        return refuse(refusal, misuse=True)
     if any(isinstance(dim, DimSpec) for spec in request.inputs for dim in spec.dims):
         profile = builder.create_optimization_profile()
         for spec in request.inputs:
@@ -90,9 +94,14 @@ def answer(request: Request) -> Answer:
     plan = builder.build_serialized_network(network, config)
     seconds = time.perf_counter() - start
     if plan is None:
-        return Answer(version=trt.__version__, refusal=f"its builder says: {log.last_error()}")
+        return refuse(f"{request.flavour} cannot build {file}: {log.last_error()}")
     Path(request.plan_file).write_bytes(plan)
     return Answer(version=trt.__version__, layers=_layers(log.messages), seconds=seconds)
+
+
+def _described(error: Any) -> str:
+    where = f" (node {error.node_name()}, operator {error.node_operator()})" if error.node_operator() else ""
+    return f"{error.desc()}{where}"
 
 
 def _bound(spec: TensorSpec, which: str) -> tuple[int, ...]:
@@ -104,10 +113,12 @@ def _choose_compute_capabilities(trt: Any, config: Any, request: Request) -> str
     if not names:
         return None
     if request.flavour != "tensorrt_rtx":
-        return "builds for the GPU at hand; compute capabilities are chosen for tensorrt_rtx only"
+        return f"{request.flavour} builds for the GPU at hand; compute capabilities are chosen for tensorrt_rtx only"
     known = [name for name in dir(trt.ComputeCapability) if name.startswith("SM") or name == "CURRENT"]
     if unknown := [name for name in names if name not in known]:
-        return f"unknown compute capability {unknown[0]!r}; version {trt.__version__} knows {', '.join(known)}"
+        return (
+            f"unknown compute capability {unknown[0]!r}; {request.flavour} {trt.__version__} knows {', '.join(known)}"
+        )
     config.num_compute_capabilities = len(names)
     for i, name in enumerate(names):
         config.set_compute_capability(getattr(trt.ComputeCapability, name), i)

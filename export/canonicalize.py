@@ -12,6 +12,7 @@ import ast
 from dataclasses import dataclass
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -165,7 +166,7 @@ def _emit(
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == final.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
 
-    if set(key.layout.axes) & set(scores.batch.axes) - set(value.layout.axes):
+    if set(key.layout.axes) & set(scores.batch.axes) - set(value.layout.axes) - set(query.layout.axes):
         raise NotAttention("the keys differ by query, as in an additive score: no inner product of queries and keys")
 
     # No walk follows that could split an axis, so from here the axes are final.
@@ -247,9 +248,15 @@ def _mask(op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType) ->
         else:
             allowed = _allowed(op, step, canonical)
             before = constant(op, np.zeros((1, 1, 1, 1)), dtype) if mask is None else mask
-            number = constant(op, step.number, dtype)
+            number = constant(op, _representable(step.number, dtype), dtype)
             mask = broadcast_like(_step(op, "Where", [allowed, before, number], "fill"), before, allowed)
     return mask
+
+
+def _representable(number: float, dtype: ir.DataType) -> float:
+    """A finite number stays finite in a type of smaller range: infinity would make NaN of a query without keys."""
+    largest = float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
+    return float(np.clip(number, -largest, largest)) if np.isfinite(number) else number
 
 
 def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Value:

@@ -101,5 +101,5 @@ def build(
         answer = Answer.model_validate_json(done.stdout.splitlines()[-1])
         if answer.refusal is not None:
             kind = UsageError if answer.misuse else BuildError
-            raise kind(f"{flavour} cannot build {onnx_file.name}: {answer.refusal}")
+            raise kind(answer.refusal)
         return Plan(plan_file.read_bytes(), answer.version, answer.layers, answer.seconds)

@@ -28,7 +28,9 @@ class Builder(Tape):
         return lambda *inputs, **attributes: self.op(op_type, inputs, attributes)
 
 
-_MONOMIAL = re.compile(r"\w+(\*\w+)*")
+_FACTOR = re.compile(r"\w+|\([^()]*(?:\([^()]*\)[^()]*)*\)")
+"""A number, a name, or a whole expression in brackets."""
+
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 """Operators that move numbers without changing, adding or dropping any."""
 
@@ -49,9 +51,9 @@ class Size:
         if isinstance(dim, int):
             return cls(dim)
         text = (dim.value or f"unknown{id(dim)}").replace(" ", "")
-        if not _MONOMIAL.fullmatch(text):
+        parts = _FACTOR.findall(text)
+        if "*".join(parts) != text:  # a sum, a quotient, a power
             return cls(1, (f"({text})",))
-        parts = text.split("*")
         return cls(prod(int(p) for p in parts if p.isdigit()), tuple(sorted(p for p in parts if not p.isdigit())))
 
     @property

@@ -50,7 +50,7 @@ def _checked(spec: TensorSpec, array: Array, sizes: dict[str, tuple[int, str]]) 
             raise InputError(
                 f"{dim.symbol} is {count} in input {seen!r} and {size // dim.factor} in input {spec.name!r}"
             )
-    return np.ascontiguousarray(array)
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
 
 def _check_dim(spec: TensorSpec, i: int, size: int, dim: DimSpec) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from attnforge.arrays import Array, is_torch, to_torch
 from attnforge.bundle import Bundle, TensorSpec
-from attnforge.errors import UnavailableError, UnknownNameError
+from attnforge.errors import UnavailableError, UnknownNameError, UsageError
 from attnforge.runtime import onnxruntime, tensorrt
 from attnforge.runtime.inputs import by_name, checked
 
@@ -44,6 +44,7 @@ class Session:
         self.bundle = bundle
         self.backend = backend.name
         self._backend = backend
+        self._closed = False
 
     @property
     def inputs(self) -> list[TensorSpec]:
@@ -67,6 +68,8 @@ class Session:
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Run on inputs by name; outputs by name, of the kind of the inputs."""
+        if self._closed:
+            raise UsageError(f"this session of {self.bundle.manifest.name} is closed; load the bundle again")
         results = self._backend.run(checked(self.inputs, values))
         if any(is_torch(value) for value in values.values()):
             return {name: to_torch(array) for name, array in results.items()}
@@ -74,7 +77,9 @@ class Session:
 
     def close(self) -> None:
         """Free what the backend holds. The session cannot run after that."""
-        self._backend.close()
+        if not self._closed:
+            self._closed = True
+            self._backend.close()
 
     def __enter__(self) -> Session:
         return self

@@ -1,4 +1,4 @@
-"""Attention as people write it: each idiom is a few lines of a forward, with the inputs and dims that it is deployed for.
+"""Attention as people write it: each idiom is a few lines of a forward, with its inputs and dynamic dims.
 
 `tests/test_idioms.py` runs them all. A new one needs a function here, and nothing there.
 """

@@ -223,7 +223,9 @@ def _zero_silent_rows(op: Builder, result: ir.Value, mask: ir.Value, as_columns:
     if mask.dtype == BOOL:
         some = op.Cast(op.ReduceMax(op.Cast(mask, to=ir.DataType.INT32.value), last, keepdims=1), to=BOOL.value)
     else:
-        some = op.Greater(op.ReduceMax(mask, last, keepdims=1), constant(op, -np.inf, mask.dtype))
+        # Not a reduction of the mask itself: TensorRT would merge that into the softmax, and not fuse the attention.
+        open_keys = op.Cast(op.Greater(mask, constant(op, -np.inf, mask.dtype)), to=ir.DataType.INT32.value)
+        some = op.Cast(op.ReduceMax(open_keys, last, keepdims=1), to=BOOL.value)
     if as_columns:
         some = op.Transpose(some, perm=[0, 1, 3, 2])
     return like(op.Where(some, result, constant(op, 0.0, result.dtype)), result)

@@ -9,14 +9,15 @@ there the plain form is emitted, which always builds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.canonicalize import Site
+from attnforge.export.canonicalize import MASK_STEP, Site
 from attnforge.export.layout import (
     ONE,
     Builder,
@@ -97,6 +98,8 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     if plan.pair is not None:
         key, value = _twice(op, key), _twice(op, value)
         query = _halved(op, query) if plan.pair == "halved" else _twice(op, query)
+        if a.mask is not None and a.mask.dtype == a.dtype and MASK_STEP not in _metadata(a.mask):
+            a = replace(a, mask=_twice(op, a.mask))  # a bias that is broadcast over both is not fused
     result = decompose(op, a, query, key, value, plan.lowered.node)
     if plan.lowered.unfused is None and _features_first(a.output_layout, a, "n_q"):
         result = _apart(op, result)
@@ -105,6 +108,11 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     if plan.head_size not in (None, a.size("d_v").factor):
         result = _sliced(op, result, 3, constant(op, [a.size("d_v").factor]), a.size("d_v").dim())
     return rearrange(op, result, a.layout("B", "H", "n_q", "d_v"), a.output_layout)
+
+
+def _metadata(value: ir.Value) -> Mapping[str, str]:
+    node = value.producer()
+    return node.metadata_props if node is not None else {}
 
 
 def _apart(op: Builder, x: ir.Value) -> ir.Value:
