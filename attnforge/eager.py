@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,8 +39,22 @@ def in_float64(module: nn.Module) -> nn.Module:
 def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> dict[str, Tensor]:
     """Run a module on arrays, floating-point ones as `dtype`, without gradients; outputs by name."""
     tensors: list[Tensor] = [to_torch(array) for array in inputs.values()]
-    with torch.no_grad():
+    with torch.no_grad(), as_written():
         return named_outputs(module(*(t.to(dtype) if t.is_floating_point() else t for t in tensors)))
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """torch.nn's own modules compute as their code says, not by a fused shortcut, which is not what is exported.
+
+    The two differ for a query that may attend to nothing: NaN, and zeros.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def named_outputs(result: Any) -> dict[str, Tensor]:

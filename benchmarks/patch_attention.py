@@ -56,7 +56,7 @@ def main(
         memory = {name: {side**2: _extra_mib(file, side, threads) for side in SIDES} for name, file in models.items()}
     figures = {
         "command": COMMAND,
-        "machine": {"system": platform.platform(), "processor": _processor(), "threads": threads},
+        "machine": {"system": f"{platform.system()} {platform.machine()}", "processor": _processor(), "threads": threads},
         "tools": tool_versions(),
         "latency": latency.model_dump(exclude={"bundle"}),
         "ratio_to_plain": 1 / latency.peers["onnxruntime-plain"].ratio,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.eager import at_precision, first_line, output_names, torch_dtype
+from attnforge.eager import as_written, at_precision, first_line, output_names, torch_dtype
 from attnforge.errors import CaptureError
 from attnforge.precision import Precision
 
@@ -64,7 +64,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     copied = at_precision(module, precision)
     cast = tuple(_to(arg, torch_dtype(precision)) for arg in args)
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), as_written():
         example = copied(*cast)
         result_names = output_names(example)
         try:
