@@ -56,7 +56,11 @@ def main(
         memory = {name: {side**2: _extra_mib(file, side, threads) for side in SIDES} for name, file in models.items()}
     figures = {
         "command": COMMAND,
-        "machine": {"system": f"{platform.system()} {platform.machine()}", "processor": _processor(), "threads": threads},
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "processor": _processor(),
+            "threads": threads,
+        },
         "tools": tool_versions(),
         "latency": latency.model_dump(exclude={"bundle"}),
         "ratio_to_plain": 1 / latency.peers["onnxruntime-plain"].ratio,
@@ -156,6 +160,10 @@ def refresh(readme: Path, text: str) -> None:
     head, _, rest = page.partition(start)
     _, _, tail = rest.partition(end)
     readme.write_text(f"{head}{start}\n{text}\n{end}{tail}", encoding="utf-8")
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.machine()}"
 
 
 def _processor() -> str:

@@ -255,8 +255,7 @@ def _mask(op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType) ->
 
 def _representable(number: float, dtype: ir.DataType) -> float:
     """A finite number stays finite in a type of smaller range: infinity would make NaN of a query without keys."""
-    largest = float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
-    return float(np.clip(number, -largest, largest)) if np.isfinite(number) else number
+    return float(np.clip(number, -largest(dtype), largest(dtype))) if np.isfinite(number) else number
 
 
 def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Value:
@@ -276,6 +275,11 @@ def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType) -> ir.
         scale = _cast(op, _broadcastable(op, by.operand, canonical), dtype)
         bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
     return bias
+
+
+def largest(dtype: ir.DataType) -> float:
+    """The largest finite number of a floating-point type."""
+    return float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
 
 
 def _cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:

@@ -136,6 +136,15 @@ class Layout:
         Raises:
             LayoutError: the reshape cuts across axes, so its dims are not products of them.
         """
+        split: list[Axis] = []
+        try:
+            return Layout(self._regroup(sizes, split))
+        except LayoutError:
+            for axis in reversed(split):  # a reshape that is not understood leaves the axes as they were
+                axis.parts = None
+            raise
+
+    def _regroup(self, sizes: Sequence[Size], split: list[Axis]) -> list[Dims]:
         todo = self.axes
         dims: list[Dims] = []
         for size in sizes:
@@ -153,11 +162,12 @@ class Layout:
                 if inner is None:
                     raise LayoutError("a reshape that mixes axes")
                 axis.split(size, inner)
+                split.append(axis)
                 todo[:1] = axis.leaves()
             dims.append(tuple(dim))
         if todo:
             raise LayoutError("a reshape that does not keep the axes apart")
-        return Layout(dims)
+        return dims
 
 
 def sizes_of(value: ir.Value) -> list[Size]:

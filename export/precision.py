@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ml_dtypes
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.layout import like
@@ -63,4 +65,9 @@ def widen(model: ir.Model) -> bool:
 
 
 def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    return ir.tensor(tensor.numpy().astype("float32"), name=tensor.name)
+    """`tensor` in fp32. A lone number that is the least of its type becomes the least of fp32: it stands for minus
+    infinity, and must swallow whatever it is added to in the wider type too."""
+    numbers = tensor.numpy().astype("float32")
+    if numbers.size == 1 and numbers.reshape(()) == float(ml_dtypes.finfo(tensor.dtype.numpy()).min):  # type: ignore[no-untyped-call]
+        numbers = np.full_like(numbers, np.finfo(np.float32).min)
+    return ir.tensor(numbers, name=tensor.name)

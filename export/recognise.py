@@ -141,7 +141,7 @@ def strip_factors(operand: Operand) -> tuple[float, Operand]:
         operand = Operand(*walk_back(operand.value, operand.layout))
         node = operand.value.producer()
         factor = factor_of(node) if node is not None else None
-        if factor is None:
+        if factor is None or sizes_of(factor[1]) != operand.layout.sizes():
             return scale, operand
         scale *= factor[0]
         operand = Operand(factor[1], operand.layout)
@@ -310,6 +310,7 @@ def _score_product(node: ir.Node, walk: Walk, scores: Scores) -> None:
     sides = [(product.left, product.left_labels), (product.right, product.right_labels)]
     holders = [side for side in sides if keys in side[1]]
     if keys is None or len(holders) != 1:
+        scores.query, scores.key = (Operand(value, Layout.fresh(value)) for value, _ in sides)
         raise NotAttention("the softmax does not run over the keys: its axis is no side of the score product")
     key, key_labels = holders[0]
     query, query_labels = sides[1 - sides.index(holders[0])]
@@ -398,7 +399,7 @@ def walk_to_output(walk: Walk, weights: Weights) -> None:
         LayoutError: a view on the way mixes axes.
     """
     while True:
-        if (guard := _nan_guard(walk.value)) is not None:
+        if weights.scale > 0 and (guard := _nan_guard(walk.value)) is not None:
             walk = replace(walk, value=guard[0])
             if guard[1]:
                 weights.nan_rows_zeroed = True
@@ -492,6 +493,8 @@ def _nan_guard(value: ir.Value) -> tuple[ir.Value, bool] | None:
         if node.op_type == "Cast" and not (node.outputs[0].dtype or ir.DataType.BOOL).is_floating_point():
             function = None
         operands = [results.get(v) if v in results else scalar(v) for v in node.inputs if v is not None]
+        if node.op_type in ("Less", "Greater") and any(isinstance(o, float) and o != 0 for o in operands):
+            function = None  # a threshold on the weights, which the few numbers tried could miss
         if function is None or any(operand is None for operand in operands):
             continue
         nodes.add(node)

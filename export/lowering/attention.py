@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.canonicalize import BOOL, MASK_STEP, SILENT_ROWS, Site, broadcast_like
+from attnforge.export.canonicalize import BOOL, MASK_STEP, SILENT_ROWS, Site, broadcast_like, largest
 from attnforge.export.layout import (
     ONE,
     Axis,
@@ -159,7 +159,7 @@ def decompose(
         steps = [*([_Step(_all(op, conditions), -np.inf)] if conditions else []), *biases]
     for step in steps:
         if step.fill is None:
-            scores = like(op.Add(scores, step.operand), scores)
+            scores = like(op.Add(scores, _narrowed(op, step.operand)), scores)
         else:
             scores = like(op.Where(step.operand, scores, constant(op, step.fill, dtype)), scores)
     precise = attention.softmax_dtype
@@ -194,6 +194,21 @@ def _all(op: Builder, conditions: list[ir.Value]) -> ir.Value:
     for other in conditions[1:]:
         result = broadcast_like(op.And(result, other), result, other)
     return result
+
+
+def _narrowed(op: Builder, bias: ir.Value) -> ir.Value:
+    """A bias that is cast to a type of smaller range, its finite numbers kept finite, its infinities infinite."""
+    cast = bias.producer()
+    if cast is None or cast.op_type != "Cast" or bias.dtype is None:
+        return bias
+    source = cast.inputs[0]
+    assert source is not None
+    if source.dtype is None or not source.dtype.is_floating_point() or largest(source.dtype) <= largest(bias.dtype):
+        return bias
+    infinity = constant(op, -np.inf, source.dtype)
+    infinite = like(op.Equal(source, infinity), source, BOOL)
+    finite = like(op.Max(source, constant(op, -largest(bias.dtype), source.dtype)), source)
+    return like(op.Cast(like(op.Where(infinite, infinity, finite), source), to=bias.dtype.value), bias)
 
 
 def _mask_steps(mask: ir.Value | None) -> list[_Step]:

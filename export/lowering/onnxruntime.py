@@ -73,13 +73,15 @@ def _choose(site: str, a: Attention, sizes: Mapping[str, int]) -> tuple[Callable
     if a.softmax_dtype != a.dtype:
         why = "the softmax is computed in another type than the products, which the fused form cannot"
         return products, Lowered(site, "MatMul·Softmax·MatMul", why, softmax_name, unfused=why)
-    layouts = _packed(a) if _moves(a, _packed(a)) <= _moves(a, _apart(a)) and a.size("H").is_static else _apart(a)
+    layouts, heads = _apart(a), 1
+    if a.size("H").is_static and _moves(a, _packed(a)) <= _moves(a, _apart(a)):
+        layouts, heads = _packed(a), a.size("H").factor
     scores = _typical(a.size("n_q"), sizes) * _typical(a.size("n_k"), sizes)
     if scores < MANY_SCORES and _moves(a, layouts) > _moves_of_products(a):
         why = f"the fused form would need other layouts, which about {scores} scores a head do not repay"
         return products, Lowered(site, "MatMul·Softmax·MatMul", why, softmax_name, unfused=why)
     why = "the fast path without a mask: memory linear in tokens"
-    fused = partial(_fused, a=a, layouts=layouts, name=fused_name)
+    fused = partial(_fused, a=a, layouts=layouts, heads=heads, name=fused_name)
     return fused, Lowered(site, f"{CONTRIB}::MultiHeadAttention", why, fused_name)
 
 
@@ -113,11 +115,10 @@ def _moves_of_products(a: Attention) -> int:
     )
 
 
-def _fused(op: Builder, a: Attention, layouts: list[Layout], name: str) -> ir.Value:
+def _fused(op: Builder, a: Attention, layouts: list[Layout], heads: int, name: str) -> ir.Value:
     *inner, out = layouts
     operands = (a.query, a.key, a.value)
     inputs = [rearrange(op, o.value, o.layout, layout) for o, layout in zip(operands, inner, strict=True)]
-    heads = a.size("H").factor if out.axes == _packed(a)[-1].axes and a.size("H").is_static else 1
     result = op.op("MultiHeadAttention", inputs, {"num_heads": heads, "scale": a.scale}, domain=CONTRIB, name=name)
     typed(result, a.dtype, [size.dim() for size in out.sizes()])
     return rearrange(op, result, out, a.output_layout)

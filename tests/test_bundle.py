@@ -1,0 +1,262 @@
+"""A bundle is whole or it is refused; a deploy that fails leaves nothing behind and loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import rewrite, small_example
+
+import attnforge
+from attnforge.bundle import MANIFEST, SCHEMA_VERSION, Bundle, DimSpec, Manifest, TensorSpec, sha256, writing
+from attnforge.errors import AttnforgeError, BundleError, UnavailableError, UnknownNameError, UsageError
+
+Small = Callable[[str], Bundle]
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest's JSON, and nothing else."""
+    document = json.loads((folder / MANIFEST).read_text())
+    change(document)
+    (folder / MANIFEST).write_text(json.dumps(document))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): sha256(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+# The manifest
+
+
+def test_manifest_says_what_is_there(small: Small) -> None:
+    bundle = small("fp16")
+    manifest = bundle.manifest
+    assert Manifest.model_validate_json(manifest.model_dump_json()) == manifest
+    assert manifest == Manifest.model_validate_json((bundle.path / MANIFEST).read_text())
+    assert (manifest.name, manifest.precision, manifest.schema_version) == ("small", "fp16", SCHEMA_VERSION)
+    assert manifest.files == {name: digest for name, digest in contents(bundle.path).items() if name != MANIFEST}
+    assert {"canonical.onnx", "onnxruntime/model.onnx", "tensorrt/model.onnx"} <= set(manifest.files)
+    assert set(manifest.targets) == {"onnxruntime", "tensorrt_rtx"}
+    (engine,) = manifest.targets["tensorrt_rtx"].engines
+    assert bundle.file(engine.file).stat().st_size == engine.size > 0
+    assert manifest.tools["torch"] and manifest.tools["tensorrt_rtx"] == engine.version
+
+
+def test_manifest_gives_names_types_and_ranges(small: Small) -> None:
+    inputs = {spec.name: spec for spec in small("fp16").manifest.inputs}
+    assert [spec.text() for spec in inputs.values()] == [
+        "float16[batch, tokens, 16]",
+        "float16[batch, 2*pairs, 16]",
+        "bool[batch, 2*pairs]",
+        "int64[16]",
+    ]
+    assert inputs["x"].dims[1] == DimSpec(symbol="tokens", min=2, opt=5, max=9)
+    assert inputs["memory"].dims[1] == DimSpec(symbol="pairs", factor=2, min=2, opt=6, max=12)
+    assert (inputs["kinds"].low, inputs["kinds"].high) == (-2, 2)
+    (output,) = small("fp16").manifest.outputs
+    assert output.text() == "float16[batch, tokens, 16]"
+    assert output.dims[:2] == inputs["x"].dims[:2]
+
+
+def test_records_refuse_what_they_do_not_know() -> None:
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        TensorSpec.model_validate({"name": "x", "dtype": "float32", "dims": [], "colour": "red"})
+    with pytest.raises(ValueError, match="valid integer"):
+        Manifest.model_validate({"schema_version": "1"})
+
+
+# What is refused
+
+
+def test_nothing_is_no_bundle(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(BundleError, match=r"no bundle at .*attnforge deploy"):
+            Bundle(path)
+
+
+@pytest.mark.parametrize("name", ["onnxruntime/model.onnx", "tensorrt/engine.tensorrt_rtx.plan", "canonical.onnx"])
+def test_an_altered_file_is_refused_before_it_is_used(copy: Path, name: str) -> None:
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+    with pytest.raises(BundleError, match=f"{name} was altered"):
+        attnforge.load(copy)
+
+
+def test_a_missing_file_is_refused(copy: Path) -> None:
+    (copy / "reference/outputs.safetensors").unlink()
+    with pytest.raises(BundleError, match=r"outputs\.safetensors is missing"):
+        attnforge.verify(copy)
+
+
+def test_another_schema_is_refused_before_the_rest_is_read(copy: Path) -> None:
+    edit(copy, lambda document: document.update(schema_version=SCHEMA_VERSION + 1, colour="red"))
+    with pytest.raises(
+        BundleError, match=f"schema version {SCHEMA_VERSION + 1}, this attnforge reads {SCHEMA_VERSION}"
+    ):
+        Bundle(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda document: document.pop("schema_version"), "schema_version"),
+        (lambda document: document.update(schema_version=True), "schema_version"),
+        (lambda document: document.pop("precision"), "precision"),
+        (lambda document: document["inputs"][0].update(dims="many"), r"inputs\.0\.dims"),
+        (lambda document: document["targets"].update(cpu=[]), r"targets\.cpu"),
+        (lambda document: document["cases"][0].update(kind="odd"), r"cases\.0\.kind"),
+    ],
+)
+def test_an_invalid_manifest_is_refused_with_the_place(copy: Path, change: Callable[[Any], object], where: str) -> None:
+    edit(copy, change)
+    with pytest.raises(BundleError, match=f"is no valid manifest: {where}"):
+        Bundle(copy)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"no json", b'{"schema_version": 1, "name": "\xff\xfe"}'])
+def test_a_manifest_that_is_no_manifest_is_refused(copy: Path, data: bytes) -> None:
+    (copy / MANIFEST).write_bytes(data)
+    with pytest.raises(BundleError, match="is no valid manifest"):
+        Bundle(copy)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "onnxruntime/../../outside"])
+def test_files_outside_the_bundle_are_refused(copy: Path, name: str) -> None:
+    (copy.parent / "outside").write_text("x")
+    edit(copy, lambda document: document["files"].update({name: sha256(copy.parent / "outside")}))
+    with pytest.raises(BundleError, match="outside the bundle"):
+        Bundle(copy)
+
+
+def test_a_link_out_of_the_bundle_is_refused(copy: Path) -> None:
+    model = copy / "onnxruntime/model.onnx"
+    model.rename(copy.parent / "model.onnx")
+    model.symlink_to(copy.parent / "model.onnx")
+    with pytest.raises(BundleError, match="outside the bundle"):
+        Bundle(copy)
+
+
+@pytest.mark.parametrize("name", ["../outside.onnx", "unlisted.onnx"])
+def test_only_listed_files_are_ever_opened(copy: Path, name: str) -> None:
+    for place in (copy.parent / "outside.onnx", copy / "unlisted.onnx"):
+        place.write_bytes((copy / "onnxruntime/model.onnx").read_bytes())
+    edit(copy, lambda document: document["targets"]["onnxruntime"].update(model=name))
+    with pytest.raises(BundleError, match=f"has no {name}"):
+        attnforge.load(copy, "onnxruntime-cpu")
+
+
+# Writing
+
+
+def test_a_bundle_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "er" / "bundle"
+    with writing(out, force=False) as folder:
+        (folder / "file").write_text("new")
+        assert not out.exists()
+        assert folder.parent == out.parent  # on one file system, or the rename would not be atomic
+    assert (out / "file").read_text() == "new"
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_an_existing_folder_is_kept_without_force(copy: Path) -> None:
+    before = contents(copy)
+    with pytest.raises(UsageError, match="force=True"), writing(copy, force=False):
+        pytest.fail("nothing must be made when nothing can be kept")
+    assert contents(copy) == before
+
+
+def test_force_replaces_a_bundle(copy: Path) -> None:
+    with writing(copy, force=True) as folder:
+        (folder / MANIFEST).write_text("new")
+        assert Bundle(copy)
+    assert contents(copy).keys() == {MANIFEST}
+    assert list(copy.parent.iterdir()) == [copy]
+
+
+def test_force_fills_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with writing(tmp_path / "empty", force=True) as folder:
+        (folder / "file").write_text("new")
+    assert (tmp_path / "empty" / "file").exists()
+
+
+@pytest.mark.parametrize("manifest", [None, '{"name": "a web app", "icons": []}'])
+def test_force_never_deletes_what_is_no_bundle(tmp_path: Path, manifest: str | None) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "holiday.jpg").write_bytes(b"irreplaceable")
+    if manifest is not None:
+        (folder / MANIFEST).write_text(manifest)
+    with pytest.raises(UsageError, match="no bundle"), writing(folder, force=True) as new:
+        (new / "file").write_text("new")
+    assert (folder / "holiday.jpg").read_bytes() == b"irreplaceable"
+
+
+def test_force_never_deletes_a_file(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="no bundle"), writing(tmp_path / "notes.txt", force=True):
+        pytest.fail("a file is no bundle")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_force_through_a_link_replaces_what_it_points_to(copy: Path) -> None:
+    link = copy.parent / "latest"
+    link.symlink_to(copy, target_is_directory=True)
+    with writing(link, force=True) as folder:
+        (folder / MANIFEST).write_text("new")
+    assert (link / MANIFEST).read_text() == "new"
+    assert {path.name for path in copy.parent.iterdir()} <= {"copy", "latest"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("stage", ["export", "reference"])
+def test_an_interrupted_deploy_leaves_the_old_bundle(copy: Path, error: type[BaseException], stage: str) -> None:
+    def interrupt(now: str) -> None:
+        if now == stage:
+            raise error("stop")
+
+    before = contents(copy)
+    module, args, shapes = small_example()
+    with pytest.raises(error, match="stop"):
+        attnforge.deploy(module, args, copy, shapes, targets=["onnxruntime"], force=True, progress=interrupt)
+    assert contents(copy) == before
+    assert list(copy.parent.iterdir()) == [copy]
+    Bundle(copy)
+
+
+def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(now: str) -> None:
+        if now == "canonicalize":
+            raise RuntimeError("stop")
+
+    module, args, shapes = small_example()
+    with pytest.raises(RuntimeError, match="stop"):
+        attnforge.deploy(module, args, tmp_path / "new", shapes, targets=["onnxruntime"], progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"precision": "int8"}, UnknownNameError, "unknown precision 'int8'; known: bf16, fp16, fp32, tf32"),
+        ({"targets": ["onnx"]}, UnknownNameError, "unknown target 'onnx'; known: onnxruntime, tensorrt, tensorrt_rtx"),
+        ({"targets": []}, UsageError, "no target was given"),
+        ({"targets": ["tensorrt"]}, UnavailableError, r"pip install attnforge\[tensorrt\]"),
+    ],
+)
+def test_what_cannot_be_deployed_is_said_before_anything_is_exported(
+    tmp_path: Path, arguments: dict[str, Any], error: type[AttnforgeError], message: str
+) -> None:
+    module, args, shapes = small_example()
+    with pytest.raises(error, match=message):
+        attnforge.deploy(module, args, tmp_path / "new", shapes, progress=pytest.fail, **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rewriting_hashes_anew(copy: Path) -> None:
+    (copy / "canonical.onnx").write_bytes(b"other")
+    assert rewrite(copy).manifest.files["canonical.onnx"] == sha256(copy / "canonical.onnx")

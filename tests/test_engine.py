@@ -1,0 +1,166 @@
+"""TensorRT plans from the real builder, which needs no GPU: what it is told, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.errors import BuildError, UnavailableError, UsageError
+from attnforge.export.engine import Plan, build, load_tensorrt
+
+pytest.importorskip("tensorrt_rtx")
+
+BATCH, TOKENS = DimSpec(symbol="batch", min=1, opt=2, max=4), DimSpec(symbol="tokens", min=1, opt=24, max=32)
+HEADS, HEAD_DIM = 4, 32
+
+
+def specs(*dims: int | DimSpec, dtype: str = "float16") -> list[TensorSpec]:
+    return [TensorSpec(name=name, dtype=dtype, dims=list(dims)) for name in ("query", "key", "value")]
+
+
+def attention(file: Path, inputs: list[TensorSpec], softmax: str = "Softmax") -> Path:
+    """`softmax(Q Kᵀ / √32) V` as TensorRT likes it, in the inputs' type."""
+    dtype = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT}[inputs[0].dtype]
+    shape = ir.Shape(d if isinstance(d, int) else d.symbol for d in inputs[0].dims)
+    query, key, value = (ir.Value(name=spec.name, shape=shape, type=ir.TensorType(dtype)) for spec in inputs)
+    scale = ir.node("Constant", [], {"value": ir.tensor(np.array(HEAD_DIM**-0.5, dtype.numpy()))})
+    transposed = ir.node("Transpose", [key], {"perm": [0, 1, 3, 2]}, name="transposed")
+    scaled = ir.node("Mul", [query, scale.outputs[0]], name="scaled")
+    scores = ir.node("MatMul", [scaled.outputs[0], transposed.outputs[0]], name="scores")
+    weights = ir.node(softmax, [scores.outputs[0]], {"axis": -1}, name="the/Softmax")
+    context = ir.node("MatMul", [weights.outputs[0], value], name="context")
+    output = context.outputs[0]
+    output.name, output.type = "output", ir.TensorType(dtype)
+    nodes = [scale, transposed, scaled, scores, weights, context]
+    for i, node in enumerate(nodes[:-1]):
+        node.outputs[0].name = f"value_{i}"
+    graph = ir.Graph([query, key, value], [output], nodes=nodes, opset_imports={"": 23}, name="attention")
+    ir.save(ir.Model(graph, ir_version=10), file)
+    return file
+
+
+def plan_of(
+    tmp_path: Path, inputs: list[TensorSpec], precision: str = "fp16", capabilities: tuple[str, ...] = ()
+) -> Plan:
+    return build(attention(tmp_path / "model.onnx", inputs), "tensorrt_rtx", inputs, precision, capabilities)
+
+
+def test_a_plan_and_its_layers(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM))
+    assert len(plan.data) > 1000 and plan.seconds > 0
+    assert plan.version == load_tensorrt("tensorrt_rtx").__version__
+    (fused,) = (layer for layer in plan.layers if layer.is_fused_attention)
+    assert {"scores", "the/Softmax", "context"} <= set(fused.onnx_nodes)
+    assert plan.kernel_of("the/Softmax") == plan.kernel_of("context") == fused.name
+    assert plan.kernel_of("another/Softmax") is None
+    assert fused.name in plan.layers_of("the/Softmax") and plan.layers_of("another/Softmax") == []
+
+
+def test_an_unfused_plan_names_what_it_has_instead(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM, dtype="float32"), "fp32")
+    assert plan.layers and not any(layer.is_fused_attention for layer in plan.layers)
+    assert plan.kernel_of("the/Softmax") is None
+    assert plan.layers_of("the/Softmax")
+
+
+def test_builds_do_not_see_each_others_layers(tmp_path: Path) -> None:
+    inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
+    alone = plan_of(tmp_path, inputs)
+    plan_of(tmp_path, specs(2, 8, 64, 64))
+    again = plan_of(tmp_path, inputs)
+    assert [layer.type for layer in again.layers] == [layer.type for layer in alone.layers]
+
+
+@pytest.mark.parametrize(
+    "dims", [(2, HEADS, 24, HEAD_DIM), (BATCH, HEADS, 24, HEAD_DIM), (BATCH, HEADS, TOKENS, HEAD_DIM)]
+)
+def test_static_and_dynamic_profiles(tmp_path: Path, dims: tuple[int | DimSpec, ...]) -> None:
+    assert plan_of(tmp_path, specs(*dims)).kernel_of("the/Softmax")
+
+
+@pytest.mark.parametrize(
+    ("batch", "bound"),
+    [
+        (DimSpec(symbol="batch", min=3, opt=2, max=4), "min"),
+        (DimSpec(symbol="batch", min=1, opt=5, max=4), "opt"),
+    ],
+)
+def test_a_profile_whose_bounds_are_out_of_order_is_refused(tmp_path: Path, batch: DimSpec, bound: str) -> None:
+    with pytest.raises((BuildError, ValueError)):
+        plan_of(tmp_path, specs(batch, HEADS, TOKENS, HEAD_DIM))
+
+
+@pytest.mark.parametrize("capabilities", [("SM80",), ("SM89",), ("SM120",), ("SM80", "SM89", "SM120")])
+def test_plans_for_chosen_devices_are_fused(tmp_path: Path, capabilities: tuple[str, ...]) -> None:
+    plan = plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM), capabilities=capabilities)
+    assert plan.kernel_of("the/Softmax")
+
+
+def test_a_plan_for_one_device_is_not_that_for_another(tmp_path: Path) -> None:
+    inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
+    ampere, ada, again = (plan_of(tmp_path, inputs, capabilities=(c,)).data for c in ("SM80", "SM89", "SM89"))
+    assert ada == again != ampere
+
+
+@pytest.mark.parametrize("name", ["SM00", "sm89", "8.9", "NONE", ""])
+def test_unknown_compute_capabilities_are_refused_with_the_known(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown compute capability {name!r};.* knows .*SM80.*SM89") as caught:
+        plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM), capabilities=(name,))
+    assert "\n" not in str(caught.value)
+
+
+def test_tf32_is_a_flag_that_fp32_does_not_set(tmp_path: Path) -> None:
+    """The one thing that is not in the graph: of one graph, fp32 and tf32 give different plans."""
+    inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM, dtype="float32")
+    exact, again, rounded = (plan_of(tmp_path, inputs, p, ("SM89",)).data for p in ("fp32", "fp32", "tf32"))
+    assert exact == again != rounded
+
+
+# Errors in the builder's own words
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
+    data = attention(tmp_path / "model.onnx", inputs).read_bytes()
+    (tmp_path / "half.onnx").write_bytes(data[: len(data) // 2])
+    with pytest.raises(BuildError, match=r"tensorrt_rtx cannot .* half\.onnx: .*[Pp]arse"):
+        build(tmp_path / "half.onnx", "tensorrt_rtx", inputs, "fp16")
+    with pytest.raises(BuildError, match=r"tensorrt_rtx cannot .* absent\.onnx: .*cannot be found"):
+        build(tmp_path / "absent.onnx", "tensorrt_rtx", inputs, "fp16")
+
+
+def test_an_operator_that_the_parser_does_not_know_is_named(tmp_path: Path) -> None:
+    inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
+    file = attention(tmp_path / "odd.onnx", inputs, softmax="Entmax")
+    with pytest.raises(BuildError, match=r"odd\.onnx: .*Entmax"):
+        build(file, "tensorrt_rtx", inputs, "fp16")
+
+
+def test_a_graph_that_parses_and_does_not_build(tmp_path: Path) -> None:
+    """Dynamic dims without a profile: said by the builder, not by us."""
+    inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
+    file = attention(tmp_path / "model.onnx", inputs)
+    with pytest.raises(BuildError, match=r"cannot build model\.onnx: .*no optimization profile"):
+        build(file, "tensorrt_rtx", [], "fp16")
+
+
+def test_a_failed_build_leaves_the_next_alone(tmp_path: Path) -> None:
+    inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
+    with pytest.raises(BuildError):
+        build(attention(tmp_path / "model.onnx", inputs), "tensorrt_rtx", [], "fp16")
+    assert plan_of(tmp_path, inputs).kernel_of("the/Softmax")
+
+
+def test_tensorrt_itself_is_told_from_tensorrt_rtx(tmp_path: Path) -> None:
+    try:
+        load_tensorrt("tensorrt")
+    except UnavailableError as error:
+        assert "pip install attnforge[tensorrt]" in str(error)
+    else:
+        inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
+        with pytest.raises(UsageError, match="tensorrt builds for the GPU at hand"):
+            build(attention(tmp_path / "model.onnx", inputs), "tensorrt", inputs, "fp16", ("SM89",))

@@ -1,0 +1,335 @@
+"""The parity budget: what passes, what does not, and that a wrong bundle is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from conftest import Small as SmallModule
+from conftest import rewrite, small_example
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+import attnforge
+from attnforge import reference
+from attnforge.arrays import Array
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, DimSpec, TensorSpec
+from attnforge.errors import UnavailableError, UnknownNameError
+from attnforge.precision import PRECISIONS, precision_named
+from attnforge.runtime.parity import Comparison, judge, relative_error
+
+Small = Callable[[str], Bundle]
+CASE = Case(name="case", sizes={}, kind="normal", seed=1)
+
+
+def judged(got: Array, eager: Array, truth: Array, precision: str = "fp32") -> Comparison:
+    return judge(CASE, "output", *(np.asarray(a, np.float64) for a in (got, eager, truth)), precision_named(precision))
+
+
+def off_by(truth: Array, error: float, seed: int) -> Array:
+    """`truth` with a relative error of `error`, spread evenly."""
+    noise = np.sign(np.random.default_rng(seed).standard_normal(truth.shape))
+    return truth + noise * error * np.linalg.norm(truth) / np.sqrt(truth.size)
+
+
+# The budget
+
+TRUTH = np.random.default_rng(0).standard_normal(1000)
+
+
+@pytest.mark.parametrize(("precision", "floor"), [("fp32", 1e-6), ("tf32", 1e-3), ("fp16", 1e-3), ("bf16", 8e-3)])
+def test_floors_allow_what_they_say_and_no_more(precision: str, floor: float) -> None:
+    """Where eager is exact, the floor alone counts; one element has 4 ulp of the largest."""
+    assert PRECISIONS[precision].floor == floor
+    assert judged(off_by(TRUTH, 0.5 * floor, 1), TRUTH, TRUTH, precision).passed
+    over = judged(off_by(TRUTH, 1.1 * floor, 1), TRUTH, TRUTH, precision)
+    assert not over.passed
+    assert over.reason is not None and "over the budget" in over.reason
+    assert over.budget == floor and over.error == pytest.approx(1.1 * floor)
+
+
+@given(eager_error=st.floats(1e-5, 1e-1), times=st.floats(0.0, 4.0), seed=st.integers(0, 99))
+def test_a_backend_may_err_twice_as_much_as_eager(eager_error: float, times: float, seed: int) -> None:
+    assume(abs(times - 2.0) > 1e-6)
+    found = judged(off_by(TRUTH, times * eager_error, seed), off_by(TRUTH, eager_error, seed + 1), TRUTH)
+    assert found.passed == (times < 2.0)
+    assert found.eager_error == pytest.approx(eager_error)
+    assert found.budget == pytest.approx(2 * eager_error)
+    assert found.error == pytest.approx(times * eager_error)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_element_may_be_off_by_four_ulp_of_the_largest(precision: str) -> None:
+    truth = np.linspace(-3.0, 5.0, 1_000_001)  # so large that one element does not show in the norm
+    ulp = {"fp32": 2.0**-21, "tf32": 2.0**-8, "fp16": 2.0**-8, "bf16": 2.0**-5}[precision]  # at 5
+    for times, passed in ((3.9, True), (4.1, False)):
+        got = truth.copy()
+        got[12] += times * ulp
+        found = judged(got, truth, truth, precision)
+        assert found.passed is passed, found
+        assert found.max_budget == 4 * ulp
+        assert passed or (found.reason is not None and "one element" in found.reason)
+
+
+def test_one_element_may_be_off_twice_as_far_as_eagers_worst() -> None:
+    truth = np.linspace(-3.0, 5.0, 1_000_001)
+    eager = truth.copy()
+    eager[7] += 1e-3
+    for off, passed in ((1.99e-3, True), (2.1e-3, False)):
+        got = truth.copy()
+        got[500] -= off
+        assert judged(got, eager, truth).passed is passed
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", np.float32), ("fp16", np.float16), ("bf16", ml_dtypes.bfloat16)]
+)
+@given(data=st.data())
+def test_ulp_is_the_distance_to_the_next_number(precision: str, dtype: type, data: st.DataObject) -> None:
+    largest = float(ml_dtypes.finfo(dtype).max)
+    value = np.array(data.draw(st.floats(0.0, largest / 4, exclude_min=True)), dtype)
+    assume(value > 0)
+    following = np.nextafter(value, np.array(np.inf, dtype), dtype=dtype)
+    assert PRECISIONS[precision].ulp(float(value)) == float(following) - float(value)
+
+
+def test_ulp_of_nothing_is_nothing() -> None:
+    assert [PRECISIONS["fp32"].ulp(value) for value in (0.0, np.inf, np.nan)] == [0.0, 0.0, 0.0]
+    assert PRECISIONS["tf32"].ulp(1.0) == 2.0**-10  # fp32's range, fp16's mantissa
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_must_stand_where_eagers_do(odd: float) -> None:
+    clean, marked = TRUTH.copy(), TRUTH.copy()
+    marked[5] = odd
+    assert judged(marked, marked, clean).passed
+    assert judged(marked, marked, marked).passed
+    for got, eager in ((marked, clean), (clean, marked), (-marked, marked), (np.roll(marked, 1), marked)):
+        if np.isnan(odd) and got[5] != got[5] and eager[5] != eager[5]:
+            continue  # a NaN has no sign
+        found = judged(got, eager, eager)
+        assert not found.passed
+
+
+def test_what_is_finite_beside_a_nan_is_still_judged() -> None:
+    eager, got = TRUTH.copy(), TRUTH * 1.01
+    eager[3] = got[3] = np.nan
+    found = judged(got, eager, TRUTH)
+    assert not found.passed and found.error == pytest.approx(0.01, rel=0.01)
+
+
+def test_an_output_of_another_size_fails() -> None:
+    found = judged(TRUTH[:-1], TRUTH, TRUTH)
+    assert not found.passed
+    assert found.reason == "999 numbers where float64 eager has 1000"
+
+
+def test_relative_error() -> None:
+    assert relative_error(np.array([3.0, 0.0]), np.array([3.0, 4.0])) == 0.8
+    assert relative_error(np.array([0.0, 0.5]), np.zeros(2)) == 0.5  # absolute where there is nothing to compare with
+    assert judged(np.full(9, 1e-3), np.zeros(9), np.zeros(9)).passed is False
+
+
+# Whole bundles
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_deployed_model_passes_on_every_case(small: Small, precision: str) -> None:
+    bundle = small(precision)
+    report = attnforge.verify(bundle.path)
+    assert report.passed and report.precision == precision
+    found = report.backends["onnxruntime-cpu"]
+    assert found.cases == len(bundle.manifest.cases) > 8
+    assert found.failures == [] and 0 < found.error <= found.budget
+    assert set(report.skipped) | set(report.backends) == {
+        "tensorrt",
+        "tensorrt_rtx",
+        "onnxruntime-cuda",
+        "onnxruntime-cpu",
+    }
+    assert all(report.skipped.values())
+
+
+def test_eager_passes_its_own_budget(small: Small) -> None:
+    module, _, _ = small_example()
+    report = attnforge.verify(small("fp16"), module=module)
+    assert report.backends["eager"].passed
+    assert report.backends["eager"].error == report.backends["eager"].eager_error
+
+
+def test_another_module_fails(small: Small) -> None:
+    report = attnforge.verify(small("fp32"), ["eager"], module=SmallModule())
+    assert not report.passed and len(report.backends["eager"].failures) == report.backends["eager"].cases
+
+
+def scale_weights(file: Path, factor: float) -> None:
+    model = ir.load(file)
+    weight = max(model.graph.initializers.values(), key=lambda value: value.const_value.size)  # type: ignore[union-attr]
+    assert weight.const_value is not None
+    weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(factor), name=weight.name)
+    ir.save(model, file)
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.01, False), (1 + 1e-5, False)])
+def test_a_weight_that_is_off_fails(copy: Path, factor: float, passed: bool) -> None:
+    scale_weights(copy / "onnxruntime/model.onnx", factor)
+    report = attnforge.verify(rewrite(copy))
+    assert report.passed is passed
+    failures = report.backends["onnxruntime-cpu"].failures
+    assert passed or any("over the budget" in (one.reason or "") for one in failures)
+
+
+def test_a_mask_that_is_ignored_fails(copy: Path) -> None:
+    """Where the model fills scores with -inf, leave them: the kind of mistake that a loose tolerance lets pass."""
+    model = ir.load(copy / "onnxruntime/model.onnx")
+    wheres = [node for node in model.graph if node.op_type == "Where"]
+    assert wheres
+    for node in wheres:
+        scores = max(node.inputs[1:], key=lambda value: len(value.shape or ()))  # type: ignore[union-attr]
+        ir.convenience.replace_all_uses_with(node.outputs[0], scores)  # type: ignore[arg-type]
+    ir.save(model, copy / "onnxruntime/model.onnx")
+    report = attnforge.verify(rewrite(copy))
+    assert not report.passed
+
+
+def test_no_case_is_no_proof(copy: Path) -> None:
+    def without_cases(manifest: attnforge.bundle.Manifest) -> None:
+        manifest.cases = []
+
+    report = attnforge.verify(rewrite(copy, without_cases))
+    assert not report.passed
+    assert report.backends["onnxruntime-cpu"].cases == 0
+
+
+def test_no_backend_is_no_proof(copy: Path) -> None:
+    def for_tensorrt_only(manifest: attnforge.bundle.Manifest) -> None:
+        manifest.targets = {"tensorrt": manifest.targets["tensorrt_rtx"]}
+
+    report = attnforge.verify(rewrite(copy, for_tensorrt_only))
+    assert not report.passed and report.backends == {}
+    assert "deploy it again with --target onnxruntime" in report.skipped["onnxruntime-cpu"]
+
+
+def test_backends_asked_for_by_name(small: Small) -> None:
+    assert list(attnforge.verify(small("fp32"), ["onnxruntime-cpu"]).backends) == ["onnxruntime-cpu"]
+    with pytest.raises(UnknownNameError, match="unknown backend 'gpu'"):
+        attnforge.verify(small("fp32"), ["gpu"])
+    with pytest.raises(UnavailableError, match="no plan for tensorrt"):
+        attnforge.verify(small("fp32"), ["tensorrt"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_tensorrt_rtx_passes(small: Small, precision: str) -> None:
+    report = attnforge.verify(small(precision), ["tensorrt_rtx"])
+    assert report.passed, report.backends["tensorrt_rtx"].failures
+
+
+# Cases
+
+BATCH, TOKENS = DimSpec(symbol="batch", min=1, opt=2, max=8), DimSpec(symbol="tokens", min=1, opt=48, max=128)
+
+
+def spec(name: str, dtype: str, *dims: int | DimSpec, low: int | None = None, high: int | None = None) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, dims=list(dims), low=low, high=high)
+
+
+def test_cases_of_a_dynamic_model_cover_the_profile() -> None:
+    inputs = [spec("x", "float32", BATCH, TOKENS, 16), spec("mask", "bool", TOKENS, TOKENS)]
+    cases = reference.cases(inputs)
+    sizes = [case.sizes for case in cases]
+    assert {case.kind for case in cases} == {"example", "normal", "large", "constant"}
+    assert len({case.name for case in cases}) == len(cases) == len({(c.kind, *c.sizes.values()) for c in cases})
+    for size in ({"batch": 2, "tokens": 48}, {"batch": 1, "tokens": 1}, {"batch": 8, "tokens": 128}):
+        assert size in sizes
+    tokens = {size["tokens"] for size in sizes}
+    assert any(n % 2 and n > 1 for n in tokens), "an odd size"
+    assert any(n > 7 and all(n % d for d in range(2, n)) for n in tokens), "a prime size"
+    assert any(s["batch"] == 1 and s["tokens"] > 48 for s in sizes) and any(
+        s["batch"] == 8 and s["tokens"] == 1 for s in sizes
+    )
+    assert all(1 <= s["batch"] <= 8 and 1 <= s["tokens"] <= 128 for s in sizes)
+
+
+def test_cases_of_a_static_model() -> None:
+    cases = reference.cases([spec("x", "float32", 3, 4)])
+    assert [case.kind for case in cases] == ["example", "normal", "large", "constant", "normal"]
+    assert cases[1].seed != cases[4].seed
+
+
+@given(low=st.integers(1, 40), extra=st.integers(0, 90), factor=st.sampled_from([1, 2, 4]), place=st.floats(0, 1))
+def test_sizes_stay_inside_the_profile_and_keep_multiples(low: int, extra: int, factor: int, place: float) -> None:
+    dim = DimSpec(
+        symbol="s", factor=factor, min=factor * low, opt=factor * round(low + place * extra), max=factor * (low + extra)
+    )
+    inputs = [spec("x", "float32", dim)]
+    for case in reference.cases(inputs):
+        (size,) = reference.shape_of(inputs[0], case.sizes)
+        assert size % factor == 0 and dim.min is not None and dim.max is not None
+        assert dim.min <= size <= dim.max
+
+
+def test_inputs_are_made_again_from_the_case_alone() -> None:
+    inputs = [
+        spec("x", "float32", TOKENS, 16),
+        spec("half", "float16", 3),
+        spec("brain", "bfloat16", 3),
+        spec("ids", "int32", TOKENS, low=-3, high=7),
+        spec("mask", "bool", BATCH, TOKENS),
+    ]
+    case = Case(name="n", sizes={"batch": 3, "tokens": 40}, kind="normal", seed=4)
+    made, again = reference.make_inputs(case, inputs, {}), reference.make_inputs(case, inputs, {})
+    assert {name: (array.dtype.name, array.shape) for name, array in made.items()} == {
+        "x": ("float32", (40, 16)), "half": ("float16", (3,)), "brain": ("bfloat16", (3,)), "ids": ("int32", (40,)),
+        "mask": ("bool", (3, 40)),
+    }  # fmt: skip
+    assert all(np.array_equal(made[name], again[name]) for name in made)
+    other = reference.make_inputs(case.model_copy(update={"seed": 5}), inputs, {})
+    assert not any(np.array_equal(made[name], other[name]) for name in made)
+    assert made["ids"].min() == -3 and made["ids"].max() == 7
+    assert not made["mask"][0].any() and made["mask"][-1].all() and 0 < made["mask"][1].sum() < 40
+
+
+def test_large_and_constant_inputs() -> None:
+    inputs = [spec("x", "float32", 1000)]
+    large = reference.make_inputs(Case(name="l", sizes={}, kind="large", scale=16.0, seed=1), inputs, {})["x"]
+    assert 14 < large.std() < 18
+    constant = reference.make_inputs(Case(name="c", sizes={}, kind="constant", seed=1), inputs, {})["x"]
+    assert np.array_equal(constant, np.ones(1000, np.float32))
+    example = {"x": np.arange(3.0)}
+    assert reference.make_inputs(Case(name="e", sizes={}, kind="example", seed=0), inputs, example) == example
+
+
+def test_a_scalar_input_is_made() -> None:
+    for dtype, kind in (("float32", "normal"), ("float32", "constant"), ("int64", "normal"), ("bool", "normal")):
+        case = Case(name="n", sizes={}, kind=kind, seed=1)  # type: ignore[arg-type]
+        made = reference.make_inputs(case, [spec("t", dtype, low=0, high=3)], {})["t"]
+        assert isinstance(made, np.ndarray) and made.shape == () and made.dtype == dtype
+
+
+def test_large_outputs_are_sampled_at_places_of_the_seed() -> None:
+    array = np.arange(100_000).reshape(100, 1000)
+    case, other = CASE, CASE.model_copy(update={"seed": 2})
+    picked = reference.sampled(array, case)
+    assert picked.shape == (reference.SAMPLED,) and len(set(picked)) == reference.SAMPLED
+    assert np.array_equal(picked, reference.sampled(array, case))
+    assert np.array_equal(picked, np.sort(picked)) and picked[0] < 100 and picked[-1] > 99_900
+    assert not np.array_equal(picked, reference.sampled(array, other))
+    assert np.array_equal(reference.sampled(array[:10], case), np.arange(10_000))
+
+
+def test_the_reference_holds_both_truths(small: Small) -> None:
+    bundle = small("fp16")
+    stored = load_file(bundle.file(REFERENCE_OUTPUTS))
+    assert set(stored) == {
+        reference.key(case, "output", which) for case in bundle.manifest.cases for which in ("eager", "float64")
+    }
+    for case in bundle.manifest.cases:
+        eager, truth = (stored[reference.key(case, "output", which)] for which in ("eager", "float64"))
+        assert truth.dtype == np.float64 and eager.shape == truth.shape
+        assert 0 < relative_error(eager.astype(np.float64), truth) < 0.02  # half precision, and no more than that

@@ -1,0 +1,209 @@
+"""Every registered model, deployed: the same function, attention recognised, fused where it can be, or a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import example_of
+from torch import Tensor, nn
+from torch.export import Dim
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.bundle import Bundle, Certificate
+from attnforge.model import MODELS, MultiHeadSelfAttention, build_model, worked_example
+
+Deploy = Callable[[str, str], Bundle]
+
+BILINEAR = [name for name in MODELS if name != "additive-attention"]
+SITES = {name: 2 if name in ("patch-attention-digits", "transformer-encoder", "vit") else 1 for name in MODELS}
+EXACT = (
+    "self-attention", "multi-head-self-attention", "worked-example", "general-attention", "parameter-free-attention",
+    "patch-attention", "post-softmax-scale", "reshape-without-transpose",
+)  # fmt: skip
+PRECISIONS = [
+    *((name, "fp16") for name in MODELS),
+    *((name, "fp32") for name in EXACT),
+    *((name, "bf16") for name in ("multi-head-self-attention", "cross-attention")),
+]
+
+
+@pytest.mark.parametrize(("name", "precision"), PRECISIONS)
+def test_a_deployed_model_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
+    report = attnforge.verify(registered(name, precision))
+    assert report.passed, {backend: found.failures for backend, found in report.backends.items()}
+    found = report.backends["onnxruntime-cpu"]
+    assert found.cases >= 5 and found.error <= found.budget
+
+
+def fused(certificate: Certificate, target: str) -> str:
+    """How many sites `target` runs as one kernel, and why not the others: what a failing test should show."""
+    reasons = [one.reason for one in certificate.unfused if one.target == target]
+    return f"{certificate.fused[target]} of {certificate.sites} {reasons}"
+
+
+@pytest.mark.parametrize("name", BILINEAR)
+def test_attention_is_recognised_and_fused_in_fp16(registered: Deploy, name: str) -> None:
+    certificate = registered(name, "fp16").manifest.attention
+    assert certificate.sites == certificate.canonical == len(certificate.details) == SITES[name]
+    if name != "worked-example":  # three tokens of three features, which no kernel is made for; it may fuse
+        assert fused(certificate, "tensorrt_rtx") == f"{SITES[name]} of {SITES[name]} []"
+    for record in certificate.details:
+        assert record.canonical and record.reason is None and record.written_as
+        for target, made in record.targets.items():
+            assert made.form and made.why
+            assert (made.kernel is None) == (made.reason is not None), target
+
+
+@pytest.mark.parametrize("name", ["multi-head-self-attention", "cross-attention"])
+def test_attention_is_fused_in_bf16(registered: Deploy, name: str) -> None:
+    certificate = registered(name, "bf16").manifest.attention
+    assert fused(certificate, "tensorrt_rtx") == "1 of 1 []"
+
+
+@pytest.mark.parametrize("name", [name for name, precision in PRECISIONS if precision == "fp32"])
+def test_fp32_has_no_fused_kernel_and_says_so(registered: Deploy, name: str) -> None:
+    certificate = registered(name, "fp32").manifest.attention
+    assert certificate.canonical == certificate.sites == SITES[name]
+    assert certificate.fused["tensorrt_rtx"] == 0
+    reasons = [one.reason for one in certificate.unfused if one.target == "tensorrt_rtx"]
+    assert len(reasons) == SITES[name]
+    assert all("no fused attention kernel for float; deploy in fp16 or bf16" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    "name", ["self-attention", "multi-head-self-attention", "parameter-free-attention", "patch-attention"]
+)
+def test_onnxruntime_runs_unmasked_attention_as_one_kernel(registered: Deploy, name: str) -> None:
+    certificate = registered(name, "fp32").manifest.attention
+    assert fused(certificate, "onnxruntime") == f"{SITES[name]} of {SITES[name]} []"
+    assert "MultiHeadAttention" in str(certificate.details[0].targets["onnxruntime"].kernel)
+
+
+def test_an_additive_score_gets_a_reason(registered: Deploy) -> None:
+    certificate = registered("additive-attention", "fp16").manifest.attention
+    assert (certificate.sites, certificate.canonical) == (1, 0)
+    assert certificate.fused == dict.fromkeys(certificate.fused, 0)
+    assert {one.target for one in certificate.unfused} == set(certificate.fused)
+    for reason in (certificate.details[0].reason, *(one.reason for one in certificate.unfused)):
+        assert reason is not None and "inner product" in reason
+
+
+def test_a_bilinear_score_is_fused(tmp_path: Path) -> None:
+    options = {"feature_dim": 24, "key_dim": 20, "value_dim": 16, "query_dim": 12}
+    module, args, shapes = build_model("general-attention", score="general", **options)
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, "fp16")
+    assert fused(bundle.manifest.attention, "tensorrt_rtx") == "1 of 1 []"
+    assert attnforge.verify(bundle).passed
+
+
+def test_hard_alignment_gets_a_reason(tmp_path: Path) -> None:
+    module, args, shapes = build_model("general-attention", align="hard")
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
+    certificate = bundle.manifest.attention
+    assert (certificate.sites, certificate.canonical, certificate.fused) == (1, 0, {"onnxruntime": 0})
+    assert "the alignment is hard" in str(certificate.details[0].reason)
+    assert "the alignment is hard" in certificate.unfused[0].reason
+    # Where two scores are nearly equal the last bit decides, so only the example's own answer is compared.
+    with torch.no_grad():
+        expected = module(*args).numpy()
+    output = run(bundle, *(arg.numpy() for arg in args))
+    assert np.linalg.norm(output - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_plan_is_there(registered: Deploy, name: str) -> None:
+    bundle = registered(name, "fp16")
+    (engine,) = bundle.manifest.targets["tensorrt_rtx"].engines
+    file = bundle.file(engine.file)
+    assert file.name == "engine.tensorrt_rtx.plan"
+    assert file.stat().st_size == engine.size > 1000
+    assert engine.layers > 0 and engine.compute_capabilities == ["portable"]
+
+
+def run(bundle: Bundle, *inputs: Array) -> Array:
+    with attnforge.load(bundle, "onnxruntime-cpu") as session:
+        output: Array = session(*inputs)
+    return output
+
+
+def test_s4_the_worked_example_by_the_numbers(registered: Deploy) -> None:
+    tokens = np.array([[1, 0, 1, 0], [0, 2, 0, 2], [1, 1, 1, 1]], np.float32)
+    expected = [[1.936621, 6.683105, 1.595068], [1.999994, 7.963992, 0.053976], [1.999705, 7.759892, 0.358389]]
+    np.testing.assert_allclose(run(registered("worked-example", "fp32"), tokens), expected, rtol=0, atol=1e-6)
+    half = run(registered("worked-example", "fp16"), tokens.astype(np.float16))
+    assert half.dtype == np.float16
+    np.testing.assert_allclose(half, np.array(expected).astype(np.float16), rtol=1e-3)
+    assert expected == [list(row) for row in worked_example.OUTPUTS]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["multi-head-self-attention", "parameter-free-attention"])
+def test_s11_permuting_the_tokens_permutes_the_outputs(registered: Deploy, name: str, precision: str) -> None:
+    bundle = registered(name, precision)
+    width = bundle.manifest.inputs[0].dims[-1]
+    assert isinstance(width, int)
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((2, 37, width)).astype(np.float16 if precision == "fp16" else np.float32)
+    order = rng.permutation(37)
+    output, permuted = run(bundle, x), run(bundle, np.ascontiguousarray(x[:, order]))
+    tolerance = 1e-3 if precision == "fp16" else 1e-6
+    assert np.linalg.norm(permuted.astype(np.float64) - output[:, order]) <= tolerance * np.linalg.norm(output)
+    assert np.linalg.norm(permuted.astype(np.float64) - output) > 0.1 * np.linalg.norm(output)
+
+
+def test_s13a_fuses_with_its_factor_behind_the_softmax(registered: Deploy) -> None:
+    (record,) = registered("post-softmax-scale", "fp16").manifest.attention.details
+    assert record.written_as.index("Softmax") < record.written_as.index("Div")
+    assert record.targets["tensorrt_rtx"].kernel
+
+
+def test_s13b_keeps_its_wrong_answer(registered: Deploy) -> None:
+    bundle = registered("reshape-without-transpose", "fp32")
+    module, _, _ = example_of("reshape-without-transpose")
+    right = MultiHeadSelfAttention(128, 128, 128, num_heads=4)
+    right.load_state_dict(module.state_dict())
+    x = torch.randn(3, 22, 128, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wrong_answer, right_answer = module(x).numpy(), right(x).numpy()
+    output = run(bundle, x.numpy())
+    assert np.linalg.norm(output - wrong_answer) <= 1e-6 * np.linalg.norm(wrong_answer)
+    assert np.linalg.norm(output - right_answer) > 0.3 * np.linalg.norm(right_answer)
+
+
+def test_s8_patches_of_other_images_than_the_examples(registered: Deploy) -> None:
+    bundle = registered("patch-attention", "fp32")
+    module, _, _ = example_of("patch-attention")
+    for height, width in ((8, 64), (20, 12)):
+        image = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(height))
+        with torch.no_grad():
+            expected = module(image).numpy()
+        output = run(bundle, image.numpy())
+        assert output.shape == (2, height * width // 16, 192)
+        assert np.linalg.norm(output - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+class TorchAttention(nn.Module):
+    """PyTorch's own module, with padding: a sample that is padding alone has nothing to attend to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        return output
+
+
+def test_torchs_own_module_with_padding(tmp_path: Path) -> None:
+    batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=16)
+    args = (torch.randn(2, 9, 32), torch.arange(9) >= torch.tensor([[9], [4]]))
+    shapes = {"x": {0: batch, 1: tokens}, "padding": {0: batch, 1: tokens}}
+    bundle = attnforge.deploy(TorchAttention(), args, tmp_path / "bundle", shapes, "fp16")
+    assert fused(bundle.manifest.attention, "tensorrt_rtx") == "1 of 1 []"
+    report = attnforge.verify(bundle)
+    assert report.passed, report.backends["onnxruntime-cpu"].failures

@@ -1,0 +1,301 @@
+"""Sessions: inputs are checked before anything runs, outputs are of the kind that came in, and no torch is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import small_example
+from torch import Tensor, nn
+
+import attnforge
+from attnforge.arrays import BFLOAT16, Array
+from attnforge.bundle import Bundle
+from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
+from attnforge.runtime import Session
+
+Small = Callable[[str], Bundle]
+
+
+@pytest.fixture(scope="module")
+def session(small: Small) -> Session:
+    return attnforge.load(small("fp32"), "onnxruntime-cpu")
+
+
+def arrays(batch: int = 3, tokens: int = 4, length: int = 8, seed: int = 0) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    padding = np.zeros((batch, length), bool)
+    padding[0, 2:] = True
+    return {
+        "x": rng.standard_normal((batch, tokens, 16), np.float32),
+        "memory": rng.standard_normal((batch, length, 16), np.float32),
+        "padding": padding,
+        "kinds": rng.integers(-2, 3, 16),
+    }
+
+
+def eager(inputs: dict[str, Array]) -> Array:
+    module, _, _ = small_example()
+    with torch.no_grad():
+        output: Array = module(*(torch.from_numpy(array) for array in inputs.values())).numpy()
+    return output
+
+
+def agree(given: Any, expected: Array, tolerance: float = 2e-6) -> None:
+    assert given.shape == expected.shape
+    assert np.linalg.norm(np.asarray(given, np.float64) - expected) <= tolerance * np.linalg.norm(expected)
+
+
+# What comes in, what goes out
+
+
+def test_by_position_and_by_name(session: Session) -> None:
+    inputs = arrays()
+    output = session(*inputs.values())
+    assert isinstance(output, np.ndarray) and output.dtype == np.float32
+    agree(output, eager(inputs))
+    named = session.run(dict(reversed(inputs.items())))
+    assert list(named) == ["output"] and np.array_equal(named["output"], output)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "length"), [(1, 2, 2), (4, 9, 12), (2, 7, 10)])
+def test_every_size_of_the_profile(session: Session, batch: int, tokens: int, length: int) -> None:
+    inputs = arrays(batch, tokens, length)
+    agree(session(*inputs.values()), eager(inputs))
+
+
+def test_torch_in_torch_out(session: Session) -> None:
+    inputs = arrays()
+    tensors = [torch.from_numpy(array) for array in inputs.values()]
+    tensors[0].requires_grad_()
+    output = session(*tensors)
+    assert isinstance(output, Tensor) and output.dtype == torch.float32 and not output.requires_grad
+    agree(output.numpy(), eager(inputs))
+    assert isinstance(session.run(dict(zip(inputs, tensors, strict=True)))["output"], Tensor)
+    assert isinstance(session(nn.Parameter(tensors[0].detach()), *tensors[1:]), Tensor)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_half_precisions_in_and_out(small: Small, precision: str, dtype: torch.dtype) -> None:
+    inputs = arrays()
+    tensors = [torch.from_numpy(a).to(dtype) if a.dtype == np.float32 else torch.from_numpy(a) for a in inputs.values()]
+    with attnforge.load(small(precision), "onnxruntime-cpu") as session:
+        output = session(*tensors)
+        assert output.dtype == dtype
+        agree(output.float().numpy(), eager(inputs), tolerance=0.03)
+        as_numpy = [
+            a.astype(BFLOAT16 if precision == "bf16" else np.float16) if a.dtype == np.float32 else a
+            for a in inputs.values()
+        ]
+        result = session(*as_numpy)
+        assert isinstance(result, np.ndarray) and result.dtype == as_numpy[0].dtype
+        assert np.array_equal(result.astype(np.float32), output.float().numpy())
+
+
+STRIDED: dict[str, Callable[[Array], Any]] = {
+    "Fortran order": np.asfortranarray,
+    "a transposed view": lambda x: np.ascontiguousarray(x.transpose(2, 0, 1)).transpose(1, 2, 0),
+    "negative strides": lambda x: np.ascontiguousarray(x[::-1, :, ::-1])[::-1, :, ::-1],
+    "every other row": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+    "read-only": lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
+    "the other byte order": lambda x: x.astype(x.dtype.newbyteorder()),
+    "a torch view": lambda x: torch.from_numpy(np.ascontiguousarray(x.transpose(1, 0, 2))).transpose(0, 1),
+    "a torch view with the negative bit": lambda x: (
+        torch.complex(torch.zeros(x.shape), torch.from_numpy(-x)).conj().imag
+    ),
+}
+
+
+@pytest.mark.parametrize("how", STRIDED)
+def test_memory_of_any_layout(session: Session, how: str) -> None:
+    inputs = arrays()
+    given: dict[str, Any] = {**inputs, "x": STRIDED[how](inputs["x"])}
+    agree(np.asarray(session.run(given)["output"]), eager(inputs))
+
+
+def test_outputs_are_the_callers_own(session: Session) -> None:
+    inputs = arrays()
+    first = session(*inputs.values())
+    kept = first.copy()
+    session(*arrays(seed=1).values())
+    assert np.array_equal(first, kept)
+    first[:] = 0  # writable
+    assert np.array_equal(session(*inputs.values()), kept)
+
+
+# What is refused
+
+Inputs = dict[str, Any]
+REFUSED: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
+    "missing": (
+        lambda i: {k: v for k, v in i.items() if k != "memory"},
+        "input 'memory' is missing; the model takes x",
+    ),
+    "unknown": (lambda i: i | {"mask": i["x"]}, "the model has no input 'mask'; it takes x, memory, padding, kinds"),
+    "dtype": (lambda i: i | {"x": i["x"].astype(float)}, r"input 'x' is float64; the model takes float32\[batch, "),
+    "mask of int": (lambda i: i | {"padding": i["padding"].astype(int)}, "input 'padding' is int64"),
+    "rank": (lambda i: i | {"x": i["x"][0]}, r"input 'x' has 2 dims \(4, 16\)"),
+    "fixed dim": (lambda i: i | {"x": i["x"][..., :15]}, "dim 2 of input 'x' is 15; the model takes 16"),
+    "too long": (
+        lambda i: i | {"x": np.repeat(i["x"], 3, 1)},
+        r"dim 1 of input 'x' \(tokens\) is 12; the profile takes 2 to 9",
+    ),
+    "too short": (lambda i: i | {"x": i["x"][:, :1]}, "is 1; the profile takes 2 to 9"),
+    "empty": (lambda i: i | {"x": i["x"][:0]}, r"dim 0 of input 'x' \(batch\) is 0; the profile takes 1 to 4"),
+    "no multiple": (
+        lambda i: i | {"memory": i["memory"][:, :7], "padding": i["padding"][:, :7]},
+        r"is 7; it must be a multiple of 2 \(2\*pairs\)",
+    ),
+    "two batches": (lambda i: i | {"memory": i["memory"][:2]}, "batch is 3 in input 'x' and 2 in input 'memory'"),
+    "two lengths": (
+        lambda i: i | {"padding": i["padding"][:, :6]},
+        "pairs is 4 in input 'memory' and 3 in input 'padding'",
+    ),
+    "a list": (lambda i: i | {"x": i["x"].tolist()}, "input 'x' is list; give a NumPy array or one that offers DLPack"),
+    "None": (lambda i: i | {"x": None}, "input 'x' is NoneType"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_inputs_that_do_not_fit_are_refused_in_one_line(session: Session, case: str) -> None:
+    change, message = REFUSED[case]
+    with pytest.raises(InputError, match=message) as caught:
+        session.run(change(arrays()))
+    assert "\n" not in str(caught.value)
+
+
+def test_too_few_and_too_many(session: Session) -> None:
+    values = list(arrays().values())
+    for given in (values[:2], [*values, values[0]]):
+        with pytest.raises(
+            InputError, match=f"{len(given)} inputs were given; the model takes 4: x, memory, padding, kinds"
+        ):
+            session(*given)
+
+
+# Backends
+
+
+def test_auto_takes_the_best_that_runs_here(small: Small) -> None:
+    session = attnforge.load(small("fp32").path)
+    assert session.backend in ("tensorrt_rtx", "onnxruntime-cuda", "onnxruntime-cpu")
+    inputs = arrays()
+    agree(session(*inputs.values()), eager(inputs), tolerance=1e-5)
+
+
+def test_auto_passes_over_what_cannot_run(small: Small, tmp_path: Path) -> None:
+    bundle = Bundle(small("fp32").path)
+    bundle.manifest.targets["tensorrt_rtx"].engines[0].version = "0.0.1"
+    assert attnforge.load(bundle).backend.startswith("onnxruntime")
+
+
+def test_backends_that_cannot_run_say_what_would(small: Small) -> None:
+    with pytest.raises(
+        UnknownNameError, match="unknown backend 'gpu'; known: auto, eager, onnxruntime, onnxruntime-cpu"
+    ):
+        attnforge.load(small("fp32"), "gpu")
+    with pytest.raises(UnavailableError, match=r"the bundle holds no plan for tensorrt: deploy it again with --target"):
+        attnforge.load(small("fp32"), "tensorrt")
+    with pytest.raises(UnavailableError, match=r"give it: load\(bundle, 'eager', module=…\)"):
+        attnforge.load(small("fp32"), "eager")
+    bundle = Bundle(small("fp32").path)
+    del bundle.manifest.targets["onnxruntime"]
+    with pytest.raises(UnavailableError, match="deploy it again with --target onnxruntime"):
+        attnforge.load(bundle, "onnxruntime")
+
+
+def test_a_plan_of_another_version_is_not_loaded(small: Small) -> None:
+    bundle = Bundle(small("fp32").path)
+    engine = bundle.manifest.targets["tensorrt_rtx"].engines[0]
+    here, engine.version = engine.version, "0.0.1"
+    message = f"built by tensorrt_rtx 0.0.1 and this machine has {here}, which may not load it.*tensorrt_rtx==0.0.1"
+    with pytest.raises(UnavailableError, match=message):
+        attnforge.load(bundle, "tensorrt_rtx")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_plan_without_a_gpu_says_so(small: Small) -> None:
+    with pytest.raises(
+        UnavailableError, match="no CUDA device: tensorrt_rtx plans are built and inspected without one"
+    ):
+        attnforge.load(small("fp32"), "tensorrt_rtx")
+    with pytest.raises(UnavailableError, match="no CUDA"):
+        attnforge.load(small("fp32"), "onnxruntime-cuda")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_eager_backend_runs_the_module_at_the_bundles_precision(small: Small, precision: str) -> None:
+    module, args, _ = small_example()
+    module.train()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    inputs = [arg.to(dtype) if arg.is_floating_point() else arg for arg in args]
+    with attnforge.load(small(precision), "eager", module=module) as session:
+        assert session.backend == "eager"
+        output = session(*inputs)
+    with torch.no_grad():
+        assert torch.equal(output, small_example().module.to(dtype)(*inputs))
+    assert module.training and next(module.parameters()).dtype == torch.float32  # the caller's own is left alone
+    with pytest.raises(UsageError, match=r"runs a torch\.nn\.Module, and was given dict"):
+        attnforge.load(small(precision), "eager", module={})
+
+
+def test_threads_change_no_answer(small: Small) -> None:
+    inputs = arrays()
+    with attnforge.load(small("fp32"), "onnxruntime-cpu", threads=1) as one:
+        agree(one(*inputs.values()), eager(inputs))
+
+
+def test_a_closed_session_says_so(small: Small) -> None:
+    with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
+        session(*arrays().values())
+    session.close()  # twice is fine
+    with pytest.raises(AttnforgeError, match="closed"):
+        session(*arrays().values())
+
+
+def test_a_session_says_what_it_is(session: Session) -> None:
+    text = "Session(small on onnxruntime-cpu; x: float32[batch, tokens, 16], memory: float32[batch, 2*pairs, 16], "
+    assert repr(session).startswith(text)
+    assert [spec.name for spec in session.inputs] == ["x", "memory", "padding", "kinds"]
+    assert [spec.name for spec in session.outputs] == ["output"]
+
+
+# Without torch
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # importing it raises
+import numpy as np
+import attnforge
+session = attnforge.load(sys.argv[1])
+batch = np.zeros((1, 2, 16), np.float32)
+memory, padding, kinds = np.ones((1, 4, 16), np.float32), np.zeros((1, 4), bool), np.arange(16)
+assert session(batch, memory, padding, kinds).shape == (1, 2, 16)
+report = attnforge.verify(sys.argv[1], ["onnxruntime-cpu"])
+assert report.passed and report.backends["onnxruntime-cpu"].cases > 0
+del sys.modules["torch"]
+heavy = {"torch", "onnx", "onnx_ir", "onnxscript"} & set(sys.modules)
+assert not heavy, heavy
+print("fine")
+"""
+
+
+def test_loading_running_and_verifying_import_no_torch(small: Small, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(small("fp32").path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "fine"
+
+
+@pytest.mark.gpu
+def test_tensorrt_rtx_answers_as_eager_does(small: Small) -> None:
+    with attnforge.load(small("fp32"), "tensorrt_rtx") as session:
+        for batch, tokens, length in ((4, 9, 12), (1, 2, 2), (3, 7, 10), (4, 9, 12)):
+            inputs = arrays(batch, tokens, length)
+            agree(session(*inputs.values()), eager(inputs), tolerance=1e-5)
