@@ -100,10 +100,20 @@ def test_plans_for_chosen_devices_are_fused(tmp_path: Path, capabilities: tuple[
     assert plan.kernel_of("the/Softmax")
 
 
+def differ_for_good(plans: list[bytes], others: list[bytes]) -> bool:
+    """Whether plans differ from others in bytes that are the same at every build: not all bytes of a plan are."""
+    if {len(plan) for plan in plans}.isdisjoint(len(other) for other in others):
+        return True
+    size = min(len(plan) for plan in (*plans, *others))
+    ours, theirs = (np.array([np.frombuffer(p[:size], np.uint8) for p in side]) for side in (plans, others))
+    settled = (ours == ours[0]).all(0) & (theirs == theirs[0]).all(0)
+    return bool((settled & (ours[0] != theirs[0])).any())
+
+
 def test_a_plan_for_one_device_is_not_that_for_another(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
-    ampere, ada, again = (plan_of(tmp_path, inputs, capabilities=(c,)).data for c in ("SM80", "SM89", "SM89"))
-    assert ada == again != ampere
+    ampere, ada = ([plan_of(tmp_path, inputs, capabilities=(c,)).data for _ in range(3)] for c in ("SM80", "SM89"))
+    assert differ_for_good(ampere, ada)
 
 
 @pytest.mark.parametrize("name", ["SM00", "sm89", "8.9", "NONE", ""])
@@ -116,8 +126,8 @@ def test_unknown_compute_capabilities_are_refused_with_the_known(tmp_path: Path,
 def test_tf32_is_a_flag_that_fp32_does_not_set(tmp_path: Path) -> None:
     """The one thing that is not in the graph: of one graph, fp32 and tf32 give different plans."""
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM, dtype="float32")
-    exact, again, rounded = (plan_of(tmp_path, inputs, p, ("SM89",)).data for p in ("fp32", "fp32", "tf32"))
-    assert exact == again != rounded
+    exact, rounded = ([plan_of(tmp_path, inputs, p, ("SM89",)).data for _ in range(3)] for p in ("fp32", "tf32"))
+    assert differ_for_good(exact, rounded)
 
 
 # Errors in the builder's own words
