@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -18,12 +17,15 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.layout import (
+    ONE,
     Axis,
     Builder,
     Dims,
     Layout,
     LayoutError,
+    Sized,
     constant,
+    dims_of,
     insert,
     like,
     rearrange,
@@ -39,11 +41,14 @@ from attnforge.export.recognise import (
     NotAttention,
     Operand,
     Scores,
+    Sink,
     Walk,
     Weights,
+    same_value,
     strip_factors,
     walk_to_output,
     walk_to_product,
+    without_not,
 )
 from attnforge.export.softmax import restore_softmax
 
@@ -127,19 +132,23 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> Site | None:
         return None  # a softmax over one element is no attention
     scores, weights = Scores(), Weights()
     reasons = []
-    back = partial(walk_to_product, Walk(source, layout, dim[0]), scores)
-    forward = partial(walk_to_output, Walk(node.outputs[0], layout, dim[0]), weights)
-    for walk in (back, forward):
-        try:
-            walk()
-        except (NotAttention, LayoutError) as error:
-            reasons.append(str(error))
+    try:
+        walk_to_product(Walk(source, layout, dim[0]), scores)
+        weights.sink = scores.sink
+    except (NotAttention, LayoutError) as error:
+        reasons.append(str(error))
+    try:
+        walk_to_output(Walk(node.outputs[0], layout, dim[0]), weights)
+        _settle_zeroing(scores, weights)
+    except (NotAttention, LayoutError) as error:
+        reasons.append(str(error))
     if weights.output is None and not _both_computed(scores):
         return None  # a classifier's softmax, or another that weighs nothing
     site = Site(name, "·".join([*reversed(scores.path), "Softmax", *weights.path]))
     if not reasons:
         try:
-            site.node = _emit(graph, name, scores, weights, Layout([dim]), softmax_dtype=source.dtype)
+            keys = Layout([(scores.sink.keys,) if scores.sink is not None else dim])
+            site.node = _emit(graph, name, scores, weights, keys, softmax_dtype=source.dtype)
         except (NotAttention, LayoutError) as error:
             reasons.append(str(error))
     site.reason = "; ".join(reasons) or None
@@ -153,6 +162,30 @@ def _both_computed(scores: Scores) -> bool:
     return len(operands) == 2 and not any(constants)
 
 
+NEGLIGIBLE = -1e4
+"""A score below which a softmax gives a key no weight, where another key has an ordinary score."""
+
+
+def _settle_zeroing(scores: Scores, weights: Weights) -> None:
+    """Weights zeroed where a mask had excluded the keys already: of that remains what it does to queries without keys.
+
+    Raises:
+        NotAttention: other weights are zeroed as well, so that the rest no longer sums to one.
+    """
+    fills = [step for step in scores.masking if isinstance(step, Fill)]
+    for zeroing in weights.zeroing:
+        condition, negated = without_not(zeroing.condition)
+        for fill in fills if len(fills) == 1 and fills[0].number <= NEGLIGIBLE else ():
+            other, negated_too = without_not(fill.condition)
+            alike = same_value(condition.value, other.value) and condition.layout.dims == other.layout.dims
+            if alike and (negated ^ zeroing.inverted) == (negated_too ^ fill.inverted):
+                weights.nan_rows_zeroed |= fill.number != -np.inf or not zeroing.nan_stays
+                fill.number = -np.inf
+                break
+        else:
+            raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
+
+
 def _emit(
     graph: ir.Graph, name: str, scores: Scores, weights: Weights, keys: Layout, softmax_dtype: ir.DataType | None
 ) -> str:
@@ -161,8 +194,11 @@ def _emit(
     query_factor, query = strip_factors(scores.query)
     key_factor, key = strip_factors(scores.key)
     value_factor, value = strip_factors(weights.value)
+    (q_more, query), (k_more, key) = (_before_widening(operand, value.value.dtype) for operand in (query, key))
     final, output = walk_forward(weights.product.outputs[0], weights.output)
     dtype = query.value.dtype
+    if (cast := _cast_back(final, dtype)) is not None:
+        final, output = walk_forward(cast, output)
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == final.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
 
@@ -173,7 +209,7 @@ def _emit(
     n_q, n_k, d_k, d_v = (tuple(part.axes) for part in (scores.queries, keys, scores.features, weights.value_features))
     batch, heads = _batch_and_heads(scores.batch, query.layout, d_k)
     shared = _shared_heads(heads, key.layout, value.layout)
-    scale = scores.scale * query_factor * key_factor
+    scale = scores.scale * query_factor * key_factor * q_more * k_more
     node_name = f"{name}/Attention"
 
     def build(op: Builder) -> ir.Value:
@@ -187,6 +223,9 @@ def _emit(
         if scale < 0:  # the operator takes the root of its scale
             q = like(op.Neg(q), q)
         mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype)
+        if scores.sink is not None:
+            k, v = (_with_zeros(op, x, scores.sink) for x in (k, v))
+            mask = _beside_sinks(op, mask, scores.sink, Layout([batch, heads, n_q, n_k]), sized, dtype)
         attributes: dict[str, float | int] = {"scale": abs(scale)}
         if scores.softcap:
             attributes["softcap"] = scores.softcap
@@ -199,6 +238,8 @@ def _emit(
         typed(result, dtype, [size.dim() for size in result_layout.sizes()])
         if (factor := weights.scale * value_factor) != 1.0:
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
+        for by in weights.tensor_scales:
+            result = like(op.op(by.op_type, [result, _cast(op, _broadcastable(op, by.operand, rows), dtype)]), result)
         zeros = constant(op, 0.0, dtype)
         for kept in weights.kept_rows:
             result = like(op.Where(_broadcastable(op, kept, rows), result, zeros), result)
@@ -209,6 +250,59 @@ def _emit(
     result = insert(graph, weights.product, build)
     replace_value(final, result)
     return node_name
+
+
+def _before_widening(operand: Operand, dtype: ir.DataType | None) -> tuple[float, Operand]:
+    """A query or key before it was cast from the values' 16-bit type: the products are summed in fp32 all the same."""
+    node = operand.value.producer()
+    if node is None or node.domain != "" or node.op_type != "Cast" or dtype is None or dtype.bitwidth != 16:
+        return 1.0, operand
+    source = node.inputs[0]
+    if source is None or source.dtype != dtype or operand.value.dtype != FLOAT:
+        return 1.0, operand
+    return strip_factors(Operand(source, operand.layout))
+
+
+def _cast_back(value: ir.Value, dtype: ir.DataType | None) -> ir.Value | None:
+    """What `value` is cast to, where that is `dtype` and its only use."""
+    users = [use.node for use in value.uses()]
+    if value.dtype == dtype or value.is_graph_output() or len(users) != 1 or users[0].op_type != "Cast":
+        return None
+    return users[0].outputs[0] if users[0].outputs[0].dtype == dtype else None
+
+
+def _with_zeros(op: Builder, x: ir.Value, sink: Sink) -> ir.Value:
+    """Keys or values `(B, H, n_k, d)` with zeros for the sinks, which so score what the mask adds, and give nothing."""
+    pads = [0] * 8
+    pads[2 if sink.first else 6] = sink.count
+    shape = [*dims_of(x)[:2], sink.joint.size.dim(), dims_of(x)[3]]
+    assert x.dtype is not None
+    return typed(op.Pad(x, constant(op, pads)), x.dtype, shape)
+
+
+def _beside_sinks(
+    op: Builder, mask: ir.Value | None, sink: Sink, canonical: Layout, sized: list[Sized], dtype: ir.DataType
+) -> ir.Value:
+    """What is added to the scores of the keys, none or a mask, joined with the scores of the sinks."""
+    keys = canonical.dims[3]
+    column = sink.column
+    if mask is None:
+        mask = constant(op, np.zeros((1, 1, 1, 1)), dtype)
+    if mask.dtype == BOOL:
+        zero, low = constant(op, np.zeros((1, 1, 1, 1)), dtype), constant(op, -np.inf, dtype)
+        mask = like(op.Where(mask, zero, low), mask, dtype)
+    shared = [size != ONE or bool(set(dim) & set(column.layout.axes))
+              for size, dim in zip(sizes_of(mask)[:3], canonical.dims[:3], strict=True)]  # fmt: skip
+    outer = [dim if wide else () for dim, wide in zip(canonical.dims, shared, strict=False)]
+    have = Layout(() if size == ONE else dim for size, dim in zip(sizes_of(mask), canonical.dims, strict=True))
+    mask = rearrange(op, mask, have, Layout([*outer, keys]), sized)
+    sinks = [axis for axis in column.layout.axes if axis not in canonical.axes]
+    scores = _cast(op, rearrange(op, column.value, column.layout, Layout([*outer, sinks]), sized), dtype)
+    if sink.factor != 1.0:
+        scores = like(op.Mul(scores, constant(op, sink.factor, dtype)), scores)
+    parts = (scores, mask) if sink.first else (mask, scores)
+    joined = op.Concat(*parts, axis=3)
+    return typed(joined, dtype, [*dims_of(mask)[:3], sink.joint.size.dim()])
 
 
 def _batch_and_heads(batch: Layout, query: Layout, features: Dims) -> tuple[list[Axis], list[Axis]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.eager import as_written, at_precision, first_line, output_names, torch_dtype
 from attnforge.errors import CaptureError
+from attnforge.export.repair import repair
 from attnforge.precision import Precision
 
 OPSET = 23
@@ -77,6 +78,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     assert program is not None
     model = program.model
     _rename_symbols(program, dims)
+    repair(model)
     for value, name in zip(model.graph.inputs, names, strict=True):
         _check_symbolic(value, dims[name])
     inputs = [_spec(v, dims[v.name or ""], arg) for v, arg in zip(model.graph.inputs, cast, strict=True)]

@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 
 import numpy as np
 import onnx_ir as ir
+import sympy
 from numpy.typing import ArrayLike
 from onnx_ir.tape import Tape
 
@@ -28,8 +30,9 @@ class Builder(Tape):
         return lambda *inputs, **attributes: self.op(op_type, inputs, attributes)
 
 
-_FACTOR = re.compile(r"\w+|\([^()]*(?:\([^()]*\)[^()]*)*\)")
-"""A number, a name, or a whole expression in brackets."""
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_FUNCTIONS = frozenset({"floor", "max", "min", "Max", "Min", "Mod"})
+"""What the expressions of symbolic dims may call, beside arithmetic."""
 
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 """Operators that move numbers without changing, adding or dropping any."""
@@ -41,7 +44,7 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True)
 class Size:
-    """A dim as a monomial: `factor` times symbols. A dim of another form (`n + 1`) counts as one symbol."""
+    """A dim as a product: `factor` times symbols, each a name or another expression without factors (`n + 1`)."""
 
     factor: int = 1
     symbols: tuple[str, ...] = ()
@@ -50,11 +53,7 @@ class Size:
     def of(cls, dim: int | ir.SymbolicDim) -> Size:
         if isinstance(dim, int):
             return cls(dim)
-        text = (dim.value or f"unknown{id(dim)}").replace(" ", "")
-        parts = _FACTOR.findall(text)
-        if "*".join(parts) != text:  # a sum, a quotient, a power
-            return cls(1, (f"({text})",))
-        return cls(prod(int(p) for p in parts if p.isdigit()), tuple(sorted(p for p in parts if not p.isdigit())))
+        return _parsed(dim.value) if dim.value else cls(1, (f"unknown{id(dim)}",))
 
     @property
     def is_static(self) -> bool:
@@ -77,10 +76,31 @@ class Size:
     def dim(self) -> int | ir.SymbolicDim:
         if self.is_static:
             return self.factor
-        return ir.SymbolicDim("*".join(([str(self.factor)] if self.factor != 1 else []) + list(self.symbols)))
+        symbols = [symbol if _NAME.fullmatch(symbol) else f"({symbol})" for symbol in self.symbols]
+        return ir.SymbolicDim("*".join(([str(self.factor)] if self.factor != 1 else []) + symbols))
 
 
 ONE = Size()
+
+
+@cache
+def _parsed(text: str) -> Size:
+    """The size that an expression such as `4*batch*((tokens**2)//tokens)` stands for; all symbols are positive."""
+    names = sorted(set(_NAME.findall(text)) - _FUNCTIONS)
+    symbols = {f"s{i}": sympy.Symbol(f"s{i}", integer=True, positive=True) for i in range(len(names))}
+    by_name = dict(zip(names, symbols, strict=True))
+    try:
+        simple = ir.SymbolicDim(_NAME.sub(lambda m: by_name.get(m[0], m[0]), text)).simplify().value
+        factor, powers = sympy.factor_list(sympy.sympify(simple, locals=symbols))
+    except (ValueError, sympy.PolynomialError):
+        return Size(1, (text,))  # an expression of a grammar that is not known: it equals itself
+    if not factor.is_Integer:
+        return Size(1, (text,))
+
+    def named(base: sympy.Expr) -> str:
+        return re.sub(r"\bs(\d+)\b", lambda m: names[int(m[1])], str(base))
+
+    return Size(int(factor), tuple(sorted(named(base) for base, power in powers for _ in range(power))))
 
 
 @dataclass(eq=False)
@@ -425,8 +445,13 @@ def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> 
     return typed(value, dtype, dims_of(other))
 
 
-def insert(graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False) -> ir.Value:
-    """Run `build` with a builder, put what it made in front of `at` (or behind it), and return its result."""
+def insert(
+    graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False, stem: str | None = None
+) -> ir.Value:
+    """Run `build` with a builder, put what it made in front of `at` (or behind it), and return its result.
+
+    New nodes are named after `stem`, by default the name of `at`; give one where more than one insertion is made there.
+    """
     op = Builder()
     try:
         result = build(op)
@@ -435,7 +460,7 @@ def insert(graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], a
             for i in range(len(node.inputs)):
                 node.replace_input_with(i, None)
         raise
-    stem = at.name or at.op_type
+    stem = stem or at.name or at.op_type
     for i, node in enumerate(op.nodes):
         node.name = node.name or f"{stem}/{node.op_type}_{i}"
         for j, output in enumerate(node.outputs):

@@ -26,6 +26,7 @@ from attnforge.export.layout import (
     Size,
     after_view,
     before_view,
+    is_expand,
     is_view,
     sizes_of,
     walk_back,
@@ -71,6 +72,31 @@ class Fill:
 
 
 @dataclass
+class Sink:
+    """Scores of no key's own, set beside those of the keys before the softmax and cut off behind it.
+
+    `column` holds them, already multiplied by `factor`'s tensor; `joint` is the axis of keys and sinks together, `keys`
+    that of the keys alone.
+    """
+
+    column: Operand
+    factor: float
+    count: int
+    first: bool  # whether the sinks stand before the keys
+    joint: Axis
+    keys: Axis
+
+
+@dataclass
+class Zeroing:
+    """Weights put to zero behind the softmax where the condition is False, or, if `inverted`, True."""
+
+    condition: Operand
+    inverted: bool
+    nan_stays: bool  # a product with zero leaves NaN, a choice does not
+
+
+@dataclass
 class Scores:
     """What lies between the product of query and key and the softmax."""
 
@@ -78,6 +104,7 @@ class Scores:
     tensor_scales: list[TensorScale] = field(default_factory=list)
     softcap: float = 0.0
     masking: list[Bias | Fill] = field(default_factory=list)  # the one nearest to the softmax first
+    sink: Sink | None = None
     query: Operand | None = None
     key: Operand | None = None
     batch: Layout = field(default_factory=lambda: Layout([]))
@@ -91,9 +118,12 @@ class Weights:
     """What lies between the softmax and the product with the values."""
 
     scale: float = 1.0
+    tensor_scales: list[TensorScale] = field(default_factory=list)
     kept_rows: list[Operand] = field(default_factory=list)  # boolean: a False row becomes zeros
     zeroed_rows: list[Operand] = field(default_factory=list)  # boolean: a True row becomes zeros
+    zeroing: list[Zeroing] = field(default_factory=list)
     nan_rows_zeroed: bool = False
+    sink: Sink | None = None  # what is still to be cut off
     value: Operand | None = None
     value_features: Layout = field(default_factory=lambda: Layout([]))
     product: ir.Node | None = None
@@ -108,6 +138,7 @@ class Walk:
     value: ir.Value
     layout: Layout
     softmax_axis: Axis
+    also_used_by: frozenset[ir.Node] = frozenset()  # nodes whose use of the value makes no difference
 
     @property
     def keys(self) -> Dims:
@@ -115,11 +146,24 @@ class Walk:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """The number that `value` holds, or None where it is not a constant of one element."""
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    if tensor is None or tensor.size != 1:
+    """The one number that a constant `value` holds, once or everywhere; None where there is no such number."""
+    if value is None:
         return None
-    return float(tensor.numpy().astype(np.float64).reshape(()))
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is not None:
+        numbers = tensor.numpy().reshape(-1)
+        uniform = numbers.size == 1 or (numbers.size > 1 and bool((numbers == numbers[0]).all()))
+        return float(numbers[0].astype(np.float64)) if uniform else None
+    node = value.producer()
+    if node is None or node.domain != "":
+        return None
+    if node.op_type == "ConstantOfShape":
+        filled = node.attributes.get("value")
+        return float(filled.as_tensor().numpy().reshape(())) if filled is not None else 0.0
+    if node.op_type == "Cast" and (number := scalar(node.inputs[0])) is not None and value.dtype is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(np.asarray(number).astype(value.dtype.numpy()).astype(np.float64))
+    return scalar(node.inputs[0]) if is_view(node) or is_expand(node) else None
 
 
 def factor_of(node: ir.Node) -> tuple[float, ir.Value] | None:
@@ -147,6 +191,33 @@ def strip_factors(operand: Operand) -> tuple[float, Operand]:
         operand = Operand(factor[1], operand.layout)
 
 
+def same_value(a: ir.Value | None, b: ir.Value | None, depth: int = 8) -> bool:
+    """Whether two values are computed by the same operators from the same values, at most `depth` operators back."""
+    if a is b or a is None or b is None:
+        return a is b
+    one, other = (ir.convenience.get_const_tensor(value) for value in (a, b))
+    if one is not None and other is not None:
+        return one.dtype == other.dtype and np.array_equal(one.numpy(), other.numpy())
+    first, second = a.producer(), b.producer()
+    if first is None or second is None or depth == 0 or a.index() != b.index():
+        return False
+    return (
+        first.op_identifier() == second.op_identifier()
+        and first.attributes == second.attributes
+        and len(first.inputs) == len(second.inputs)
+        and all(same_value(x, y, depth - 1) for x, y in zip(first.inputs, second.inputs, strict=True))
+    )
+
+
+def without_not(operand: Operand) -> tuple[Operand, bool]:
+    """A condition behind any Not, and whether there was an odd number of them."""
+    node, negated = operand.value.producer(), False
+    while node is not None and node.domain == "" and node.op_type == "Not" and node.inputs[0] is not None:
+        operand, negated = Operand(node.inputs[0], operand.layout), not negated
+        node = operand.value.producer()
+    return operand, negated
+
+
 def _aligned(value: ir.Value, layout: Layout) -> Operand:
     """`value` as it broadcasts against a tensor of `layout`."""
     sizes = sizes_of(value)
@@ -158,12 +229,13 @@ def _aligned(value: ir.Value, layout: Layout) -> Operand:
     return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
 
 
-def _only_use(value: ir.Value, what: str) -> ir.Node:
+def _only_use(value: ir.Value, what: str, beside: frozenset[ir.Node] = frozenset()) -> ir.Node:
     if value.is_graph_output():
         raise NotAttention(
             f"the {what} {value.name!r} are an output of the model; a fused kernel never has them in memory"
         )
-    nodes = [use.node for use in value.uses()]
+    # Its size alone can be told without it.
+    nodes = [use.node for use in value.uses() if use.node not in beside and use.node.op_type != "Shape"]
     if len(nodes) != 1:
         raise NotAttention(
             f"the {what} {value.name!r} are used {len(nodes)} times; a fused kernel never has them in memory"
@@ -185,12 +257,18 @@ def walk_to_product(walk: Walk, scores: Scores) -> None:
         node = walk.value.producer()
         if node is None:
             raise NotAttention("the scores are an input of the graph, not a product of a query and a key")
-        _only_use(walk.value, "scores")
+        _only_use(walk.value, "scores", walk.also_used_by)
+        walk = replace(walk, also_used_by=frozenset())
         scores.path.append(node.op_type)
-        if node.domain == "" and node.op_type in ("MatMul", "Gemm", "Einsum"):
+        if is_product(node):
             return _score_product(node, walk, scores)
         if node.domain == "" and node.op_type in ("Add", "Sub"):
-            return _score_sum(node, walk, scores)
+            if (shift := _shift_by_maximum(node, walk, scores)) is None:
+                return _score_sum(node, walk, scores)
+            walk = replace(walk, value=node.inputs[0], also_used_by=shift)
+            continue
+        if node.domain == "" and node.op_type == "Concat":
+            return _beside_sinks(node, walk, scores)
         if is_view(node):
             source = node.inputs[0]
             assert source is not None
@@ -275,6 +353,67 @@ _BACK: dict[str, Callable[[ir.Node, Walk, Scores], ir.Value]] = {
 }
 
 
+def _shift_by_maximum(node: ir.Node, walk: Walk, scores: Scores) -> frozenset[ir.Node] | None:
+    """Where `node` takes the scores' own maximum off the scores, which no softmax notices: the nodes that find it.
+
+    A number put in the place of scores behind the shift would stand elsewhere among them without it, unless it is -inf.
+    """
+    left, right = node.inputs
+    assert left is not None and right is not None
+    finite = any(isinstance(step, Fill) and step.number != -np.inf for step in scores.masking)
+    if node.op_type != "Sub" or scores.softcap or finite:
+        return None
+    try:
+        largest = _aligned(right, walk.layout)
+    except NotAttention:
+        return None
+    if set(largest.layout.axes) & set(walk.keys):
+        return None
+    nodes: set[ir.Node] = set()
+    value: ir.Value | None = right
+    while value is not None and value is not left:
+        maker = value.producer()
+        if maker is None or maker.domain != "" or not (is_view(maker) or maker.op_type in ("ReduceMax", "Cast")):
+            return None
+        nodes.add(maker)
+        value = maker.inputs[0]
+    return frozenset(nodes) if any(maker.op_type == "ReduceMax" for maker in nodes) else None
+
+
+def _beside_sinks(node: ir.Node, walk: Walk, scores: Scores) -> None:
+    """Scores joined with columns that belong to no key: attention sinks (https://arxiv.org/abs/2309.17453)."""
+    axis = node.attributes.get_int("axis", 0) % len(walk.layout)
+    if walk.layout.dims[axis] != walk.keys or len(walk.keys) != 1 or len(node.inputs) != 2:
+        raise NotAttention(
+            "the scores are joined with others along another axis than that of the keys, or in more parts"
+        )
+    if scores.masking or scores.softcap or scores.tensor_scales or scores.scale <= 0 or scores.sink is not None:
+        raise NotAttention("scores are masked, capped or scaled by a tensor together with the sinks beside them")
+    reasons = []
+    for i in (0, 1):
+        through, column = node.inputs[i], node.inputs[1 - i]
+        assert through is not None and column is not None
+        size = sizes_of(column)[axis]
+        if not size.is_static:
+            reasons.append(f"{column.name!r} has a dynamic number of sinks")
+            continue
+        keys, sinks = Axis(sizes_of(through)[axis]), Axis(size)
+        dims = walk.layout.dims
+        beside = Layout([*dims[:axis], (sinks,) if size != ONE else (), *dims[axis + 1 :]])
+        operand = Operand(*walk_back(column, beside))
+        sink = Sink(operand, scores.scale, size.factor, i == 1, walk.softmax_axis, keys)
+        trial = replace(scores, path=list(scores.path), masking=[], tensor_scales=[], sink=sink)
+        layout = Layout([*dims[:axis], (keys,), *dims[axis + 1 :]])
+        try:
+            walk_to_product(Walk(through, layout, keys), trial)
+        except (NotAttention, LayoutError) as error:
+            reasons.append(str(error))
+            continue
+        scores.__dict__.update(trial.__dict__)
+        return
+    raise NotAttention("no part of Concat is an inner product of a query and a key: " + "; ".join(reasons))
+
+
 def _score_sum(node: ir.Node, walk: Walk, scores: Scores) -> None:
     """One side holds the scores, the other a bias; which is which shows in where the walk back ends."""
     left, right = node.inputs
@@ -342,9 +481,37 @@ class Contraction:
     summed: dict[str, Size]  # the labels summed over
 
 
+def is_product(node: ir.Node) -> bool:
+    """Whether a node sums products of two tensors' elements."""
+    return node.domain == "" and (node.op_type in ("MatMul", "Gemm", "Einsum") or _multiplied(node) is not None)
+
+
+def _multiplied(node: ir.Node) -> ir.Node | None:
+    """The Mul whose products `node` sums."""
+    if node.domain != "" or node.op_type != "ReduceSum" or node.inputs[0] is None:
+        return None
+    mul = node.inputs[0].producer()
+    if mul is not None and mul.op_type == "Cast" and mul.inputs[0] is not None and len(mul.outputs[0].uses()) == 1:
+        product = mul.inputs[0]  # 16-bit products are summed in fp32
+        mul = product.producer() if product.dtype is not None and product.dtype.bitwidth == 16 else None
+    if mul is None or mul.domain != "" or mul.op_type != "Mul" or factor_of(mul) or len(mul.outputs[0].uses()) != 1:
+        return None
+    return mul
+
+
+def _sum_of(mul: ir.Node) -> ir.Node | None:
+    """The node that sums the products of `mul`."""
+    users = [use.node for use in mul.outputs[0].uses()]
+    if len(users) == 1 and users[0].op_type == "Cast":
+        users = [use.node for use in users[0].outputs[0].uses()]
+    return users[0] if len(users) == 1 and _multiplied(users[0]) is mul else None
+
+
 def _contraction(node: ir.Node) -> Contraction:
     if node.op_type == "Einsum":
         return _einsum(node)
+    if (mul := _multiplied(node)) is not None:
+        return _summed_product(node, mul)
     left, right = node.inputs[:2]
     assert left is not None and right is not None
     swapped = (False, False)
@@ -352,40 +519,69 @@ def _contraction(node: ir.Node) -> Contraction:
         if node.attributes.get_float("alpha", 1.0) != 1.0 or any(v is not None for v in node.inputs[2:]):
             raise NotAttention("a Gemm with a bias or a factor")
         swapped = bool(node.attributes.get_int("transA", 0)), bool(node.attributes.get_int("transB", 0))
-    if min(len(sizes_of(left)), len(sizes_of(right))) < 2:
-        raise NotAttention("a product with a vector is no inner product of queries and keys")
-    batch = [f"batch{i}" for i in range(len(sizes_of(node.outputs[0])) - 2)]
-    inner = [["rows", "sum"], ["sum", "columns"]]
+    left_sizes, right_sizes = sizes_of(left), sizes_of(right)
+    rows, columns = ["rows"] if len(left_sizes) > 1 else [], ["columns"] if len(right_sizes) > 1 else []
+    batch = [f"batch{i}" for i in range(len(sizes_of(node.outputs[0])) - len(rows) - len(columns))]
+    pairs = [*rows, "sum"], ["sum", *columns]
     labels = [
-        [*_broadcast(value, batch), *(pair[::-1] if swap else pair)]
-        for value, pair, swap in zip((left, right), inner, swapped, strict=True)
+        [*_broadcast(sizes[:-2], batch), *(pair[::-1] if swap else pair)]
+        for sizes, pair, swap in zip((left_sizes, right_sizes), pairs, swapped, strict=True)
     ]
-    summed = {"sum": sizes_of(left)[-2 if swapped[0] else -1]}
-    return Contraction(left, right, labels[0], labels[1], [*batch, "rows", "columns"], summed)
+    summed = {"sum": left_sizes[-2 if swapped[0] else -1]}
+    return Contraction(left, right, labels[0], labels[1], [*batch, *rows, *columns], summed)
 
 
-def _broadcast(value: ir.Value, batch: list[str]) -> list[str | None]:
-    sizes = sizes_of(value)[:-2]
-    return [None if size == ONE else label for size, label in zip(sizes, batch[len(batch) - len(sizes) :], strict=True)]
+def _broadcast(sizes: list[Size], labels: list[str]) -> list[str | None]:
+    """The last of `labels` for dims of `sizes`, None where one is broadcast."""
+    last = labels[len(labels) - len(sizes) :]
+    return [None if size == ONE else label for size, label in zip(sizes, last, strict=True)]
+
+
+def _summed_product(node: ir.Node, mul: ir.Node) -> Contraction:
+    left, right = mul.inputs
+    axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
+    if axes is None or left is None or right is None:
+        raise NotAttention("products are summed over axes that are not constant")
+    sizes = sizes_of(mul.outputs[0])
+    every = [f"dim{i}" for i in range(len(sizes))]
+    summed = {every[i]: sizes[i] for i in axes.numpy().reshape(-1)}
+    kept = {la: f"{la} kept" for la in summed} if node.attributes.get_int("keepdims", 1) else {}
+    output = [kept.get(la, la) for la in every if la in kept or la not in summed]
+    labels = [_broadcast(sizes_of(value), every) for value in (left, right)]
+    return Contraction(left, right, labels[0], labels[1], output, summed)
 
 
 def _einsum(node: ir.Node) -> Contraction:
     equation = node.attributes["equation"].as_string().replace(" ", "")
     terms, _, output = equation.partition("->")
-    if len(node.inputs) != 2 or "." in equation or not output:
+    if len(node.inputs) != 2 or not output:
         raise NotAttention(f"an Einsum of another kind than a product of two tensors: {equation}")
     left, right = node.inputs
     assert left is not None and right is not None
-    first, second = terms.split(",")
-    sizes = dict(zip(first + second, sizes_of(left) + sizes_of(right), strict=True))
-    summed = {label: size for label, size in sizes.items() if label not in output}
-    if (
-        len({*first}) < len(first)
-        or len({*second}) < len(second)
-        or not all(la in first and la in second for la in summed)
-    ):
+    unused = [chr(code) for code in range(ord("A"), ord("z") + 1) if chr(code).isalpha() and chr(code) not in equation]
+    terms_of = terms.split(",")
+    ranks = [
+        len(sizes_of(value)) - len(term.replace("...", "")) for value, term in zip((left, right), terms_of, strict=True)
+    ]
+    batch = unused[: max(ranks)]
+    labels = []
+    for value, term, rank in zip((left, right), terms_of, ranks, strict=True):
+        front = term.find("...")
+        letters: list[str | None] = list(term.replace("...", ""))
+        if front >= 0:
+            letters[front:front] = _broadcast(sizes_of(value)[front : front + rank], batch)
+        labels.append(letters)
+    result = output.replace("...", "".join(batch))
+    sizes = {
+        la: size
+        for v, one in zip((left, right), labels, strict=True)
+        for la, size in zip(one, sizes_of(v), strict=True)
+    }
+    summed = {la: size for la, size in sizes.items() if la is not None and la not in result}
+    named = [[la for la in one if la is not None] for one in labels]
+    if any(len(set(one)) < len(one) for one in named) or not all(la in named[0] and la in named[1] for la in summed):
         raise NotAttention(f"an Einsum that takes a diagonal or sums one side alone: {equation}")
-    return Contraction(left, right, list(first), list(second), list(output), summed)
+    return Contraction(left, right, labels[0], labels[1], list(result), summed)
 
 
 # --- forward from the softmax -----------------------------------------------------------------------------------------
@@ -399,7 +595,7 @@ def walk_to_output(walk: Walk, weights: Weights) -> None:
         LayoutError: a view on the way mixes axes.
     """
     while True:
-        if weights.scale > 0 and (guard := _nan_guard(walk.value)) is not None:
+        if weights.scale > 0 and not weights.tensor_scales and (guard := _nan_guard(walk.value)) is not None:
             walk = replace(walk, value=guard[0])
             if guard[1]:
                 weights.nan_rows_zeroed = True
@@ -407,26 +603,25 @@ def walk_to_output(walk: Walk, weights: Weights) -> None:
             continue
         node = _only_use(walk.value, "attention weights")
         weights.path.append(node.op_type)
-        if node.domain == "" and node.op_type in ("MatMul", "Gemm", "Einsum"):
+        if is_product(node):
             return _output_product(node, walk, weights)
+        if node.op_type == "Mul" and (total := _sum_of(node)) is not None:
+            return _output_product(total, walk, weights)
+        sink = weights.sink
         layout = after_view(node, walk.layout) if is_view(node) else _forward(node, walk, weights)
-        walk = replace(walk, value=node.outputs[0], layout=layout)
+        axis = sink.keys if sink is not None and weights.sink is None else walk.softmax_axis
+        walk = Walk(node.outputs[0], layout, axis)
 
 
 def _forward(node: ir.Node, walk: Walk, weights: Weights) -> Layout:
+    if node.domain == "" and node.op_type == "Slice":
+        return _cut_sinks(node, walk, weights)
     if factor := factor_of(node):
         weights.scale *= factor[0]
     elif node.domain == "" and node.op_type == "Where":
-        condition, if_true, if_false = node.inputs
-        assert condition is not None
-        kept = if_true is walk.value and scalar(if_false) == 0.0
-        zeroed = if_false is walk.value and scalar(if_true) == 0.0
-        if not (kept or zeroed):
-            raise NotAttention("Where replaces attention weights by something else than zeros")
-        rows = _aligned(condition, walk.layout)
-        if set(rows.layout.axes) & set(walk.keys):
-            raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
-        (weights.kept_rows if kept else weights.zeroed_rows).append(rows)
+        _forward_where(node, walk, weights)
+    elif node.domain == "" and node.op_type in ("Mul", "Div"):
+        _forward_scale(node, walk, weights)
     elif node.domain == "" and node.op_type == "Cast" and node.outputs[0].dtype is not None:
         if not node.outputs[0].dtype.is_floating_point():
             raise NotAttention(f"the attention weights are cast to {node.outputs[0].dtype}")
@@ -437,8 +632,67 @@ def _forward(node: ir.Node, walk: Walk, weights: Weights) -> Layout:
     return walk.layout
 
 
+def _forward_where(node: ir.Node, walk: Walk, weights: Weights) -> None:
+    condition, if_true, if_false = node.inputs
+    assert condition is not None
+    kept = if_true is walk.value and scalar(if_false) == 0.0
+    zeroed = if_false is walk.value and scalar(if_true) == 0.0
+    if not (kept or zeroed):
+        raise NotAttention("Where replaces attention weights by something else than zeros")
+    rows = _aligned(condition, walk.layout)
+    if set(rows.layout.axes) & set(walk.keys):
+        weights.zeroing.append(Zeroing(rows, zeroed, nan_stays=False))
+    else:
+        (weights.kept_rows if kept else weights.zeroed_rows).append(rows)
+
+
+def _forward_scale(node: ir.Node, walk: Walk, weights: Weights) -> None:
+    """A tensor that is the same for all keys, or a condition that was cast to ones and zeros."""
+    left, right = node.inputs
+    other = right if left is walk.value else left
+    assert other is not None
+    by = _aligned(other, walk.layout)
+    if not set(by.layout.axes) & set(walk.keys):
+        if node.op_type == "Div" and left is not walk.value:
+            raise NotAttention("a tensor is divided by the attention weights")
+        weights.tensor_scales.append(TensorScale(by, "Mul" if node.op_type == "Mul" else "Div"))
+        return
+    cast = other.producer()
+    condition = cast.inputs[0] if cast is not None and cast.domain == "" and cast.op_type == "Cast" else None
+    if node.op_type == "Div" or condition is None or condition.dtype != ir.DataType.BOOL:
+        raise NotAttention("the attention weights are multiplied by a tensor, so they no longer sum to one")
+    weights.zeroing.append(Zeroing(_aligned(condition, walk.layout), False, nan_stays=True))
+
+
+def _cut_sinks(node: ir.Node, walk: Walk, weights: Weights) -> Layout:
+    """The weights of the keys alone, behind a softmax that ran over keys and sinks."""
+    sink = weights.sink
+    constants = [ir.convenience.get_const_tensor(v) if v is not None else None for v in node.inputs[1:]]
+    starts, _, axes, *steps = [*constants, None][:4]
+    sizes = sizes_of(node.outputs[0])
+    axis = walk.layout.dims.index((sink.joint,)) if sink is not None and (sink.joint,) in walk.layout.dims else None
+    if sink is None or axis is None or starts is None or axes is None or axes.size != 1:
+        raise NotAttention("the attention weights are sliced before they meet the values")
+    step = steps[0] if steps else None
+    first = int(starts.numpy().reshape(()))
+    joined = sink.joint.size
+    from_end = first < 0 and joined.is_static and first + joined.factor == (sink.count if sink.first else 0)
+    if (
+        int(axes.numpy().reshape(())) % len(sizes) != axis
+        or not (first == (sink.count if sink.first else 0) or from_end)
+        or (step is not None and int(step.numpy().reshape(())) != 1)
+        or sizes[axis] != sink.keys.size
+    ):
+        raise NotAttention("the attention weights are sliced before they meet the values")
+    weights.sink = None
+    dims = walk.layout.dims
+    return Layout([*dims[:axis], (sink.keys,), *dims[axis + 1 :]])
+
+
 def _output_product(node: ir.Node, walk: Walk, weights: Weights) -> None:
     product = _contraction(node)
+    if weights.sink is not None:
+        raise NotAttention("the scores are joined with others that are not cut off behind the softmax")
     if product.left is product.right:
         raise NotAttention("the attention weights are multiplied with themselves")
     sides = [(product.left, product.left_labels), (product.right, product.right_labels)]
@@ -448,10 +702,12 @@ def _output_product(node: ir.Node, walk: Walk, weights: Weights) -> None:
     if [known[label] for label in product.summed] != [walk.keys]:
         raise NotAttention("the product after the softmax does not sum over the keys")
     features = [label for label in product.output if label in value_labels and label not in weight_labels]
-    if len(features) != 1 or features[0].startswith("batch"):
+    if len(features) > 1 or any(label.startswith("batch") for label in features):
         raise NotAttention("the values have a batch axis that the scores lack")
-    feature = (Axis(sizes_of(value)[value_labels.index(features[0])]),)
-    known |= {features[0]: feature, None: ()}
+    feature = tuple(
+        Axis(sizes_of(value)[value_labels.index(label)]) for label in features
+    )  # none: values of one number
+    known |= {None: (), **dict.fromkeys(features, feature)}
     weights.value = Operand(value, Layout(known[label] for label in value_labels))
     weights.value_features = Layout([feature])
     weights.output = Layout(known.get(label, ()) for label in product.output)  # a label in neither has size 1

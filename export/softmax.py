@@ -1,10 +1,13 @@
-"""A softmax written out by hand, `exp(x) / sum(exp(x))` with or without the maximum taken off, becomes a Softmax.
+"""A softmax written out by hand becomes a Softmax.
 
-Without the maximum taken off, what was written overflows where Softmax does not; the result is better, and the same
-wherever what was written is finite.
+`exp(x) / sum(exp(x))` with or without the maximum taken off, `exp(log_softmax(x))`, and the division put off until
+behind the product with the values, `(exp(x) @ v) / sum(exp(x))`. Without the maximum taken off, what was written
+overflows where Softmax does not; the result is better, and the same wherever what was written is finite.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import onnx_ir as ir
 
@@ -19,43 +22,67 @@ def restore_softmax(model: ir.Model) -> bool:
     """
     modified = False
     for node in list(model.graph):
-        if node.op_type != "Div" or node.domain != "":
-            continue
-        found = _argument(node)
-        if found is None:
-            continue
-        source, axis = found
-        result = insert(model.graph, node, lambda op, x=source, a=axis: _softmax(op, x, a))  # type: ignore[misc]
-        softmax = result.producer()
-        assert softmax is not None
-        softmax.metadata_props.update(node.metadata_props)
-        replace_value(node.outputs[0], result)
-        modified = True
+        if node.domain == "" and node.op_type in ("Div", "Exp"):
+            modified |= _restore(model.graph, node)
     return modified
 
 
-def _softmax(op: Builder, source: ir.Value, axis: int) -> ir.Value:
-    return like(op.Softmax(source, axis=axis), source)
+def _restore(graph: ir.Graph, node: ir.Node) -> bool:
+    found = _divided(node) if node.op_type == "Div" else _exponentiated(node)
+    if found is not None:
+        replace_value(node.outputs[0], _softmax(graph, node, *found))
+        return True
+    product = node.inputs[0].producer() if node.op_type == "Div" and node.inputs[0] is not None else None
+    if product is None or (late := _divided_late(node, product)) is None:
+        return False
+    product.replace_input_with(0, _softmax(graph, product, *late))
+    replace_value(node.outputs[0], product.outputs[0])
+    return True
 
 
-def _argument(div: ir.Node) -> tuple[ir.Value, int] | None:
+def _softmax(graph: ir.Graph, at: ir.Node, source: ir.Value, axis: int) -> ir.Value:
+    def build(op: Builder, source: ir.Value) -> ir.Value:
+        return like(op.Softmax(source, axis=axis), source)
+
+    result = insert(graph, at, partial(build, source=source), stem=f"{at.name}/restored")
+    softmax = result.producer()
+    assert softmax is not None
+    softmax.metadata_props.update(at.metadata_props)
+    return result
+
+
+def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
     """What a Div is the softmax of, and along which axis; None where it is none."""
     exp, total = (_maker(value) for value in div.inputs)
     if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
         return None
-    axis = _one_axis(total)
+    axis, source = _one_axis(total), exp.inputs[0]
     if axis is None or _maker(total.inputs[0]) is not exp or div.outputs[0].dtype != exp.outputs[0].dtype:
         return None
-    source = exp.inputs[0]
-    assert source is not None
-    shifted = source.producer()
-    if shifted is not None and shifted.op_type == "Sub":
-        scores, largest = shifted.inputs[0], _maker(shifted.inputs[1])
-        if scores is not None and largest is not None and largest.op_type == "ReduceMax":
-            if _before_casts(largest.inputs[0]) is scores and _one_axis(largest) == axis:
-                return scores, axis
-            return None
-    return source, axis
+    return (source, axis) if source is not None else None
+
+
+def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
+    """The same for the Exp of a LogSoftmax."""
+    log = exp.inputs[0].producer() if exp.inputs[0] is not None else None
+    if log is None or log.domain != "" or log.op_type != "LogSoftmax" or log.inputs[0] is None:
+        return None
+    return log.inputs[0], log.attributes.get_int("axis", -1)
+
+
+def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None:
+    """The same for a product of exponentials and values that is divided by the sum of the exponentials."""
+    exp = product.inputs[0].producer() if product.inputs and product.inputs[0] is not None else None
+    total = _maker(div.inputs[1])
+    if product.domain != "" or product.op_type != "MatMul" or len(product.outputs[0].uses()) != 1:
+        return None
+    if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
+        return None
+    weights, source = exp.outputs[0], exp.inputs[0]
+    if _before_casts(total.inputs[0]) is not weights or source is None or weights.shape is None:
+        return None
+    last = len(weights.shape) - 1
+    return (source, last) if _one_axis(total) == last and last > 0 else None
 
 
 def _before_casts(value: ir.Value | None) -> ir.Value | None:

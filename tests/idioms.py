@@ -559,6 +559,35 @@ def content_to_position(s, x):
 # --- how the softmax is written ---------------------------------------------------------------------------------------
 
 
+@masked
+def masked_again_behind_the_softmax(s, x, mask):
+    q, k, v = s.qkv(x)
+    hidden = mask[:, None] == 0
+    weights = (q @ k.mT / 4).masked_fill(hidden, torch.finfo(x.dtype).min).softmax(-1)
+    return s.merge(weights.masked_fill(hidden, 0.0) @ v)
+
+
+@masked
+def where_with_a_full_tensor(s, x, mask):
+    q, k, v = s.qkv(x)
+    scores = q @ k.mT / 4
+    return s.merge(torch.where(mask[:, None], scores, torch.full_like(scores, -1e4)).softmax(-1) @ v)
+
+
+@idiom()
+def einsum_with_an_ellipsis(s, x):
+    q, k, v = s.qkv(x)
+    weights = torch.einsum("...id,...jd->...ij", q, k).div(4).softmax(-1)
+    return s.merge(torch.einsum("...ij,...jd->...id", weights, v))
+
+
+@idiom()
+def products_written_as_sums(s, x):
+    q, k, v = s.qkv(x)
+    weights = (q[:, :, :, None] * k[:, :, None]).sum(-1).div(4).softmax(-1)
+    return s.merge((weights[..., None] * v[:, :, None]).sum(-2))
+
+
 @idiom()
 def softmax_in_float32(s, x):
     q, k, v = s.qkv(x)
@@ -591,6 +620,73 @@ def exp_over_sum_less_maximum(s, x):
 def dropout_left_in(s, x):
     q, k, v = s.qkv(x)
     return s.merge(F.dropout((q @ k.mT / 4).softmax(-1), 0.1, training=s.training) @ v)
+
+
+@idiom()
+def maximum_taken_off_before_the_softmax(s, x):
+    q, k, v = s.qkv(x)
+    scores = q @ k.mT / 4
+    return s.merge((scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v)
+
+
+@idiom()
+def cogview_softmax(s, x):
+    q, k, v = s.qkv(x)
+    small = q @ k.mT / (4 * 32)
+    return s.merge(((small - small.amax(-1, keepdim=True)) * 32).softmax(-1) @ v)
+
+
+@idiom()
+def log_softmax_exponentiated(s, x):
+    q, k, v = s.qkv(x)
+    return s.merge((q @ k.mT / 4).log_softmax(-1).exp() @ v)
+
+
+@idiom()
+def divided_behind_the_values(s, x):
+    q, k, v = s.qkv(x)
+    weights = (q @ k.mT / 4).exp()
+    return s.merge((weights @ v) / weights.sum(-1, keepdim=True))
+
+
+@idiom()
+def scores_in_float32(s, x):
+    q, k, v = s.qkv(x)
+    return s.merge(((q.float() @ k.float().mT) / 4).softmax(-1).to(v.dtype) @ v)
+
+
+@idiom()
+def head_gates_behind_the_softmax(s, x):
+    q, k, v = s.qkv(x)
+    return s.merge((q @ k.mT / 4).softmax(-1) * s.per_head @ v)
+
+
+# --- attention sinks --------------------------------------------------------------------------------------------------
+
+
+@idiom()
+def sinks_beside_the_scores(s, x):
+    q, k, v = s.qkv(x)
+    scores = q @ k.mT / 4
+    sinks = s.per_head.expand(x.shape[0], -1, x.shape[1], -1)
+    joined = torch.cat([scores, sinks], dim=-1)
+    joined = joined - joined.max(dim=-1, keepdim=True).values
+    return s.merge(joined.softmax(-1)[..., :-1] @ v)
+
+
+@idiom()
+def sinks_in_front_under_a_causal_mask(s, x):
+    q, k, v = s.qkv(x)
+    n = x.shape[1]
+    scores = (q @ k.mT / 4).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+    joined = torch.cat([2 * s.per_head.expand(x.shape[0], -1, n, -1), scores], dim=-1)
+    return s.merge(joined.softmax(-1)[..., 1:] @ v)
+
+
+@idiom()
+def zero_key_and_value_appended(s, x):
+    q, k, v = (torch.cat([t, torch.zeros_like(t[:, :, :1])], dim=2) for t in s.qkv(x))
+    return s.merge((q[:, :, :-1] @ k.mT / 4).softmax(-1) @ v)
 
 
 # --- PyTorch's own ----------------------------------------------------------------------------------------------------

@@ -74,13 +74,28 @@ def test_a_size_comes_back_from_the_dim_that_it_is_written_as(a: Size) -> None:
     assert Size.of(a.dim()) == a
 
 
-@pytest.mark.parametrize("text", ["n + 1", "n - 1", "n//2", "n**2", "2*n + 3", "(n + 1)*4", "Mod(n, 2)", "Max(1, n)"])
+@pytest.mark.parametrize("text", ["n + 1", "n - 1", "n//2", "2*n + 3", "(n + 1)*4", "Mod(n, 2)", "Max(7, n)", "?"])
 def test_other_expressions_count_as_one_symbol(text: str) -> None:
     one = size(text)
     assert not one.is_static and len(one.symbols) == 1
     assert Size.of(one.dim()) == one
     assert (one * Size(3)).divide(Size(3)) == one
     assert one != size("n")
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("((n**2)//n)", "n"),
+        ("n**2", "n*n"),
+        ("4*b*n + 4*b", "4*(n + 1)*b"),
+        ("Max(1, n)", "n"),
+        ("(4*b*n)//b", "n*4"),
+        ("lambda*import.x", "import.x*lambda"),
+    ],
+)
+def test_one_size_however_it_is_written(text: str, same: str) -> None:
+    assert size(text) == size(same)
 
 
 def test_unknown_dims_are_all_different() -> None:

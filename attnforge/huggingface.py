@@ -1,0 +1,207 @@
+"""Hugging Face models by configuration or local folder: plain tensors in and out, and inputs to export them with.
+
+Nothing is downloaded. A folder holds `config.json`, and `model.safetensors` where the weights are to be those; a
+configuration alone gives a model with random weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from attnforge.errors import UnavailableError, UsageError
+from attnforge.model.registry import Example
+
+SHORTEST, LONGEST = 2, 512
+"""Tokens that a deployed model takes, unless told otherwise or unless its position table is shorter."""
+
+
+class PlainTensors(nn.Module):
+    """A Hugging Face model that takes named tensors by position and returns a dict of tensors, without caches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @classmethod
+    def taking(cls, names: Sequence[str]) -> type[PlainTensors]:
+        """This class with a forward whose signature lists `names`: they become the names of the deployed inputs."""
+
+        def forward(self: PlainTensors, *tensors: Tensor) -> dict[str, Tensor]:
+            result = self.model(**dict(zip(names, tensors, strict=True)), return_dict=True)
+            return {name: value for name, value in result.items() if isinstance(value, Tensor)}
+
+        named = ("self", *names)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        forward.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in named])  # type: ignore[attr-defined]
+        return type(cls.__name__, (cls,), {"forward": forward})
+
+
+def example(
+    path: str | os.PathLike[str],
+    *,
+    attention: str = "sdpa",
+    architecture: str | None = None,
+    batch: int | str = 2,
+    tokens: int | str = 16,
+    max_batch: int | str = 8,
+    max_tokens: int | str | None = None,
+    dynamic: str = "batch,tokens",
+    seed: int | str = 0,
+) -> Example:
+    """The model at `path`, in eval mode, with example inputs and dynamic dims.
+
+    Args:
+        path: a folder with `config.json` (and weights), or a configuration file.
+        attention: `sdpa` or `eager`: which of its two forms of attention is run and exported.
+        architecture: class in transformers, such as `T5EncoderModel`; by default the one that the configuration names.
+        batch, tokens: sizes of the example.
+        max_batch, max_tokens: upper bounds of the dynamic dims; of tokens by default the model's own, 512 at most.
+        dynamic: which dims vary: `batch,tokens`, `batch`, `tokens` or `none`.
+        seed: of random weights and example inputs.
+
+    Raises:
+        UnavailableError: transformers is not installed.
+        UsageError: no configuration is there, an option cannot be meant, or the inputs of that architecture are others
+            than token ids, pixels, audio features or waveforms.
+    """
+    model = load(path, attention, architecture, int(seed))
+    return around(
+        model, int(batch), int(tokens), int(max_batch), None if max_tokens is None else int(max_tokens), dynamic
+    )
+
+
+def load(path: str | os.PathLike[str], attention: str, architecture: str | None, seed: int) -> nn.Module:
+    """The model itself, with its own weights where the folder has any, else random ones."""
+    transformers = _transformers()
+    folder = Path(path)
+    if not (folder.is_file() or (folder / "config.json").is_file()):
+        raise UsageError(f"no Hugging Face configuration at {folder}; give a folder with config.json, or such a file")
+    config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    named = architecture or next(iter(config.architectures or ()), None)
+    kind = getattr(transformers, named, None) if named else transformers.AutoModel
+    if kind is None:
+        raise UsageError(f"transformers {transformers.__version__} has no {named}; choose a class with architecture=…")
+    torch.manual_seed(seed)
+    if folder.is_dir() and (any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))):
+        model = kind.from_pretrained(str(folder), local_files_only=True, attn_implementation=attention)
+    elif kind is transformers.AutoModel:
+        model = kind.from_config(config, attn_implementation=attention)
+    else:
+        config._attn_implementation = attention
+        model = kind(config)
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def around(
+    model: Any,
+    batch: int = 2,
+    tokens: int = 16,
+    max_batch: int = 8,
+    max_tokens: int | None = None,
+    dynamic: str = "batch,tokens",
+) -> Example:
+    """`model` from transformers, wrapped for export, with example inputs and dynamic dims."""
+    varying = {part.strip() for part in dynamic.split(",")} - {"none"}
+    if unknown := varying - {"batch", "tokens"}:
+        raise UsageError(f"dynamic={dynamic!r} names {', '.join(sorted(unknown))}; of these may vary: batch, tokens")
+    model.config.use_cache = False
+    inputs = example_inputs(model, batch, tokens)
+    dims: dict[str, Any] = {}
+    if "batch" in varying:
+        dims["batch"] = Dim("batch", min=1, max=max_batch)
+    if "tokens" in varying:
+        dims["tokens"] = Dim("tokens", min=SHORTEST, max=max_tokens or longest(model.config))
+    shapes = {
+        name: {i: dims[dim] for i, dim in enumerate(("batch", "tokens")) if dim in dims and (i == 0 or _is_text(name))}
+        for name in inputs
+    }
+    return Example(PlainTensors.taking(list(inputs))(model), tuple(inputs.values()), shapes)
+
+
+def _is_text(name: str) -> bool:
+    return name.endswith(("input_ids", "attention_mask", "token_type_ids"))
+
+
+def longest(config: Any) -> int:
+    """How many tokens a model takes: what its position table holds, if it has one, and 512 at most."""
+    text = config.get_text_config()
+    known = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    padding = (getattr(text, "pad_token_id", None) or 0) + 1  # RoBERTa's positions start behind the padding's
+    return min([LONGEST, *(number - padding for number in known if isinstance(number, int) and number > padding)])
+
+
+def example_inputs(model: Any, batch: int, tokens: int) -> dict[str, Tensor]:
+    """Example inputs by name, in the order of forward's arguments; of texts all but the first end in padding.
+
+    Raises:
+        UsageError: the model's main input is of a kind that is not known here.
+    """
+    takes = inspect.signature(model.forward).parameters
+    main = model.main_input_name
+    if main not in _MAKERS:
+        raise UsageError(f"{type(model).__name__} takes {main}; of main inputs are known: {', '.join(_MAKERS)}")
+    needed = {main}
+    if main in ("input_ids", "pixel_values"):
+        needed |= {"input_ids", "pixel_values"}
+    if "input_ids" in takes and "input_ids" in needed:
+        needed.add("attention_mask")
+    if model.config.is_encoder_decoder:
+        needed.add("decoder_input_ids")
+    random = torch.Generator().manual_seed(0)
+    return {name: _MAKERS[name](model.config, batch, tokens, random) for name in takes if name in needed}
+
+
+def _token_ids(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
+    size = config.get_text_config().vocab_size
+    ids = torch.randint(0, size, (batch, tokens), generator=random)
+    ids[0, 0], ids[-1, -1] = 0, size - 1  # the range that reference inputs are drawn from
+    return ids
+
+
+def _attention_mask(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
+    mask = torch.ones(batch, tokens, dtype=torch.int64)
+    mask[1:, tokens - tokens // 3 :] = 0
+    return mask
+
+
+def _pixel_values(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
+    config = getattr(config, "vision_config", None) or config
+    size = config.image_size
+    rows, columns = (size, size) if isinstance(size, int) else size
+    return torch.randn(batch, getattr(config, "num_channels", 3), rows, columns, generator=random)
+
+
+def _input_features(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
+    config = getattr(config, "audio_config", None) or config
+    return torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions, generator=random)
+
+
+def _waveform(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
+    return torch.randn(batch, 16_000, generator=random)  # one second
+
+
+_MAKERS: dict[str, Callable[[Any, int, int, torch.Generator], Tensor]] = {
+    "input_ids": _token_ids,
+    "attention_mask": _attention_mask,
+    "decoder_input_ids": _token_ids,
+    "pixel_values": _pixel_values,
+    "input_features": _input_features,
+    "input_values": _waveform,
+}
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnavailableError(f"transformers cannot be used here ({error}); pip install attnforge[hf]") from error
+    return transformers
