@@ -9,6 +9,7 @@ and :data:`MASK_STEP`. Sites that are not understood keep their graph, and get a
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -35,6 +36,7 @@ from attnforge.export.layout import (
     walk_back,
     walk_forward,
 )
+from attnforge.export.operators import READERS, is_standard, scale_of, standard
 from attnforge.export.recognise import (
     Bias,
     Fill,
@@ -91,14 +93,12 @@ def canonicalize(model: ir.Model) -> list[Site]:
     sites: list[Site] = []
     for node in list(model.graph):
         name = _unused_name(node, sites)
-        if node.domain != "":
-            continue
         site = None
-        if node.op_type == "Softmax":
+        if (node.domain, node.op_type) in READERS:
+            site = _from_operator(model.graph, node, name)
+        elif node.domain == "" and node.op_type == "Softmax":
             site = _from_softmax(model.graph, node, name)
-        elif node.op_type == "Attention":
-            site = _from_attention(node, name)
-        elif node.op_type == "ArgMax":
+        elif node.domain == "" and node.op_type == "ArgMax":
             site = _from_argmax(node, name)
         if site is not None:
             sites.append(site)
@@ -219,10 +219,10 @@ def _emit(
         v = rearrange(op, value.value, value.layout, Layout([batch, shared, n_k, d_v]), sized)
         rows = Layout([batch, heads, n_q, ()])
         for by in scores.tensor_scales:
-            q = like(op.op(by.op_type, [q, _cast(op, _broadcastable(op, by.operand, rows), dtype)]), q)
+            q = like(op.op(by.op_type, [q, _cast(op, _broadcastable(op, by.operand, rows, sized), dtype)]), q)
         if scale < 0:  # the operator takes the root of its scale
             q = like(op.Neg(q), q)
-        mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype)
+        mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype, sized)
         if scores.sink is not None:
             k, v = (_with_zeros(op, x, scores.sink) for x in (k, v))
             mask = _beside_sinks(op, mask, scores.sink, Layout([batch, heads, n_q, n_k]), sized, dtype)
@@ -239,12 +239,14 @@ def _emit(
         if (factor := weights.scale * value_factor) != 1.0:
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
         for by in weights.tensor_scales:
-            result = like(op.op(by.op_type, [result, _cast(op, _broadcastable(op, by.operand, rows), dtype)]), result)
+            result = like(
+                op.op(by.op_type, [result, _cast(op, _broadcastable(op, by.operand, rows, sized), dtype)]), result
+            )
         zeros = constant(op, 0.0, dtype)
         for kept in weights.kept_rows:
-            result = like(op.Where(_broadcastable(op, kept, rows), result, zeros), result)
+            result = like(op.Where(_broadcastable(op, kept, rows, sized), result, zeros), result)
         for zeroed in weights.zeroed_rows:
-            result = like(op.Where(_broadcastable(op, zeroed, rows), zeros, result), result)
+            result = like(op.Where(_broadcastable(op, zeroed, rows, sized), zeros, result), result)
         return rearrange(op, result, result_layout, output)
 
     result = insert(graph, weights.product, build)
@@ -323,24 +325,26 @@ def _shared_heads(heads: list[Axis], key: Layout, value: Layout) -> list[Axis]:
     return heads[:own] if all(present[:own]) else heads
 
 
-def _mask(op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType) -> ir.Value | None:
+def _mask(
+    op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType, sized: Sequence[Sized]
+) -> ir.Value | None:
     """One mask out of all: boolean where all put -inf, else added to the scores."""
     steps = list(reversed(scores.masking))  # the author's order
     fills = [step for step in steps if isinstance(step, Fill)]
     biases = [step for step in steps if isinstance(step, Bias)]
     if not biases and fills and all(step.number == -np.inf for step in fills):
-        allowed = _allowed(op, fills[0], canonical)
+        allowed = _allowed(op, fills[0], canonical, sized)
         for fill in fills[1:]:
-            other = _allowed(op, fill, canonical)
+            other = _allowed(op, fill, canonical, sized)
             allowed = broadcast_like(op.And(allowed, other), allowed, other)
         return allowed
     mask: ir.Value | None = None
     for step in steps:
         if isinstance(step, Bias):
-            bias = _bias(op, step, canonical, dtype)
+            bias = _bias(op, step, canonical, dtype, sized)
             mask = bias if mask is None else broadcast_like(_step(op, "Add", [mask, bias], "bias"), mask, bias)
         else:
-            allowed = _allowed(op, step, canonical)
+            allowed = _allowed(op, step, canonical, sized)
             before = constant(op, np.zeros((1, 1, 1, 1)), dtype) if mask is None else mask
             number = constant(op, _representable(step.number, dtype), dtype)
             mask = broadcast_like(_step(op, "Where", [allowed, before, number], "fill"), before, allowed)
@@ -356,17 +360,17 @@ def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Va
     return op.op(op_type, inputs, metadata_props={MASK_STEP: kind})
 
 
-def _allowed(op: Builder, step: Fill, canonical: Layout) -> ir.Value:
-    condition = _broadcastable(op, step.condition, canonical)
+def _allowed(op: Builder, step: Fill, canonical: Layout, sized: Sequence[Sized]) -> ir.Value:
+    condition = _cast(op, _broadcastable(op, step.condition, canonical, sized), BOOL)
     return like(op.Not(condition), condition) if step.inverted else condition
 
 
-def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType) -> ir.Value:
-    bias = _cast(op, _broadcastable(op, step.operand, canonical), dtype)
+def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType, sized: Sequence[Sized]) -> ir.Value:
+    bias = _cast(op, _broadcastable(op, step.operand, canonical, sized), dtype)
     if step.factor != 1.0:
         bias = like(op.Mul(bias, constant(op, step.factor, dtype)), bias)
     for by in step.scales:
-        scale = _cast(op, _broadcastable(op, by.operand, canonical), dtype)
+        scale = _cast(op, _broadcastable(op, by.operand, canonical, sized), dtype)
         bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
     return bias
 
@@ -380,11 +384,11 @@ def _cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
 
 
-def _broadcastable(op: Builder, operand: Operand, layout: Layout) -> ir.Value:
-    """`operand` in the dims of `layout`, 1 where it does not vary."""
+def _broadcastable(op: Builder, operand: Operand, layout: Layout, sized: Sequence[Sized]) -> ir.Value:
+    """`operand` in the dims of `layout`, 1 where it does not vary; sizes of dynamic axes are read off `sized`."""
     present = set(operand.layout.axes)
     target = Layout(dim if present & set(dim) else () for dim in layout.dims)
-    return rearrange(op, operand.value, operand.layout, target)
+    return rearrange(op, operand.value, operand.layout, target, sized)
 
 
 def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
@@ -397,23 +401,19 @@ def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Val
 # --- from other anchors -----------------------------------------------------------------------------------------------
 
 
-def _from_attention(node: ir.Node, name: str) -> Site:
-    """An Attention node that the exporter or another author wrote."""
-    site = Site(name, "Attention")
-    query, key, value = node.inputs[:3]
-    assert query is not None and key is not None and value is not None
-    if any(v is not None for v in node.inputs[4:]) or any(output.uses() for output in node.outputs[1:]):
-        site.reason = "an Attention node with a key-value cache or with the scores as an output"
-    elif any(v.shape is None or len(v.shape) != 4 for v in (query, key, value)):
-        site.reason = "an Attention node on three dims, its heads packed"
-    elif node.attributes.get_float("scale") is None and not sizes_of(query)[3].is_static:
-        site.reason = "an Attention node without a scale whose head size is dynamic"
-    if site.reason is not None:
-        return site
-    if node.attributes.get_float("scale") is None:
-        head_dim = sizes_of(query)[-1]
-        node.attributes["scale"] = ir.AttrFloat32("scale", head_dim.factor**-0.5)
-    site.node = node.name = f"{name}/Attention"
+def _from_operator(graph: ir.Graph, node: ir.Node, name: str) -> Site:
+    """An attention operator that the exporter or another author wrote."""
+    site = Site(name, f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
+    canonical = f"{name}/Attention"
+    try:
+        if is_standard(node):
+            node.attributes["scale"] = ir.AttrFloat32("scale", scale_of(node, node.inputs[0]))
+            node.name = canonical
+        else:
+            standard(graph, node, canonical)
+        site.node = canonical
+    except (NotAttention, LayoutError) as error:
+        site.reason = str(error)
     return site
 
 

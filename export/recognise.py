@@ -224,7 +224,10 @@ def _aligned(value: ir.Value, layout: Layout) -> Operand:
     if len(sizes) > len(layout):
         raise NotAttention(f"{value.name!r} has more dims than the scores it is combined with")
     dims, full = layout.dims[len(layout) - len(sizes) :], layout.sizes()[len(layout) - len(sizes) :]
-    if any(have not in (ONE, want) for have, want in zip(sizes, full, strict=True)):
+    # A dynamic size of another name or form is the same size, or the operator would not be valid.
+    if any(
+        have not in (ONE, want) and have.is_static and want.is_static for have, want in zip(sizes, full, strict=True)
+    ):
         raise NotAttention(f"{value.name!r} does not broadcast to the scores it is combined with")
     return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
 
@@ -295,12 +298,32 @@ def _back_scale(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     # The scores are the larger side: a tensor that scales them is the same for all keys.
     through, by = (left, right) if node.op_type == "Div" or sizes_of(left) == walk.layout.sizes() else (right, left)
     scale = _aligned(by, walk.layout)
+    if node.op_type == "Mul" and is_zero_or_one(by) and not scores.tensor_scales and scores.scale > 0:
+        scores.masking.append(Fill(scale, False, 0.0))
+        return through
     if set(scale.layout.axes) & set(walk.keys):
         raise NotAttention(f"{node.op_type} scales the scores by a tensor that differs by key")
     if scores.softcap:
         raise NotAttention("a tensor scales the scores under a soft cap")
     scores.tensor_scales.append(TensorScale(scale, "Mul" if node.op_type == "Mul" else "Div"))
     return through
+
+
+def is_zero_or_one(value: ir.Value | None) -> bool:
+    """Whether a number is certain to be 0 or 1: cast from a condition, or from a constant of such numbers."""
+    while value is not None:
+        tensor = ir.convenience.get_const_tensor(value)
+        if tensor is not None:
+            return bool(np.isin(tensor.numpy(), (0, 1)).all())
+        node = value.producer()
+        if node is None or node.domain != "":
+            return False
+        if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.BOOL:
+            return True
+        if not (is_view(node) or node.op_type in ("Cast", "Slice", "Gather", "Expand", "Trilu")):
+            return False
+        value = node.inputs[0]
+    return False
 
 
 def _back_tanh(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
