@@ -49,6 +49,7 @@ def example(
     *,
     attention: str = "sdpa",
     architecture: str | None = None,
+    part: str | None = None,
     batch: int | str = 2,
     tokens: int | str = 16,
     max_batch: int | str = 8,
@@ -62,6 +63,7 @@ def example(
         path: a folder with `config.json` (and weights), or a configuration file.
         attention: `sdpa` or `eager`: which of its two forms of attention is run and exported.
         architecture: class in transformers, such as `T5EncoderModel`; by default the one that the configuration names.
+        part: `encoder` or `decoder`, to deploy that part of an encoder-decoder alone.
         batch, tokens: sizes of the example.
         max_batch, max_tokens: upper bounds of the dynamic dims; of tokens by default the model's own, 512 at most.
         dynamic: which dims vary: `batch,tokens`, `batch`, `tokens` or `none`.
@@ -72,7 +74,11 @@ def example(
         UsageError: no configuration is there, an option cannot be meant, or the inputs of that architecture are others
             than token ids, pixels, audio features or waveforms.
     """
-    model = load(path, attention, architecture, int(seed))
+    model: Any = load(path, attention, architecture, int(seed))
+    if part is not None:
+        if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
+            raise UsageError(f"{type(model).__name__} has no part {part!r}; there are encoder and decoder")
+        model = getattr(model, f"get_{part}")()
     return around(
         model, int(batch), int(tokens), int(max_batch), None if max_tokens is None else int(max_tokens), dynamic
     )
@@ -175,7 +181,7 @@ def _attention_mask(config: Any, batch: int, tokens: int, random: torch.Generato
 
 def _pixel_values(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
     config = getattr(config, "vision_config", None) or config
-    size = config.image_size
+    size = getattr(config, "image_size", None) or 224
     rows, columns = (size, size) if isinstance(size, int) else size
     return torch.randn(batch, getattr(config, "num_channels", 3), rows, columns, generator=random)
 

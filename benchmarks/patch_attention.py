@@ -7,9 +7,7 @@ process each.
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from rich.console import Console
 import attnforge
 from attnforge import reference
 from attnforge.benchmarks.peers import save_plain
+from attnforge.benchmarks.report import RESULTS, machine, publish
 from attnforge.bundle import Bundle, Source
 from attnforge.export.deploy import tool_versions
 from attnforge.model.registry import build_model
@@ -31,14 +30,11 @@ from attnforge.model.registry import build_model
 SIDES = (28, 56, 79, 112)
 """Patches a side: 784, 3136, 6241 and 12544 tokens."""
 
-MARKS = ("<!-- patch-attention: from benchmarks/results/patch_attention.json -->", "<!-- /patch-attention -->")
 COMMAND = "python -m attnforge.benchmarks.patch_attention"
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = Path(
-        "benchmarks/results/patch_attention.json"
-    ),
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "patch_attention.json",
     readme: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = Path("README.md"),
     rounds: int = 30,
     threads: int = 2,
@@ -56,23 +52,16 @@ def main(
         memory = {name: {side**2: _extra_mib(file, side, threads) for side in SIDES} for name, file in models.items()}
     figures = {
         "command": COMMAND,
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "processor": _processor(),
-            "threads": threads,
-        },
+        "machine": machine(threads),
         "tools": tool_versions(),
         "latency": latency.model_dump(exclude={"bundle"}),
         "ratio_to_plain": 1 / latency.peers["onnxruntime-plain"].ratio,
         "extra_memory_mib": memory,
         "memory_exponent": {name: _exponent(series) for name, series in memory.items()},
     }
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     text = table(figures)
     console.print(text)
-    if readme is not None:
-        refresh(readme, text)
+    publish(figures, text, "patch-attention", results, readme)
 
 
 def _deploy(folder: Path) -> tuple[Bundle, Path]:
@@ -151,27 +140,6 @@ def table(figures: dict[str, Any]) -> str:
     lines.append(f"| eager | {eager['median_ms']:.1f} | {eager['ratio']:.2f} |" + " |" * (len(sizes) + 1))
     where = f"{figures['machine']['processor']}, {figures['machine']['threads']} threads; `{figures['command']}`"
     return "\n".join([*lines, "", where])
-
-
-def refresh(readme: Path, text: str) -> None:
-    """Put `text` between the README's marks."""
-    start, end = MARKS
-    page = readme.read_text(encoding="utf-8")
-    head, _, rest = page.partition(start)
-    _, _, tail = rest.partition(end)
-    readme.write_text(f"{head}{start}\n{text}\n{end}{tail}", encoding="utf-8")
-
-
-def _system() -> str:
-    return f"{platform.system()} {platform.machine()}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""What every benchmark of the project's own figures shares: the machine, the results file, the README's table."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("benchmarks/results")
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """What was measured on."""
+    return {"system": f"{platform.system()} {platform.machine()}", "processor": _processor(), "threads": threads}
+
+
+def publish(figures: dict[str, Any], table: str, name: str, results: Path, readme: Path | None) -> None:
+    """Write `figures` to the results file, and put `table` between the README's marks for `name`."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if readme is None:
+        return
+    start, end = f"<!-- {name}: from {results.as_posix()} -->", f"<!-- /{name} -->"
+    page = readme.read_text(encoding="utf-8")
+    head, found, rest = page.partition(start)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"{readme} has no place for the table: put {start} and {end} where it belongs")
+    readme.write_text(f"{head}{start}\n{table}\n{end}{tail}", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()

@@ -1,0 +1,87 @@
+"""How long canonicalising and lowering takes, over the number of layers.
+
+`python -m attnforge.benchmarks.scaling` writes `benchmarks/results/scaling.json` and refreshes the table in the README.
+The time of torch's export, which comes before, is shown beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from attnforge.benchmarks.report import RESULTS, machine, publish
+from attnforge.export.canonicalize import canonicalize
+from attnforge.export.capture import capture
+from attnforge.export.deploy import tool_versions
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering import tensorrt as for_tensorrt
+from attnforge.model.registry import build_model
+from attnforge.precision import precision_named
+
+COMMAND = "python -m attnforge.benchmarks.scaling"
+LAYERS = (6, 12, 24, 48)
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "scaling.json",
+    readme: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = Path("README.md"),
+) -> None:
+    """Measure, write the figures, and refresh the README's table from them."""
+    _seconds(2)  # what is imported and compiled once is not counted
+    seconds = {layers: _seconds(layers) for layers in LAYERS}
+    ours = {layers: sum(s for stage, s in times.items() if stage != "export") for layers, times in seconds.items()}
+    (n, few), (m, many) = next(iter(ours.items())), list(ours.items())[-1]
+    figures = {
+        "command": COMMAND,
+        "machine": machine(torch.get_num_threads()),
+        "tools": tool_versions(),
+        "seconds": seconds,
+        "exponent": math.log(many / few) / math.log(m / n),
+    }
+    text = table(figures)
+    Console().print(text)
+    publish(figures, text, "scaling", results, readme)
+
+
+def _seconds(layers: int) -> dict[str, float]:
+    example = build_model("transformer-encoder", num_layers=layers)
+    times: dict[str, float] = {}
+    start = time.perf_counter()
+    captured = capture(*example, precision_named("fp16"))
+    times["export"] = time.perf_counter() - start
+    start = time.perf_counter()
+    sites = canonicalize(captured.model)
+    times["canonicalize"] = time.perf_counter() - start
+    assert sum(site.node is not None for site in sites) == layers
+    for name, lower in (("onnxruntime", lambda m: for_onnxruntime.lower(m, sites, {})),
+                        ("tensorrt", lambda m: for_tensorrt.lower(m, sites))):  # fmt: skip
+        model = captured.model.clone()
+        start = time.perf_counter()
+        lower(model)
+        times[f"lower for {name}"] = time.perf_counter() - start
+    return times
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    seconds = figures["seconds"]
+    stages = list(next(iter(seconds.values())))
+    lines = [
+        "| seconds | " + " | ".join(f"{layers} layers" for layers in seconds) + " |",
+        "|" + "---|" * (len(seconds) + 1),
+    ]
+    lines += [
+        f"| {stage} | " + " | ".join(f"{times[stage]:.2f}" for times in seconds.values()) + " |" for stage in stages
+    ]
+    where = f"{figures['machine']['processor']}, {figures['machine']['threads']} threads; `{figures['command']}`"
+    return "\n".join([*lines, "", f"All but the export grow with layers^{figures['exponent']:.2f}. {where}"])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,123 @@
+"""Architectures of Hugging Face's transformers: every site canonical, every lowered graph within the parity budget."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+from attnforge.arrays import to_numpy
+from attnforge.benchmarks.huggingface import build, minilm, variants
+from attnforge.eager import in_float64, run
+from attnforge.errors import UsageError
+from attnforge.export.canonicalize import canonicalize
+from attnforge.export.capture import capture
+from attnforge.export.deploy import deploy
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering import tensorrt as for_tensorrt
+from attnforge.huggingface import around, example
+from attnforge.precision import precision_named
+from attnforge.reference import cases, make_inputs
+from attnforge.runtime import load
+from attnforge.runtime.parity import judge, verify
+
+FP32 = precision_named("fp32")
+SITES = {"swin": 4}  # two elsewhere
+
+
+@pytest.mark.parametrize(("name", "attention"), variants())
+def test_every_site_is_canonical_and_within_budget(name: str, attention: str, tmp_path: Path) -> None:
+    made = build(name, attention)
+    captured = capture(made.module, made.args, made.dynamic_shapes, FP32)
+    sites = canonicalize(captured.model)
+    assert [site.reason for site in sites] == [None] * SITES.get(name, 2)
+    exact = in_float64(captured.module)
+    arrays = {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(captured.inputs, captured.args, strict=True)}
+    wanted = [case for case in cases(captured.inputs) if case.name in ("example", "normal-odd")]
+    sessions = []
+    for target in (for_onnxruntime, for_tensorrt):
+        model = captured.model.clone()
+        target.lower(model, sites, *([wanted[0].sizes] if target is for_onnxruntime else []))
+        file = str(tmp_path / "model.onnx")
+        ir.save(model, file)
+        sessions.append(ort.InferenceSession(file, providers=["CPUExecutionProvider"]))
+    for case in wanted:
+        inputs = make_inputs(case, captured.inputs, arrays)
+        truth, eager = run(exact, inputs, torch.float64), run(captured.module, inputs, torch.float32)
+        for session in sessions:
+            for output, got in zip(truth, session.run(None, inputs), strict=True):
+                trio = (np.asarray(x, np.float64) for x in (got, eager[output].numpy(), truth[output].numpy()))
+                assert (found := judge(case, output, *trio, FP32)).passed, found.reason
+
+
+SENTENCES = (
+    "A man is playing a guitar on the street.",
+    "Somebody performs music outdoors.",
+    "The quarterly report is due on Friday.",
+)
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """all-MiniLM-L6-v2 with its trained weights, deployed for ONNX Runtime."""
+    folder = tmp_path_factory.mktemp("minilm") / "bundle"
+    made = example(minilm(), max_tokens=64)
+    deploy(made.module, made.args, folder, made.dynamic_shapes, targets=["onnxruntime"])
+    return folder
+
+
+def test_trained_weights_on_real_sentences(sentences: Path) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    report = verify(sentences)
+    assert report.passed, report
+    tokens = AutoTokenizer.from_pretrained(str(minilm()))(list(SENTENCES), padding=True, return_tensors="np")
+    ids, mask = (np.asarray(tokens[name], np.int64) for name in ("input_ids", "attention_mask"))
+    with load(sentences) as session:
+        assert session.bundle.manifest.attention.canonical == 6
+        states = session.run({"input_ids": ids, "attention_mask": mask})["last_hidden_state"]
+    model = AutoModel.from_pretrained(str(minilm())).eval().double()
+    with torch.no_grad():
+        truth = model(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).last_hidden_state.numpy()
+    kept = mask.astype(bool)
+    assert np.linalg.norm(states[kept] - truth[kept]) / np.linalg.norm(truth[kept]) < 2e-6
+    vectors = (states * mask[..., None]).sum(1)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    similar, different = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
+    assert similar > 0.4 > 0.1 > different
+
+
+def test_options_and_errors(tmp_path: Path) -> None:
+    from transformers import BertConfig, T5Config
+
+    with pytest.raises(UsageError, match=r"no Hugging Face configuration at .*nothing"):
+        example(tmp_path / "nothing")
+    folder = tmp_path / "bert"
+    BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50,
+               max_position_embeddings=24).save_pretrained(folder)  # fmt: skip
+    made = example(folder, attention="eager", batch="3", tokens=6, dynamic="tokens")
+    assert type(made.module.model).__name__ == "BertModel"
+    assert [tuple(arg.shape) for arg in made.args] == [(3, 6), (3, 6)]
+    assert {name: list(dims) for name, dims in made.dynamic_shapes.items()} == {"input_ids": [1], "attention_mask": [1]}
+    assert made.dynamic_shapes["input_ids"][1].max == 23  # all of its positions but the padding's
+    named = example(folder, architecture="BertForMaskedLM")
+    assert list(named.module(*named.args)) == ["logits"]
+    with pytest.raises(UsageError, match="has no BertForTea"):
+        example(folder, architecture="BertForTea")
+    with pytest.raises(UsageError, match="may vary: batch, tokens"):
+        example(folder, dynamic="heads")
+    with pytest.raises(UsageError, match="no part 'middle'"):
+        example(folder, part="middle")
+    T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50).save_pretrained(tmp_path / "t5")
+    assert list(example(tmp_path / "t5").dynamic_shapes) == ["input_ids", "attention_mask", "decoder_input_ids"]
+    assert list(example(tmp_path / "t5", part="encoder").dynamic_shapes) == ["input_ids", "attention_mask"]
+
+
+def test_a_main_input_of_another_kind_is_refused() -> None:
+    from transformers import DecisionTransformerConfig, DecisionTransformerModel
+
+    config = DecisionTransformerConfig(hidden_size=16, n_layer=1, n_head=1, state_dim=3, act_dim=2)
+    with pytest.raises(UsageError, match="DecisionTransformerModel takes states"):
+        around(DecisionTransformerModel(config))
