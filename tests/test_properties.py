@@ -1,0 +1,177 @@
+"""Random attention graphs (:mod:`graphs`): what becomes a canonical node is the same function, attention becomes one,
+and what only looks like it stays as it is.
+
+Everything is compared in float64 by NumPy (:mod:`evaluate`), where a wrong fusion cannot hide behind rounding; ONNX
+Runtime, on a part, says the same of the arithmetic. `--hypothesis-profile=thorough` tries thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from evaluate import Tensor, evaluate
+from graphs import (
+    FLAWS,
+    FLOAT,
+    MUTATIONS,
+    Invalid,
+    Mutation,
+    Program,
+    attention,
+)
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from attnforge.arrays import Array
+from attnforge.export.canonicalize import Site, canonicalize
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering import tensorrt as for_tensorrt
+
+T = TypeVar("T")
+DOUBLE, FLOAT16, BFLOAT16 = ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
+
+TOLERANCE = {DOUBLE: 2e-6, FLOAT: 2e-6, FLOAT16: 2e-3, BFLOAT16: 1.6e-2}
+"""Relative error in float64: a factor that is kept in the graph's type, twice rounded, may differ by that much."""
+
+
+class Drawn:
+    """Choices drawn by hypothesis, which shrinks them towards the first option and towards no."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data = data
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[self._data.draw(st.integers(0, len(options) - 1))]
+
+    def chance(self, percent: int) -> bool:
+        return self._data.draw(st.integers(0, 99)) >= 100 - percent
+
+
+def drawn(data: st.DataObject, flaw: str | None = None, mutations: Sequence[Mutation] = ()) -> Program:
+    dtype = data.draw(st.sampled_from([FLOAT, FLOAT, FLOAT16, BFLOAT16]), label="dtype")
+    try:
+        program = attention(Drawn(data), flaw, mutations, dtype)
+    except Invalid:
+        assume(False)
+        raise
+    return program
+
+
+def sizes_tried(program: Program) -> list[dict[str, int]]:
+    """The program's own sizes; ones and other numbers."""
+    other = {symbol: (1, 4)[i % 2] for i, symbol in enumerate(program.sizes)}
+    return [program.sizes, other] if program.sizes else [{}]
+
+
+def lowerings(model: ir.Model, sites: list[Site], sizes: Mapping[str, int]) -> dict[str, ir.Model]:
+    models = {"canonical": model, "onnxruntime": model.clone(), "tensorrt": model.clone()}
+    for_onnxruntime.lower(models["onnxruntime"], sites, sizes)
+    for_tensorrt.lower(models["tensorrt"], sites)
+    return models
+
+
+def assert_same(got: Tensor, wanted: Tensor, tolerance: float, what: str, where_finite: bool = False) -> None:
+    """NaN and infinity in the same places, and a relative error within the tolerance."""
+    assert got.shape == wanted.shape, what
+    if where_finite:
+        finite = np.isfinite(wanted)
+        got, wanted = got[finite], wanted[finite]
+    assert np.array_equal(np.isnan(got), np.isnan(wanted)), f"{what}: NaN elsewhere"
+    finite = np.isfinite(wanted)
+    assert np.array_equal(got[~finite], wanted[~finite], equal_nan=True), f"{what}: infinity elsewhere"
+    error = float(np.linalg.norm(got[finite] - wanted[finite]))
+    assert error <= tolerance * float(np.linalg.norm(wanted[finite])), f"{what}: off by {error:.2g}"
+
+
+def check(program: Program, tolerance: float | None = None) -> list[Site]:
+    """Canonicalize and lower a copy of the program, and hold every form against the program itself.
+
+    A softmax that is written out without the maximum taken off is given numbers where it had none, by design
+    (:mod:`attnforge.export.softmax`), so such a program counts where it is finite.
+    """
+    dtype = next((v.dtype for v in program.model.graph.inputs if v.dtype in TOLERANCE), FLOAT)
+    assert dtype is not None
+    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
+    model = program.model.clone()
+    sites = canonicalize(model)
+    text = ir.to_proto(model).SerializeToString(deterministic=True)
+    assert [(site.node, site.reason) for site in canonicalize(model)] == [(s.node, s.reason) for s in sites]
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == text, "canonicalize twice is not the same"
+    interface = [(v.name, v.dtype, v.shape) for v in (*program.model.graph.inputs, *program.model.graph.outputs)]
+    models = lowerings(model, sites, program.sizes)
+    for target, lowered in models.items():
+        assert [(v.name, v.dtype, v.shape) for v in (*lowered.graph.inputs, *lowered.graph.outputs)] == interface
+        onnx.checker.check_model(ir.to_proto(lowered))
+        for seed, sizes in enumerate(sizes_tried(program)):
+            inputs = program.arrays(seed, sizes)
+            wanted, got = evaluate(program.model, inputs), evaluate(lowered, inputs)
+            for name, array in wanted.items():
+                assert_same(got[name], array, tolerance, f"{target} {name} {sites}", where_finite=program.by_hand)
+    return sites
+
+
+# --- the properties ---------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_attention_becomes_canonical_and_stays_the_same(data: st.DataObject) -> None:
+    program = drawn(data)
+    sites = check(program)
+    if program.attends:
+        (site,) = sites
+        assert site.reason is None
+
+
+@given(st.data())
+def test_whatever_a_mutation_made_stays_the_same(data: st.DataObject) -> None:
+    mutations = [
+        Mutation(data.draw(st.integers(0, 60)), data.draw(st.sampled_from(MUTATIONS)))
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    program = drawn(data, mutations=mutations)
+    sites = check(program)
+    event("fused" if any(site.node for site in sites) else "unfused")
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+@settings(max_examples=max(5, settings().max_examples // 20))
+@given(data=st.data())
+def test_what_is_nearly_attention_is_left_alone(flaw: str, data: st.DataObject) -> None:
+    program = drawn(data, flaw)
+    assert not [site.node for site in check(program, tolerance=1e-12) if site.node is not None]
+
+
+def run_onnx(model: ir.Model, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(inputs)), strict=True))
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(st.data())
+def test_onnxruntime_says_the_same(data: st.DataObject) -> None:
+    """In fp32, an error of at most 2e-6, or of twice what the graph as it was written errs by."""
+    program = attention(Drawn(data))
+    model = program.model.clone()
+    models = lowerings(model, canonicalize(model), program.sizes)
+    for seed, sizes in enumerate(sizes_tried(program)):
+        inputs = program.arrays(seed, sizes)
+        wanted, written = evaluate(program.model, inputs), run_onnx(program.model, inputs)
+        for target in ("onnxruntime", "tensorrt"):
+            for name, array in run_onnx(models[target], inputs).items():
+                truth = wanted[name]
+                finite = np.isfinite(truth) & np.isfinite(written[name])
+                norm = float(np.linalg.norm(truth[finite]))
+                own = float(np.linalg.norm(written[name][finite] - truth[finite]))
+                assert np.linalg.norm(array[finite] - truth[finite]) <= max(2e-6 * norm, 2 * own), target
+                if not program.by_hand:
+                    assert np.array_equal(np.isnan(array), np.isnan(written[name])), target
