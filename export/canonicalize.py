@@ -9,6 +9,7 @@ and :data:`MASK_STEP`. Sites that are not understood keep their graph, and get a
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from attnforge.export.layout import (
     Dims,
     Layout,
     LayoutError,
+    Sized,
     constant,
     insert,
     like,
@@ -183,10 +185,10 @@ def _emit(
         v = rearrange(op, value.value, value.layout, Layout([batch, shared, n_k, d_v]), sized)
         rows = Layout([batch, heads, n_q, ()])
         for by in scores.tensor_scales:
-            q = like(op.op(by.op_type, [q, _cast(op, _broadcastable(op, by.operand, rows), dtype)]), q)
+            q = like(op.op(by.op_type, [q, _cast(op, _broadcastable(op, by.operand, rows, sized), dtype)]), q)
         if scale < 0:  # the operator takes the root of its scale
             q = like(op.Neg(q), q)
-        mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype)
+        mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype, sized)
         attributes: dict[str, float | int] = {"scale": abs(scale)}
         if scores.softcap:
             attributes["softcap"] = scores.softcap
@@ -201,10 +203,10 @@ def _emit(
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
         zeros = constant(op, 0.0, dtype)
         for kept in weights.kept_rows:
-            result = like(op.Where(_broadcastable(op, kept, rows), result, zeros), result)
+            result = like(op.Where(_broadcastable(op, kept, rows, sized), result, zeros), result)
         for zeroed in weights.zeroed_rows:
-            result = like(op.Where(_broadcastable(op, zeroed, rows), zeros, result), result)
-        return rearrange(op, result, result_layout, output)
+            result = like(op.Where(_broadcastable(op, zeroed, rows, sized), zeros, result), result)
+        return rearrange(op, result, result_layout, output, sized)
 
     result = insert(graph, weights.product, build)
     replace_value(final, result)
@@ -229,24 +231,26 @@ def _shared_heads(heads: list[Axis], key: Layout, value: Layout) -> list[Axis]:
     return heads[:own] if all(present[:own]) else heads
 
 
-def _mask(op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType) -> ir.Value | None:
+def _mask(
+    op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType, sized: Sequence[Sized]
+) -> ir.Value | None:
     """One mask out of all: boolean where all put -inf, else added to the scores."""
     steps = list(reversed(scores.masking))  # the author's order
     fills = [step for step in steps if isinstance(step, Fill)]
     biases = [step for step in steps if isinstance(step, Bias)]
     if not biases and fills and all(step.number == -np.inf for step in fills):
-        allowed = _allowed(op, fills[0], canonical)
+        allowed = _allowed(op, fills[0], canonical, sized)
         for fill in fills[1:]:
-            other = _allowed(op, fill, canonical)
+            other = _allowed(op, fill, canonical, sized)
             allowed = broadcast_like(op.And(allowed, other), allowed, other)
         return allowed
     mask: ir.Value | None = None
     for step in steps:
         if isinstance(step, Bias):
-            bias = _bias(op, step, canonical, dtype)
+            bias = _bias(op, step, canonical, dtype, sized)
             mask = bias if mask is None else broadcast_like(_step(op, "Add", [mask, bias], "bias"), mask, bias)
         else:
-            allowed = _allowed(op, step, canonical)
+            allowed = _allowed(op, step, canonical, sized)
             before = constant(op, np.zeros((1, 1, 1, 1)), dtype) if mask is None else mask
             number = constant(op, _representable(step.number, dtype), dtype)
             mask = broadcast_like(_step(op, "Where", [allowed, before, number], "fill"), before, allowed)
@@ -262,17 +266,17 @@ def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Va
     return op.op(op_type, inputs, metadata_props={MASK_STEP: kind})
 
 
-def _allowed(op: Builder, step: Fill, canonical: Layout) -> ir.Value:
-    condition = _broadcastable(op, step.condition, canonical)
+def _allowed(op: Builder, step: Fill, canonical: Layout, sized: Sequence[Sized]) -> ir.Value:
+    condition = _broadcastable(op, step.condition, canonical, sized)
     return like(op.Not(condition), condition) if step.inverted else condition
 
 
-def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType) -> ir.Value:
-    bias = _cast(op, _broadcastable(op, step.operand, canonical), dtype)
+def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType, sized: Sequence[Sized]) -> ir.Value:
+    bias = _cast(op, _broadcastable(op, step.operand, canonical, sized), dtype)
     if step.factor != 1.0:
         bias = like(op.Mul(bias, constant(op, step.factor, dtype)), bias)
     for by in step.scales:
-        scale = _cast(op, _broadcastable(op, by.operand, canonical), dtype)
+        scale = _cast(op, _broadcastable(op, by.operand, canonical, sized), dtype)
         bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
     return bias
 
@@ -286,11 +290,11 @@ def _cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
 
 
-def _broadcastable(op: Builder, operand: Operand, layout: Layout) -> ir.Value:
-    """`operand` in the dims of `layout`, 1 where it does not vary."""
+def _broadcastable(op: Builder, operand: Operand, layout: Layout, sized: Sequence[Sized]) -> ir.Value:
+    """`operand` in the dims of `layout`, 1 where it does not vary. A dim in which it varies in part is filled up."""
     present = set(operand.layout.axes)
     target = Layout(dim if present & set(dim) else () for dim in layout.dims)
-    return rearrange(op, operand.value, operand.layout, target)
+    return rearrange(op, operand.value, operand.layout, target, sized)
 
 
 def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:

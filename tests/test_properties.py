@@ -17,9 +17,11 @@ import onnxruntime as ort
 import pytest
 from evaluate import Tensor, evaluate
 from graphs import (
+    BOOL,
     FLAWS,
     FLOAT,
     MUTATIONS,
+    Graph,
     Invalid,
     Mutation,
     Program,
@@ -30,6 +32,7 @@ from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.export.canonicalize import Site, canonicalize
+from attnforge.export.layout import ONE, Size, sizes_of
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 
@@ -175,3 +178,65 @@ def test_onnxruntime_says_the_same(data: st.DataObject) -> None:
                 assert np.linalg.norm(array[finite] - truth[finite]) <= max(2e-6 * norm, 2 * own), target
                 if not program.by_hand:
                     assert np.array_equal(np.isnan(array), np.isnan(written[name])), target
+
+
+# --- what they found --------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """Everything in its first way."""
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[0]
+
+    def chance(self, percent: int) -> bool:
+        return False
+
+
+BATCH, TOKENS, KEYS, HEADS = (Size(1, (name,)) for name in ("batch", "n", "m", "heads"))
+
+
+def graph(dtype: ir.DataType = FLOAT) -> Graph:
+    return Graph(Plain(), dtype, sizes={"batch": 2, "n": 3, "m": 5, "heads": 4})
+
+
+def masked(g: Graph, scores: ir.Value, number: float) -> ir.Value:
+    """`scores`, their last axis the keys, with `number` for a random part."""
+    return g.where(g.input("keep", sizes_of(scores)[-2:], BOOL), scores, g.constant(number))
+
+
+def without_nan(g: Graph, weights: ir.Value) -> ir.Value:
+    return g.where(g.op("IsNaN", [weights], sizes_of(weights), BOOL), g.constant(0.0), weights)
+
+
+def reason_of(g: Graph, output: ir.Value) -> str | None:
+    (site,) = check(Program(g.model(output), g.sizes))
+    return site.reason
+
+
+def test_mask_along_a_part_of_the_batch_of_dynamic_size() -> None:
+    """A mask for every window of every image, in a graph that keeps windows and images apart, was refused."""
+    g = graph()
+    query, key, value = (g.input("x", [BATCH, Size(3), tokens, Size(2), Size(4)]) for tokens in (TOKENS, KEYS, KEYS))
+    scores = g.einsum(query, key, "bwihd", "bwjhd", "bwhij")
+    keep = g.input("keep", [Size(3), ONE, TOKENS, KEYS], BOOL)
+    weights = g.softmax(g.where(keep, scores, g.constant(-np.inf)), 4)
+    assert reason_of(g, g.einsum(weights, value, "bwhij", "bwjhd", "bwihd")) is None
+
+
+def test_heads_of_dynamic_number_share_one_key() -> None:
+    """Both lowerings raised: the number of heads cannot be told from the one key."""
+    g = graph()
+    query = g.input("x", [Size(2), HEADS, TOKENS, Size(4)])
+    key, value = g.input("x", [Size(2), ONE, Size(4), KEYS]), g.input("x", [Size(2), ONE, KEYS, Size(4)])
+    assert reason_of(g, g.matmul(g.softmax(g.matmul(query, key), 3), value)) is None
+
+
+def test_output_of_two_dynamic_dims_that_were_one_batch() -> None:
+    """Keys that a batch and its queries share: the dims of the output cannot be told from the product's own."""
+    g = graph()
+    query, key, value = (
+        g.input("x", dims) for dims in ([BATCH, TOKENS, Size(2), Size(4)], [KEYS, Size(4)], [KEYS, Size(4)])
+    )
+    weights = g.softmax(g.einsum(query, key, "bihd", "jd", "bijh"), 2)
+    assert reason_of(g, g.einsum(weights, value, "bijh", "je", "eihb")) is None
