@@ -168,12 +168,16 @@ def _emit(
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == final.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
 
-    if set(key.layout.axes) & set(scores.batch.axes) - set(value.layout.axes) - set(query.layout.axes):
+    # The last of them numbers the queries; those before it are batches whose keys are shared.
+    own = [dim for dim in scores.own.dims if not set(dim) & set(value.layout.axes)] or [()]
+    batch_layout = Layout(dim for dim in scores.rows.dims if dim != own[-1])
+    if set(key.layout.axes) & set(batch_layout.axes) - set(value.layout.axes) - set(query.layout.axes):
         raise NotAttention("the keys differ by query, as in an additive score: no inner product of queries and keys")
 
     # No walk follows that could split an axis, so from here the axes are final.
-    n_q, n_k, d_k, d_v = (tuple(part.axes) for part in (scores.queries, keys, scores.features, weights.value_features))
-    batch, heads = _batch_and_heads(scores.batch, query.layout, d_k)
+    n_k, d_k, d_v = (tuple(part.axes) for part in (keys, scores.features, weights.value_features))
+    n_q = own[-1]
+    batch, heads = _batch_and_heads(batch_layout, query.layout, d_k)
     shared = _shared_heads(heads, key.layout, value.layout)
     scale = scores.scale * query_factor * key_factor
     node_name = f"{name}/Attention"

@@ -80,8 +80,8 @@ class Scores:
     masking: list[Bias | Fill] = field(default_factory=list)  # the one nearest to the softmax first
     query: Operand | None = None
     key: Operand | None = None
-    batch: Layout = field(default_factory=lambda: Layout([]))
-    queries: Layout = field(default_factory=lambda: Layout([]))  # the axes that number the queries
+    rows: Layout = field(default_factory=lambda: Layout([]))  # all dims of the product but the keys
+    own: Layout = field(default_factory=lambda: Layout([]))  # those of them that the key lacks
     features: Layout = field(default_factory=lambda: Layout([]))  # the axes summed over in the product
     path: list[str] = field(default_factory=list)  # operators, as written
 
@@ -315,15 +315,14 @@ def _score_product(node: ir.Node, walk: Walk, scores: Scores) -> None:
     key, key_labels = holders[0]
     query, query_labels = sides[1 - sides.index(holders[0])]
     features = {label: (Axis(size),) for label, size in product.summed.items()}
-    own = [label for label in product.output if label in query_labels and label not in key_labels]
-    queries = own[-1] if own else None  # those before it are batches whose keys are shared
     known: dict[str | None, Dims] = {None: ()}
     known.update(dims)
     known.update(features)
     scores.query = Operand(query, Layout(known[label] for label in query_labels))
     scores.key = Operand(key, Layout(known[label] for label in key_labels))
-    scores.batch = Layout(dims[label] for label in product.output if label not in (keys, queries))
-    scores.queries = Layout([dims[queries] if queries is not None else ()])
+    scores.rows = Layout(dims[label] for label in product.output if label != keys)
+    own = [label for label in product.output if label in query_labels and label not in key_labels]
+    scores.own = Layout(dims[label] for label in own)
     scores.features = Layout([tuple(axis for dim in features.values() for axis in dim)])
 
 

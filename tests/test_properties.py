@@ -240,3 +240,12 @@ def test_output_of_two_dynamic_dims_that_were_one_batch() -> None:
     )
     weights = g.softmax(g.einsum(query, key, "bihd", "jd", "bijh"), 2)
     assert reason_of(g, g.einsum(weights, value, "bijh", "je", "eihb")) is None
+
+
+def test_shared_keys_but_values_of_every_head() -> None:
+    """Where the heads came last in the scores they were taken for the queries, and the values had no place."""
+    g = graph()
+    query, key = g.input("x", [BATCH, TOKENS, Size(2), Size(4)]), g.input("x", [BATCH, KEYS, Size(4)])
+    value = g.input("x", [BATCH, KEYS, Size(2), Size(3)])
+    weights = g.softmax(g.einsum(query, key, "bihd", "bjd", "bijh"), 2)
+    assert reason_of(g, g.einsum(weights, value, "bijh", "bjhe", "bihe")) is None
