@@ -259,6 +259,17 @@ def _back_through(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     return source
 
 
+def _back_dropout(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
+    _still_dropout(node)
+    return _back_through(node, walk, scores)
+
+
+def _still_dropout(node: ir.Node) -> None:
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    if training is not None and scalar(training) != 0:
+        raise NotAttention("a Dropout that is in training mode, or may be")
+
+
 def _back_negative(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     scores.scale = -scores.scale
     return _back_through(node, walk, scores)
@@ -269,7 +280,7 @@ _BACK: dict[str, Callable[[ir.Node, Walk, Scores], ir.Value]] = {
     "Div": _back_scale,
     "Where": _back_where,
     "Cast": _back_cast,
-    "Dropout": _back_through,
+    "Dropout": _back_dropout,
     "Neg": _back_negative,
     "Tanh": _back_tanh,
 }
@@ -429,7 +440,9 @@ def _forward(node: ir.Node, walk: Walk, weights: Weights) -> Layout:
     elif node.domain == "" and node.op_type == "Cast" and node.outputs[0].dtype is not None:
         if not node.outputs[0].dtype.is_floating_point():
             raise NotAttention(f"the attention weights are cast to {node.outputs[0].dtype}")
-    elif node.op_type != "Dropout":
+    elif node.domain == "" and node.op_type == "Dropout":
+        _still_dropout(node)
+    else:
         raise NotAttention(f"the attention weights go through {node.op_type} before they meet the values")
     if sizes_of(node.outputs[0]) != walk.layout.sizes():
         raise NotAttention(f"{node.op_type} broadcasts the attention weights to a larger shape")
