@@ -240,6 +240,8 @@ def _back_where(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
         raise NotAttention("masked scores are scaled by a tensor or a negative number, or capped, behind the mask")
     for number, through, inverted in ((scalar(if_false), if_true, False), (scalar(if_true), if_false, True)):
         if number is not None:
+            if not number < np.inf:
+                raise NotAttention(f"Where puts {number} in the place of scores, which makes NaN of every row it meets")
             scores.masking.append(Fill(_aligned(condition, walk.layout), inverted, number * scores.scale))
             return through
     raise NotAttention("Where chooses between two tensors of scores")

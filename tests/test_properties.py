@@ -249,3 +249,19 @@ def test_shared_keys_but_values_of_every_head() -> None:
     value = g.input("x", [BATCH, KEYS, Size(2), Size(3)])
     weights = g.softmax(g.einsum(query, key, "bihd", "bjd", "bijh"), 2)
     assert reason_of(g, g.einsum(weights, value, "bijh", "bjhe", "bihe")) is None
+
+
+def tokens(g: Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """`(batch, n, 4)`, `(batch, 4, m)` and `(batch, m, 4)`."""
+    dims = ([BATCH, TOKENS, Size(4)], [BATCH, Size(4), KEYS], [BATCH, KEYS, Size(4)])
+    query, key, value = (g.input("x", d) for d in dims)
+    return query, key, value
+
+
+def test_scores_replaced_by_infinity() -> None:
+    """They make NaN of a row, which a guard turns to zeros; the canonical node kept the NaN."""
+    g = graph()
+    query, key, value = tokens(g)
+    weights = g.softmax(masked(g, g.matmul(query, key), np.inf), 2)
+    reason = reason_of(g, g.matmul(without_nan(g, weights), value))
+    assert reason is not None and "Where puts inf" in reason
