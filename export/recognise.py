@@ -523,4 +523,6 @@ def _nan_guard(value: ir.Value) -> tuple[ir.Value, bool] | None:
     result = results[leaving[0]]
     if result.dtype == bool or not np.array_equal(result[:3], _PROBE[:3]):
         return None
+    if not (result[3] == 0 or np.isnan(result[3])):
+        return None  # another number in the place of NaN, which no attention kernel gives
     return leaving[0], bool(result[3] == 0)

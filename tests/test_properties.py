@@ -265,3 +265,13 @@ def test_scores_replaced_by_infinity() -> None:
     weights = g.softmax(masked(g, g.matmul(query, key), np.inf), 2)
     reason = reason_of(g, g.matmul(without_nan(g, weights), value))
     assert reason is not None and "Where puts inf" in reason
+
+
+def test_guard_that_puts_another_number_than_zero() -> None:
+    """As in `nan_to_num(weights, 1 / n)`, which became NaN."""
+    g = graph()
+    query, key, value = tokens(g)
+    weights = g.softmax(masked(g, g.matmul(query, key), -np.inf), 2)
+    is_nan = g.op("IsNaN", [weights], sizes_of(weights), BOOL)
+    reason = reason_of(g, g.matmul(g.where(is_nan, g.constant(0.2), weights), value))
+    assert reason is not None and "used 2 times" in reason
