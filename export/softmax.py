@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from attnforge.export.layout import Builder, insert, like, replace_value
+from attnforge.export.layout import VIEWS, Builder, insert, like, replace_value
+
+_PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
+"""What may stand between a softmax and a guard against its NaN."""
 
 
 def restore_softmax(model: ir.Model) -> bool:
@@ -52,16 +55,28 @@ def _argument(div: ir.Node) -> tuple[ir.Value, int] | None:
     if shifted is not None and shifted.op_type == "Sub":
         scores, largest = shifted.inputs[0], _maker(shifted.inputs[1])
         if scores is not None and largest is not None and largest.op_type == "ReduceMax":
-            if _before_casts(largest.inputs[0]) is scores and _one_axis(largest) == axis:
+            if _before_casts(largest.inputs[0]) is _before_casts(scores) and _one_axis(largest) == axis:
                 return scores, axis
             return None
-    return source, axis
+    return None if _is_guarded(div.outputs[0]) else (source, axis)
+
+
+def _is_guarded(weights: ir.Value) -> bool:
+    """Whether something asks for the NaN that a quotient of zeros is: where all scores are very small, without the
+    maximum taken off, Softmax would give it numbers instead."""
+    return any(
+        use.node.op_type in ("IsNaN", "Equal") or (use.node.op_type in _PASSED and _is_guarded(use.node.outputs[0]))
+        for use in weights.uses()
+    )
 
 
 def _before_casts(value: ir.Value | None) -> ir.Value | None:
     """`value` before it was cast to a type of more digits, or back: the exporter sums 16-bit numbers so."""
     while value is not None and (node := value.producer()) is not None and node.op_type == "Cast":
-        value = node.inputs[0]
+        source = node.inputs[0]
+        if not all(v is not None and v.dtype is not None and v.dtype.is_floating_point() for v in (source, value)):
+            break
+        value = source
     return value
 
 

@@ -20,6 +20,7 @@ from graphs import (
     BOOL,
     FLAWS,
     FLOAT,
+    INT64,
     MUTATIONS,
     Graph,
     Invalid,
@@ -256,6 +257,36 @@ def tokens(g: Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
     dims = ([BATCH, TOKENS, Size(4)], [BATCH, Size(4), KEYS], [BATCH, KEYS, Size(4)])
     query, key, value = (g.input("x", d) for d in dims)
     return query, key, value
+
+
+def test_guard_of_a_softmax_without_its_maximum() -> None:
+    """`exp(-1e4) / sum(exp(-1e4))` is NaN, which the guard made zeros of; Softmax gave the mean of the values."""
+    g = graph()
+    query, key, value = tokens(g)
+    exponentials = g.unary("Exp", masked(g, g.matmul(query, key), -1e4))
+    weights = g.binary("Div", exponentials, g.reduce("ReduceSum", exponentials, 2))
+    output = g.matmul(without_nan(g, g.transpose(g.transpose(weights, [0, 2, 1]), [0, 2, 1])), value)
+    assert check(Program(g.model(output), g.sizes)) == []
+
+
+def test_maximum_of_scores_that_were_cast() -> None:
+    """A softmax written out in a wider type than the scores' own was not seen as one."""
+    g = graph(FLOAT16)
+    query, key, value = tokens(g)
+    scores = g.cast(g.matmul(query, key), FLOAT)
+    exponentials = g.unary("Exp", g.binary("Sub", scores, g.reduce("ReduceMax", scores, 2)))
+    weights = g.cast(g.binary("Div", exponentials, g.reduce("ReduceSum", exponentials, 2)), FLOAT16)
+    assert reason_of(g, g.matmul(weights, value)) is None
+
+
+def test_sum_of_whole_numbers_is_no_softmax() -> None:
+    """Casts were seen through even where they cut off what is behind the point."""
+    g = graph()
+    query, key, value = tokens(g)
+    exponentials = g.unary("Exp", g.matmul(query, key))
+    whole = g.cast(g.cast(exponentials, INT64), FLOAT)
+    weights = g.binary("Div", exponentials, g.reduce("ReduceSum", whole, 2))
+    assert check(Program(g.model(g.matmul(weights, value)), g.sizes)) == []
 
 
 def test_scores_replaced_by_infinity() -> None:
