@@ -1,9 +1,9 @@
 """How many attention sites are fused: by attnforge, by others' optimisers, and by TensorRT-RTX alone.
 
 `python -m attnforge.benchmarks.fusion_coverage` writes `benchmarks/results/fusion_coverage.json` and refreshes the
-table in the README. Every model is exported anew for each: for attnforge and for TensorRT-RTX alone at opset 23 in fp16, for
-ONNX Runtime's optimisers at opset 18 in fp32, the form that they were written for. Counted are sites that became one
-operator, and for TensorRT-RTX fused attention kernels in the plan.
+table in the README. Every model is exported anew for each: for attnforge and for TensorRT-RTX alone
+at opset 23 in fp16, for ONNX Runtime's optimisers at opset 18 in fp32, the form that they were written for. Counted are
+sites that became one operator, and for TensorRT-RTX fused attention kernels in the plan.
 """
 
 from __future__ import annotations

@@ -202,12 +202,16 @@ def _emit(
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == final.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
 
-    if set(key.layout.axes) & set(scores.batch.axes) - set(value.layout.axes) - set(query.layout.axes):
+    # The last of them numbers the queries; those before it are batches whose keys are shared.
+    own = [dim for dim in scores.own.dims if not set(dim) & set(value.layout.axes)] or [()]
+    batch_layout = Layout(dim for dim in scores.rows.dims if dim != own[-1])
+    if set(key.layout.axes) & set(batch_layout.axes) - set(value.layout.axes) - set(query.layout.axes):
         raise NotAttention("the keys differ by query, as in an additive score: no inner product of queries and keys")
 
     # No walk follows that could split an axis, so from here the axes are final.
-    n_q, n_k, d_k, d_v = (tuple(part.axes) for part in (scores.queries, keys, scores.features, weights.value_features))
-    batch, heads = _batch_and_heads(scores.batch, query.layout, d_k)
+    n_k, d_k, d_v = (tuple(part.axes) for part in (keys, scores.features, weights.value_features))
+    n_q = own[-1]
+    batch, heads = _batch_and_heads(batch_layout, query.layout, d_k)
     shared = _shared_heads(heads, key.layout, value.layout)
     scale = scores.scale * query_factor * key_factor * q_more * k_more
     node_name = f"{name}/Attention"
@@ -247,7 +251,7 @@ def _emit(
             result = like(op.Where(_broadcastable(op, kept, rows, sized), result, zeros), result)
         for zeroed in weights.zeroed_rows:
             result = like(op.Where(_broadcastable(op, zeroed, rows, sized), zeros, result), result)
-        return rearrange(op, result, result_layout, output)
+        return rearrange(op, result, result_layout, output, sized)
 
     result = insert(graph, weights.product, build)
     replace_value(final, result)
@@ -385,7 +389,8 @@ def _cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
 
 
 def _broadcastable(op: Builder, operand: Operand, layout: Layout, sized: Sequence[Sized]) -> ir.Value:
-    """`operand` in the dims of `layout`, 1 where it does not vary; sizes of dynamic axes are read off `sized`."""
+    """`operand` in the dims of `layout`, 1 where it does not vary. A dim in which it varies in part is filled
+    up, by sizes that are read off `sized`."""
     present = set(operand.layout.axes)
     target = Layout(dim if present & set(dim) else () for dim in layout.dims)
     return rearrange(op, operand.value, operand.layout, target, sized)

@@ -31,6 +31,7 @@ from attnforge.export.layout import (
     sizes_of,
     walk_back,
 )
+from attnforge.export.softmax import before_casts
 
 
 class NotAttention(Exception):
@@ -107,8 +108,8 @@ class Scores:
     sink: Sink | None = None
     query: Operand | None = None
     key: Operand | None = None
-    batch: Layout = field(default_factory=lambda: Layout([]))
-    queries: Layout = field(default_factory=lambda: Layout([]))  # the axes that number the queries
+    rows: Layout = field(default_factory=lambda: Layout([]))  # all dims of the product but the keys
+    own: Layout = field(default_factory=lambda: Layout([]))  # those of them that the key lacks
     features: Layout = field(default_factory=lambda: Layout([]))  # the axes summed over in the product
     path: list[str] = field(default_factory=list)  # operators, as written
 
@@ -261,14 +262,13 @@ def walk_to_product(walk: Walk, scores: Scores) -> None:
         if node is None:
             raise NotAttention("the scores are an input of the graph, not a product of a query and a key")
         _only_use(walk.value, "scores", walk.also_used_by)
-        walk = replace(walk, also_used_by=frozenset())
         scores.path.append(node.op_type)
         if is_product(node):
             return _score_product(node, walk, scores)
         if node.domain == "" and node.op_type in ("Add", "Sub"):
             if (shift := _shift_by_maximum(node, walk, scores)) is None:
                 return _score_sum(node, walk, scores)
-            walk = replace(walk, value=node.inputs[0], also_used_by=shift)
+            walk = replace(walk, value=node.inputs[0], also_used_by=walk.also_used_by | shift)
             continue
         if node.domain == "" and node.op_type == "Concat":
             return _beside_sinks(node, walk, scores)
@@ -341,6 +341,8 @@ def _back_where(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
         raise NotAttention("masked scores are scaled by a tensor or a negative number, or capped, behind the mask")
     for number, through, inverted in ((scalar(if_false), if_true, False), (scalar(if_true), if_false, True)):
         if number is not None:
+            if not number < np.inf:
+                raise NotAttention(f"Where puts {number} in the place of scores, which makes NaN of every row it meets")
             scores.masking.append(Fill(_aligned(condition, walk.layout), inverted, number * scores.scale))
             return through
     raise NotAttention("Where chooses between two tensors of scores")
@@ -360,6 +362,17 @@ def _back_through(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     return source
 
 
+def _back_dropout(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
+    _still_dropout(node)
+    return _back_through(node, walk, scores)
+
+
+def _still_dropout(node: ir.Node) -> None:
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    if training is not None and scalar(training) != 0:
+        raise NotAttention("a Dropout that is in training mode, or may be")
+
+
 def _back_negative(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     scores.scale = -scores.scale
     return _back_through(node, walk, scores)
@@ -370,7 +383,7 @@ _BACK: dict[str, Callable[[ir.Node, Walk, Scores], ir.Value]] = {
     "Div": _back_scale,
     "Where": _back_where,
     "Cast": _back_cast,
-    "Dropout": _back_through,
+    "Dropout": _back_dropout,
     "Neg": _back_negative,
     "Tanh": _back_tanh,
 }
@@ -394,12 +407,15 @@ def _shift_by_maximum(node: ir.Node, walk: Walk, scores: Scores) -> frozenset[ir
         return None
     nodes: set[ir.Node] = set()
     value: ir.Value | None = right
-    while value is not None and value is not left:
+    while value is not None and before_casts(value) is not before_casts(left):
         maker = value.producer()
         if maker is None or maker.domain != "" or not (is_view(maker) or maker.op_type in ("ReduceMax", "Cast")):
             return None
         nodes.add(maker)
         value = maker.inputs[0]
+    while value is not None and value is not before_casts(left) and (cast := value.producer()) is not None:
+        nodes.add(cast)
+        value = cast.inputs[0]
     return frozenset(nodes) if any(maker.op_type == "ReduceMax" for maker in nodes) else None
 
 
@@ -477,15 +493,14 @@ def _score_product(node: ir.Node, walk: Walk, scores: Scores) -> None:
     key, key_labels = holders[0]
     query, query_labels = sides[1 - sides.index(holders[0])]
     features = {label: (Axis(size),) for label, size in product.summed.items()}
-    own = [label for label in product.output if label in query_labels and label not in key_labels]
-    queries = own[-1] if own else None  # those before it are batches whose keys are shared
     known: dict[str | None, Dims] = {None: ()}
     known.update(dims)
     known.update(features)
     scores.query = Operand(query, Layout(known[label] for label in query_labels))
     scores.key = Operand(key, Layout(known[label] for label in key_labels))
-    scores.batch = Layout(dims[label] for label in product.output if label not in (keys, queries))
-    scores.queries = Layout([dims[queries] if queries is not None else ()])
+    scores.rows = Layout(dims[label] for label in product.output if label != keys)
+    own = [label for label in product.output if label in query_labels and label not in key_labels]
+    scores.own = Layout(dims[label] for label in own)
     scores.features = Layout([tuple(axis for dim in features.values() for axis in dim)])
 
 
@@ -648,7 +663,9 @@ def _forward(node: ir.Node, walk: Walk, weights: Weights) -> Layout:
     elif node.domain == "" and node.op_type == "Cast" and node.outputs[0].dtype is not None:
         if not node.outputs[0].dtype.is_floating_point():
             raise NotAttention(f"the attention weights are cast to {node.outputs[0].dtype}")
-    elif node.op_type != "Dropout":
+    elif node.domain == "" and node.op_type == "Dropout":
+        _still_dropout(node)
+    else:
         raise NotAttention(f"the attention weights go through {node.op_type} before they meet the values")
     if sizes_of(node.outputs[0]) != walk.layout.sizes():
         raise NotAttention(f"{node.op_type} broadcasts the attention weights to a larger shape")
@@ -788,4 +805,6 @@ def _nan_guard(value: ir.Value) -> tuple[ir.Value, bool] | None:
     result = results[leaving[0]]
     if result.dtype == bool or not np.array_equal(result[:3], _PROBE[:3]):
         return None
+    if not (result[3] == 0 or np.isnan(result[3])):
+        return None  # another number in the place of NaN, which no attention kernel gives
     return leaving[0], bool(result[3] == 0)

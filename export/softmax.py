@@ -11,7 +11,10 @@ from functools import partial
 
 import onnx_ir as ir
 
-from attnforge.export.layout import Builder, insert, like, replace_value
+from attnforge.export.layout import VIEWS, Builder, insert, like, replace_value
+
+_PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
+"""What may stand between a softmax and a guard against its NaN."""
 
 
 def restore_softmax(model: ir.Model) -> bool:
@@ -59,7 +62,25 @@ def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
     axis, source = _one_axis(total), exp.inputs[0]
     if axis is None or _maker(total.inputs[0]) is not exp or div.outputs[0].dtype != exp.outputs[0].dtype:
         return None
-    return (source, axis) if source is not None else None
+    if source is None or (not _is_shifted(source) and _is_guarded(div.outputs[0])):
+        return None
+    return source, axis
+
+
+def _is_shifted(scores: ir.Value) -> bool:
+    """Whether a maximum is taken off, so that no quotient can be of zeros."""
+    node = scores.producer()
+    largest = _maker(node.inputs[1]) if node is not None and node.op_type == "Sub" else None
+    return largest is not None and largest.op_type == "ReduceMax"
+
+
+def _is_guarded(weights: ir.Value) -> bool:
+    """Whether something asks for the NaN that a quotient of zeros is: where all scores are very small, without the
+    maximum taken off, Softmax would give it numbers instead."""
+    return any(
+        use.node.op_type in ("IsNaN", "Equal") or (use.node.op_type in _PASSED and _is_guarded(use.node.outputs[0]))
+        for use in weights.uses()
+    )
 
 
 def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
@@ -79,22 +100,25 @@ def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None
     if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
         return None
     weights, source = exp.outputs[0], exp.inputs[0]
-    if _before_casts(total.inputs[0]) is not weights or source is None or weights.shape is None:
+    if before_casts(total.inputs[0]) is not weights or source is None or weights.shape is None:
         return None
     last = len(weights.shape) - 1
     return (source, last) if _one_axis(total) == last and last > 0 else None
 
 
-def _before_casts(value: ir.Value | None) -> ir.Value | None:
+def before_casts(value: ir.Value | None) -> ir.Value | None:
     """`value` before it was cast to a type of more digits, or back: the exporter sums 16-bit numbers so."""
     while value is not None and (node := value.producer()) is not None and node.op_type == "Cast":
-        value = node.inputs[0]
+        source = node.inputs[0]
+        if not all(v is not None and v.dtype is not None and v.dtype.is_floating_point() for v in (source, value)):
+            break
+        value = source
     return value
 
 
 def _maker(value: ir.Value | None) -> ir.Node | None:
     """The node that made `value`, casts aside."""
-    source = _before_casts(value)
+    source = before_casts(value)
     return source.producer() if source is not None else None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -17,6 +18,13 @@ import attnforge
 from attnforge.bundle import MANIFEST, Bundle, Manifest, write_manifest
 from attnforge.model import Example, build_model
 from attnforge.runtime.device import cuda_devices
+
+settings.register_profile(
+    "ci", max_examples=100, derandomize=True, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)  # fmt: skip
+settings.register_profile("thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False)
+settings.load_profile("ci")
 
 Deploy = Callable[[str, str], Bundle]
 

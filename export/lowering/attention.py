@@ -16,6 +16,7 @@ from attnforge.export.layout import (
     Dims,
     Layout,
     Size,
+    Sized,
     constant,
     dims_of,
     like,
@@ -68,6 +69,11 @@ class Attention:
     def dtype(self) -> ir.DataType:
         assert self.query.value.dtype is not None
         return self.query.value.dtype
+
+    @property
+    def sized(self) -> list[Sized]:
+        """By which the sizes of axes can be told that an operand lacks: heads that share one key, say."""
+        return [(operand.value, operand.layout) for operand in (self.query, self.key, self.value)]
 
     def layout(self, *names: str) -> Layout:
         """The layout whose dims are the named axes; `"H d_k"` in one dim are the heads side by side."""

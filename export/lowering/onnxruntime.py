@@ -118,18 +118,18 @@ def _moves_of_products(a: Attention) -> int:
 def _fused(op: Builder, a: Attention, layouts: list[Layout], heads: int, name: str) -> ir.Value:
     *inner, out = layouts
     operands = (a.query, a.key, a.value)
-    inputs = [rearrange(op, o.value, o.layout, layout) for o, layout in zip(operands, inner, strict=True)]
+    inputs = [rearrange(op, o.value, o.layout, layout, a.sized) for o, layout in zip(operands, inner, strict=True)]
     result = op.op("MultiHeadAttention", inputs, {"num_heads": heads, "scale": a.scale}, domain=CONTRIB, name=name)
     typed(result, a.dtype, [size.dim() for size in out.sizes()])
-    return rearrange(op, result, out, a.output_layout)
+    return rearrange(op, result, out, a.output_layout, a.sized)
 
 
 def _products(op: Builder, a: Attention, name: str) -> ir.Value:
     rows, columns = a.layout("B", "H", "n_q", "d_v"), a.layout("B", "H", "d_v", "n_q")
     as_columns = needs_transpose(rows, a.output_layout) and not needs_transpose(columns, a.output_layout)
     value_layout = a.layout("B", "H", "d_v", "n_k") if as_columns else a.layout("B", "H", "n_k", "d_v")
-    query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"))
-    key = rearrange(op, a.key.value, a.key.layout, a.layout("B", "H", "d_k", "n_k"))
-    value = rearrange(op, a.value.value, a.value.layout, value_layout)
+    query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"), a.sized)
+    key = rearrange(op, a.key.value, a.key.layout, a.layout("B", "H", "d_k", "n_k"), a.sized)
+    value = rearrange(op, a.value.value, a.value.layout, value_layout, a.sized)
     result = decompose(op, a, query, key, value, name, as_columns)
-    return rearrange(op, result, columns if as_columns else rows, a.output_layout)
+    return rearrange(op, result, columns if as_columns else rows, a.output_layout, a.sized)

@@ -84,9 +84,9 @@ def _plan(site: str, a: Attention) -> _Plan:
 
 
 def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
-    query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"))
-    value = rearrange(op, a.value.value, a.value.layout, a.layout("B", "H", "n_k", "d_v"))
-    key = rearrange(op, a.key.value, a.key.layout, a.layout("B", "H", "d_k", "n_k"))
+    query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"), a.sized)
+    value = rearrange(op, a.value.value, a.value.layout, a.layout("B", "H", "n_k", "d_v"), a.sized)
+    key = rearrange(op, a.key.value, a.key.layout, a.layout("B", "H", "d_k", "n_k"), a.sized)
     if plan.head_size is not None:
         query, value = _padded(op, query, 3, plan.head_size), _padded(op, value, 3, plan.head_size)
         key = _padded(op, key, 2, plan.head_size)
@@ -107,7 +107,7 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
         result = _joined(op, result, rows, plan.pair)
     if plan.head_size not in (None, a.size("d_v").factor):
         result = _sliced(op, result, 3, constant(op, [a.size("d_v").factor]), a.size("d_v").dim())
-    return rearrange(op, result, a.layout("B", "H", "n_q", "d_v"), a.output_layout)
+    return rearrange(op, result, a.layout("B", "H", "n_q", "d_v"), a.output_layout, a.sized)
 
 
 def _metadata(value: ir.Value) -> Mapping[str, str]:

@@ -1,0 +1,1000 @@
+"""Attention graphs as people and exporters write them, at random, straight in ONNX: one takes milliseconds.
+
+:func:`attention` writes a graph that is attention. Given a `flaw` (:data:`FLAWS`), it writes one that nearly is; given
+`mutations`, one in which some operator was dropped, inserted, turned to another axis or fed something else, which may
+be anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import ArrayLike
+
+from attnforge.arrays import Array
+from attnforge.export.layout import ONE, Size, sizes_of
+
+T = TypeVar("T")
+Names = tuple[str, ...]
+"""The axes of one dim, outermost first: `("h", "d")` are heads and features side by side."""
+
+BOOL, FLOAT, INT64 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT64
+
+FLAWS = (
+    "weights are an output",
+    "weights are used twice",
+    "scores are an output",
+    "scores are used twice",
+    "softmax over the queries",
+    "softmax over the heads",
+    "softmax over the features",
+    "softmax over heads and keys together",
+    "mask after the softmax",
+    "scale that differs by key",
+    "scale that differs by key after the softmax",
+    "sigmoid for a softmax",
+    "relu on the scores",
+    "relu on the weights",
+    "dropout in training",
+    "choice between two tensors of scores",
+    "values summed over another axis",
+    "shift of the weights",
+    "sum over another axis",
+    "sum of other exponentials",
+    "sum with a small number added",
+)
+
+
+class Invalid(Exception):
+    """What was to be written is no valid graph."""
+
+
+class Choices(Protocol):
+    """Where the random choices come from."""
+
+    def pick(self, options: Sequence[T]) -> T: ...
+
+    def chance(self, percent: int) -> bool: ...
+
+
+@dataclass
+class Mutation:
+    """What happens to the `at`-th operator that is written."""
+
+    at: int
+    kind: str
+
+
+MUTATIONS = ("drop", "insert", "axis", "input", "use", "constant")
+
+
+@dataclass
+class Graph:
+    """A graph that is being written; every value has its dtype and shape.
+
+    Attributes:
+        choices: decides how things are written.
+        dtype: of activations and weights.
+        mutations: what goes wrong on the way.
+        sizes: of the symbols of the dims.
+    """
+
+    choices: Choices
+    dtype: ir.DataType = FLOAT
+    mutations: list[Mutation] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    inputs: list[ir.Value] = field(default_factory=list)
+    nodes: list[ir.Node] = field(default_factory=list)
+    initializers: list[ir.Value] = field(default_factory=list)
+    extra_outputs: list[ir.Value] = field(default_factory=list)
+    seed: int = 0
+
+    # --- values
+
+    def input(self, name: str, dims: Sequence[Size], dtype: ir.DataType | None = None) -> ir.Value:
+        value = ir.Value(name=f"{name}_{len(self.inputs)}")
+        self.inputs.append(value)
+        return _typed(value, dtype or self.dtype, dims)
+
+    def constant(self, data: ArrayLike, dtype: ir.DataType | None = None) -> ir.Value:
+        dtype = dtype or self.dtype
+        if dtype.is_floating_point() and self._mutated("constant"):
+            data = np.asarray(data) * self.choices.pick((-1.0, 2.0)) + self.choices.pick((0.0, 0.3))
+        tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
+        if self.choices.chance(50):
+            value = ir.Value(name=f"constant_{len(self.initializers)}", const_value=tensor)
+            self.initializers.append(value)
+        else:
+            node = ir.node("Constant", [], {"value": ir.AttrTensor("value", tensor)}, name=f"n{len(self.nodes)}")
+            self.nodes.append(node)
+            value = node.outputs[0]
+            value.name = f"v{len(self.nodes)}"
+        return _typed(value, dtype, [Size(n) for n in np.shape(data)])
+
+    def weight(self, dims: Sequence[Size], scale: float = 1.0) -> ir.Value:
+        self.seed += 1
+        if not all(size.is_static for size in dims):
+            raise Invalid("a weight of dynamic size")
+        rng = np.random.default_rng(self.seed)
+        return self.constant(scale * rng.standard_normal([size.factor for size in dims]))
+
+    def ints(self, *numbers: int) -> ir.Value:
+        return self.constant(np.array(numbers, np.int64), INT64)
+
+    def concrete(self, size: Size) -> int:
+        return size.factor * prod(self.sizes[symbol] for symbol in size.symbols)
+
+    # --- operators
+
+    def op(
+        self, op_type: str, inputs: Sequence[ir.Value | None], dims: Sequence[Size],
+        dtype: ir.DataType | None = None, outputs: int = 1, **attributes: Any,
+    ) -> ir.Value:  # fmt: skip
+        """The (first) output of a new node."""
+        first = next(v for v in inputs if v is not None)
+        dtype = dtype or first.dtype
+        assert dtype is not None
+        if dtype == INT64:  # shapes stay what they are
+            return self._node(op_type, inputs, dims, dtype, outputs, attributes)
+        if self._mutated("drop"):
+            same = [v for v in inputs if v is not None and v.dtype == dtype and sizes_of(v) == list(dims)]
+            if same:
+                return self.choices.pick(same)
+        if self._mutated("input"):
+            inputs = self._exchanged(list(inputs))
+        if self._mutated("axis"):
+            attributes, dims = self._turned(op_type, attributes, inputs, list(dims))
+        result = self._node(op_type, inputs, dims, dtype, outputs, attributes)
+        if self._mutated("use"):
+            self.extra_outputs.append(result)
+        return self._insert(result) if self._mutated("insert") else result
+
+    def _node(
+        self, op_type: str, inputs: Sequence[ir.Value | None], dims: Sequence[Size], dtype: ir.DataType, outputs: int,
+        attributes: Mapping[str, Any],
+    ) -> ir.Value:  # fmt: skip
+        node = ir.node(op_type, inputs, attributes, num_outputs=outputs, name=f"n{len(self.nodes)}")
+        self.nodes.append(node)
+        for i, output in enumerate(node.outputs):
+            output.name = f"v{len(self.nodes)}_{i}"
+            _typed(output, dtype, dims)
+        return node.outputs[0]
+
+    def _mutated(self, kind: str) -> bool:
+        here = [m for m in self.mutations if m.kind == kind and m.at <= len(self.nodes)]
+        for mutation in here:
+            self.mutations.remove(mutation)
+        return bool(here)
+
+    def _exchanged(self, inputs: list[ir.Value | None]) -> list[ir.Value | None]:
+        known = [*self.inputs, *self.initializers, *(v for node in self.nodes for v in node.outputs)]
+        places = [i for i, v in enumerate(inputs) if v is not None and v.dtype != INT64]
+        if places:
+            i = self.choices.pick(places)
+            old = inputs[i]
+            assert old is not None
+            like = [v for v in known if v.dtype == old.dtype and sizes_of(v) == sizes_of(old) and v is not old]
+            if like:
+                inputs[i] = self.choices.pick(like)
+        return inputs
+
+    def _turned(
+        self, op_type: str, attributes: dict[str, Any], inputs: Sequence[ir.Value | None], dims: list[Size]
+    ) -> tuple[dict[str, Any], list[Size]]:
+        if op_type == "Transpose":
+            perm = list(attributes["perm"])
+            pairs = [(i, j) for i in range(len(perm)) for j in range(i) if dims[i] == dims[j]]
+            if pairs:
+                i, j = self.choices.pick(pairs)
+                perm[i], perm[j] = perm[j], perm[i]
+            return {**attributes, "perm": perm}, dims
+        if op_type == "Softmax":
+            return {**attributes, "axis": self.choices.pick(range(len(dims)))}, dims
+        if op_type == "Einsum":
+            terms, _, output = attributes["equation"].partition("->")
+            of = dict(zip(output, dims, strict=True))
+            pairs = [(a, b) for a in output for b in output if a < b and of[a] == of[b]]
+            if pairs:
+                a, b = self.choices.pick(pairs)
+                output = output.translate(str.maketrans(a + b, b + a))
+            return {**attributes, "equation": f"{terms}->{output}"}, dims
+        return attributes, dims
+
+    def _insert(self, x: ir.Value) -> ir.Value:
+        """Some operator on `x` that keeps its type and shape."""
+        if x.dtype is None or not x.dtype.is_floating_point():
+            return self.unary("Not", x) if x.dtype == BOOL else x
+        dims = sizes_of(x)
+        pairs = [(i, j) for i in range(len(dims)) for j in range(i) if dims[i] == dims[j] != ONE]
+        kind = self.choices.pick(
+            (
+                "Relu",
+                "Neg",
+                "Tanh",
+                "Abs",
+                "Sigmoid",
+                "Mul",
+                "Add",
+                "Div",
+                "factor",
+                "shift",
+                "Where",
+                "Softmax",
+                "swap",
+            )
+        )
+        if kind in ("Relu", "Neg", "Tanh", "Abs", "Sigmoid"):
+            return self.unary(kind, x)
+        if kind in ("factor", "shift"):
+            number = self.constant(self.choices.pick((0.5, -2.0, 3.0)))
+            number = number if number.dtype == x.dtype else self.cast(number, x.dtype)
+            return self.binary("Mul" if kind == "factor" else "Add", x, number)
+        if kind == "Softmax" and dims:
+            return self.softmax(x, self.choices.pick(range(len(dims))))
+        if kind == "swap":
+            if not pairs:
+                return x
+            i, j = self.choices.pick(pairs)
+            perm = list(range(len(dims)))
+            perm[i], perm[j] = j, i
+            return self.transpose(x, perm)
+        some = [size if self.choices.chance(50) else ONE for size in dims]
+        if kind == "Where":
+            return self.where(self.input("keep", some, BOOL), x, self.constant(self.choices.pick((0.0, -1e4)), x.dtype))
+        if kind in ("Mul", "Add", "Div"):
+            return self.binary(kind, x, self.input("factor", some, x.dtype))
+        return x
+
+    def unary(self, op_type: str, x: ir.Value) -> ir.Value:
+        return self.op(op_type, [x], sizes_of(x))
+
+    def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+        return self.op("Cast", [x], sizes_of(x), dtype, to=dtype.value)
+
+    def binary(self, op_type: str, a: ir.Value, b: ir.Value) -> ir.Value:
+        if a.dtype != b.dtype:
+            raise Invalid("operands of two types")
+        compares = op_type in ("LessOrEqual", "GreaterOrEqual", "Less", "Greater", "Equal")
+        return self.op(op_type, [a, b], broadcast(sizes_of(a), sizes_of(b)), BOOL if compares else None)
+
+    def where(self, condition: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+        if a.dtype != b.dtype:
+            raise Invalid("operands of two types")
+        dims = broadcast(broadcast(sizes_of(condition), sizes_of(a)), sizes_of(b))
+        return self.op("Where", [condition, a, b], dims, a.dtype)
+
+    def transpose(self, x: ir.Value, perm: Sequence[int]) -> ir.Value:
+        dims = sizes_of(x)
+        return self.op("Transpose", [x], [dims[i] for i in perm], perm=list(perm))
+
+    def unsqueeze(self, x: ir.Value, axes: Sequence[int]) -> ir.Value:
+        dims = sizes_of(x)
+        for axis in sorted(axes):
+            dims.insert(axis, ONE)
+        return self.op("Unsqueeze", [x, self.ints(*axes)], dims)
+
+    def squeeze(self, x: ir.Value, axes: Sequence[int]) -> ir.Value:
+        dims = sizes_of(x)
+        if any(dims[axis] != ONE for axis in axes):
+            raise Invalid("a squeeze of a dim that is not 1")
+        return self.op("Squeeze", [x, self.ints(*axes)], [d for i, d in enumerate(dims) if i not in axes])
+
+    def reshape(self, x: ir.Value, dims: Sequence[Size]) -> ir.Value:
+        have = sizes_of(x)
+        if _product(have) != _product(dims):
+            raise Invalid("a reshape to another number of elements")
+        dynamic = [i for i, size in enumerate(dims) if not size.is_static]
+        entries = [0 if i < len(have) and have[i] == d and i in dynamic else d.factor for i, d in enumerate(dims)]
+        left = [i for i in dynamic if entries[i] != 0]
+        if len(left) == 1:
+            entries[left[0]] = -1
+        if len(left) <= 1:
+            return self.op("Reshape", [x, self.ints(*entries)], dims)
+        return self.op("Reshape", [x, self.shape(dims)], dims)
+
+    def shape(self, dims: Sequence[Size]) -> ir.Value:
+        """`dims` as a shape tensor, dynamic ones read off the inputs."""
+        parts = [self.ints(size.factor) if size.is_static else self._size(size) for size in dims]
+        return self.op("Concat", parts, [Size(len(parts))], INT64, axis=0)
+
+    def _size(self, size: Size) -> ir.Value:
+        result = None
+        for symbol in size.symbols:
+            held = [(v, i) for v in self.inputs for i, d in enumerate(sizes_of(v)) if d == Size(1, (symbol,))]
+            if not held:
+                raise Invalid(f"no input tells {symbol}")
+            one = self.op("Shape", [held[0][0]], [ONE], INT64, start=held[0][1], end=held[0][1] + 1)
+            result = one if result is None else self.binary("Mul", result, one)
+        assert result is not None
+        return result if size.factor == 1 else self.binary("Mul", result, self.ints(size.factor))
+
+    def expand(self, x: ir.Value, dims: Sequence[Size]) -> ir.Value:
+        broadcast(sizes_of(x), dims)
+        return self.op("Expand", [x, self.shape(dims)], dims)
+
+    def matmul(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        left, right = sizes_of(a), sizes_of(b)
+        if min(len(left), len(right)) < 2 or left[-1] != right[-2] or a.dtype != b.dtype:
+            raise Invalid("a product of tensors that do not fit")
+        if len(left) == len(right) == 2 and self.choices.chance(40):
+            return self.op("Gemm", [a, b], [left[0], right[1]])
+        return self.op("MatMul", [a, b], [*broadcast(left[:-2], right[:-2]), left[-2], right[-1]])
+
+    def einsum(self, a: ir.Value, b: ir.Value, left: str, right: str, output: str) -> ir.Value:
+        sizes: dict[str, Size] = {}
+        for label, size in zip(left + right, sizes_of(a) + sizes_of(b), strict=True):
+            if sizes.setdefault(label, size) != size:
+                raise Invalid("an einsum of tensors that do not fit")
+        return self.op("Einsum", [a, b], [sizes[la] for la in output], equation=f"{left},{right}->{output}")
+
+    def softmax(self, x: ir.Value, axis: int) -> ir.Value:
+        rank = len(sizes_of(x))
+        return self.op("Softmax", [x], sizes_of(x), axis=axis - rank if self.choices.chance(50) else axis)
+
+    def reduce(self, op_type: str, x: ir.Value, axis: int) -> ir.Value:
+        dims = sizes_of(x)
+        if self._mutated("axis"):
+            axis = self.choices.pick(range(len(dims)))
+        dims[axis] = ONE
+        return self.op(op_type, [x, self.ints(axis)], dims, keepdims=1)
+
+    def slice(self, x: ir.Value, axis: int, start: int, end: int) -> ir.Value:
+        dims = sizes_of(x)
+        dims[axis] = Size(end - start)
+        return self.op("Slice", [x, self.ints(start), self.ints(end), self.ints(axis)], dims)
+
+    def concat(self, parts: Sequence[ir.Value], axis: int, size: Size) -> ir.Value:
+        dims = sizes_of(parts[0])
+        dims[axis] = size
+        return self.op("Concat", parts, dims, axis=axis)
+
+    # --- the whole
+
+    def model(self, *outputs: ir.Value) -> ir.Model:
+        found = list(dict.fromkeys([*outputs, *self.extra_outputs]))
+        if any(v in self.inputs or v in self.initializers for v in found):
+            raise Invalid("an output that is computed from nothing")
+        graph = ir.Graph(
+            self.inputs, found, nodes=self.nodes, initializers=self.initializers, opset_imports={"": 23}, name="graph"
+        )
+        return ir.Model(graph, ir_version=10)
+
+
+def _typed(value: ir.Value, dtype: ir.DataType, dims: Sequence[Size]) -> ir.Value:
+    value.type, value.shape = ir.TensorType(dtype), ir.Shape([size.dim() for size in dims])
+    return value
+
+
+def _product(dims: Sequence[Size]) -> Size:
+    size = ONE
+    for dim in dims:
+        size = size * dim
+    return size
+
+
+def broadcast(a: Sequence[Size], b: Sequence[Size]) -> list[Size]:
+    """The sizes to which two shapes broadcast."""
+    rank = max(len(a), len(b))
+    dims = []
+    for x, y in zip([ONE] * (rank - len(a)) + list(a), [ONE] * (rank - len(b)) + list(b), strict=True):
+        if x != y and ONE not in (x, y):
+            raise Invalid("shapes that do not broadcast")
+        dims.append(y if x == ONE else x)
+    return dims
+
+
+# --- tensors with named axes ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Named:
+    """A value, and the axes that its dims are made of."""
+
+    value: ir.Value
+    dims: tuple[Names, ...]
+
+    @property
+    def axes(self) -> list[str]:
+        return [axis for dim in self.dims for axis in dim]
+
+
+@dataclass
+class Writer(Graph):
+    """A graph of tensors with named axes.
+
+    Attributes:
+        of: the size of every axis.
+    """
+
+    of: dict[str, Size] = field(default_factory=dict)
+
+    def size(self, names: Names) -> Size:
+        return _product([self.of[name] for name in names])
+
+    def grouped(self, axes: Sequence[str], apart: str | None = None) -> tuple[Names, ...]:
+        """`axes` as dims, neighbours merged at random; the one that is to stay alone does."""
+        dims: list[Names] = []
+        for axis in axes:
+            if dims and apart not in (axis, *dims[-1]) and self.choices.chance(35):
+                dims[-1] = (*dims[-1], axis)
+            else:
+                dims.append((axis,))
+        return tuple(dims)
+
+    def shuffled(self, axes: Sequence[str]) -> list[str]:
+        left, result = list(axes), []
+        while left:
+            result.append(self.choices.pick(left))
+            left.remove(result[-1])
+        return result
+
+    def arranged(self, x: Named, dims: Sequence[Names]) -> Named:
+        """`x` with these dims, by some chain of views; an axis that it lacks becomes a dim of 1."""
+        x = self.noise(x)
+        present = set(x.axes)
+        wanted = tuple(tuple(a for a in dim if a in present) for dim in dims)
+        if set(x.axes) != {a for dim in wanted for a in dim}:
+            raise Invalid("an axis that has no place")
+        if sorted(x.dims) == sorted(wanted) and x.dims != wanted:
+            x = self._permuted(x, wanted)
+        order = [a for dim in wanted for a in dim]
+        if x.axes != order:
+            x = self._reshaped(x, tuple((a,) for a in x.axes))
+            x = self._permuted(x, tuple((a,) for a in order))
+        return self.noise(self._reshaped(x, wanted))
+
+    def noise(self, x: Named) -> Named:
+        """The same tensor behind views that undo one another."""
+        if not self.choices.chance(15):
+            return x
+        kind, rank = self.choices.pick(("Identity", "squeeze", "transpose", "flatten", "swap")), len(x.dims)
+        if kind == "Identity":
+            return Named(self.unary("Identity", x.value), x.dims)
+        if kind == "squeeze":
+            at = self.choices.pick(range(rank + 1))
+            return Named(self.squeeze(self.unsqueeze(x.value, [at]), [at]), x.dims)
+        if kind == "flatten":
+            return self._reshaped(self._reshaped(x, (tuple(x.axes),)), x.dims)
+        if rank < 2:
+            return x
+        perm = self.shuffled([str(i) for i in range(rank)])
+        order = [int(i) for i in perm]
+        there = self.transpose(x.value, order)
+        return Named(self.transpose(there, [order.index(i) for i in range(rank)]), x.dims)
+
+    def _permuted(self, x: Named, dims: tuple[Names, ...]) -> Named:
+        perm, left = [], list(range(len(x.dims)))
+        for dim in dims:
+            i = next(i for i in left if x.dims[i] == dim)
+            left.remove(i)
+            perm.append(i)
+        return Named(self.transpose(x.value, perm), dims)
+
+    def _reshaped(self, x: Named, dims: tuple[Names, ...]) -> Named:
+        if x.dims == dims:
+            return x
+        sizes = [self.size(dim) for dim in dims]
+        if self.choices.chance(60):
+            if [d for d in dims if d] == list(x.dims):
+                return Named(self.unsqueeze(x.value, [i for i, d in enumerate(dims) if not d]), dims)
+            if [d for d in x.dims if d] == list(dims):
+                return Named(self.squeeze(x.value, [i for i, d in enumerate(x.dims) if not d]), dims)
+            if len(dims) == 2:
+                have = sizes_of(x.value)
+                for axis in range(len(have) + 1):
+                    if _product(have[:axis]) == sizes[0] and _product(have[axis:]) == sizes[1]:
+                        return Named(self.op("Flatten", [x.value], sizes, axis=axis), dims)
+        return Named(self.reshape(x.value, sizes), dims)
+
+    def repeated(self, x: Named, axis: str) -> Named:
+        """`x` repeated along a new first axis."""
+        one = self.unsqueeze(x.value, [0])
+        dims, n = [self.of[axis], *sizes_of(x.value)], self.of[axis]
+        kind = self.choices.pick(("Expand", "Tile", "Concat", "Gather")) if n.is_static else "Expand"
+        if kind == "Tile":
+            value = self.op("Tile", [one, self.ints(n.factor, *[1] * (len(dims) - 1))], dims)
+        elif kind == "Concat":
+            value = self.concat([one] * n.factor, 0, n)
+        elif kind == "Gather":
+            value = self.op("Gather", [one, self.ints(*[0] * n.factor)], dims, axis=0)
+        else:
+            value = self.expand(one, dims)
+        return Named(value, ((axis,), *x.dims))
+
+    def fits(self, x: Named, scores: Sequence[Names]) -> Named:
+        """`x` so that it broadcasts against a tensor of dims `scores`."""
+        for dim in scores:
+            if dim and 0 < len(set(dim) & set(x.axes)) < len(dim):
+                for axis in dim:
+                    if axis not in x.axes:
+                        x = self.repeated(x, axis)
+        x = self.arranged(x, scores)
+        leading = next((i for i, dim in enumerate(x.dims) if dim), len(x.dims))
+        if leading and self.choices.chance(50):
+            return Named(self._reshaped(x, x.dims[leading:]).value, x.dims[leading:])
+        return x
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Program:
+    """A graph, the sizes of its symbols, and inputs for it."""
+
+    model: ir.Model
+    sizes: dict[str, int]
+    attends: bool = True  # to more than one key
+    by_hand: bool = False  # the softmax is written out
+
+    def __repr__(self) -> str:
+        nodes = (
+            f"{', '.join(f'{v.name}{v.shape}' for v in n.outputs)} = {n.op_type}"
+            f"({', '.join(str(v and v.name) for v in n.inputs)}) "
+            f"{ {k: a.value for k, a in n.attributes.items()} or '' }"
+            for n in self.model.graph
+        )
+        inputs = ", ".join(f"{v.name}{v.shape}" for v in self.model.graph.inputs)
+        outputs = ", ".join(str(v.name) for v in self.model.graph.outputs)
+        return "\n".join((f"inputs {inputs}; outputs {outputs}; sizes {self.sizes}", *nodes))
+
+    def arrays(self, seed: int, sizes: Mapping[str, int]) -> dict[str, Array]:
+        """Random inputs: `mask…` are 0 or a large negative number, `keep…` are boolean, others normal."""
+        rng = np.random.default_rng(seed)
+        return {v.name or "": _random(rng, v, sizes) for v in self.model.graph.inputs}
+
+
+def _random(rng: np.random.Generator, value: ir.Value, sizes: Mapping[str, int]) -> Array:
+    shape = [size.factor * prod(sizes[s] for s in size.symbols) for size in sizes_of(value)]
+    name, dtype = value.name or "", value.dtype
+    assert dtype is not None
+    if dtype == BOOL or name.startswith("mask"):
+        keep = np.asarray(rng.random(shape) < 0.7)
+        keep.reshape(-1, shape[-1] if shape else 1)[0] = rng.random() < 0.5
+        low = -np.inf if "inf" in name else -1e4
+        return keep if dtype == BOOL else np.where(keep, 0.0, low).astype(dtype.numpy())
+    return np.asarray(rng.standard_normal(shape)).astype(dtype.numpy())
+
+
+def attention(
+    choices: Choices, flaw: str | None = None, mutations: Sequence[Mutation] = (), dtype: ir.DataType = FLOAT
+) -> Program:
+    """Write one. Raises :class:`Invalid` where a mutation, or chance, led to something that is no graph."""
+    return _Attention(choices, flaw, mutations, dtype).write()
+
+
+class _Attention:
+    def __init__(self, choices: Choices, flaw: str | None, mutations: Sequence[Mutation], dtype: ir.DataType) -> None:
+        self.choices, self.flaw = choices, flaw
+        self.by_hand = self.shifted = False
+        self.g = Writer(choices, dtype, list(mutations))
+        self._name_axes()
+
+    def _name_axes(self) -> None:
+        """Batch axes `b c`, heads `h` (`g` groups of `h`), queries `i`, keys `j`, features `d` and `e`."""
+        pick, chance, g = self.choices.pick, self.choices.chance, self.g
+        flawed = self.flaw is not None
+        small = (2, 3) if flawed else (1, 2, 2, 3, 4)
+
+        def size(symbol: str, percent: int) -> Size:
+            if chance(percent):
+                g.sizes[symbol] = pick((2, 3, 5))
+                return Size(1, (symbol,))
+            return Size(pick(small))
+
+        self.batch = list(pick(("", "b", "b", "b", "bc")))
+        self.heads = list(pick(("h", "h", "h", "gh", ""))) if not flawed else ["h"]
+        g.of = {"b": size("batch", 40), "c": Size(pick(small)), "g": Size(pick(small)), "h": Size(pick(small))}
+        g.of |= {"i": size("n", 40), "d": Size(pick(small))}
+        self.own = chance(50)  # self-attention
+        g.of["j"] = g.of["i"] if self.own else size("m", 40)
+        g.of["e"] = g.of["d"] if chance(60) else Size(pick(small))
+        if flawed:  # sizes that cannot be taken for one another
+            g.of |= {"i": Size(3), "j": Size(5), "d": Size(4), "e": Size(7), "h": Size(2)}
+            self.own = False
+        self.apart = [*self.batch, *self.heads]
+
+    def write(self) -> Program:
+        query, key, value = self.operands()
+        self.query = query
+        if self.flaw is None and self.choices.chance(10):
+            return self.program(self.finished(self.operator(query, key, value)))
+        query, key = self.scaled(query), self.scaled(key)
+        scores = self.product(query, key, ["i"], ["j"], "d")
+        scores = self.modified(scores)
+        weights = self.weights(scores)
+        output = self.product(weights, self.scaled(value), ["i"], ["e"], "j", flawed=True)
+        return self.program(self.finished(output))
+
+    def program(self, final: ir.Value) -> Program:
+        attends = self.g.of["j"] != ONE
+        return Program(self.g.model(final), dict(self.g.sizes), attends, self.by_hand)
+
+    def operator(self, query: Named, key: Named, value: Named) -> Named:
+        """ONNX's own operator, as a newer exporter writes it."""
+        g, chance = self.g, self.choices.chance
+        outer = [tuple(self.batch), tuple(self.heads)]
+        sides = ((query, ["i", "d"]), (key, ["j", "d"]), (value, ["j", "e"]))
+        whole = []
+        for x, axes in sides:
+            for axis in [a for a in self.apart if a not in x.axes]:
+                x = g.repeated(x, axis)
+            whole.append(g.arranged(x, [*outer, *((a,) for a in axes)]))
+        dims: tuple[Names, ...] = (*outer, ("i",), ("j",))
+        inputs = [x.value for x in whole]
+        if chance(50):
+            keep = Named(g.input("keep", [g.of["i"], g.of["j"]], BOOL), (("i",), ("j",)))
+            bias = Named(g.input("mask_inf", [g.of["j"]]), (("j",),))
+            inputs.append(g.arranged(self.choices.pick((keep, bias)), dims).value)
+        attributes: dict[str, Any] = {"is_causal": 1} if len(inputs) == 3 and chance(50) else {}
+        if chance(50):
+            attributes["scale"] = 0.3
+        result: tuple[Names, ...] = (*outer, ("i",), ("e",))
+        return Named(g.op("Attention", inputs, [g.size(dim) for dim in result], **attributes), result)
+
+    # --- operands
+
+    def operands(self) -> tuple[Named, Named, Named]:
+        pick, chance, g = self.choices.pick, self.choices.chance, self.g
+        shared = self.apart if self.flaw else [a for a in self.apart if not chance(12)]
+        if "h" in shared and "g" in self.heads and chance(60):
+            shared = [a for a in shared if a != "h"]
+        if self.own and g.of["d"] == g.of["e"] and chance(40):
+            return self.packed()
+        if self.own and g.of["d"] == g.of["e"] and chance(15):  # no projections: the tokens attend to themselves
+            x = self.operand([*self.apart, "i", "d"], "i", "d")
+            as_key = Named(x.value, tuple(tuple("j" if a == "i" else a for a in dim) for dim in x.dims))
+            as_value = Named(x.value, tuple(tuple("e" if a == "d" else a for a in dim) for dim in as_key.dims))
+            return x, as_key, as_value
+        everyone = [a for a in self.batch if a in shared and chance(10)]  # learned queries, the same for all
+        query = self.operand([*(a for a in self.apart if a not in everyone), "i", "d"], "i", "d")
+        key, value = (self.operand([*shared, "j", f], "j", f) for f in "de")
+        if chance(10) and shared != self.apart and not self.flaw:
+            value = self.operand([*self.apart, "j", "e"], "j", "e")
+        for axis in [a for a in reversed(self.apart) if a not in shared]:
+            if chance(40):
+                key = g.repeated(key, axis)
+                if axis not in value.axes:
+                    value = g.repeated(value, axis)
+        assert pick((True,))
+        return query, key, value
+
+    def operand(self, axes: list[str], tokens: str, features: str) -> Named:
+        """An input, projected or not, a learned tensor, or a cache with new tokens behind it."""
+        g, chance = self.g, self.choices.chance
+        heads = [a for a in axes if a in self.heads]
+        if chance(35):  # (batch, tokens, width) times a weight
+            dims: list[Names] = [*((a,) for a in axes if a in self.batch), (tokens,)]
+            width = Size(self.choices.pick((2, 3)))
+            x = g.input("x", [*map(g.size, dims), width])
+            packed = tuple(self.choices.pick(([*heads, features], [features, *heads])))
+            weight = g.weight([width, g.size(packed)], 0.7)
+            projected = g.op("MatMul", [x, weight], [*map(g.size, dims), g.size(packed)])
+            if chance(40):
+                projected = g.binary("Add", projected, g.weight([g.size(packed)], 0.3))
+            return Named(projected, (*dims, packed))
+        order = g.grouped(g.shuffled(axes))
+        sizes = [g.size(dim) for dim in order]
+        if chance(8) and all(size.is_static for size in sizes):
+            return Named(g.weight(sizes), order)
+        at = next(i for i, dim in enumerate(order) if tokens in dim)
+        if order[at] == (tokens,) and sizes[at].is_static and sizes[at].factor > 1 and chance(15):
+            first, second = list(sizes), list(sizes)
+            first[at], second[at] = Size(sizes[at].factor - 1), ONE
+            return Named(g.concat([g.input("past", first), g.input("x", second)], at, sizes[at]), order)
+        return Named(g.input("x", sizes), order)
+
+    def packed(self) -> tuple[Named, Named, Named]:
+        """Query, key and value out of one projection."""
+        g, pick = self.g, self.choices.pick
+        g.of["three"] = Size(3)
+        dims: tuple[Names, ...] = (*((a,) for a in self.batch), ("i",))
+        inner = pick((["three", *self.heads, "d"], [*self.heads, "three", "d"], [*self.heads, "d", "three"]))
+        width = Size(pick((2, 3)))
+        x = g.input("x", [*map(g.size, dims), width])
+        together = g.op(
+            "MatMul", [x, g.weight([width, g.size(tuple(inner))], 0.7)], [*map(g.size, dims), g.size(tuple(inner))]
+        )
+        if inner[0] == "three" and self.choices.chance(50):
+            whole = (*dims, tuple(inner[1:]))
+            parts = self.split(together, len(dims), [g.size(whole[-1])] * 3)
+            found = [Named(part, whole) for part in parts]
+        else:
+            named = g.arranged(Named(together, (*dims, tuple(inner))), [*dims, *((a,) for a in inner)])
+            if self.choices.chance(50):
+                named = g.arranged(named, [(a,) for a in g.shuffled(named.axes)])
+            at = named.dims.index(("three",))
+            rest = (*named.dims[:at], *named.dims[at + 1 :])
+            sizes = [g.size(dim) for dim in rest]
+            if self.choices.chance(50):
+                index = [g.constant(np.int64(i), INT64) for i in range(3)]
+                found = [Named(g.op("Gather", [named.value, i], sizes, axis=at), rest) for i in index]
+            else:
+                parts = self.split(named.value, at, [ONE] * 3)
+                found = [Named(g.squeeze(part, [at]), rest) for part in parts]
+        names = ({}, {"i": "j"}, {"i": "j", "d": "e"})
+        query, key, value = (
+            Named(x.value, tuple(tuple(names[k].get(a, a) for a in dim) for dim in x.dims)) for k, x in enumerate(found)
+        )
+        return query, key, value
+
+    def split(self, x: ir.Value, axis: int, sizes: list[Size]) -> list[ir.Value]:
+        g = self.g
+        n = sizes[0].factor
+        if self.choices.chance(50):
+            return [g.slice(x, axis, n * k, n * (k + 1)) for k in range(len(sizes))]
+        dims = sizes_of(x)
+        dims[axis] = sizes[0]
+        first = g.op("Split", [x, g.ints(*(s.factor for s in sizes))], dims, outputs=len(sizes), axis=axis)
+        node = first.producer()
+        if node is None or node.op_type != "Split":
+            raise Invalid("something came between a Split and its outputs")
+        return list(node.outputs)
+
+    def scaled(self, x: Named) -> Named:
+        return self.factor(x) if self.choices.chance(15) else x
+
+    def factor(self, x: Named) -> Named:
+        g, pick = self.g, self.choices.pick
+        kind, dtype = pick(("Mul", "Mul", "Div", "left", "Neg")), x.value.dtype
+        assert dtype is not None
+        number = g.constant(pick((0.5, 0.25, 1.5, -0.5)), dtype)
+        if kind == "left":
+            return Named(g.binary("Mul", number, x.value), x.dims)
+        if kind == "Neg":
+            return Named(g.unary("Neg", x.value), x.dims)
+        return Named(g.binary(kind, x.value, number), x.dims)
+
+    # --- products
+
+    def product(
+        self, left: Named, right: Named, rows: list[str], columns: list[str], summed: str, flawed: bool = False
+    ) -> Named:
+        """The product of two tensors over `summed`, and over what `columns` or `rows` they have not alone."""
+        g, chance = self.g, self.choices.chance
+        if flawed and self.flaw == "values summed over another axis":
+            return self.summed_elsewhere(left, right)
+        if self.choices.chance(30):
+            return self.einsum(left, right, [*self.apart, *rows, *columns], summed)
+        batch = g.grouped(g.shuffled(self.apart))
+        left, right = (self.whole(x, batch) for x in (left, right))
+        (row,), (column,) = rows, columns
+        if chance(25):
+            first = g.arranged(left, [*batch, (summed,), (row,)])
+            second = g.arranged(right, [*batch, (column,), (summed,)])
+            return Named(g.matmul(second.value, first.value), (*batch, (column,), (row,)))
+        first = g.arranged(left, [*batch, (row,), (summed,)])
+        second = g.arranged(right, [*batch, (summed,), (column,)])
+        return Named(g.matmul(first.value, second.value), (*batch, (row,), (column,)))
+
+    def whole(self, x: Named, batch: Sequence[Names]) -> Named:
+        """`x` without dims that it has in part only."""
+        for dim in batch:
+            if 0 < len(set(dim) & set(x.axes)) < len(dim):
+                for axis in dim:
+                    if axis not in x.axes:
+                        x = self.g.repeated(x, axis)
+        return x
+
+    def einsum(self, left: Named, right: Named, axes: list[str], summed: str) -> Named:
+        g = self.g
+        left, right = (g.arranged(x, [(a,) for a in g.shuffled(x.axes)]) for x in (left, right))
+        output = g.shuffled([a for a in axes if a in {*left.axes, *right.axes}])
+        value = g.einsum(left.value, right.value, "".join(left.axes), "".join(right.axes), "".join(output))
+        return Named(value, tuple((a,) for a in output))
+
+    def summed_elsewhere(self, weights: Named, value: Named) -> Named:
+        """The weights summed over the queries, where the values meet them."""
+        g = self.g
+        weights = g.arranged(weights, [*((a,) for a in self.apart), ("i",), ("j",)])
+        value = g.arranged(value, [*((a,) for a in self.apart), ("j",), ("e",)])
+        axes = "".join(self.apart)
+        mixed = g.einsum(weights.value, value.value, f"{axes}ij", f"{axes}je", f"{axes}je")
+        return Named(g.op("Identity", [mixed], sizes_of(mixed)), (*((a,) for a in self.apart), ("j",), ("e",)))
+
+    # --- scores
+
+    def modified(self, scores: Named) -> Named:
+        """Scales, then a soft cap, then masks and biases, then a scale of both: what people write."""
+        g, chance, pick = self.g, self.choices.chance, self.choices.pick
+        if chance(50):
+            scores = self.factor(scores)
+        varies = chance(15)
+        if varies:
+            scores = self.tensor_scaled(scores, [a for a in ("h", "i", "b") if a in scores.axes and chance(50)])
+        scores = self.viewed(scores)
+        if not varies and chance(12) and not self.flaw:
+            cap = pick((1.0, 2.0, 5.0))
+            number = g.constant(cap, scores.value.dtype)
+            inner = g.binary("Div", scores.value, number)
+            scores = Named(g.binary("Mul", g.unary("Tanh", inner), number), scores.dims)
+        if self.flaw == "scale that differs by key":
+            scores = self.tensor_scaled(scores, ["j"])
+        if self.flaw == "relu on the scores":
+            scores = Named(g.unary("Relu", scores.value), scores.dims)
+        for _ in range(pick((0, 0, 0, 1, 1, 2, 3))):
+            scores = self.masked(self.viewed(scores))
+        if chance(8):
+            scores = Named(g.binary("Mul", scores.value, g.constant(0.5, scores.value.dtype)), scores.dims)
+        if self.flaw == "choice between two tensors of scores":
+            keep = g.input("keep", sizes_of(scores.value), BOOL)
+            other = g.input("x", sizes_of(scores.value), scores.value.dtype)
+            scores = Named(g.where(keep, scores.value, other), scores.dims)
+        return self.viewed(scores)
+
+    def tensor_scaled(self, x: Named, axes: list[str]) -> Named:
+        """`x` times (or by) a tensor that varies along `axes`."""
+        g, chance = self.g, self.choices.chance
+        order = tuple((a,) for a in axes)
+        sizes = [g.of[a] for a in axes]
+        if chance(50) and all(size.is_static for size in sizes):
+            by = Named(g.unary("Exp", g.weight(sizes, 0.5)), order)
+        else:
+            by = Named(g.unary("Exp", g.input("factor", sizes)), order)
+        if by.value.dtype != x.value.dtype:
+            assert x.value.dtype is not None
+            by = Named(g.cast(by.value, x.value.dtype), by.dims)
+        by = g.fits(by, x.dims)
+        kind = self.choices.pick(("Mul", "Div", "left"))
+        pair = (by.value, x.value) if kind == "left" else (x.value, by.value)
+        return Named(g.binary("Div" if kind == "Div" else "Mul", *pair), x.dims)
+
+    def viewed(self, x: Named) -> Named:
+        """The same scores or weights, perhaps in other dims; the keys stay alone in theirs."""
+        g = self.g
+        if not self.choices.chance(20):
+            return x
+        return g.arranged(x, g.grouped(g.shuffled(x.axes), apart="j"))
+
+    def masked(self, x: Named) -> Named:
+        """A boolean choice, a bias, or a causal comparison."""
+        g, pick, chance = self.g, self.choices.pick, self.choices.chance
+        dtype = x.value.dtype
+        assert dtype is not None
+        kind = pick(("Where", "Where", "Add", "Add", "Sub", "causal", "content"))
+        if (
+            kind == "content"
+            and not self.flaw
+            and "d" in self.query.axes
+            and g.of["j"].is_static
+            and self.query.value.dtype == dtype
+        ):
+            query = g.arranged(self.query, [*((a,) for a in self.query.axes if a not in "id"), ("i",), ("d",)])
+            table = g.matmul(query.value, g.weight([g.of["d"], g.of["j"]], 0.3))
+            bias = g.fits(Named(table, (*query.dims[:-1], ("j",))), x.dims)
+            return Named(g.binary("Add", x.value, bias.value), x.dims)
+        if kind == "causal":
+            condition = g.fits(self.causal(), x.dims)
+        else:
+            axes = [a for a in x.axes if chance(60)] or ["j"]
+            order = g.shuffled(axes) if chance(30) else axes
+            sizes = [g.of[a] for a in order]
+            if kind in ("Add", "Sub"):
+                name = pick(("bias", "mask", "mask_inf")) if kind == "Add" else "bias"
+                if name == "bias" and chance(40) and all(size.is_static for size in sizes):
+                    bias = Named(g.weight(sizes), tuple((a,) for a in order))
+                else:
+                    bias = Named(g.input(name, sizes, dtype), tuple((a,) for a in order))
+                bias = g.fits(bias, x.dims)
+                left = kind == "Add" and chance(30)
+                pair = (bias.value, x.value) if left else (x.value, bias.value)
+                return Named(g.binary(kind, *pair), x.dims)
+            condition = g.fits(Named(g.input("keep", sizes, BOOL), tuple((a,) for a in order)), x.dims)
+        lowest = -6e4 if dtype == ir.DataType.FLOAT16 else -1e9
+        number = g.constant(pick((-np.inf, -np.inf, lowest, -1e4)), dtype)
+        if chance(50):
+            return Named(g.where(condition.value, x.value, number), x.dims)
+        return Named(g.where(g.unary("Not", condition.value), number, x.value), x.dims)
+
+    def causal(self) -> Named:
+        """True where the key is not later than the query."""
+        g = self.g
+        if g.of["i"].is_static and g.of["j"].is_static and self.choices.chance(50):
+            ones = np.tri(g.of["i"].factor, g.of["j"].factor, dtype=bool)
+            return Named(g.constant(ones, BOOL), (("i",), ("j",)))
+        if self.choices.chance(30):
+            ones = g.expand(g.constant(np.ones((1, 1), bool), BOOL), [g.of["i"], g.of["j"]])
+            return Named(g.op("Trilu", [ones], sizes_of(ones), upper=0), (("i",), ("j",)))
+        rows, columns = (
+            g.op(
+                "Range",
+                [g.constant(np.int64(0), INT64), g.squeeze(g.shape([g.of[a]]), [0]), g.constant(np.int64(1), INT64)],
+                [g.of[a]],
+            )
+            for a in "ij"
+        )
+        return Named(g.binary("GreaterOrEqual", g.unsqueeze(rows, [1]), g.unsqueeze(columns, [0])), (("i",), ("j",)))
+
+    # --- weights
+
+    def weights(self, scores: Named) -> Named:
+        g, chance, pick = self.g, self.choices.chance, self.choices.pick
+        dtype = scores.value.dtype
+        assert dtype is not None
+        if self.flaw == "scores are an output":
+            g.extra_outputs.append(scores.value)
+        if self.flaw == "scores are used twice":
+            g.extra_outputs.append(g.unary("Relu", scores.value))
+        wider = ir.DataType.DOUBLE if dtype == FLOAT else FLOAT
+        if chance(15):
+            scores = Named(g.cast(scores.value, wider), scores.dims)
+        weights = self.softmax(scores)
+        if weights.value.dtype != dtype:
+            weights = Named(g.cast(weights.value, dtype), weights.dims)
+        if self.flaw == "weights are an output":
+            g.extra_outputs.append(weights.value)
+        if self.flaw == "weights are used twice":
+            g.extra_outputs.append(g.unary("Relu", weights.value))
+        if self.flaw == "relu on the weights":
+            weights = Named(g.unary("Sigmoid", weights.value), weights.dims)
+        if self.flaw == "shift of the weights":
+            weights = Named(g.binary("Add", weights.value, g.constant(0.1, dtype)), weights.dims)
+        if self.flaw == "scale that differs by key after the softmax":
+            weights = self.tensor_scaled(weights, ["j"])
+        if self.flaw == "mask after the softmax":
+            keep = g.fits(Named(g.input("keep", [g.of["j"]], BOOL), (("j",),)), weights.dims)
+            weights = Named(g.where(keep.value, weights.value, g.constant(0.0, dtype)), weights.dims)
+        if self.flaw == "dropout in training" or chance(10):
+            training = g.constant(self.flaw == "dropout in training", BOOL)
+            value = g.op("Dropout", [weights.value, g.constant(0.5, FLOAT), training], sizes_of(weights.value))
+            weights = Named(value, weights.dims)
+        if chance(10):
+            number = g.constant(pick((0.5, 2.0)), dtype)
+            weights = Named(g.binary(pick(("Mul", "Div")), weights.value, number), weights.dims)
+        weights = self.viewed(weights)
+        if chance(10) and (self.shifted or not self.by_hand):
+            guard = g.where(
+                g.op("IsNaN", [weights.value], sizes_of(weights.value), BOOL), g.constant(0.0, dtype), weights.value
+            )
+            weights = Named(guard, weights.dims)
+        assert pick((True,))
+        return self.viewed(weights)
+
+    def softmax(self, scores: Named) -> Named:
+        g, chance, x = self.g, self.choices.chance, scores.value
+        axis = scores.dims.index(("j",))
+        if self.flaw in ("softmax over the queries", "softmax over the heads", "softmax over the features"):
+            scores = g.arranged(scores, [(a,) for a in scores.axes])
+            name = {"queries": "i", "heads": "h", "features": self.batch[0] if self.batch else "h"}
+            x, axis = scores.value, scores.dims.index((name[self.flaw.split()[-1]],))
+            return Named(g.softmax(x, axis), scores.dims)
+        if self.flaw == "softmax over heads and keys together":
+            rest = [a for a in scores.axes if a not in "hj"]
+            scores = g.arranged(scores, [*((a,) for a in rest), ("h", "j")])
+            return Named(g.softmax(scores.value, len(rest)), scores.dims)
+        if self.flaw == "sigmoid for a softmax":
+            return Named(g.unary("Sigmoid", x), scores.dims)
+        self.by_hand = chance(20) or (self.flaw is not None and self.flaw.startswith("sum "))
+        if not self.by_hand:
+            return Named(g.softmax(x, axis), scores.dims)
+        self.shifted = chance(60)
+        if self.shifted:
+            x = g.binary("Sub", x, g.reduce("ReduceMax", x, axis))
+        exponentials = g.unary("Exp", x)
+        terms, over = exponentials, axis
+        if self.flaw == "sum of other exponentials":
+            terms = g.unary("Exp", g.unary("Neg", x))
+        if self.flaw == "sum over another axis":
+            over = next(i for i, dim in enumerate(scores.dims) if "i" in dim)
+        total = g.reduce("ReduceSum", terms, over)
+        if self.flaw == "sum with a small number added":
+            total = g.binary("Add", total, g.constant(0.1, total.dtype))
+        return Named(g.binary("Div", exponentials, total), scores.dims)
+
+    def finished(self, output: Named) -> ir.Value:
+        """The output in some layout, perhaps projected."""
+        g = self.g
+        if "e" not in output.axes:  # a flaw
+            return g.unary("Relu", output.value)
+        output = g.arranged(output, g.grouped(g.shuffled(output.axes)))
+        last = g.size(output.dims[-1])
+        if last.is_static and self.choices.chance(30):
+            weight = g.weight([last, Size(2)])
+            if len(output.dims) > 1:
+                return g.matmul(output.value, weight)
+        return g.unary("Relu", output.value) if self.choices.chance(50) else output.value
