@@ -79,11 +79,13 @@ class SiteTarget(Record):
 
 
 class SiteRecord(Record):
-    """An attention site: where it stands, how it was written, whether it became canonical, what targets made of it."""
+    """An attention site: the module it stands in, how it was written, the canonical form or why there is none, and what
+    targets made of it."""
 
     site: str
     written_as: str
     canonical: bool
+    form: str | None = None
     reason: str | None = None
     targets: dict[str, SiteTarget] = {}
 

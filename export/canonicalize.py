@@ -66,12 +66,14 @@ class Site:
         name: qualified name of the module it stands in; numbered where a module has several.
         written_as: the operators from the first product to the second, as the author's graph has them.
         node: name of the canonical Attention node, or None where there is none.
+        form: what that node computes, in short.
         reason: why there is none.
     """
 
     name: str
     written_as: str
     node: str | None = None
+    form: str | None = None
     reason: str | None = None
 
 
@@ -98,7 +100,31 @@ def canonicalize(model: ir.Model) -> list[Site]:
         if site is not None:
             sites.append(site)
     RemoveUnusedNodesPass()(model)
+    nodes = {node.name: node for node in model.graph}
+    for site in sites:
+        if site.node is not None:
+            site.form = _described(nodes[site.node])
     return sites
+
+
+def _described(node: ir.Node) -> str:
+    """A canonical node in short: `Attention(heads 12, head size 64, mask bool, causal, softcap 30)`."""
+    query, key, value, mask = (*node.inputs[:3], node.inputs[3] if len(node.inputs) > 3 else None)
+    assert query is not None and query.shape and key is not None and key.shape and value is not None and value.shape
+    heads, shared, size, value_size = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+    said = [f"heads {heads}"]
+    if shared != heads:
+        said.append(f"key heads {shared}")
+    said.append(f"head size {size}" if size == value_size else f"head sizes {size} and {value_size}")
+    if mask is not None and mask.dtype is not None:
+        said.append(f"mask {mask.dtype.numpy().name}")
+    if node.attributes.get_int("is_causal", 0):
+        said.append("causal")
+    if softcap := node.attributes.get_float("softcap", 0.0):
+        said.append(f"softcap {softcap:g}")
+    if precise := node.attributes.get_int("softmax_precision", 0):
+        said.append(f"softmax {ir.DataType(precise).numpy().name}")
+    return f"Attention({', '.join(said)})"
 
 
 def _unused_name(node: ir.Node, sites: list[Site]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import attnforge
 from attnforge import bundle as b
 from attnforge import reference
-from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
+from attnforge.errors import BuildError, UnavailableError, UnfusedError, UnknownNameError, UsageError
 from attnforge.export import engine
 from attnforge.export.canonicalize import Site, canonicalize
 from attnforge.export.capture import Captured, DynamicShapes, capture
@@ -41,6 +41,7 @@ def deploy(
     name: str | None = None,
     *,
     compute_capabilities: Sequence[str] = (),
+    require_fused: Sequence[str] = (),
     force: bool = False,
     source: b.Source | None = None,
     progress: Progress = lambda stage: None,
@@ -57,6 +58,8 @@ def deploy(
             builder that refuses one which was asked for by name is an error, else the manifest says why it is missing.
         name: of the deployed model; by default the class's.
         compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default portable from SM80.
+        require_fused: targets that must run every attention site as one fused kernel; where one does not, nothing is
+            written.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
         source: where the module came from, for those who want to make it again.
         progress: called with the name of each stage as it starts.
@@ -66,9 +69,11 @@ def deploy(
         CaptureError: torch cannot export the module so.
         UnavailableError: a target that was asked for cannot be built here.
         BuildError: a builder refused.
+        UnfusedError: a target of `require_fused` leaves a site unfused, or the model has no site.
     """
     p = precision_named(precision)
     chosen, skipped = choose_targets(targets)
+    _check_required(require_fused, chosen, skipped)
     with b.writing(out, force) as folder:
         progress("export")
         captured = capture(module, args, dynamic_shapes, p)
@@ -84,10 +89,11 @@ def deploy(
             try:
                 _for_tensorrt(folder, captured, sites, p, target, compute_capabilities, built)
             except BuildError as error:
-                if targets is not None:
+                if targets is not None or target in require_fused:
                     raise
                 built.refused[target] = str(error)
         certificate = certify(folder, sites, built.lowered, built.plans)
+        _hold_to(require_fused, certificate)
         progress("reference")
         cases = write_reference(folder, captured, p)
         manifest = b.Manifest(
@@ -132,6 +138,36 @@ def choose_targets(targets: Sequence[str] | None) -> tuple[list[str], dict[str, 
         else:
             skipped[target] = reason
     return chosen, skipped
+
+
+def _check_required(required: Sequence[str], chosen: list[str], skipped: Mapping[str, str]) -> None:
+    """That every target which must fuse is one that will be built."""
+    for target in required:
+        if target not in TARGETS:
+            raise UnknownNameError("target", target, TARGETS)
+        if target in skipped:
+            raise UnavailableError(skipped[target])
+        if target not in chosen:
+            raise UsageError(
+                f"{target} is to run attention fused but is not among the targets to build ({', '.join(chosen)}); "
+                f"add it to the targets, or do not require it"
+            )
+
+
+def _hold_to(required: Sequence[str], certificate: b.Certificate) -> None:
+    """That every target which must fuse does, at every site."""
+    if required and certificate.sites == 0:
+        raise UnfusedError(
+            "no attention site was found in this model, so none can be required to be fused", certificate
+        )
+    for target in required:
+        if (fused := certificate.fused[target]) < certificate.sites:
+            missing = certificate.sites - fused
+            raise UnfusedError(
+                f"{target} does not fuse {missing} of {certificate.sites} attention sites, which was required; nothing "
+                "was written. Change what the reasons name, or deploy without requiring it",
+                certificate,
+            )
 
 
 def why_not_buildable(target: str) -> str | None:
@@ -218,7 +254,11 @@ def certify(
     kept = _nodes_kept_by_onnxruntime(folder / "onnxruntime/model.onnx") if "onnxruntime" in lowered else set()
     for site in sites:
         record = b.SiteRecord(
-            site=site.name, written_as=site.written_as, canonical=site.node is not None, reason=site.reason
+            site=site.name,
+            written_as=site.written_as,
+            canonical=site.node is not None,
+            form=site.form,
+            reason=site.reason,
         )
         for target, forms in lowered.items():
             form = next((one for one in forms if one.site == site.name), None)
