@@ -70,12 +70,19 @@ class Source(Record):
 
 
 class SiteTarget(Record):
-    """What a target made of a site: the form it was lowered to and why, and the kernel or why there is none."""
+    """What a target made of a site: the form it was lowered to and why, and the kernel or why there is none.
+
+    Attributes:
+        measured: milliseconds of every form that was timed on the machine that deployed it.
+        dropped: forms that were tried and not timed, and why.
+    """
 
     form: str
     why: str
     kernel: str | None = None
     reason: str | None = None
+    measured: dict[str, float] = {}
+    dropped: dict[str, str] = {}
 
 
 class SiteRecord(Record):
@@ -120,11 +127,21 @@ class Engine(Record):
     build_seconds: float
 
 
+class Tuning(Record):
+    """How forms were measured: on how many processors, at which sizes, and how long that took."""
+
+    processors: int
+    sizes: dict[str, int]
+    seconds: float
+
+
 class TargetRecord(Record):
-    """What was made for a target. `cuda_model` is ONNX Runtime's on CUDA, where that is another than on the CPU."""
+    """What was made for a target. `cuda_model` is ONNX Runtime's on CUDA, where that is another than on the CPU.
+    `tuning` is None where rules chose the forms."""
 
     model: str
     cuda_model: str | None = None
+    tuning: Tuning | None = None
     engines: list[Engine] = []
 
 

@@ -103,6 +103,10 @@ def deploy(
         list[str] | None,
         typer.Option(help="A target that must run every attention site fused; repeat. Else nothing is written."),
     ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(help="Measure here which form of attention ONNX Runtime's CPU runs fastest; else rules choose."),
+    ] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a bundle.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -134,6 +138,7 @@ def deploy(
                 name,
                 compute_capabilities=compute_capability or (),
                 require_fused=require_fused or (),
+                tune=tune,
                 force=force,
                 source=source,
                 progress=progress,
@@ -351,6 +356,10 @@ def _print_bundle(bundle: Bundle) -> None:
             what = f"{engine.layers} layers, {engine.size / 1e6:.1f} MB, for {', '.join(engine.compute_capabilities)}"
             out.print(f"  {engine.file}: {engine.flavour} {engine.version}, {what}")
     _print_sites(attention)
+    for name, record in manifest.targets.items():
+        if record.tuning is not None:
+            at = ", ".join(f"{symbol} {size}" for symbol, size in record.tuning.sizes.items()) or "fixed sizes"
+            out.print(f"[dim]{name}: forms measured at {at}, on {record.tuning.processors} processors[/]")
     for target, reason in manifest.skipped.items():
         out.print(f"[dim]not built for {target}: {escape(reason)}[/]", soft_wrap=True)
 
@@ -378,4 +387,5 @@ def _print_sites(attention: Certificate) -> None:
 
 
 def _outcome(made: SiteTarget) -> str:
-    return f"[green]{escape(made.kernel)}[/]" if made.kernel else f"[yellow]{escape(made.reason or '')}[/]"
+    kernel = f"[green]{escape(made.kernel)}[/]" if made.kernel else f"[yellow]{escape(made.reason or '')}[/]"
+    return kernel if made.kernel is None else f"{kernel}\n[dim]{escape(made.why)}[/]"

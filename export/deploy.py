@@ -25,6 +25,7 @@ from attnforge.export.expected import write_reference
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
+from attnforge.export.lowering.tuning import Tuner
 from attnforge.precision import Precision, precision_named
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
@@ -42,6 +43,7 @@ def deploy(
     *,
     compute_capabilities: Sequence[str] = (),
     require_fused: Sequence[str] = (),
+    tune: bool = True,
     force: bool = False,
     source: b.Source | None = None,
     progress: Progress = lambda stage: None,
@@ -60,6 +62,8 @@ def deploy(
         compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default portable from SM80.
         require_fused: targets that must run every attention site as one fused kernel; where one does not, nothing is
             written.
+        tune: measure on this machine which form of each site ONNX Runtime runs fastest on its CPU, for some seconds;
+            without it rules choose, and the same module gives the same bundle on every machine.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
         source: where the module came from, for those who want to make it again.
         progress: called with the name of each stage as it starts.
@@ -84,7 +88,7 @@ def deploy(
         for target in chosen:
             progress(f"lower and build for {target}")
             if target == "onnxruntime":
-                _for_onnxruntime(folder, captured, sites, p, built)
+                _for_onnxruntime(folder, captured, sites, p, tune, built)
                 continue
             try:
                 _for_tensorrt(folder, captured, sites, p, target, compute_capabilities, built)
@@ -198,11 +202,17 @@ class _Built:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def _for_onnxruntime(folder: Path, captured: Captured, sites: list[Site], precision: Precision, built: _Built) -> None:
+def _for_onnxruntime(
+    folder: Path, captured: Captured, sites: list[Site], precision: Precision, tune: bool, built: _Built
+) -> None:
     sizes = reference.cases(captured.inputs)[0].sizes
     record = built.records["onnxruntime"] = b.TargetRecord(model="onnxruntime/model.onnx")
     model = captured.model.clone()
-    built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes)
+    tuner = Tuner(sizes) if tune else None
+    built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes, tuner=tuner)
+    if tuner is not None and tuner.spent:
+        seconds = round(tuner.spent, 3)
+        record.tuning = b.Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=seconds)
     save(model, folder / record.model)
     if precision.is_low:
         record.cuda_model = "onnxruntime/model.cuda.onnx"
@@ -251,7 +261,7 @@ def certify(
 ) -> b.Certificate:
     """What became of every site, counted in what each backend compiled."""
     details, unfused = [], []
-    kept = _nodes_kept_by_onnxruntime(folder / "onnxruntime/model.onnx") if "onnxruntime" in lowered else set()
+    kept = _nodes_kept_by_onnxruntime(folder / "onnxruntime/model.onnx") if "onnxruntime" in lowered else {}
     for site in sites:
         record = b.SiteRecord(
             site=site.name,
@@ -266,14 +276,21 @@ def certify(
                 unfused.append(b.Unfused(site=site.name, target=target, reason=site.reason or "not canonical"))
                 continue
             if target == "onnxruntime":
-                kernel = form.form if form.unfused is None and form.node in kept else None
+                kernel = kept.get(form.node) if form.unfused is None else None
                 otherwise = "ONNX Runtime's own optimiser took the fused node apart"
             else:
                 kernel = plans[target].kernel_of(form.node)
                 chosen = ", ".join(plans[target].layers_of(form.node)) or "none named"
                 otherwise = f"the builder chose separate kernels: {chosen}"
             reason = None if kernel else form.unfused or otherwise
-            record.targets[target] = b.SiteTarget(form=form.form, why=form.why, kernel=kernel, reason=reason)
+            record.targets[target] = b.SiteTarget(
+                form=form.form,
+                why=form.why,
+                kernel=kernel,
+                reason=reason,
+                measured=dict(form.measured),
+                dropped=dict(form.dropped),
+            )
             if reason is not None:
                 unfused.append(b.Unfused(site=site.name, target=target, reason=reason))
         details.append(record)
@@ -286,15 +303,17 @@ def certify(
     )
 
 
-def _nodes_kept_by_onnxruntime(file: Path) -> set[str]:
-    """Names of the nodes that are left after ONNX Runtime's own optimisation."""
+def _nodes_kept_by_onnxruntime(file: Path) -> dict[str, str]:
+    """The operator of every node that is left after ONNX Runtime's own optimisation, by the node's name."""
     optimized = file.with_suffix(".optimized.onnx")
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(optimized)
     options.log_severity_level = 3
     try:
         ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        return {node.name or "" for node in ir.load(optimized).graph}
+        return {
+            node.name or "": f"{node.domain}::{node.op_type}".removeprefix("::") for node in ir.load(optimized).graph
+        }
     except Exception as error:
         raise BuildError(f"ONNX Runtime cannot load the lowered graph: {error}") from error
     finally:

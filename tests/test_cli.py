@@ -28,7 +28,7 @@ def attnforge(*arguments: str | Path, cwd: Path | None = None) -> Done:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "digits"
-    done = attnforge("deploy", "patch-attention-digits", "--precision", "fp16", "--out", folder, "--json")
+    done = attnforge("deploy", "patch-attention-digits", "--precision", "fp16", "--no-tune", "--out", folder, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["attention"]["fused"] == {"onnxruntime": 2, "tensorrt_rtx": 2}
     return folder
@@ -104,7 +104,7 @@ def test_inspect_shows_every_site_in_a_hundred_columns(bundle: Path) -> None:
 
 def test_what_must_fuse_and_does_not_is_not_written(bundle: Path, tmp_path: Path) -> None:
     manifest = (bundle / "manifest.json").read_bytes()
-    arguments = ("deploy", "patch-attention-digits", "--require-fused", "tensorrt_rtx")
+    arguments = ("deploy", "patch-attention-digits", "--no-tune", "--require-fused", "tensorrt_rtx")
     done = attnforge(*arguments, "--out", bundle, "--force", "--json")
     document = json.loads(done.stdout)
     assert_one_line(done, 1, "tensorrt_rtx does not fuse 2 of 2", "nothing was written")

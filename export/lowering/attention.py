@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -37,6 +37,8 @@ class Lowered:
         why: why this form and no other.
         node: name of the node by which the site is found again in what the backend compiled.
         unfused: why no fused kernel is to be expected; None where one is.
+        measured: milliseconds of every form that was timed.
+        dropped: forms that were tried and not timed, and why.
     """
 
     site: str
@@ -44,6 +46,8 @@ class Lowered:
     why: str
     node: str
     unfused: str | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,7 +66,7 @@ class Attention:
     is_causal: bool
     silent_rows_are_nan: bool
     softmax_dtype: ir.DataType
-    dims: dict[str, Layout]  # one-dim layouts of the axes B, H, n_q, n_k, d_k, d_v
+    dims: dict[str, Layout]  # one-dim layouts of the axes B, H, n_q, n_k, d_k, d_v, and of H_kv, the keys' own heads
 
     @property
     def dtype(self) -> ir.DataType:
@@ -97,7 +101,7 @@ def _read(node: ir.Node) -> Attention:
         assert group is not None
         head.split(own, group)
         shared = () if own == ONE else (head.leaves()[0],)
-    dims = {"B": batch, "H": heads, "n_q": n_q, "n_k": n_k, "d_k": d_k, "d_v": d_v}
+    dims = {"B": batch, "H": heads, "n_q": n_q, "n_k": n_k, "d_k": d_k, "d_v": d_v, "H_kv": shared}
     output, output_layout = walk_forward(node.outputs[0], Layout([batch, heads, n_q, d_v]))
     return Attention(
         node,
@@ -149,14 +153,14 @@ def decompose(
     if attention.softcap:
         cap = constant(op, attention.softcap, dtype)
         scores = like(op.Mul(like(op.Tanh(like(op.Div(scores, cap), scores)), scores), cap), scores)
-    steps = _mask_steps(attention.mask)
+    steps = mask_steps(attention.mask)
     if attention.is_causal:
-        steps.insert(0, _Step(_causal(op, query, key_transposed), -np.inf))
+        steps.insert(0, Step(_causal(op, query, key_transposed), -np.inf))
     if all(step.fill in (None, -np.inf) for step in steps):
         conditions = [step.operand for step in steps if step.fill is not None]
         biases = [step for step in steps if step.fill is None]
         # One choice for all: two in a row crash TensorRT-RTX 1.7's builder.
-        steps = [*([_Step(_all(op, conditions), -np.inf)] if conditions else []), *biases]
+        steps = [*([Step(_all(op, conditions), -np.inf)] if conditions else []), *biases]
     for step in steps:
         if step.fill is None:
             scores = like(op.Add(scores, _narrowed(op, step.operand)), scores)
@@ -177,11 +181,11 @@ def decompose(
         result = typed(op.MatMul(weights, value), dtype, [*outer, dims_of(value)[3]])
     if attention.mask is None or not guard:
         return result
-    return _zero_silent_rows(op, result, attention.mask, as_columns)
+    return zero_silent_rows(op, result, attention.mask, as_columns)
 
 
 @dataclass
-class _Step:
+class Step:
     """A bias, or a condition and the number that takes the place of the scores where it is False."""
 
     operand: ir.Value
@@ -211,39 +215,44 @@ def _narrowed(op: Builder, bias: ir.Value) -> ir.Value:
     return like(op.Cast(like(op.Where(infinite, infinity, finite), source), to=bias.dtype.value), bias)
 
 
-def _mask_steps(mask: ir.Value | None) -> list[_Step]:
+def mask_steps(mask: ir.Value | None) -> list[Step]:
     """What a mask does to the scores, in order."""
     if mask is None:
         return []
     if mask.dtype == BOOL:
-        return [_Step(mask, -np.inf)]
+        return [Step(mask, -np.inf)]
     node = mask.producer()
     if node is None or node.domain != "":
-        return [_Step(mask)]
+        return [Step(mask)]
     kind = node.metadata_props.get(MASK_STEP)
     if kind == "bias":
         assert node.inputs[1] is not None
-        return [*_mask_steps(node.inputs[0]), _Step(node.inputs[1])]
+        return [*mask_steps(node.inputs[0]), Step(node.inputs[1])]
     if kind == "fill" or (node.op_type == "Where" and scalar(node.inputs[2]) == -np.inf):
         condition, before, number = node.inputs
         assert condition is not None
-        return [*([] if scalar(before) == 0.0 else _mask_steps(before)), _Step(condition, scalar(number))]
-    return [_Step(mask)]
+        return [*([] if scalar(before) == 0.0 else mask_steps(before)), Step(condition, scalar(number))]
+    return [Step(mask)]
 
 
-def _zero_silent_rows(op: Builder, result: ir.Value, mask: ir.Value, as_columns: bool) -> ir.Value:
+def zero_silent_rows(op: Builder, result: ir.Value, mask: ir.Value, as_columns: bool) -> ir.Value:
     """`result` with zeros for every query that `mask` lets attend to nothing."""
-    assert mask.dtype is not None and result.dtype is not None
-    last = constant(op, [-1])
-    if mask.dtype == BOOL:
-        some = op.Cast(op.ReduceMax(op.Cast(mask, to=ir.DataType.INT32.value), last, keepdims=1), to=BOOL.value)
-    else:
-        # Not a reduction of the mask itself: TensorRT would merge that into the softmax, and not fuse the attention.
-        open_keys = op.Cast(op.Greater(mask, constant(op, -np.inf, mask.dtype)), to=ir.DataType.INT32.value)
-        some = op.Cast(op.ReduceMax(open_keys, last, keepdims=1), to=BOOL.value)
+    some = attends_to_some(op, mask)
     if as_columns:
         some = op.Transpose(some, perm=[0, 1, 3, 2])
+    assert result.dtype is not None
     return like(op.Where(some, result, constant(op, 0.0, result.dtype)), result)
+
+
+def attends_to_some(op: Builder, mask: ir.Value) -> ir.Value:
+    """For every row of `mask` whether it is open to any key, in the mask's dims with 1 for the last."""
+    assert mask.dtype is not None
+    allowed = mask
+    if mask.dtype != BOOL:
+        # Not a reduction of the mask itself: TensorRT would merge that into the softmax, and not fuse the attention.
+        allowed = op.Greater(mask, constant(op, -np.inf, mask.dtype))
+    some = op.ReduceMax(op.Cast(allowed, to=ir.DataType.INT32.value), constant(op, [-1]), keepdims=1)
+    return typed(op.Cast(some, to=BOOL.value), BOOL, [*dims_of(mask)[:-1], 1])
 
 
 def _causal(op: Builder, query: ir.Value, key_transposed: ir.Value) -> ir.Value:
