@@ -116,7 +116,12 @@ class Certificate(Record):
 
 
 class Engine(Record):
-    """A TensorRT plan."""
+    """A TensorRT plan.
+
+    Attributes:
+        activation_memory: bytes on the device for all between inputs and outputs, at the largest sizes, where the
+            builder says.
+    """
 
     file: str
     flavour: Literal["tensorrt", "tensorrt_rtx"]
@@ -125,6 +130,7 @@ class Engine(Record):
     layers: int
     size: int
     build_seconds: float
+    activation_memory: int | None = None
 
 
 class Tuning(Record):
@@ -135,13 +141,29 @@ class Tuning(Record):
     seconds: float
 
 
+class PlainPlan(Record):
+    """What the plan would be with attention at the bundle's own precision: what attention at another one gains."""
+
+    layers: int
+    size: int
+    activation_memory: int | None = None
+
+
 class TargetRecord(Record):
-    """What was made for a target. `cuda_model` is ONNX Runtime's on CUDA, where that is another than on the CPU.
-    `tuning` is None where rules chose the forms."""
+    """What was made for a target.
+
+    Attributes:
+        cuda_model: ONNX Runtime's on CUDA, where that is another than on the CPU.
+        tuning: how forms were measured; None where rules chose them.
+        attention_precision: of attention alone, where that is not the bundle's.
+        without: the plan without it.
+    """
 
     model: str
     cuda_model: str | None = None
     tuning: Tuning | None = None
+    attention_precision: str | None = None
+    without: PlainPlan | None = None
     engines: list[Engine] = []
 
 

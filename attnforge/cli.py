@@ -99,6 +99,9 @@ def deploy(
         list[str] | None,
         typer.Option(help="What the TensorRT-RTX plan is for (SM89, CURRENT, …); repeat. Portable by default."),
     ] = None,
+    attention_precision: Annotated[
+        str | None, typer.Option(help="fp16 or bf16: of attention alone, in TensorRT plans of fp32 and tf32 models.")
+    ] = None,
     require_fused: Annotated[
         list[str] | None,
         typer.Option(help="A target that must run every attention site fused; repeat. Else nothing is written."),
@@ -137,6 +140,7 @@ def deploy(
                 target,
                 name,
                 compute_capabilities=compute_capability or (),
+                attention_precision=attention_precision,
                 require_fused=require_fused or (),
                 tune=tune,
                 force=force,
@@ -354,7 +358,11 @@ def _print_bundle(bundle: Bundle) -> None:
     for record in manifest.targets.values():
         for engine in record.engines:
             what = f"{engine.layers} layers, {engine.size / 1e6:.1f} MB, for {', '.join(engine.compute_capabilities)}"
-            out.print(f"  {engine.file}: {engine.flavour} {engine.version}, {what}")
+            what += "" if engine.activation_memory is None else f"; activations {_megabytes(engine.activation_memory)}"
+            out.print(f"  {engine.file}: {engine.flavour} {engine.version}, {what}", soft_wrap=True)
+        if record.attention_precision is not None and record.without is not None:
+            plain = f"{record.without.layers} layers, activations {_megabytes(record.without.activation_memory)}"
+            out.print(f"  attention alone in {record.attention_precision}; without that {plain}")
     _print_sites(attention)
     for name, record in manifest.targets.items():
         if record.tuning is not None:
@@ -362,6 +370,10 @@ def _print_bundle(bundle: Bundle) -> None:
             out.print(f"[dim]{name}: forms measured at {at}, on {record.tuning.processors} processors[/]")
     for target, reason in manifest.skipped.items():
         out.print(f"[dim]not built for {target}: {escape(reason)}[/]", soft_wrap=True)
+
+
+def _megabytes(size: int | None) -> str:
+    return "not told" if size is None else f"{size / 1e6:.1f} MB"
 
 
 def _print_sites(attention: Certificate) -> None:

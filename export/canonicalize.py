@@ -209,7 +209,7 @@ def _emit(
         v = rearrange(op, value.value, value.layout, Layout([batch, shared, n_k, d_v]), sized)
         rows = Layout([batch, heads, n_q, ()])
         for by in scores.tensor_scales:
-            q = like(op.op(by.op_type, [q, _cast(op, _broadcastable(op, by.operand, rows), dtype)]), q)
+            q = like(op.op(by.op_type, [q, cast(op, _broadcastable(op, by.operand, rows), dtype)]), q)
         if scale < 0:  # the operator takes the root of its scale
             q = like(op.Neg(q), q)
         mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype)
@@ -274,12 +274,12 @@ def _mask(op: Builder, scores: Scores, canonical: Layout, dtype: ir.DataType) ->
         else:
             allowed = _allowed(op, step, canonical)
             before = constant(op, np.zeros((1, 1, 1, 1)), dtype) if mask is None else mask
-            number = constant(op, _representable(step.number, dtype), dtype)
+            number = constant(op, representable(step.number, dtype), dtype)
             mask = broadcast_like(_step(op, "Where", [allowed, before, number], "fill"), before, allowed)
     return mask
 
 
-def _representable(number: float, dtype: ir.DataType) -> float:
+def representable(number: float, dtype: ir.DataType) -> float:
     """A finite number stays finite in a type of smaller range: infinity would make NaN of a query without keys."""
     return float(np.clip(number, -largest(dtype), largest(dtype))) if np.isfinite(number) else number
 
@@ -294,11 +294,11 @@ def _allowed(op: Builder, step: Fill, canonical: Layout) -> ir.Value:
 
 
 def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType) -> ir.Value:
-    bias = _cast(op, _broadcastable(op, step.operand, canonical), dtype)
+    bias = cast(op, _broadcastable(op, step.operand, canonical), dtype)
     if step.factor != 1.0:
         bias = like(op.Mul(bias, constant(op, step.factor, dtype)), bias)
     for by in step.scales:
-        scale = _cast(op, _broadcastable(op, by.operand, canonical), dtype)
+        scale = cast(op, _broadcastable(op, by.operand, canonical), dtype)
         bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
     return bias
 
@@ -308,7 +308,8 @@ def largest(dtype: ir.DataType) -> float:
     return float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
 
 
-def _cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """`value` in `dtype`; itself where it is."""
     return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
 
 

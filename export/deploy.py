@@ -26,7 +26,7 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tuning import Tuner
-from attnforge.precision import Precision, precision_named
+from attnforge.precision import PRECISIONS, Precision, precision_named
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
@@ -42,6 +42,7 @@ def deploy(
     name: str | None = None,
     *,
     compute_capabilities: Sequence[str] = (),
+    attention_precision: str | None = None,
     require_fused: Sequence[str] = (),
     tune: bool = True,
     force: bool = False,
@@ -60,6 +61,8 @@ def deploy(
             builder that refuses one which was asked for by name is an error, else the manifest says why it is missing.
         name: of the deployed model; by default the class's.
         compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default portable from SM80.
+        attention_precision: `fp16` or `bf16`, for fp32 and tf32: TensorRT, which has no fused kernel for fp32, computes
+            attention alone in it, between casts. All else stays as it is, ONNX Runtime's model too.
         require_fused: targets that must run every attention site as one fused kernel; where one does not, nothing is
             written.
         tune: measure on this machine which form of each site ONNX Runtime runs fastest on its CPU, for some seconds;
@@ -78,6 +81,7 @@ def deploy(
     p = precision_named(precision)
     chosen, skipped = choose_targets(targets)
     _check_required(require_fused, chosen, skipped)
+    attention = _attention_precision(attention_precision, p, chosen)
     with b.writing(out, force) as folder:
         progress("export")
         captured = capture(module, args, dynamic_shapes, p)
@@ -91,7 +95,7 @@ def deploy(
                 _for_onnxruntime(folder, captured, sites, p, tune, built)
                 continue
             try:
-                _for_tensorrt(folder, captured, sites, p, target, compute_capabilities, built)
+                _for_tensorrt(folder, captured, sites, p, target, compute_capabilities, attention, built)
             except BuildError as error:
                 if targets is not None or target in require_fused:
                     raise
@@ -99,7 +103,7 @@ def deploy(
         certificate = certify(folder, sites, built.lowered, built.plans)
         _hold_to(require_fused, certificate)
         progress("reference")
-        cases = write_reference(folder, captured, p)
+        cases = write_reference(folder, captured, p, attention)
         manifest = b.Manifest(
             name=name or type(module).__name__,
             precision=precision,
@@ -156,6 +160,26 @@ def _check_required(required: Sequence[str], chosen: list[str], skipped: Mapping
                 f"{target} is to run attention fused but is not among the targets to build ({', '.join(chosen)}); "
                 f"add it to the targets, or do not require it"
             )
+
+
+def _attention_precision(name: str | None, precision: Precision, chosen: list[str]) -> Precision | None:
+    """The precision of attention alone that was asked for, if that can be meant."""
+    if name is None:
+        return None
+    known = [p.name for p in PRECISIONS.values() if p.is_low]
+    if name not in known:
+        raise UnknownNameError("attention precision", name, known)
+    if precision.is_low:
+        raise UsageError(
+            f"attention is to be {name} in a bundle that is {precision.name} throughout; leave the attention precision "
+            "out, or deploy in fp32 or tf32"
+        )
+    if not set(chosen) & set(engine.FLAVOURS):
+        raise UsageError(
+            f"attention is to be {name} for TensorRT, and only {', '.join(chosen)} is built; add a target "
+            f"({', '.join(engine.FLAVOURS)}), or leave the attention precision out"
+        )
+    return PRECISIONS[name]
 
 
 def _hold_to(required: Sequence[str], certificate: b.Certificate) -> None:
@@ -228,14 +252,24 @@ def _for_tensorrt(
     precision: Precision,
     flavour: str,
     compute_capabilities: Sequence[str],
+    attention: Precision | None,
     built: _Built,
 ) -> None:
-    record = b.TargetRecord(model="tensorrt/model.onnx")
-    model = captured.model.clone()
-    lowered = for_tensorrt.lower(model, sites)
-    save(model, folder / record.model)
+    record = b.TargetRecord(model="tensorrt/model.onnx", attention_precision=attention.name if attention else None)
     capabilities = tuple(compute_capabilities) if flavour == "tensorrt_rtx" else ()
-    plan = engine.build(folder / record.model, flavour, captured.inputs, precision.name, capabilities)
+
+    def lower_and_build(dtype: ir.DataType | None) -> tuple[list[Lowered], engine.Plan]:
+        model = captured.model.clone()
+        lowered = for_tensorrt.lower(model, sites, dtype)
+        save(model, folder / record.model)
+        return lowered, engine.build(folder / record.model, flavour, captured.inputs, precision.name, capabilities)
+
+    if attention is not None:
+        _, plain = lower_and_build(None)
+        record.without = b.PlainPlan(
+            layers=len(plain.layers), size=len(plain.data), activation_memory=plain.activation_memory
+        )
+    lowered, plan = lower_and_build(ir.DataType.from_numpy(attention.dtype) if attention is not None else None)
     file = f"tensorrt/engine.{flavour}.plan"
     (folder / file).write_bytes(plan.data)
     default = engine.PORTABLE if flavour == "tensorrt_rtx" else "CURRENT"
@@ -248,6 +282,7 @@ def _for_tensorrt(
             layers=len(plan.layers),
             size=len(plan.data),
             build_seconds=round(plan.seconds, 3),
+            activation_memory=plan.activation_memory,
         )
     ]
     built.records[flavour], built.lowered[flavour], built.plans[flavour] = record, lowered, plan

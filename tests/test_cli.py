@@ -187,6 +187,15 @@ def test_own_callable(tmp_path: Path) -> None:
             ("deploy", "vit", "--target", "onnxruntime", "--require-fused", "tensorrt_rtx"),
             ("tensorrt_rtx", "not among the targets to build (onnxruntime)", "add it"),
         ),
+        (
+            ("deploy", "vit", "--precision", "fp16", "--attention-precision", "bf16"),
+            ("fp16 throughout", "leave the attention precision out"),
+        ),
+        (("deploy", "vit", "--attention-precision", "fp32"), ("unknown attention precision 'fp32'", "bf16, fp16")),
+        (
+            ("deploy", "vit", "--attention-precision", "fp16", "--target", "onnxruntime"),
+            ("only onnxruntime is built", "add a target"),
+        ),
         (("deploy", "vit", "-o", "depth=3"), ("unknown option 'depth'", "num_layers")),
         (("deploy", "vit", "-o", "num_layers"), ("name=value",)),
         (("deploy", "multi-head-self-attention", "-o", "num_heads=7"), ("7",)),

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.canonicalize import BOOL, MASK_STEP, SILENT_ROWS, Site, broadcast_like, largest
+from attnforge.export.canonicalize import (
+    BOOL,
+    MASK_STEP,
+    SILENT_ROWS,
+    Site,
+    broadcast_like,
+    cast,
+    largest,
+    representable,
+)
 from attnforge.export.layout import (
     ONE,
     Axis,
@@ -70,8 +79,15 @@ class Attention:
 
     @property
     def dtype(self) -> ir.DataType:
+        """Of query, key, value and output."""
         assert self.query.value.dtype is not None
         return self.query.value.dtype
+
+    def narrowed(self, op: Builder, dtype: ir.DataType) -> Attention:
+        """The same with query, key and values cast to `dtype`; so is the output, which whoever emits it casts back. A
+        bias and the softmax stay as precise as they are."""
+        query, key, value = (Operand(cast(op, o.value, dtype), o.layout) for o in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
 
     def layout(self, *names: str) -> Layout:
         """The layout whose dims are the named axes; `"H d_k"` in one dim are the heads side by side."""
@@ -163,15 +179,18 @@ def decompose(
         steps = [*([Step(_all(op, conditions), -np.inf)] if conditions else []), *biases]
     for step in steps:
         if step.fill is None:
-            scores = like(op.Add(scores, _narrowed(op, step.operand)), scores)
+            bias = _narrowed(op, step.operand)
+            assert bias.dtype is not None
+            scores = cast(op, scores, bias.dtype)  # wider where attention alone is narrow, so -1e9 stays what it is
+            scores = like(op.Add(scores, bias), scores)
         else:
-            scores = like(op.Where(step.operand, scores, constant(op, step.fill, dtype)), scores)
+            assert scores.dtype is not None
+            number = constant(op, representable(step.fill, scores.dtype), scores.dtype)
+            scores = like(op.Where(step.operand, scores, number), scores)
     precise = attention.softmax_dtype
-    if precise != dtype:
-        scores = like(op.Cast(scores, to=precise.value), scores, precise)
+    scores = cast(op, scores, precise)
     weights = like(op.op("Softmax", [scores], {"axis": -1}, name=softmax_name), scores)
-    if precise != dtype:
-        weights = like(op.Cast(weights, to=dtype.value), weights, dtype)
+    weights = cast(op, weights, dtype)
     outer = dims_of(query)[:3]
     guard = attention.mask is not None and not attention.silent_rows_are_nan
     if as_columns:
@@ -202,10 +221,10 @@ def _all(op: Builder, conditions: list[ir.Value]) -> ir.Value:
 
 def _narrowed(op: Builder, bias: ir.Value) -> ir.Value:
     """A bias that is cast to a type of smaller range, its finite numbers kept finite, its infinities infinite."""
-    cast = bias.producer()
-    if cast is None or cast.op_type != "Cast" or bias.dtype is None:
+    made_by = bias.producer()
+    if made_by is None or made_by.op_type != "Cast" or bias.dtype is None:
         return bias
-    source = cast.inputs[0]
+    source = made_by.inputs[0]
     assert source is not None
     if source.dtype is None or not source.dtype.is_floating_point() or largest(source.dtype) <= largest(bias.dtype):
         return bias

@@ -17,7 +17,7 @@ from typing import Literal
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.canonicalize import MASK_STEP, Site
+from attnforge.export.canonicalize import BOOL, MASK_STEP, Site, cast
 from attnforge.export.layout import (
     ONE,
     Builder,
@@ -36,12 +36,19 @@ SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Head sizes that the fused kernels take."""
 
 
-def lower(model: ir.Model, sites: list[Site]) -> list[Lowered]:
-    """Rewrite every canonical site of `model`, in place, for TensorRT; say what was chosen and why."""
+def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | None = None) -> list[Lowered]:
+    """Rewrite every canonical site of `model`, in place, for TensorRT; say what was chosen and why.
+
+    Args:
+        model: with canonical Attention nodes.
+        sites: what :func:`~attnforge.export.canonicalize.canonicalize` found in it.
+        attention_dtype: what attention alone is computed in, between casts; by default the graph's own type.
+    """
     lowered = []
     for site, attention in attentions(model, sites):
-        plan = _plan(site.name, attention)
-        result = insert(model.graph, attention.node, partial(_emit, a=attention, plan=plan))
+        dtype = attention_dtype or attention.dtype
+        plan = _plan(site.name, attention, dtype)
+        result = insert(model.graph, attention.node, partial(_emit_in, a=attention, plan=plan, dtype=dtype))
         replace_value(attention.output, result)
         lowered.append(plan.lowered)
     RemoveUnusedNodesPass()(model)
@@ -55,13 +62,16 @@ class _Plan:
     pair: Literal["halved", "copied"] | None = None  # how a lone head becomes two
 
 
-def _plan(site: str, a: Attention) -> _Plan:
+def _plan(site: str, a: Attention, dtype: ir.DataType) -> _Plan:
     one = Lowered(site, "MatMul·Softmax·MatMul", "fuses in 16-bit types, builds in every type", f"{site}/Softmax")
     plan = _Plan(one)
     d_k, d_v = a.size("d_k"), a.size("d_v")
     size = max(d_k.factor, d_v.factor, SMALLEST_HEAD)
-    if a.dtype.bitwidth != 16:
-        one.unfused = f"TensorRT has no fused attention kernel for {a.dtype.name.lower()}; deploy in fp16 or bf16"
+    if dtype.bitwidth != 16:
+        one.unfused = (
+            f"TensorRT has no fused attention kernel for {dtype.name.lower()}; deploy in fp16 or bf16, or attention "
+            "alone with attention_precision"
+        )
     elif not (d_k.is_static and d_v.is_static):
         one.unfused = "the head size is dynamic"
     elif a.softcap:
@@ -83,6 +93,14 @@ def _plan(site: str, a: Attention) -> _Plan:
     return plan
 
 
+def _emit_in(op: Builder, a: Attention, plan: _Plan, dtype: ir.DataType) -> ir.Value:
+    if dtype == a.dtype:
+        return _emit(op, a, plan)
+    if plan.lowered.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
+        a = replace(a, query=replace(a.query, value=_apart(op, a.query.value)))
+    return cast(op, _emit(op, a.narrowed(op, dtype), plan), a.dtype)
+
+
 def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"))
     value = rearrange(op, a.value.value, a.value.layout, a.layout("B", "H", "n_k", "d_v"))
@@ -92,16 +110,16 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
         key = _padded(op, key, 2, plan.head_size)
     if a.scale == 1.0 and plan.lowered.unfused is None:
         query = _apart(op, query)
-    if plan.lowered.unfused is None and _features_first(a.value.layout, a, "n_k"):
+    if plan.lowered.unfused is None and _features_first(a.value.layout, a, "d_v", "n_k"):
         value = _apart(op, value)
     rows = query
     if plan.pair is not None:
         key, value = _twice(op, key), _twice(op, value)
         query = _halved(op, query) if plan.pair == "halved" else _twice(op, query)
-        if a.mask is not None and a.mask.dtype == a.dtype and MASK_STEP not in _metadata(a.mask):
+        if a.mask is not None and a.mask.dtype != BOOL and MASK_STEP not in _metadata(a.mask):
             a = replace(a, mask=_twice(op, a.mask))  # a bias that is broadcast over both is not fused
     result = decompose(op, a, query, key, value, plan.lowered.node)
-    if plan.lowered.unfused is None and _features_first(a.output_layout, a, "n_q"):
+    if plan.lowered.unfused is None and _features_first(a.output_layout, a, "d_v", "n_q"):
         result = _apart(op, result)
     if plan.pair is not None:
         result = _joined(op, result, rows, plan.pair)
@@ -116,16 +134,17 @@ def _metadata(value: ir.Value) -> Mapping[str, str]:
 
 
 def _apart(op: Builder, x: ir.Value) -> ir.Value:
-    """`x` plus -0.0, which changes no number: between a transpose and a product it keeps the builder from folding one
-    into the other, after which it no longer recognises attention. On the query the scale, where there is one, does it.
+    """`x` plus -0.0, which changes no number: between a transpose and a product, or a product and a cast, it keeps the
+    builder from folding one into the other, after which it no longer recognises attention. On the query the scale,
+    where there is one, does it.
     """
     assert x.dtype is not None
     return like(op.Add(x, constant(op, -0.0, x.dtype)), x)
 
 
-def _features_first(layout: Layout, a: Attention, tokens: str) -> bool:
-    """Whether a layout has the values' features before its tokens, so that it must be transposed."""
-    places = [[layout.axes.index(axis) for axis in a.dims[name].axes] for name in ("d_v", tokens)]
+def _features_first(layout: Layout, a: Attention, features: str, tokens: str) -> bool:
+    """Whether a layout has its features before its tokens, so that it must be transposed."""
+    places = [[layout.axes.index(axis) for axis in a.dims[name].axes] for name in (features, tokens)]
     return bool(places[0] and places[1]) and min(places[0]) < min(places[1])
 
 
