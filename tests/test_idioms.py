@@ -103,8 +103,9 @@ def test_attention_alone_in_fp16(name: str, tmp_path: Path) -> None:
     assert report.passed and report.budget >= 1e-3, report.failures
 
 
-def test_attention_alone_in_bf16_leaves_onnxruntime_in_fp32(tmp_path: Path) -> None:
-    idiom, targets = IDIOMS["padding_mask"], ["onnxruntime", "tensorrt_rtx"]
+@pytest.mark.parametrize("name", ["padding_mask", "columns"])
+def test_attention_alone_in_bf16_leaves_onnxruntime_in_fp32(name: str, tmp_path: Path) -> None:
+    idiom, targets = IDIOMS[name], ["onnxruntime", "tensorrt_rtx"]
     bundle = attnforge.deploy(
         idiom.module(), idiom.inputs, tmp_path / "b", idiom.dynamic, targets=targets, attention_precision="bf16",
         require_fused=targets[1:], tune=False,

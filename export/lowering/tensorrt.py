@@ -4,7 +4,16 @@ Learned from the builder itself (plans for compute capability 8.0 and later). In
 around a softmax on four dims, where all heads have one size for queries, keys and values, a size between 16 and 256,
 and where there is more than one head or the batch is dynamic or above one. The Attention operator is fused too, but
 some of its uses are refused by the parser or fail in the build, so it is never emitted. fp32 has no fused kernel:
-there the plain form is emitted, which always builds.
+there the plain form is emitted, which always builds; or, where that is asked for, attention alone is cast to 16 bits,
+its biases and its softmax kept in fp32, which the fused kernel takes.
+
+Tried with TensorRT-RTX 1.7 and not fused: a soft cap, be it `c·tanh(s/c)` in 16 bits or in fp32, with the cap folded
+into the query, as a sigmoid, as `s/(1+|s|)`, as `exp` normalised behind the second product, or as a bias of
+`cap(s) - s`; heads of 512, or of 320, also with the values in two. Fused, and yet not emitted: capped scores as the
+bias of a product of zeros, and heads of 512 with half of the product as a bias, the values' halves as further heads;
+for the bias is all n² scores, in memory, which is what fusing is to avoid. Biases that the keys or the queries are part
+of (disentangled attention) and tensors that scale the queries need nothing special: they are computed outside, and
+attention fuses.
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ from attnforge.export.layout import (
     typed,
 )
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
+from attnforge.export.recognise import Operand
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Head sizes that the fused kernels take."""
@@ -97,7 +107,12 @@ def _emit_in(op: Builder, a: Attention, plan: _Plan, dtype: ir.DataType) -> ir.V
     if dtype == a.dtype:
         return _emit(op, a, plan)
     if plan.lowered.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
-        a = replace(a, query=replace(a.query, value=_apart(op, a.query.value)))
+        a = replace(
+            a,
+            query=_moved(op, a.query, a.layout("B", "H", "n_q", "d_k")),
+            key=_moved(op, a.key, a.layout("B", "H", "d_k", "n_k")),
+            value=_moved(op, a.value, a.layout("B", "H", "n_k", "d_v")),
+        )
     return cast(op, _emit(op, a.narrowed(op, dtype), plan), a.dtype)
 
 
@@ -126,6 +141,10 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     if plan.head_size not in (None, a.size("d_v").factor):
         result = _sliced(op, result, 3, constant(op, [a.size("d_v").factor]), a.size("d_v").dim())
     return rearrange(op, result, a.layout("B", "H", "n_q", "d_v"), a.output_layout)
+
+
+def _moved(op: Builder, operand: Operand, layout: Layout) -> Operand:
+    return Operand(_apart(op, rearrange(op, operand.value, operand.layout, layout)), layout)
 
 
 def _metadata(value: ir.Value) -> Mapping[str, str]:
