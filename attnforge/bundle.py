@@ -70,20 +70,29 @@ class Source(Record):
 
 
 class SiteTarget(Record):
-    """What a target made of a site: the form it was lowered to and why, and the kernel or why there is none."""
+    """What a target made of a site: the form it was lowered to and why, and the kernel or why there is none.
+
+    Attributes:
+        measured: milliseconds of every form that was timed on the machine that deployed it.
+        dropped: forms that were tried and not timed, and why.
+    """
 
     form: str
     why: str
     kernel: str | None = None
     reason: str | None = None
+    measured: dict[str, float] = {}
+    dropped: dict[str, str] = {}
 
 
 class SiteRecord(Record):
-    """An attention site: where it stands, how it was written, whether it became canonical, what targets made of it."""
+    """An attention site: the module it stands in, how it was written, the canonical form or why there is none, and what
+    targets made of it."""
 
     site: str
     written_as: str
     canonical: bool
+    form: str | None = None
     reason: str | None = None
     targets: dict[str, SiteTarget] = {}
 
@@ -107,7 +116,12 @@ class Certificate(Record):
 
 
 class Engine(Record):
-    """A TensorRT plan."""
+    """A TensorRT plan.
+
+    Attributes:
+        activation_memory: bytes on the device for all between inputs and outputs, at the largest sizes, where the
+            builder says.
+    """
 
     file: str
     flavour: Literal["tensorrt", "tensorrt_rtx"]
@@ -116,13 +130,40 @@ class Engine(Record):
     layers: int
     size: int
     build_seconds: float
+    activation_memory: int | None = None
+
+
+class Tuning(Record):
+    """How forms were measured: on how many processors, at which sizes, and how long that took."""
+
+    processors: int
+    sizes: dict[str, int]
+    seconds: float
+
+
+class PlainPlan(Record):
+    """What the plan would be with attention at the bundle's own precision: what attention at another one gains."""
+
+    layers: int
+    size: int
+    activation_memory: int | None = None
 
 
 class TargetRecord(Record):
-    """What was made for a target. `cuda_model` is ONNX Runtime's on CUDA, where that is another than on the CPU."""
+    """What was made for a target.
+
+    Attributes:
+        cuda_model: ONNX Runtime's on CUDA, where that is another than on the CPU.
+        tuning: how forms were measured; None where rules chose them.
+        attention_precision: of attention alone, where that is not the bundle's.
+        without: the plan without it.
+    """
 
     model: str
     cuda_model: str | None = None
+    tuning: Tuning | None = None
+    attention_precision: str | None = None
+    without: PlainPlan | None = None
     engines: list[Engine] = []
 
 

@@ -21,10 +21,10 @@ from rich.markup import escape
 from rich.table import Table
 
 import attnforge
-from attnforge.errors import AttnforgeError, UsageError
+from attnforge.errors import AttnforgeError, UnfusedError, UsageError
 
 if TYPE_CHECKING:
-    from attnforge.bundle import Bundle
+    from attnforge.bundle import Bundle, Certificate, SiteTarget
 
 app = typer.Typer(
     name="attnforge",
@@ -99,6 +99,17 @@ def deploy(
         list[str] | None,
         typer.Option(help="What the TensorRT-RTX plan is for (SM89, CURRENT, …); repeat. Portable by default."),
     ] = None,
+    attention_precision: Annotated[
+        str | None, typer.Option(help="fp16 or bf16: of attention alone, in TensorRT plans of fp32 and tf32 models.")
+    ] = None,
+    require_fused: Annotated[
+        list[str] | None,
+        typer.Option(help="A target that must run every attention site fused; repeat. Else nothing is written."),
+    ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(help="Measure here which form of attention ONNX Runtime's CPU runs fastest; else rules choose."),
+    ] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a bundle.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -109,6 +120,8 @@ def deploy(
     Example: `attnforge deploy vit --precision fp16 --out vit.bundle`
 
     Example: `attnforge deploy my_models:encoder -o num_layers=6 --target onnxruntime`
+
+    Example: `attnforge deploy vit --precision fp16 --require-fused tensorrt_rtx`
     """
     from attnforge.export.deploy import deploy as deploy_module
     from attnforge.sources import build
@@ -117,19 +130,29 @@ def deploy(
         progress(f"build {model}")
         example, source = build(model, _options(option), weights)
         name = model.rpartition(":")[2]
-        bundle = deploy_module(
-            example.module,
-            example.args,
-            out_folder or Path(f"{name}-{precision}"),
-            example.dynamic_shapes,
-            precision,
-            target,
-            name,
-            compute_capabilities=compute_capability or (),
-            force=force,
-            source=source,
-            progress=progress,
-        )
+        try:
+            bundle = deploy_module(
+                example.module,
+                example.args,
+                out_folder or Path(f"{name}-{precision}"),
+                example.dynamic_shapes,
+                precision,
+                target,
+                name,
+                compute_capabilities=compute_capability or (),
+                attention_precision=attention_precision,
+                require_fused=require_fused or (),
+                tune=tune,
+                force=force,
+                source=source,
+                progress=progress,
+            )
+        except UnfusedError as error:
+            if as_json:
+                _print_json({"error": str(error), "attention": error.certificate.model_dump()})
+            else:
+                _print_sites(error.certificate)
+            raise
     if as_json:
         _print_json({"bundle": str(bundle.path), **_summary(bundle)})
         return
@@ -335,16 +358,46 @@ def _print_bundle(bundle: Bundle) -> None:
     for record in manifest.targets.values():
         for engine in record.engines:
             what = f"{engine.layers} layers, {engine.size / 1e6:.1f} MB, for {', '.join(engine.compute_capabilities)}"
-            out.print(f"  {engine.file}: {engine.flavour} {engine.version}, {what}")
-    fused = ", ".join(f"{count} of {attention.sites} fused by {name}" for name, count in attention.fused.items())
-    out.print(f"attention: {attention.sites} sites, {attention.canonical} canonical; {fused}")
-    for site in attention.details:
-        out.print(f"  [bold]{escape(site.site)}[/] was {escape(site.written_as)}", soft_wrap=True)
-        if not site.targets:
-            out.print(f"    [yellow]left as it is: {escape(site.reason or '')}[/]", soft_wrap=True)
-        for name, made in site.targets.items():
-            why_not = f"[yellow]not fused: {escape(made.reason or '')}[/]"
-            end = f"kernel {escape(made.kernel)}" if made.kernel else why_not
-            out.print(f"    {name}: {made.form}; {end}", soft_wrap=True)
+            what += "" if engine.activation_memory is None else f"; activations {_megabytes(engine.activation_memory)}"
+            out.print(f"  {engine.file}: {engine.flavour} {engine.version}, {what}", soft_wrap=True)
+        if record.attention_precision is not None and record.without is not None:
+            plain = f"{record.without.layers} layers, activations {_megabytes(record.without.activation_memory)}"
+            out.print(f"  attention alone in {record.attention_precision}; without that {plain}")
+    _print_sites(attention)
+    for name, record in manifest.targets.items():
+        if record.tuning is not None:
+            at = ", ".join(f"{symbol} {size}" for symbol, size in record.tuning.sizes.items()) or "fixed sizes"
+            out.print(f"[dim]{name}: forms measured at {at}, on {record.tuning.processors} processors[/]")
     for target, reason in manifest.skipped.items():
         out.print(f"[dim]not built for {target}: {escape(reason)}[/]", soft_wrap=True)
+
+
+def _megabytes(size: int | None) -> str:
+    return "not told" if size is None else f"{size / 1e6:.1f} MB"
+
+
+def _print_sites(attention: Certificate) -> None:
+    fused = ", ".join(f"{count} of {attention.sites} fused by {name}" for name, count in attention.fused.items())
+    out.print(f"attention: {attention.sites} sites, {attention.canonical} canonical; {fused}")
+    if not attention.details:
+        return
+    table = Table(
+        "site, written as, became", "target", "lowered to", "kernel, or why there is none", header_style="bold"
+    )
+    for column in table.columns:
+        column.overflow = "fold"
+    table.columns[1].no_wrap = True
+    for site in attention.details:
+        became = escape(site.form or "") if site.canonical else "[yellow]left as it is[/]"
+        described = f"[bold]{escape(site.site)}[/]\n{escape(site.written_as)}\n→ {became}"
+        if not site.targets:
+            table.add_row(described, "", "", f"[yellow]{escape(site.reason or '')}[/]")
+        for i, (target, made) in enumerate(site.targets.items()):
+            table.add_row("" if i else described, target, escape(made.form), _outcome(made))
+        table.add_section()
+    out.print(table)
+
+
+def _outcome(made: SiteTarget) -> str:
+    kernel = f"[green]{escape(made.kernel)}[/]" if made.kernel else f"[yellow]{escape(made.reason or '')}[/]"
+    return kernel if made.kernel is None else f"{kernel}\n[dim]{escape(made.why)}[/]"

@@ -7,6 +7,10 @@ a traceback and exits with 2 for a :class:`UsageError` and 1 for any other.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnforge.bundle import Certificate
 
 
 class AttnforgeError(Exception):
@@ -43,6 +47,15 @@ class BundleError(AttnforgeError):
 
 class BuildError(AttnforgeError):
     """A TensorRT or ONNX Runtime build that failed, with the builder's own words."""
+
+
+class UnfusedError(AttnforgeError):
+    """A model whose attention a target does not run fused, where that was required; `certificate` says of every site
+    why."""
+
+    def __init__(self, message: str, certificate: Certificate) -> None:
+        self.certificate = certificate
+        super().__init__(message)
 
 
 class UnavailableError(AttnforgeError):

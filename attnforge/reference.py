@@ -111,5 +111,6 @@ def sampled(array: Array, case: Case) -> Array:
 
 
 def key(case: Case, output: str, which: str) -> str:
-    """Name under which an output of a case stands in the reference file; `which` is `eager` or `float64`."""
+    """Name under which an output of a case stands in the reference file; `which` is `eager`, `float64`, or the name of
+    the precision that attention alone is computed in, for eager of the whole module at it."""
     return f"{case.name}/{output}/{which}"

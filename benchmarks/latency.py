@@ -22,9 +22,9 @@ from attnforge import reference
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Case, Record, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
-from attnforge.precision import precision_named
+from attnforge.precision import Precision
 from attnforge.runtime.inputs import checked
-from attnforge.runtime.parity import judge
+from attnforge.runtime.parity import budget_precision, judge
 from attnforge.runtime.session import BACKENDS, load, why_unavailable
 
 if TYPE_CHECKING:
@@ -126,8 +126,10 @@ def benchmark(
                     Exception
                 ) as error:  # a peer that cannot run this model at all is a result, not a failure of ours
                     skipped[name] = str(error).splitlines()[0]
-            truth = expected(module, precision_named(manifest.precision), feeds)
-            wrong = _wrong({**deployed, **peers}, case, feeds, truth, manifest.precision)
+            wrong = {}
+            for precision in {budget_precision(manifest, name) for name in (*deployed, *peers)}:
+                held = {n: r for n, r in {**deployed, **peers}.items() if budget_precision(manifest, n) == precision}
+                wrong |= _wrong(held, case, feeds, expected(module, precision, feeds), precision)
         contenders = {name: run for name, run in {**deployed, **peers}.items() if name not in wrong}
         times = _interleave(contenders, feeds, rounds)
     best = min((statistics.median(times[name]) for name in deployed if name in times), default=float("nan"))
@@ -159,16 +161,14 @@ def _wrong(
     case: Case,
     feeds: dict[str, Array],
     truth: Mapping[str, tuple[Array, Array]],
-    precision: str,
+    precision: Precision,
 ) -> dict[str, str]:
     """Which contenders miss the parity budget, and by how much."""
     found: dict[str, str] = {}
     for name, run in contenders.items():
         for output, array in run(feeds).items():
             eager, exact = truth[output]
-            verdict = judge(
-                case, output, array.astype(np.float64).reshape(-1), eager, exact, precision_named(precision)
-            )
+            verdict = judge(case, output, array.astype(np.float64).reshape(-1), eager, exact, precision)
             if verdict.reason is not None:
                 found[name] = f"{output}: {verdict.reason}"
     return found

@@ -20,6 +20,7 @@ from attnforge.bundle import DimSpec, Record, TensorSpec
 _LAYER = re.compile(
     r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),.*?TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
 )
+_MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
 _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
@@ -53,6 +54,7 @@ class Answer(Record):
     version: str
     layers: list[Layer] = []  # noqa: RUF012  (pydantic copies defaults)
     seconds: float = 0.0
+    activation_memory: int | None = None
     refusal: str | None = None
     misuse: bool = False
 
@@ -96,7 +98,9 @@ def answer(request: Request) -> Answer:
     if plan is None:
         return refuse(f"{request.flavour} cannot build {file}: {log.last_error()}")
     Path(request.plan_file).write_bytes(plan)
-    return Answer(version=trt.__version__, layers=_layers(log.messages), seconds=seconds)
+    return Answer(
+        version=trt.__version__, layers=_layers(log.messages), seconds=seconds, activation_memory=_memory(log.messages)
+    )
 
 
 def _described(error: Any) -> str:
@@ -132,6 +136,11 @@ def _layers(messages: list[tuple[int, str]]) -> list[Layer]:
         Layer(name=m["name"], type=m["type"], tactic=m["tactic"], onnx_nodes=_ONNX_NODE.findall(m["meta"]))
         for m in matches
     ]
+
+
+def _memory(messages: list[tuple[int, str]]) -> int | None:
+    found = [match for _, text in messages if (match := _MEMORY.match(text))]
+    return int(found[-1][1]) if found else None
 
 
 def _logger(trt: ModuleType) -> Any:

@@ -73,12 +73,14 @@ class Site:
         name: qualified name of the module it stands in; numbered where a module has several.
         written_as: the operators from the first product to the second, as the author's graph has them.
         node: name of the canonical Attention node, or None where there is none.
+        form: what that node computes, in short.
         reason: why there is none.
     """
 
     name: str
     written_as: str
     node: str | None = None
+    form: str | None = None
     reason: str | None = None
 
 
@@ -103,7 +105,31 @@ def canonicalize(model: ir.Model) -> list[Site]:
         if site is not None:
             sites.append(site)
     RemoveUnusedNodesPass()(model)
+    nodes = {node.name: node for node in model.graph}
+    for site in sites:
+        if site.node is not None:
+            site.form = _described(nodes[site.node])
     return sites
+
+
+def _described(node: ir.Node) -> str:
+    """A canonical node in short: `Attention(heads 12, head size 64, mask bool, causal, softcap 30)`."""
+    query, key, value, mask = (*node.inputs[:3], node.inputs[3] if len(node.inputs) > 3 else None)
+    assert query is not None and query.shape and key is not None and key.shape and value is not None and value.shape
+    heads, shared, size, value_size = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+    said = [f"heads {heads}"]
+    if shared != heads:
+        said.append(f"key heads {shared}")
+    said.append(f"head size {size}" if size == value_size else f"head sizes {size} and {value_size}")
+    if mask is not None and mask.dtype is not None:
+        said.append(f"mask {mask.dtype.numpy().name}")
+    if node.attributes.get_int("is_causal", 0):
+        said.append("causal")
+    if softcap := node.attributes.get_float("softcap", 0.0):
+        said.append(f"softcap {softcap:g}")
+    if precise := node.attributes.get_int("softmax_precision", 0):
+        said.append(f"softmax {ir.DataType(precise).numpy().name}")
+    return f"Attention({', '.join(said)})"
 
 
 def _unused_name(node: ir.Node, sites: list[Site]) -> str:
@@ -197,8 +223,8 @@ def _emit(
     (q_more, query), (k_more, key) = (_before_widening(operand, value.value.dtype) for operand in (query, key))
     final, output = walk_forward(weights.product.outputs[0], weights.output)
     dtype = query.value.dtype
-    if (cast := _cast_back(final, dtype)) is not None:
-        final, output = walk_forward(cast, output)
+    if (narrowed := _cast_back(final, dtype)) is not None:
+        final, output = walk_forward(narrowed, output)
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == final.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
 
@@ -223,7 +249,7 @@ def _emit(
         v = rearrange(op, value.value, value.layout, Layout([batch, shared, n_k, d_v]), sized)
         rows = Layout([batch, heads, n_q, ()])
         for by in scores.tensor_scales:
-            q = like(op.op(by.op_type, [q, _cast(op, _broadcastable(op, by.operand, rows, sized), dtype)]), q)
+            q = like(op.op(by.op_type, [q, cast(op, _broadcastable(op, by.operand, rows, sized), dtype)]), q)
         if scale < 0:  # the operator takes the root of its scale
             q = like(op.Neg(q), q)
         mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype, sized)
@@ -244,7 +270,7 @@ def _emit(
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
         for by in weights.tensor_scales:
             result = like(
-                op.op(by.op_type, [result, _cast(op, _broadcastable(op, by.operand, rows, sized), dtype)]), result
+                op.op(by.op_type, [result, cast(op, _broadcastable(op, by.operand, rows, sized), dtype)]), result
             )
         zeros = constant(op, 0.0, dtype)
         for kept in weights.kept_rows:
@@ -303,7 +329,7 @@ def _beside_sinks(
     have = Layout(() if size == ONE else dim for size, dim in zip(sizes_of(mask), canonical.dims, strict=True))
     mask = rearrange(op, mask, have, Layout([*outer, keys]), sized)
     sinks = [axis for axis in column.layout.axes if axis not in canonical.axes]
-    scores = _cast(op, rearrange(op, column.value, column.layout, Layout([*outer, sinks]), sized), dtype)
+    scores = cast(op, rearrange(op, column.value, column.layout, Layout([*outer, sinks]), sized), dtype)
     if sink.factor != 1.0:
         scores = like(op.Mul(scores, constant(op, sink.factor, dtype)), scores)
     parts = (scores, mask) if sink.first else (mask, scores)
@@ -350,12 +376,12 @@ def _mask(
         else:
             allowed = _allowed(op, step, canonical, sized)
             before = constant(op, np.zeros((1, 1, 1, 1)), dtype) if mask is None else mask
-            number = constant(op, _representable(step.number, dtype), dtype)
+            number = constant(op, representable(step.number, dtype), dtype)
             mask = broadcast_like(_step(op, "Where", [allowed, before, number], "fill"), before, allowed)
     return mask
 
 
-def _representable(number: float, dtype: ir.DataType) -> float:
+def representable(number: float, dtype: ir.DataType) -> float:
     """A finite number stays finite in a type of smaller range: infinity would make NaN of a query without keys."""
     return float(np.clip(number, -largest(dtype), largest(dtype))) if np.isfinite(number) else number
 
@@ -365,16 +391,16 @@ def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Va
 
 
 def _allowed(op: Builder, step: Fill, canonical: Layout, sized: Sequence[Sized]) -> ir.Value:
-    condition = _cast(op, _broadcastable(op, step.condition, canonical, sized), BOOL)
+    condition = cast(op, _broadcastable(op, step.condition, canonical, sized), BOOL)
     return like(op.Not(condition), condition) if step.inverted else condition
 
 
 def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType, sized: Sequence[Sized]) -> ir.Value:
-    bias = _cast(op, _broadcastable(op, step.operand, canonical, sized), dtype)
+    bias = cast(op, _broadcastable(op, step.operand, canonical, sized), dtype)
     if step.factor != 1.0:
         bias = like(op.Mul(bias, constant(op, step.factor, dtype)), bias)
     for by in step.scales:
-        scale = _cast(op, _broadcastable(op, by.operand, canonical, sized), dtype)
+        scale = cast(op, _broadcastable(op, by.operand, canonical, sized), dtype)
         bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
     return bias
 
@@ -384,7 +410,8 @@ def largest(dtype: ir.DataType) -> float:
     return float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
 
 
-def _cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """`value` in `dtype`; itself where it is."""
     return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
 
 

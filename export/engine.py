@@ -32,12 +32,15 @@ class Plan:
         version: of the TensorRT that built it, the only one sure to load it.
         layers: what was compiled, as the builder listed it.
         seconds: how long building took.
+        activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
+            where the builder does not say.
     """
 
     data: bytes
     version: str
     layers: list[Layer]
     seconds: float
+    activation_memory: int | None = None
 
     def kernel_of(self, onnx_node: str) -> str | None:
         """Name of the fused attention layer that does the work of `onnx_node`, or None."""
@@ -102,4 +105,4 @@ def build(
         if answer.refusal is not None:
             kind = UsageError if answer.misuse else BuildError
             raise kind(answer.refusal)
-        return Plan(plan_file.read_bytes(), answer.version, answer.layers, answer.seconds)
+        return Plan(plan_file.read_bytes(), answer.version, answer.layers, answer.seconds, answer.activation_memory)

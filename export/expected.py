@@ -13,18 +13,28 @@ from torch import Tensor
 from attnforge import reference
 from attnforge.arrays import BFLOAT16, Array, to_numpy
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case
-from attnforge.eager import in_float64, run, torch_dtype
+from attnforge.eager import at_precision, in_float64, run, torch_dtype
 from attnforge.export.capture import Captured
 from attnforge.precision import Precision
 
 
-def write_reference(folder: Path, captured: Captured, precision: Precision) -> list[Case]:
+def write_reference(
+    folder: Path, captured: Captured, precision: Precision, attention: Precision | None = None
+) -> list[Case]:
     """Run every case through eager at the bundle's precision and through the same weights in float64; keep the outputs.
+
+    Args:
+        folder: of the bundle.
+        captured: the module, its inputs and outputs.
+        precision: the bundle's.
+        attention: that of attention alone, where it is another. Eager cannot be told to compute attention alone so, so
+            the whole module runs at it, as the yardstick of :mod:`attnforge.runtime.parity`.
 
     Returns:
         the cases, as they were run.
     """
     exact = in_float64(captured.module)
+    low = at_precision(captured.module, attention) if attention is not None else None
     example = {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(captured.inputs, captured.args, strict=True)}
     kept: dict[str, Array] = {}
     cases = []
@@ -35,6 +45,10 @@ def write_reference(folder: Path, captured: Captured, precision: Precision) -> l
             for which, tensor in (("eager", value.float()), ("float64", truth[output].double())):
                 array = reference.sampled(to_numpy(output, tensor), case)
                 kept[reference.key(case, output, which)] = np.ascontiguousarray(array)
+        if low is not None and attention is not None:
+            for output, value in run(low, inputs, torch_dtype(attention)).items():
+                array = reference.sampled(to_numpy(output, value.float()), case)
+                kept[reference.key(case, output, attention.name)] = np.ascontiguousarray(array)
         cases.append(case)
     (folder / "reference").mkdir()
     save_file(kept, folder / REFERENCE_OUTPUTS)

@@ -5,6 +5,12 @@
 2·max|e − r| + 4 ulp(max|r|)`, and where its NaN and infinity positions are eager's: a kernel may err about as much as
 the plain arithmetic of its own precision does, and no more. The rule is that of FlashAttention's own tests
 (https://github.com/Dao-AILab/flash-attention).
+
+A backend whose attention alone is computed at a lower precision than the bundle's (`attention_precision`) is held to
+the floor and the ulp of that precision, and `e` is eager of the whole module at it: fp32 eager says nothing about what
+16 bits do to large scores, and no eager module can be told to compute its attention alone so. Where NaN and infinity
+may be is still fp32 eager's to say, and a case in which the lower eager overflows and fp32 does not is held to the
+error of fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from safetensors.numpy import load_file
 
 from attnforge import reference
 from attnforge.arrays import Array
-from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Record
+from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Manifest, Record
 from attnforge.errors import UnknownNameError
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.session import BACKENDS, Session, load, why_unavailable
@@ -103,7 +109,7 @@ def verify(
 def compare(session: Session) -> BackendReport:
     """Hold one session to the budget over every reference case of its bundle."""
     bundle = session.bundle
-    manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
+    manifest, precision = bundle.manifest, budget_precision(bundle.manifest, session.backend)
     outputs = load_file(bundle.file(REFERENCE_OUTPUTS))
     example = example_inputs(bundle)
     found: list[Comparison] = []
@@ -112,7 +118,8 @@ def compare(session: Session) -> BackendReport:
         for name, array in results.items():
             got = reference.sampled(array, case).astype(np.float64)
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
-            found.append(judge(case, name, got, eager.astype(np.float64), truth, precision))
+            low = outputs[reference.key(case, name, precision.name)] if precision.name != manifest.precision else None
+            found.append(judge(case, name, got, eager.astype(np.float64), truth, precision, low))
     if not found:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
@@ -129,14 +136,31 @@ def compare(session: Session) -> BackendReport:
     )
 
 
+def budget_precision(manifest: Manifest, backend: str) -> Precision:
+    """The precision whose budget a backend has: the bundle's, or that which its attention alone is computed in."""
+    record = manifest.targets.get(backend)
+    return precision_named((record and record.attention_precision) or manifest.precision)
+
+
 def example_inputs(bundle: Bundle) -> dict[str, Array]:
     """The inputs that the model was deployed with."""
     stored = load_file(bundle.file(REFERENCE_EXAMPLE))
     return {spec.name: stored[spec.name].astype(spec.dtype) for spec in bundle.manifest.inputs}
 
 
-def judge(case: Case, output: str, got: Array, eager: Array, truth: Array, precision: Precision) -> Comparison:
-    """One output against eager and float64, all as float64 arrays of one shape."""
+def judge(
+    case: Case,
+    output: str,
+    got: Array,
+    eager: Array,
+    truth: Array,
+    precision: Precision,
+    yardstick: Array | None = None,
+) -> Comparison:
+    """One output against eager and float64, all as float64 arrays of one shape.
+
+    `yardstick` is whose error to allow twice, by default eager's.
+    """
     reason = None
     if got.shape != truth.shape:
         shape = f"{got.size} numbers where float64 eager has {truth.size}"
@@ -147,6 +171,8 @@ def judge(case: Case, output: str, got: Array, eager: Array, truth: Array, preci
     for what, test in (("NaN", np.isnan), ("+infinity", np.isposinf), ("-infinity", np.isneginf)):
         if (differ := int(np.sum(test(got) != test(eager)))) and reason is None:
             reason = f"{what} at {differ} places where eager has none, or the other way round"
+    if yardstick is not None and np.isfinite(yardstick[np.isfinite(eager)]).all():
+        eager = np.where(np.isfinite(eager), yardstick, eager).astype(np.float64)
     finite = np.isfinite(got) & np.isfinite(eager) & np.isfinite(truth)
     got, eager, truth = got[finite], eager[finite], truth[finite]
     error, eager_error = relative_error(got, truth), relative_error(eager, truth)

@@ -50,7 +50,9 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Deploy:
     @functools.cache
     def deploy(name: str, precision: str) -> Bundle:
         module, args, dynamic_shapes = example_of(name)
-        return attnforge.deploy(module, args, folder / f"{name}-{precision}", dynamic_shapes, precision, name=name)
+        return attnforge.deploy(
+            module, args, folder / f"{name}-{precision}", dynamic_shapes, precision, name=name, tune=False
+        )
 
     return deploy
 
@@ -98,7 +100,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
     def deploy(precision: str) -> Bundle:
         module, args, shapes = small_example()
         targets = ("onnxruntime", "tensorrt_rtx")
-        return attnforge.deploy(module, args, folder / precision, shapes, precision, targets, name="small")
+        return attnforge.deploy(module, args, folder / precision, shapes, precision, targets, name="small", tune=False)
 
     return deploy
 

@@ -222,7 +222,9 @@ def test_an_interrupted_deploy_leaves_the_old_bundle(copy: Path, error: type[Bas
     before = contents(copy)
     module, args, shapes = small_example()
     with pytest.raises(error, match="stop"):
-        attnforge.deploy(module, args, copy, shapes, targets=["onnxruntime"], force=True, progress=interrupt)
+        attnforge.deploy(
+            module, args, copy, shapes, targets=["onnxruntime"], tune=False, force=True, progress=interrupt
+        )
     assert contents(copy) == before
     assert list(copy.parent.iterdir()) == [copy]
     Bundle(copy)
@@ -235,7 +237,9 @@ def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
 
     module, args, shapes = small_example()
     with pytest.raises(RuntimeError, match="stop"):
-        attnforge.deploy(module, args, tmp_path / "new", shapes, targets=["onnxruntime"], progress=interrupt)
+        attnforge.deploy(
+            module, args, tmp_path / "new", shapes, targets=["onnxruntime"], tune=False, progress=interrupt
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 """The command line, as its user runs it: a process, its output, and its exit code."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,13 +21,14 @@ Done = subprocess.CompletedProcess[str]
 
 def attnforge(*arguments: str | Path, cwd: Path | None = None) -> Done:
     command = [sys.executable, "-m", "attnforge", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+    wide = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env=wide)
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "digits"
-    done = attnforge("deploy", "patch-attention-digits", "--precision", "fp16", "--out", folder, "--json")
+    done = attnforge("deploy", "patch-attention-digits", "--precision", "fp16", "--no-tune", "--out", folder, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["attention"]["fused"] == {"onnxruntime": 2, "tensorrt_rtx": 2}
     return folder
@@ -90,6 +92,39 @@ def test_inspect_has_the_certificate(bundle: Path) -> None:
     assert "_mha_" in attention["details"][0]["targets"]["tensorrt_rtx"]["kernel"]
 
 
+def test_inspect_shows_every_site_in_a_hundred_columns(bundle: Path) -> None:
+    shown = attnforge("inspect", bundle).stdout
+    assert max(len(line) for line in shown.splitlines() if "│" in line) <= 100
+    table = "".join(shown.split())
+    for record in Bundle(bundle).manifest.attention.details:
+        assert record.site in table
+        assert record.form is not None and record.form.startswith("Attention(heads 4, head size")
+    assert "tensorrt_rtx" in table and "_mha_" in table
+
+
+def test_what_must_fuse_and_does_not_is_not_written(bundle: Path, tmp_path: Path) -> None:
+    manifest = (bundle / "manifest.json").read_bytes()
+    arguments = ("deploy", "patch-attention-digits", "--no-tune", "--require-fused", "tensorrt_rtx")
+    done = attnforge(*arguments, "--out", bundle, "--force", "--json")
+    document = json.loads(done.stdout)
+    assert_one_line(done, 1, "tensorrt_rtx does not fuse 2 of 2", "nothing was written")
+    assert document["error"] in " ".join(done.stderr.split())
+    reasons = [one["reason"] for one in document["attention"]["unfused"] if one["target"] == "tensorrt_rtx"]
+    assert len(reasons) == 2 and all("no fused attention kernel for float" in reason for reason in reasons)
+    assert (bundle / "manifest.json").read_bytes() == manifest
+    done = attnforge(*arguments, "--out", tmp_path / "new")
+    assert done.returncode == 1
+    assert all(word in done.stdout for word in ("Attention(heads 4", "attentions.1", "TensorRT has no fused"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_must_fuse_and_does_is_written(tmp_path: Path) -> None:
+    arguments = ("--precision", "fp16", "--target", "tensorrt_rtx", "--require-fused", "tensorrt_rtx")
+    done = attnforge("deploy", "patch-attention-digits", *arguments, "--out", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert Bundle(tmp_path / "new").manifest.attention.fused == {"tensorrt_rtx": 2}
+
+
 def test_bench_against_peers(bundle: Path) -> None:
     done = attnforge("bench", bundle, "--against", "onnxruntime-plain", "--rounds", "2", "--size", "batch=3", "--json")
     report = json.loads(done.stdout)
@@ -147,6 +182,20 @@ def test_own_callable(tmp_path: Path) -> None:
         (("deploy", "no-such-model"), ("unknown model 'no-such-model'", "self-attention")),
         (("deploy", "vit", "--precision", "fp8"), ("unknown precision 'fp8'", "bf16")),
         (("deploy", "vit", "--target", "tpu"), ("unknown target 'tpu'", "tensorrt_rtx")),
+        (("deploy", "vit", "--require-fused", "tpu"), ("unknown target 'tpu'", "tensorrt_rtx")),
+        (
+            ("deploy", "vit", "--target", "onnxruntime", "--require-fused", "tensorrt_rtx"),
+            ("tensorrt_rtx", "not among the targets to build (onnxruntime)", "add it"),
+        ),
+        (
+            ("deploy", "vit", "--precision", "fp16", "--attention-precision", "bf16"),
+            ("fp16 throughout", "leave the attention precision out"),
+        ),
+        (("deploy", "vit", "--attention-precision", "fp32"), ("unknown attention precision 'fp32'", "bf16, fp16")),
+        (
+            ("deploy", "vit", "--attention-precision", "fp16", "--target", "onnxruntime"),
+            ("only onnxruntime is built", "add a target"),
+        ),
         (("deploy", "vit", "-o", "depth=3"), ("unknown option 'depth'", "num_layers")),
         (("deploy", "vit", "-o", "num_layers"), ("name=value",)),
         (("deploy", "multi-head-self-attention", "-o", "num_heads=7"), ("7",)),

@@ -52,6 +52,7 @@ def plan_of(
 def test_a_plan_and_its_layers(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM))
     assert len(plan.data) > 1000 and plan.seconds > 0
+    assert plan.activation_memory is not None and plan.activation_memory > 0
     assert plan.version == load_tensorrt("tensorrt_rtx").__version__
     (fused,) = (layer for layer in plan.layers if layer.is_fused_attention)
     assert {"scores", "the/Softmax", "context"} <= set(fused.onnx_nodes)

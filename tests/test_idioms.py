@@ -10,6 +10,7 @@ import pytest
 import torch
 from idioms import IDIOMS, Idiom
 
+import attnforge
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec
 from attnforge.eager import in_float64, named_outputs, run
@@ -20,7 +21,9 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.precision import precision_named
 from attnforge.reference import cases, make_inputs
-from attnforge.runtime.parity import relative_error
+from attnforge.runtime.onnxruntime import OnnxRuntime
+from attnforge.runtime.parity import compare, relative_error
+from attnforge.runtime.session import Session
 
 
 def captured(idiom: Idiom, precision: str) -> Captured:
@@ -76,6 +79,45 @@ def test_fused_by_tensorrt_rtx(name: str, tmp_path: Path) -> None:
     else:
         assert lowered.unfused is not None and idiom.unfused in lowered.unfused
         assert plan.kernel_of(lowered.node) is None
+
+
+IN_16_BITS = (
+    "scale_on_scores", "columns", "causal_by_adding_triu", "bias_table", "bias_under_a_finite_fill",
+    "mask_and_softmax_in_float32", "scaled_dot_product_attention_grouped",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_attention_alone_in_fp16(name: str, tmp_path: Path) -> None:
+    """Fused in an fp32 bundle; and what TensorRT is given, run by ONNX Runtime, is within the budget."""
+    idiom, target = IDIOMS[name], "tensorrt_rtx"
+    bundle = attnforge.deploy(
+        idiom.module(), idiom.inputs, tmp_path / "b", idiom.dynamic, targets=[target], attention_precision="fp16",
+        require_fused=[target],
+    )  # fmt: skip
+    record = bundle.manifest.targets[target]
+    assert record.attention_precision == "fp16" and record.without is not None
+    assert bundle.manifest.precision == "fp32" and bundle.manifest.outputs[0].dtype == "float32"
+    file = bundle.file(record.model)
+    report = compare(Session(bundle, OnnxRuntime(target, file, bundle.manifest.outputs)))
+    assert report.passed and report.budget >= 1e-3, report.failures
+
+
+@pytest.mark.parametrize("name", ["padding_mask", "columns"])
+def test_attention_alone_in_bf16_leaves_onnxruntime_in_fp32(name: str, tmp_path: Path) -> None:
+    idiom, targets = IDIOMS[name], ["onnxruntime", "tensorrt_rtx"]
+    bundle = attnforge.deploy(
+        idiom.module(), idiom.inputs, tmp_path / "b", idiom.dynamic, targets=targets, attention_precision="bf16",
+        require_fused=targets[1:], tune=False,
+    )  # fmt: skip
+    types = {
+        name: {value.dtype for node in ir.load(bundle.file(record.model)).graph for value in node.outputs}
+        for name, record in bundle.manifest.targets.items()
+    }
+    assert ir.DataType.BFLOAT16 in types["tensorrt_rtx"] and ir.DataType.BFLOAT16 not in types["onnxruntime"]
+    assert bundle.manifest.targets["onnxruntime"].attention_precision is None
+    report = attnforge.verify(bundle, ["onnxruntime-cpu"])
+    assert report.passed and report.backends["onnxruntime-cpu"].budget < 1e-4
 
 
 def test_there_are_sixty_and_they_vary() -> None:

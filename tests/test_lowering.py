@@ -268,6 +268,22 @@ def test_what_tensorrt_does_not_fuse_builds_computes_and_says_why(form: str, tmp
         arithmetic(attends, sizes)
 
 
+@pytest.mark.parametrize("silent_rows", ["zero", "nan"])
+def test_masks_mean_the_same_where_attention_alone_is_in_fp16(silent_rows: str) -> None:
+    """A number beyond fp16 stays finite: in fp32 it swallows every score, so a query without keys gets the mean."""
+    attends = Attends(mask=("batch", 1, "n", "m"), bias=True, silent_rows=silent_rows)
+    feeds = attends.feeds(OPT)
+    for row, number in enumerate((-1e9, -np.inf, np.finfo(np.float32).min)):
+        feeds["mask"][:, :, row] = number
+        feeds["mask"][:, :, row + 3, ::2] = number
+    expected = attends.expected(feeds)
+    expected[:, :, [0, 2]] = feeds["value"].mean(2, keepdims=True)
+    model, sites = attends.model()
+    (lowered,) = for_tensorrt.lower(model, sites, ir.DataType.FLOAT16)
+    assert lowered.unfused is None
+    agree(run(model, feeds), expected, 1e-3)
+
+
 def test_no_attention_operator_is_left_for_tensorrt() -> None:
     for attends in FUSED.values():
         model, _ = for_trt(attends)

@@ -53,6 +53,21 @@ def test_floors_allow_what_they_say_and_no_more(precision: str, floor: float) ->
     assert over.budget == floor and over.error == pytest.approx(1.1 * floor)
 
 
+def test_where_attention_alone_is_narrower_its_eager_is_the_yardstick() -> None:
+    def found(got: Array, low: Array, eager: Array = TRUTH) -> Comparison:
+        return judge(CASE, "output", got, eager, TRUTH, precision_named("fp16"), low)
+
+    low = off_by(TRUTH, 1e-2, 2)
+    assert found(off_by(TRUTH, 1.9e-2, 1), low).passed
+    assert not found(off_by(TRUTH, 2.1e-2, 1), low).passed
+    # Where numbers must be finite, fp32 eager says; and a yardstick that overflows where it does not allows nothing.
+    nowhere = np.where(np.arange(TRUTH.size) == 3, np.nan, low)
+    assert "NaN at 1 places" in str(found(nowhere, nowhere).reason)
+    assert not found(off_by(TRUTH, 1.9e-2, 1), nowhere).passed
+    assert found(off_by(TRUTH, 0.9e-3, 1), nowhere).passed
+    assert found(nowhere, nowhere, np.where(np.isnan(nowhere), np.nan, TRUTH)).passed
+
+
 @given(eager_error=st.floats(1e-5, 1e-1), times=st.floats(0.0, 4.0), seed=st.integers(0, 99))
 def test_a_backend_may_err_twice_as_much_as_eager(eager_error: float, times: float, seed: int) -> None:
     assume(abs(times - 2.0) > 1e-6)

@@ -96,14 +96,14 @@ def test_an_additive_score_gets_a_reason(registered: Deploy) -> None:
 def test_a_bilinear_score_is_fused(tmp_path: Path) -> None:
     options = {"feature_dim": 24, "key_dim": 20, "value_dim": 16, "query_dim": 12}
     module, args, shapes = build_model("general-attention", score="general", **options)
-    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, "fp16")
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, "fp16", tune=False)
     assert fused(bundle.manifest.attention, "tensorrt_rtx") == "1 of 1 []"
     assert attnforge.verify(bundle).passed
 
 
 def test_hard_alignment_gets_a_reason(tmp_path: Path) -> None:
     module, args, shapes = build_model("general-attention", align="hard")
-    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False)
     certificate = bundle.manifest.attention
     assert (certificate.sites, certificate.canonical, certificate.fused) == (1, 0, {"onnxruntime": 0})
     assert "the alignment is hard" in str(certificate.details[0].reason)
@@ -203,7 +203,7 @@ def test_torchs_own_module_with_padding(tmp_path: Path) -> None:
     batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=16)
     args = (torch.randn(2, 9, 32), torch.arange(9) >= torch.tensor([[9], [4]]))
     shapes = {"x": {0: batch, 1: tokens}, "padding": {0: batch, 1: tokens}}
-    bundle = attnforge.deploy(TorchAttention(), args, tmp_path / "bundle", shapes, "fp16")
+    bundle = attnforge.deploy(TorchAttention(), args, tmp_path / "bundle", shapes, "fp16", tune=False)
     assert fused(bundle.manifest.attention, "tensorrt_rtx") == "1 of 1 []"
     report = attnforge.verify(bundle)
     assert report.passed, report.backends["onnxruntime-cpu"].failures

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.canonicalize import BOOL, MASK_STEP, SILENT_ROWS, Site, broadcast_like, largest
+from attnforge.export.canonicalize import (
+    BOOL,
+    MASK_STEP,
+    SILENT_ROWS,
+    Site,
+    broadcast_like,
+    cast,
+    largest,
+    representable,
+)
 from attnforge.export.layout import (
     ONE,
     Axis,
@@ -38,6 +47,8 @@ class Lowered:
         why: why this form and no other.
         node: name of the node by which the site is found again in what the backend compiled.
         unfused: why no fused kernel is to be expected; None where one is.
+        measured: milliseconds of every form that was timed.
+        dropped: forms that were tried and not timed, and why.
     """
 
     site: str
@@ -45,6 +56,8 @@ class Lowered:
     why: str
     node: str
     unfused: str | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,10 +76,11 @@ class Attention:
     is_causal: bool
     silent_rows_are_nan: bool
     softmax_dtype: ir.DataType
-    dims: dict[str, Layout]  # one-dim layouts of the axes B, H, n_q, n_k, d_k, d_v
+    dims: dict[str, Layout]  # one-dim layouts of the axes B, H, n_q, n_k, d_k, d_v, and of H_kv, the keys' own heads
 
     @property
     def dtype(self) -> ir.DataType:
+        """Of query, key, value and output."""
         assert self.query.value.dtype is not None
         return self.query.value.dtype
 
@@ -74,6 +88,12 @@ class Attention:
     def sized(self) -> list[Sized]:
         """By which the sizes of axes can be told that an operand lacks: heads that share one key, say."""
         return [(operand.value, operand.layout) for operand in (self.query, self.key, self.value)]
+
+    def narrowed(self, op: Builder, dtype: ir.DataType) -> Attention:
+        """The same with query, key and values cast to `dtype`; so is the output, which whoever emits it casts back. A
+        bias and the softmax stay as precise as they are."""
+        query, key, value = (Operand(cast(op, o.value, dtype), o.layout) for o in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
 
     def layout(self, *names: str) -> Layout:
         """The layout whose dims are the named axes; `"H d_k"` in one dim are the heads side by side."""
@@ -103,7 +123,7 @@ def _read(node: ir.Node) -> Attention:
         assert group is not None
         head.split(own, group)
         shared = () if own == ONE else (head.leaves()[0],)
-    dims = {"B": batch, "H": heads, "n_q": n_q, "n_k": n_k, "d_k": d_k, "d_v": d_v}
+    dims = {"B": batch, "H": heads, "n_q": n_q, "n_k": n_k, "d_k": d_k, "d_v": d_v, "H_kv": shared}
     output, output_layout = walk_forward(node.outputs[0], Layout([batch, heads, n_q, d_v]))
     return Attention(
         node,
@@ -155,25 +175,28 @@ def decompose(
     if attention.softcap:
         cap = constant(op, attention.softcap, dtype)
         scores = like(op.Mul(like(op.Tanh(like(op.Div(scores, cap), scores)), scores), cap), scores)
-    steps = _mask_steps(attention.mask)
+    steps = mask_steps(attention.mask)
     if attention.is_causal:
-        steps.insert(0, _Step(_causal(op, query, key_transposed), -np.inf))
+        steps.insert(0, Step(_causal(op, query, key_transposed), -np.inf))
     if all(step.fill in (None, -np.inf) for step in steps):
         conditions = [step.operand for step in steps if step.fill is not None]
         biases = [step for step in steps if step.fill is None]
         # One choice for all: two in a row crash TensorRT-RTX 1.7's builder.
-        steps = [*([_Step(_all(op, conditions), -np.inf)] if conditions else []), *biases]
+        steps = [*([Step(_all(op, conditions), -np.inf)] if conditions else []), *biases]
     for step in steps:
         if step.fill is None:
-            scores = like(op.Add(scores, _narrowed(op, step.operand)), scores)
+            bias = _narrowed(op, step.operand)
+            assert bias.dtype is not None
+            scores = cast(op, scores, bias.dtype)  # wider where attention alone is narrow, so -1e9 stays what it is
+            scores = like(op.Add(scores, bias), scores)
         else:
-            scores = like(op.Where(step.operand, scores, constant(op, step.fill, dtype)), scores)
+            assert scores.dtype is not None
+            number = constant(op, representable(step.fill, scores.dtype), scores.dtype)
+            scores = like(op.Where(step.operand, scores, number), scores)
     precise = attention.softmax_dtype
-    if precise != dtype:
-        scores = like(op.Cast(scores, to=precise.value), scores, precise)
+    scores = cast(op, scores, precise)
     weights = like(op.op("Softmax", [scores], {"axis": -1}, name=softmax_name), scores)
-    if precise != dtype:
-        weights = like(op.Cast(weights, to=dtype.value), weights, dtype)
+    weights = cast(op, weights, dtype)
     outer = dims_of(query)[:3]
     guard = attention.mask is not None and not attention.silent_rows_are_nan
     if as_columns:
@@ -183,11 +206,11 @@ def decompose(
         result = typed(op.MatMul(weights, value), dtype, [*outer, dims_of(value)[3]])
     if attention.mask is None or not guard:
         return result
-    return _zero_silent_rows(op, result, attention.mask, as_columns)
+    return zero_silent_rows(op, result, attention.mask, as_columns)
 
 
 @dataclass
-class _Step:
+class Step:
     """A bias, or a condition and the number that takes the place of the scores where it is False."""
 
     operand: ir.Value
@@ -204,10 +227,10 @@ def _all(op: Builder, conditions: list[ir.Value]) -> ir.Value:
 
 def _narrowed(op: Builder, bias: ir.Value) -> ir.Value:
     """A bias that is cast to a type of smaller range, its finite numbers kept finite, its infinities infinite."""
-    cast = bias.producer()
-    if cast is None or cast.op_type != "Cast" or bias.dtype is None:
+    made_by = bias.producer()
+    if made_by is None or made_by.op_type != "Cast" or bias.dtype is None:
         return bias
-    source = cast.inputs[0]
+    source = made_by.inputs[0]
     assert source is not None
     if source.dtype is None or not source.dtype.is_floating_point() or largest(source.dtype) <= largest(bias.dtype):
         return bias
@@ -217,39 +240,44 @@ def _narrowed(op: Builder, bias: ir.Value) -> ir.Value:
     return like(op.Cast(like(op.Where(infinite, infinity, finite), source), to=bias.dtype.value), bias)
 
 
-def _mask_steps(mask: ir.Value | None) -> list[_Step]:
+def mask_steps(mask: ir.Value | None) -> list[Step]:
     """What a mask does to the scores, in order."""
     if mask is None:
         return []
     if mask.dtype == BOOL:
-        return [_Step(mask, -np.inf)]
+        return [Step(mask, -np.inf)]
     node = mask.producer()
     if node is None or node.domain != "":
-        return [_Step(mask)]
+        return [Step(mask)]
     kind = node.metadata_props.get(MASK_STEP)
     if kind == "bias":
         assert node.inputs[1] is not None
-        return [*_mask_steps(node.inputs[0]), _Step(node.inputs[1])]
+        return [*mask_steps(node.inputs[0]), Step(node.inputs[1])]
     if kind == "fill" or (node.op_type == "Where" and scalar(node.inputs[2]) == -np.inf):
         condition, before, number = node.inputs
         assert condition is not None
-        return [*([] if scalar(before) == 0.0 else _mask_steps(before)), _Step(condition, scalar(number))]
-    return [_Step(mask)]
+        return [*([] if scalar(before) == 0.0 else mask_steps(before)), Step(condition, scalar(number))]
+    return [Step(mask)]
 
 
-def _zero_silent_rows(op: Builder, result: ir.Value, mask: ir.Value, as_columns: bool) -> ir.Value:
+def zero_silent_rows(op: Builder, result: ir.Value, mask: ir.Value, as_columns: bool) -> ir.Value:
     """`result` with zeros for every query that `mask` lets attend to nothing."""
-    assert mask.dtype is not None and result.dtype is not None
-    last = constant(op, [-1])
-    if mask.dtype == BOOL:
-        some = op.Cast(op.ReduceMax(op.Cast(mask, to=ir.DataType.INT32.value), last, keepdims=1), to=BOOL.value)
-    else:
-        # Not a reduction of the mask itself: TensorRT would merge that into the softmax, and not fuse the attention.
-        open_keys = op.Cast(op.Greater(mask, constant(op, -np.inf, mask.dtype)), to=ir.DataType.INT32.value)
-        some = op.Cast(op.ReduceMax(open_keys, last, keepdims=1), to=BOOL.value)
+    some = attends_to_some(op, mask)
     if as_columns:
         some = op.Transpose(some, perm=[0, 1, 3, 2])
+    assert result.dtype is not None
     return like(op.Where(some, result, constant(op, 0.0, result.dtype)), result)
+
+
+def attends_to_some(op: Builder, mask: ir.Value) -> ir.Value:
+    """For every row of `mask` whether it is open to any key, in the mask's dims with 1 for the last."""
+    assert mask.dtype is not None
+    allowed = mask
+    if mask.dtype != BOOL:
+        # Not a reduction of the mask itself: TensorRT would merge that into the softmax, and not fuse the attention.
+        allowed = op.Greater(mask, constant(op, -np.inf, mask.dtype))
+    some = op.ReduceMax(op.Cast(allowed, to=ir.DataType.INT32.value), constant(op, [-1]), keepdims=1)
+    return typed(op.Cast(some, to=BOOL.value), BOOL, [*dims_of(mask)[:-1], 1])
 
 
 def _causal(op: Builder, query: ir.Value, key_transposed: ir.Value) -> ir.Value:

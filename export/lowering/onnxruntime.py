@@ -1,44 +1,68 @@
 """Canonical attention to the form that ONNX Runtime runs fastest on a CPU.
 
-Its `com.microsoft::MultiHeadAttention` without a mask takes a path that never holds the n² scores: less time, and
-memory that grows with n instead of n². Its operands must have the heads side by side behind the tokens, or one head at
-a time; where that costs transposes that the plain products do without (features as rows, say) it pays from some
-hundred tokens on. With a mask or a causal flag no fused form beats the plain products, for it holds the scores too.
+Which that is depends on shapes, layouts and the machine, so it is measured where it may be (:mod:`.tuning`). Rules
+choose where it may not: `com.microsoft::MultiHeadAttention` without a mask takes a path that never holds the n² scores:
+less time, and memory that grows with n instead of n². Its operands must have the heads side by side behind the tokens,
+or one head at a time; where that costs transposes that the plain products do without (features as rows, say) it pays
+from some hundred tokens on. With a mask or a causal flag every fused form holds the scores too, and is seldom faster
+than the products.
 16-bit types have no kernels for either: on the CPU the graph computes in fp32 between inputs and outputs of the
 bundle's own type.
+
+What the kernels of ONNX Runtime 1.31 are found to want: masks whose last two dims are not broadcast; a causal flag that
+counts from the first key (`MultiHeadAttention` counts so where there are as many queries as keys); heads of a multiple
+of 8 for `GroupQueryAttention`, which is always causal. `Attention` gives zeros to a query that may attend to nothing,
+`MultiHeadAttention` with a bias NaN, as a bare softmax does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from math import prod
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.canonicalize import Site
+from attnforge.export.canonicalize import BOOL, Site
 from attnforge.export.layout import (
+    ONE,
     Builder,
     Layout,
     Size,
+    constant,
     effort,
     insert,
+    like,
     needs_transpose,
     rearrange,
     replace_value,
+    sizes_of,
     typed,
 )
-from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
+from attnforge.export.lowering.attention import (
+    Attention,
+    Lowered,
+    attends_to_some,
+    attentions,
+    decompose,
+    mask_steps,
+)
+from attnforge.export.lowering.tuning import Candidate, Choice, Tuner, Unmeasurable, evaluated
 from attnforge.export.precision import widen
 
 CONTRIB = "com.microsoft"
+MULTI_HEAD = f"{CONTRIB}::MultiHeadAttention"
+ONE_HEAD = f"{MULTI_HEAD}, a head at a time"
+GROUP_QUERY = f"{CONTRIB}::GroupQueryAttention"
 
 MANY_SCORES = 512 * 512
 """Scores a head from which not holding them is worth any transposes that it takes."""
 
 
-def lower(model: ir.Model, sites: list[Site], sizes: Mapping[str, int], device: str = "cpu") -> list[Lowered]:
+def lower(
+    model: ir.Model, sites: list[Site], sizes: Mapping[str, int], device: str = "cpu", tuner: Tuner | None = None
+) -> list[Lowered]:
     """Rewrite every canonical site of `model`, in place, for ONNX Runtime; say what was chosen and why.
 
     Args:
@@ -46,47 +70,92 @@ def lower(model: ir.Model, sites: list[Site], sizes: Mapping[str, int], device: 
         sites: what :func:`~attnforge.export.canonicalize.canonicalize` found in it.
         sizes: what each symbol of the dims most often is.
         device: on `"cuda"` the types stay the graph's; on `"cpu"` 16-bit ones are widened.
+        tuner: chooses by measuring on this machine's CPU; without one the rules choose.
     """
     if device == "cpu":
         widen(model)
     lowered = []
     for site, attention in attentions(model, sites):
-        emit, one = _choose(site.name, attention, sizes)
-        result = insert(model.graph, attention.node, emit)
+        candidates = candidates_for(site.name, attention)
+        choice = _by_rules(attention, sizes)
+        if tuner is not None:
+            choice = tuner.choose(attention, candidates, choice)
+        chosen = next(one for one in candidates if one.form == choice.form)
+        result = insert(model.graph, attention.node, lambda op, emit=chosen.emit, a=attention: emit(op, a))  # type: ignore[misc]
         replace_value(attention.output, result)
-        if one.unfused is None:
+        if chosen.form.startswith(CONTRIB):
             model.graph.opset_imports[CONTRIB] = 1
-        lowered.append(one)
+        unfused = None if chosen.fused else choice.why
+        lowered.append(
+            Lowered(site.name, chosen.form, choice.why, chosen.node, unfused, choice.measured, choice.dropped)
+        )
     RemoveUnusedNodesPass()(model)
     return lowered
 
 
-def _choose(site: str, a: Attention, sizes: Mapping[str, int]) -> tuple[Callable[[Builder], ir.Value], Lowered]:
-    fused_name, softmax_name = f"{site}/MultiHeadAttention", f"{site}/Softmax"
-    products = partial(_products, a=a, name=softmax_name)
+def candidates_for(site: str, a: Attention) -> list[Candidate]:
+    """The forms that compute what `a` does, whatever its sizes; the plain products first."""
+    found = [Candidate(_products_form(a), f"{site}/Softmax", partial(_products, name=f"{site}/Softmax"), fused=False)]
+    if a.softmax_dtype != a.dtype or (a.mask is not None and not _is_additive(a)):
+        return found
+    as_many = a.size("n_q") == a.size("n_k")
+    if not a.softcap and (not a.is_causal or as_many):
+        holds, name = a.mask is not None or a.is_causal, f"{site}/MultiHeadAttention"
+        if a.size("H").is_static:
+            found.append(Candidate(MULTI_HEAD, name, partial(_multi_head, packed=True, name=name), holds_scores=holds))
+        if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
+            apart = partial(_multi_head, packed=False, name=name)
+            found.append(Candidate(ONE_HEAD, name, apart, holds_scores=holds))
+    if a.mask is None or not a.silent_rows_are_nan:
+        name = f"{site}/Attention"
+        found.append(Candidate("Attention", name, partial(_standard, name=name)))
+    sizes = [a.size(part) for part in ("H", "H_kv", "d_k", "d_v")]
+    fits = a.size("d_k") == a.size("d_v") and a.size("d_k").factor % 8 == 0 and all(size.is_static for size in sizes)
+    if a.is_causal and a.mask is None and as_many and fits:
+        name = f"{site}/GroupQueryAttention"
+        found.append(Candidate(GROUP_QUERY, name, partial(_group_query, name=name)))
+    return found
+
+
+def _is_additive(a: Attention) -> bool:
+    """Whether the mask is the same added to the scores, with dims of the scores' own. A finite number that takes the
+    place of scores is not; nor are a mask and a causal flag, which together may leave a query no key.
+    """
+    assert a.mask is not None
+    same = all(step.fill in (None, -np.inf) for step in mask_steps(a.mask))
+    fits = all(
+        size in (ONE, a.size(name)) for size, name in zip(sizes_of(a.mask), ("B", "H", "n_q", "n_k"), strict=True)
+    )
+    return same and fits and not a.is_causal
+
+
+def _products_form(a: Attention) -> str:
+    return "MatMul·Tanh·Softmax·MatMul" if a.softcap else "MatMul·Softmax·MatMul"
+
+
+def _by_rules(a: Attention, sizes: Mapping[str, int]) -> Choice:
+    products = _products_form(a)
     if a.mask is not None or a.is_causal:
-        why = "with a mask no fused form of ONNX Runtime's CPU is faster than the products written out"
-        return products, Lowered(site, "MatMul·Softmax·MatMul", why, softmax_name, unfused=why)
+        return Choice(products, "with a mask fused forms hold the scores too, and are seldom faster than the products")
     if a.softcap:
-        why = "a soft cap on the scores, which the fused form does not know"
-        return products, Lowered(site, "MatMul·Tanh·Softmax·MatMul", why, softmax_name, unfused=why)
+        return Choice(products, "a soft cap on the scores, which the form that does not hold them does not know")
     if a.softmax_dtype != a.dtype:
-        why = "the softmax is computed in another type than the products, which the fused form cannot"
-        return products, Lowered(site, "MatMul·Softmax·MatMul", why, softmax_name, unfused=why)
-    layouts, heads = _apart(a), 1
+        return Choice(products, "the softmax is computed in another type than the products, which fused forms cannot")
+    form, layouts = ONE_HEAD, _apart(a)
     if a.size("H").is_static and _moves(a, _packed(a)) <= _moves(a, _apart(a)):
-        layouts, heads = _packed(a), a.size("H").factor
+        form, layouts = MULTI_HEAD, _packed(a)
     scores = _typical(a.size("n_q"), sizes) * _typical(a.size("n_k"), sizes)
     if scores < MANY_SCORES and _moves(a, layouts) > _moves_of_products(a):
         why = f"the fused form would need other layouts, which about {scores} scores a head do not repay"
-        return products, Lowered(site, "MatMul·Softmax·MatMul", why, softmax_name, unfused=why)
-    why = "the fast path without a mask: memory linear in tokens"
-    fused = partial(_fused, a=a, layouts=layouts, heads=heads, name=fused_name)
-    return fused, Lowered(site, f"{CONTRIB}::MultiHeadAttention", why, fused_name)
+        return Choice(products, why)
+    return Choice(form, "the fast path without a mask: memory linear in tokens")
 
 
 def _typical(size: Size, sizes: Mapping[str, int]) -> int:
-    return size.factor * prod(sizes.get(symbol, 1) for symbol in size.symbols)
+    try:
+        return evaluated(size, sizes)
+    except Unmeasurable:
+        return size.factor
 
 
 def _packed(a: Attention) -> list[Layout]:
@@ -115,13 +184,94 @@ def _moves_of_products(a: Attention) -> int:
     )
 
 
-def _fused(op: Builder, a: Attention, layouts: list[Layout], heads: int, name: str) -> ir.Value:
-    *inner, out = layouts
+def _multi_head(op: Builder, a: Attention, packed: bool, name: str) -> ir.Value:
+    *inner, out = _packed(a) if packed else _apart(a)
     operands = (a.query, a.key, a.value)
     inputs = [rearrange(op, o.value, o.layout, layout, a.sized) for o, layout in zip(operands, inner, strict=True)]
-    result = op.op("MultiHeadAttention", inputs, {"num_heads": heads, "scale": a.scale}, domain=CONTRIB, name=name)
+    attributes: dict[str, int | float] = {"num_heads": a.size("H").factor if packed else 1, "scale": a.scale}
+    if a.is_causal:
+        attributes |= {"unidirectional": 1, "mask_filter_value": -np.inf}
+    if a.mask is not None:
+        inputs += [None, None, _bias(op, a)]  # type: ignore[list-item]
+    result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=name)
     typed(result, a.dtype, [size.dim() for size in out.sizes()])
+    return _guarded(op, a, result, out)
+
+
+def _standard(op: Builder, a: Attention, name: str) -> ir.Value:
+    ends = (("H", "n_q", "d_k"), ("H_kv", "n_k", "d_k"), ("H_kv", "n_k", "d_v"), ("H", "n_q", "d_v"))
+    *inner, out = (a.layout("B", *end) for end in ends)
+    operands = (a.query, a.key, a.value)
+    inputs = [rearrange(op, o.value, o.layout, layout, a.sized) for o, layout in zip(operands, inner, strict=True)]
+    attributes: dict[str, int | float] = {"scale": a.scale, "softcap": a.softcap, "is_causal": int(a.is_causal)}
+    if a.mask is not None:
+        inputs.append(_whole_rows(op, a, a.mask))
+    result = op.op("Attention", inputs, attributes, name=name)
+    typed(result, a.dtype, [size.dim() for size in out.sizes()])
+    return _guarded(op, a, result, out)
+
+
+def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
+    ends = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
+    *inner, out = (a.layout("B", *end) for end in ends)
+    operands = (a.query, a.key, a.value)
+    query, key, value = (
+        rearrange(op, o.value, o.layout, layout, a.sized) for o, layout in zip(operands, inner, strict=True)
+    )
+    int32 = ir.DataType.INT32.value
+    batch, tokens = op.Shape(query, start=0, end=1), op.Shape(query, start=1, end=2)
+    last = op.Expand(op.Cast(op.Sub(tokens, constant(op, [1])), to=int32), batch)  # of the keys, in every sequence
+    attributes: dict[str, int | float] = {
+        "num_heads": a.size("H").factor,
+        "kv_num_heads": a.size("H_kv").factor,
+        "scale": a.scale,
+        "softcap": a.softcap,
+    }
+    inputs = [query, key, value, None, None, last, op.Cast(op.Squeeze(tokens), to=int32)]
+    results = op.op_multi_out("GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=name)
+    result = typed(results[0], a.dtype, [size.dim() for size in out.sizes()])
     return rearrange(op, result, out, a.output_layout, a.sized)
+
+
+def _guarded(op: Builder, a: Attention, result: ir.Value, layout: Layout) -> ir.Value:
+    """`result` as the graph wants it, with zeros for queries without keys where these are meant."""
+    if a.mask is not None and not a.silent_rows_are_nan:
+        have = Layout([*_axes_of_mask(a, a.mask).dims[:3], ()])
+        if set(have.dims[1]) and len(layout) == 3:  # rows that differ by head do not broadcast to heads side by side
+            result, layout = rearrange(op, result, layout, rows := a.layout("B", "H", "n_q", "d_v"), a.sized), rows
+        varies = set(have.axes)
+        some = rearrange(
+            op,
+            attends_to_some(op, a.mask),
+            have,
+            Layout([axis for axis in dim if axis in varies] for dim in layout.dims),
+            a.sized,
+        )
+        result = like(op.Where(some, result, constant(op, 0.0, a.dtype)), result)
+    return rearrange(op, result, layout, a.output_layout, a.sized)
+
+
+def _axes_of_mask(a: Attention, mask: ir.Value) -> Layout:
+    names = ("B", "H", "n_q", "n_k")
+    return Layout(
+        () if size == ONE else a.layout(name).dims[0] for size, name in zip(sizes_of(mask), names, strict=True)
+    )
+
+
+def _bias(op: Builder, a: Attention) -> ir.Value:
+    """The mask as a number to add."""
+    assert a.mask is not None
+    if a.mask.dtype != BOOL:
+        return _whole_rows(op, a, a.mask)
+    zero, least = constant(op, 0.0, a.dtype), constant(op, -np.inf, a.dtype)
+    return _whole_rows(op, a, like(op.Where(a.mask, zero, least), a.mask, a.dtype))
+
+
+def _whole_rows(op: Builder, a: Attention, mask: ir.Value) -> ir.Value:
+    """`mask` repeated along queries and keys where it is broadcast there."""
+    have = _axes_of_mask(a, mask)
+    want = Layout([*have.dims[:2], a.layout("n_q").dims[0], a.layout("n_k").dims[0]])
+    return rearrange(op, mask, have, want, a.sized)
 
 
 def _products(op: Builder, a: Attention, name: str) -> ir.Value:

@@ -4,7 +4,16 @@ Learned from the builder itself (plans for compute capability 8.0 and later). In
 around a softmax on four dims, where all heads have one size for queries, keys and values, a size between 16 and 256,
 and where there is more than one head or the batch is dynamic or above one. The Attention operator is fused too, but
 some of its uses are refused by the parser or fail in the build, so it is never emitted. fp32 has no fused kernel:
-there the plain form is emitted, which always builds.
+there the plain form is emitted, which always builds; or, where that is asked for, attention alone is cast to 16 bits,
+its biases and its softmax kept in fp32, which the fused kernel takes.
+
+Tried with TensorRT-RTX 1.7 and not fused: a soft cap, be it `c·tanh(s/c)` in 16 bits or in fp32, with the cap folded
+into the query, as a sigmoid, as `s/(1+|s|)`, as `exp` normalised behind the second product, or as a bias of
+`cap(s) - s`; heads of 512, or of 320, also with the values in two. Fused, and yet not emitted: capped scores as the
+bias of a product of zeros, and heads of 512 with half of the product as a bias, the values' halves as further heads;
+for the bias is all n² scores, in memory, which is what fusing is to avoid. Biases that the keys or the queries are part
+of (disentangled attention) and tensors that scale the queries need nothing special: they are computed outside, and
+attention fuses.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ from typing import Literal
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.canonicalize import MASK_STEP, Site
+from attnforge.export.canonicalize import BOOL, MASK_STEP, Site, cast
 from attnforge.export.layout import (
     ONE,
     Builder,
@@ -31,17 +40,25 @@ from attnforge.export.layout import (
     typed,
 )
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
+from attnforge.export.recognise import Operand
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Head sizes that the fused kernels take."""
 
 
-def lower(model: ir.Model, sites: list[Site]) -> list[Lowered]:
-    """Rewrite every canonical site of `model`, in place, for TensorRT; say what was chosen and why."""
+def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | None = None) -> list[Lowered]:
+    """Rewrite every canonical site of `model`, in place, for TensorRT; say what was chosen and why.
+
+    Args:
+        model: with canonical Attention nodes.
+        sites: what :func:`~attnforge.export.canonicalize.canonicalize` found in it.
+        attention_dtype: what attention alone is computed in, between casts; by default the graph's own type.
+    """
     lowered = []
     for site, attention in attentions(model, sites):
-        plan = _plan(site.name, attention)
-        result = insert(model.graph, attention.node, partial(_emit, a=attention, plan=plan))
+        dtype = attention_dtype or attention.dtype
+        plan = _plan(site.name, attention, dtype)
+        result = insert(model.graph, attention.node, partial(_emit_in, a=attention, plan=plan, dtype=dtype))
         replace_value(attention.output, result)
         lowered.append(plan.lowered)
     RemoveUnusedNodesPass()(model)
@@ -55,13 +72,16 @@ class _Plan:
     pair: Literal["halved", "copied"] | None = None  # how a lone head becomes two
 
 
-def _plan(site: str, a: Attention) -> _Plan:
+def _plan(site: str, a: Attention, dtype: ir.DataType) -> _Plan:
     one = Lowered(site, "MatMul·Softmax·MatMul", "fuses in 16-bit types, builds in every type", f"{site}/Softmax")
     plan = _Plan(one)
     d_k, d_v = a.size("d_k"), a.size("d_v")
     size = max(d_k.factor, d_v.factor, SMALLEST_HEAD)
-    if a.dtype.bitwidth != 16:
-        one.unfused = f"TensorRT has no fused attention kernel for {a.dtype.name.lower()}; deploy in fp16 or bf16"
+    if dtype.bitwidth != 16:
+        one.unfused = (
+            f"TensorRT has no fused attention kernel for {dtype.name.lower()}; deploy in fp16 or bf16, or attention "
+            "alone with attention_precision"
+        )
     elif not (d_k.is_static and d_v.is_static):
         one.unfused = "the head size is dynamic"
     elif a.softcap:
@@ -83,6 +103,19 @@ def _plan(site: str, a: Attention) -> _Plan:
     return plan
 
 
+def _emit_in(op: Builder, a: Attention, plan: _Plan, dtype: ir.DataType) -> ir.Value:
+    if dtype == a.dtype:
+        return _emit(op, a, plan)
+    if plan.lowered.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
+        a = replace(
+            a,
+            query=_moved(op, a, a.query, "n_q", "d_k"),
+            key=_moved(op, a, a.key, "d_k", "n_k"),
+            value=_moved(op, a, a.value, "n_k", "d_v"),
+        )
+    return cast(op, _emit(op, a.narrowed(op, dtype), plan), a.dtype)
+
+
 def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"), a.sized)
     value = rearrange(op, a.value.value, a.value.layout, a.layout("B", "H", "n_k", "d_v"), a.sized)
@@ -92,16 +125,16 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
         key = _padded(op, key, 2, plan.head_size)
     if a.scale == 1.0 and plan.lowered.unfused is None:
         query = _apart(op, query)
-    if plan.lowered.unfused is None and _features_first(a.value.layout, a, "n_k"):
+    if plan.lowered.unfused is None and _features_first(a.value.layout, a, "d_v", "n_k"):
         value = _apart(op, value)
     rows = query
     if plan.pair is not None:
         key, value = _twice(op, key), _twice(op, value)
         query = _halved(op, query) if plan.pair == "halved" else _twice(op, query)
-        if a.mask is not None and a.mask.dtype == a.dtype and MASK_STEP not in _metadata(a.mask):
+        if a.mask is not None and a.mask.dtype != BOOL and MASK_STEP not in _metadata(a.mask):
             a = replace(a, mask=_twice(op, a.mask))  # a bias that is broadcast over both is not fused
     result = decompose(op, a, query, key, value, plan.lowered.node)
-    if plan.lowered.unfused is None and _features_first(a.output_layout, a, "n_q"):
+    if plan.lowered.unfused is None and _features_first(a.output_layout, a, "d_v", "n_q"):
         result = _apart(op, result)
     if plan.pair is not None:
         result = _joined(op, result, rows, plan.pair)
@@ -110,22 +143,29 @@ def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
     return rearrange(op, result, a.layout("B", "H", "n_q", "d_v"), a.output_layout, a.sized)
 
 
+def _moved(op: Builder, a: Attention, operand: Operand, rows: str, columns: str) -> Operand:
+    """`operand` with these as its last two dims, kept from being folded into the product that follows."""
+    layout = a.layout("B", "H", rows, columns)
+    return Operand(_apart(op, rearrange(op, operand.value, operand.layout, layout, a.sized)), layout)
+
+
 def _metadata(value: ir.Value) -> Mapping[str, str]:
     node = value.producer()
     return node.metadata_props if node is not None else {}
 
 
 def _apart(op: Builder, x: ir.Value) -> ir.Value:
-    """`x` plus -0.0, which changes no number: between a transpose and a product it keeps the builder from folding one
-    into the other, after which it no longer recognises attention. On the query the scale, where there is one, does it.
+    """`x` plus -0.0, which changes no number: between a transpose and a product, or a product and a cast, it keeps the
+    builder from folding one into the other, after which it no longer recognises attention. On the query the scale,
+    where there is one, does it.
     """
     assert x.dtype is not None
     return like(op.Add(x, constant(op, -0.0, x.dtype)), x)
 
 
-def _features_first(layout: Layout, a: Attention, tokens: str) -> bool:
-    """Whether a layout has the values' features before its tokens, so that it must be transposed."""
-    places = [[layout.axes.index(axis) for axis in a.dims[name].axes] for name in ("d_v", tokens)]
+def _features_first(layout: Layout, a: Attention, features: str, tokens: str) -> bool:
+    """Whether a layout has its features before its tokens, so that it must be transposed."""
+    places = [[layout.axes.index(axis) for axis in a.dims[name].axes] for name in (features, tokens)]
     return bool(places[0] and places[1]) and min(places[0]) < min(places[1])
 
 

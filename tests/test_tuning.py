@@ -1,0 +1,195 @@
+"""The forms that ONNX Runtime can be given: each computes the same, and what was measured is what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from idioms import IDIOMS
+from test_idioms import captured
+from test_lowering import CPU, OPT, SIZES, Attends, agree, run
+from torch import nn
+from torch.export import Dim
+
+import attnforge
+from attnforge.bundle import Bundle
+from attnforge.export.canonicalize import canonicalize
+from attnforge.export.layout import Builder, insert, replace_value
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering import tuning
+from attnforge.export.lowering.attention import Attention, attentions
+from attnforge.export.lowering.onnxruntime import CONTRIB, GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for
+
+QUICK = 0.01
+"""Seconds for measuring where only that it is done matters."""
+
+PRODUCTS, CAPPED = "MatMul·Softmax·MatMul", "MatMul·Tanh·Softmax·MatMul"
+
+
+def forms(attends: Attends) -> list[str]:
+    ((site, attention),) = attentions(*attends.model())
+    return [candidate.form for candidate in candidates_for(site.name, attention)]
+
+
+def as_form(attends: Attends, form: str) -> ir.Model:
+    """The graph with its one site lowered to `form`."""
+    model, sites = attends.model()
+    ((site, attention),) = attentions(model, sites)
+    (candidate,) = (one for one in candidates_for(site.name, attention) if one.form == form)
+    result = insert(model.graph, attention.node, partial(candidate.emit, a=attention))
+    replace_value(attention.output, result)
+    model.graph.remove(attention.node, safe=True)
+    model.graph.opset_imports[CONTRIB] = 1
+    assert candidate.node in {node.name for node in model.graph}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("attends", "expected"),
+    [
+        (Attends(), {PRODUCTS, MULTI_HEAD, ONE_HEAD, "Attention"}),
+        (Attends(key_heads=2), {PRODUCTS, MULTI_HEAD, ONE_HEAD, "Attention"}),
+        (Attends(n_k="n", is_causal=True), {PRODUCTS, MULTI_HEAD, ONE_HEAD, "Attention", GROUP_QUERY}),
+        (Attends(n_k="n", is_causal=True, key_heads=2, softcap=3.0), {CAPPED, "Attention", GROUP_QUERY}),
+        (Attends(n_k="n", is_causal=True, d_k=20, d_v=20), {PRODUCTS, MULTI_HEAD, ONE_HEAD, "Attention"}),
+        (Attends(is_causal=True), {PRODUCTS, "Attention"}),
+        (Attends(mask=("batch", 1, "n", "m")), {PRODUCTS, MULTI_HEAD, "Attention"}),
+        (Attends(mask=(1, 1, "n", "m"), silent_rows="nan"), {PRODUCTS, MULTI_HEAD, ONE_HEAD}),
+        (Attends(softcap=3.0), {CAPPED, "Attention"}),
+        (Attends(mask=(1, 1, 1, "m"), is_causal=True), {PRODUCTS}),
+    ],
+)  # fmt: skip
+def test_what_can_express_a_site(attends: Attends, expected: set[str]) -> None:
+    assert set(forms(attends)) == expected
+    assert forms(attends)[0].startswith("MatMul")
+
+
+SITES = CPU | {
+    "causal, as many keys": Attends(n_k="n", is_causal=True),
+    "causal, grouped heads": Attends(n_k="n", is_causal=True, key_heads=2),
+    "causal, one key head, soft cap": Attends(n_k="n", is_causal=True, key_heads=1, softcap=2.5),
+    "causal, fixed sizes": Attends(batch=1, n_q=7, n_k=7, is_causal=True, key_heads=2),
+}
+
+
+@pytest.mark.parametrize("form", SITES)
+def test_every_candidate_computes_the_same(form: str) -> None:
+    for candidate in forms(SITES[form]):
+        model = as_form(SITES[form], candidate)
+        for sizes in SIZES:
+            feeds = SITES[form].feeds(sizes)
+            agree(run(model, feeds), SITES[form].expected(feeds))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    attends=st.builds(
+        Attends,
+        batch=st.sampled_from(["batch", 1, 2]),
+        heads=st.sampled_from([1, 2, 4]),
+        key_heads=st.sampled_from([None, 1, 2]),
+        n_q=st.sampled_from(["n", 1, 7]),
+        n_k=st.sampled_from(["n", "m", 1, 7]),
+        d_k=st.sampled_from([1, 3, 8, 20, 32]),
+        d_v=st.sampled_from([1, 8, 32]),
+        is_causal=st.booleans(),
+        scale=st.sampled_from([1.0, 0.3125]),
+        softcap=st.sampled_from([0.0, 0.0, 2.5]),
+        silent_rows=st.sampled_from(["zero", "nan"]),
+    ),
+    mask=st.sampled_from(["none", "bool", "bias"]),
+    broadcast=st.tuples(*[st.booleans()] * 4),
+    large=st.booleans(),
+    sizes=st.fixed_dictionaries({"batch": st.integers(1, 3), "n": st.integers(1, 9), "m": st.integers(1, 9)}),
+)
+def test_every_candidate_computes_the_same_at_any_sizes(
+    attends: Attends, mask: str, broadcast: tuple[bool, ...], large: bool, sizes: dict[str, int]
+) -> None:
+    assume(attends.heads % (attends.key_heads or 1) == 0)
+    if mask != "none":
+        full: tuple[int | str, ...] = (attends.batch, attends.heads, attends.n_q, attends.n_k)
+        shape = tuple(1 if ones else dim for ones, dim in zip(broadcast, full, strict=True))
+        attends = replace(attends, mask=shape, bias=mask == "bias", is_causal=False)
+    feeds = attends.feeds(sizes)
+    if large:
+        feeds["query"] *= 16
+    if mask == "bias":
+        feeds["mask"].reshape(-1, feeds["mask"].shape[-1])[0] = -np.inf
+    expected = attends.expected(feeds)
+    for candidate in forms(attends):
+        agree(run(as_form(attends, candidate), feeds), expected, 1e-5 if large else 1e-6)
+
+
+def test_a_number_in_the_place_of_scores_is_left_to_the_products() -> None:
+    """Added to the scores it would be another function."""
+    found = captured(IDIOMS["bias_under_a_finite_fill"], "fp32")
+    ((site, attention),) = attentions(found.model, canonicalize(found.model))
+    assert [candidate.form for candidate in candidates_for(site.name, attention)] == [PRODUCTS]
+
+
+# Measuring
+
+
+@pytest.mark.parametrize("form", [form for form in SITES if len(forms(SITES[form])) > 1])
+def test_every_candidate_that_agrees_is_measured(form: str) -> None:
+    model, sites = SITES[form].model()
+    (lowered,) = for_onnxruntime.lower(model, sites, OPT, tuner=tuning.Tuner(OPT, QUICK))
+    assert set(lowered.measured) == set(forms(SITES[form])) and not lowered.dropped
+    assert lowered.form in lowered.measured and all(ms > 0 for ms in lowered.measured.values())
+    assert lowered.why.startswith("measured: ")
+    assert (lowered.unfused is None) == (lowered.form not in (PRODUCTS, CAPPED))
+    for sizes in SIZES:
+        feeds = SITES[form].feeds(sizes)
+        agree(run(model, feeds), SITES[form].expected(feeds))
+
+
+def test_sites_alike_share_a_measurement(tmp_path: Path) -> None:
+    module = nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 32, batch_first=True) for _ in range(3))).eval()
+    shapes = ({0: Dim("batch", min=1, max=4)},)
+    bundle = attnforge.deploy(module, (torch.randn(2, 6, 32),), tmp_path / "tuned", shapes, targets=["onnxruntime"])
+    first, *others = (record.targets["onnxruntime"] for record in bundle.manifest.attention.details)
+    assert len(others) == 2 and first.measured
+    assert all(other.measured == first.measured for other in others)
+    tuning = bundle.manifest.targets["onnxruntime"].tuning
+    assert tuning is not None and tuning.sizes == {"batch": 2} and tuning.seconds > 0
+    assert attnforge.verify(bundle).passed
+
+
+def test_without_tuning_nothing_is_measured(small: Callable[[str], Bundle]) -> None:
+    manifest = small("fp32").manifest
+    assert manifest.targets["onnxruntime"].tuning is None
+    assert not any(made.measured or made.dropped for r in manifest.attention.details for made in r.targets.values())
+
+
+def test_sizes_that_are_too_large_or_unknown_are_left_to_the_rules() -> None:
+    for attends, sizes, why in (
+        (Attends(), OPT | {"n": 2**14, "m": 2**14}, "8.0 GiB"),
+        (Attends(n_q="u0"), OPT, "u0 is not known"),
+    ):
+        model, sites = attends.model()
+        (lowered,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes))
+        assert "not measured" in lowered.why and why in lowered.why
+        assert not lowered.measured
+
+
+def test_a_form_that_disagrees_is_dropped() -> None:
+    model, sites = CPU["mask"].model()
+    ((site, attention),) = attentions(model, sites)
+    products, fused, *_ = candidates_for(site.name, attention)
+
+    def wrong(op: Builder, a: Attention) -> ir.Value:
+        return fused.emit(op, replace(a, scale=1.01 * a.scale))
+
+    choice = tuning.Tuner(OPT, QUICK).choose(
+        attention, [products, replace(fused, emit=wrong)], tuning.Choice(fused.form, "the rules")
+    )
+    assert choice.form == products.form and set(choice.measured) == {products.form}
+    assert "differs from the products by" in choice.dropped[fused.form]
