@@ -90,6 +90,7 @@ def canonicalize(model: ir.Model) -> list[Site]:
     Returns:
         the sites in graph order; those that could not be rewritten have a reason instead of a node.
     """
+    RemoveUnusedNodesPass()(model)  # what nothing comes of must not count as a use of the scores
     if restore_softmax(model):
         RemoveUnusedNodesPass()(model)
     sites: list[Site] = []

@@ -103,7 +103,7 @@ class Graph:
 
     def constant(self, data: ArrayLike, dtype: ir.DataType | None = None) -> ir.Value:
         dtype = dtype or self.dtype
-        if dtype.is_floating_point() and self._mutated("constant"):
+        if dtype.is_floating_point() and np.isfinite(data).all() and self._mutated("constant"):
             data = np.asarray(data) * self.choices.pick((-1.0, 2.0)) + self.choices.pick((0.0, 0.3))
         tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
         if self.choices.chance(50):
@@ -141,14 +141,12 @@ class Graph:
         assert dtype is not None
         if dtype == INT64:  # shapes stay what they are
             return self._node(op_type, inputs, dims, dtype, outputs, attributes)
-        if self._mutated("drop"):
-            same = [v for v in inputs if v is not None and v.dtype == dtype and sizes_of(v) == list(dims)]
-            if same:
-                return self.choices.pick(same)
-        if self._mutated("input"):
-            inputs = self._exchanged(list(inputs))
-        if self._mutated("axis"):
-            attributes, dims = self._turned(op_type, attributes, inputs, list(dims))
+        same = [v for v in inputs if v is not None and v.dtype == dtype and sizes_of(v) == list(dims)]
+        if same and self._mutated("drop"):
+            return self.choices.pick(same)
+        inputs = self._exchanged(list(inputs))
+        if op_type in ("Transpose", "Softmax", "Einsum") and self._mutated("axis"):
+            attributes = self._turned(op_type, attributes, list(dims))
         result = self._node(op_type, inputs, dims, dtype, outputs, attributes)
         if self._mutated("use"):
             self.extra_outputs.append(result)
@@ -172,38 +170,35 @@ class Graph:
         return bool(here)
 
     def _exchanged(self, inputs: list[ir.Value | None]) -> list[ir.Value | None]:
+        """`inputs`, one perhaps another value of the same type and shape."""
         known = [*self.inputs, *self.initializers, *(v for node in self.nodes for v in node.outputs)]
-        places = [i for i, v in enumerate(inputs) if v is not None and v.dtype != INT64]
-        if places:
-            i = self.choices.pick(places)
-            old = inputs[i]
-            assert old is not None
-            like = [v for v in known if v.dtype == old.dtype and sizes_of(v) == sizes_of(old) and v is not old]
-            if like:
-                inputs[i] = self.choices.pick(like)
+        exchanges = [
+            (i, other)
+            for i, v in enumerate(inputs)
+            if v is not None and v.dtype != INT64 and any(m.kind == "input" for m in self.mutations)
+            for other in known
+            if other is not v and other.dtype == v.dtype and sizes_of(other) == sizes_of(v)
+        ]
+        if exchanges and self._mutated("input"):
+            i, inputs[i] = self.choices.pick(exchanges)
         return inputs
 
-    def _turned(
-        self, op_type: str, attributes: dict[str, Any], inputs: Sequence[ir.Value | None], dims: list[Size]
-    ) -> tuple[dict[str, Any], list[Size]]:
+    def _turned(self, op_type: str, attributes: dict[str, Any], dims: list[Size]) -> dict[str, Any]:
+        """The attributes of an operator that runs along other axes, its output's shape the same."""
+        pairs = [(i, j) for i in range(len(dims)) for j in range(i) if dims[i] == dims[j]]
+        if op_type == "Softmax":
+            return {**attributes, "axis": self.choices.pick(range(len(dims)))}
+        if not pairs:
+            return attributes
+        i, j = self.choices.pick(pairs)
         if op_type == "Transpose":
             perm = list(attributes["perm"])
-            pairs = [(i, j) for i in range(len(perm)) for j in range(i) if dims[i] == dims[j]]
-            if pairs:
-                i, j = self.choices.pick(pairs)
-                perm[i], perm[j] = perm[j], perm[i]
-            return {**attributes, "perm": perm}, dims
-        if op_type == "Softmax":
-            return {**attributes, "axis": self.choices.pick(range(len(dims)))}, dims
-        if op_type == "Einsum":
-            terms, _, output = attributes["equation"].partition("->")
-            of = dict(zip(output, dims, strict=True))
-            pairs = [(a, b) for a in output for b in output if a < b and of[a] == of[b]]
-            if pairs:
-                a, b = self.choices.pick(pairs)
-                output = output.translate(str.maketrans(a + b, b + a))
-            return {**attributes, "equation": f"{terms}->{output}"}, dims
-        return attributes, dims
+            perm[i], perm[j] = perm[j], perm[i]
+            return {**attributes, "perm": perm}
+        terms, _, output = attributes["equation"].partition("->")
+        letters = list(output)
+        letters[i], letters[j] = letters[j], letters[i]
+        return {**attributes, "equation": f"{terms}->{''.join(letters)}"}
 
     def _insert(self, x: ir.Value) -> ir.Value:
         """Some operator on `x` that keeps its type and shape."""
@@ -226,6 +221,8 @@ class Graph:
                 "Where",
                 "Softmax",
                 "swap",
+                "mix",
+                "roll",
             )
         )
         if kind in ("Relu", "Neg", "Tanh", "Abs", "Sigmoid"):
@@ -243,6 +240,18 @@ class Graph:
             perm = list(range(len(dims)))
             perm[i], perm[j] = j, i
             return self.transpose(x, perm)
+        if kind == "mix" and len(dims) > 1:  # axes that only look as if they had kept apart
+            i = self.choices.pick(range(len(dims) - 1))
+            perm = list(range(len(dims)))
+            perm[i], perm[i + 1] = i + 1, i
+            return self.transpose(self.reshape(x, [dims[k] for k in perm]), perm)
+        if kind == "roll":
+            axes = [i for i, size in enumerate(dims) if size.is_static and size != ONE]
+            if not axes:
+                return x
+            axis = self.choices.pick(axes)
+            n = dims[axis].factor
+            return self.concat([self.slice(x, axis, 1, n), self.slice(x, axis, 0, 1)], axis, dims[axis])
         some = [size if self.choices.chance(50) else ONE for size in dims]
         if kind == "Where":
             return self.where(self.input("keep", some, BOOL), x, self.constant(self.choices.pick((0.0, -1e4)), x.dtype))
