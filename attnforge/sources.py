@@ -1,4 +1,4 @@
-"""Where a model to deploy comes from: a registered name, or `package.module:function`."""
+"""Where a model to deploy comes from: a registered name, `package.module:function`, or an `.onnx` or `.pt2` file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,54 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from attnforge.bundle import Source
 from attnforge.errors import UsageError
 from attnforge.model.registry import MODELS, Example, build_model, load_weights
+
+FILES = {".onnx": "onnx", ".pt2": "program"}
+
+
+class File(NamedTuple):
+    """A file that :func:`attnforge.deploy` reads itself, and the ranges of its dynamic dims."""
+
+    module: Path
+    args: None
+    dynamic_shapes: dict[str, tuple[int, int, int]]
+
+
+def given(
+    model: str,
+    options: Mapping[str, Any],
+    weights: str | os.PathLike[str] | None,
+    dims: Mapping[str, tuple[int, int, int]],
+) -> tuple[Example | File, Source]:
+    """What `model` names, as :func:`attnforge.deploy` takes it, and the record of it for the manifest.
+
+    Args:
+        model: as of :func:`build`, or the path of an `.onnx` or `.pt2` file.
+        options: of a registered model or a callable.
+        weights: of a registered model or a callable.
+        dims: of a file, least, usual and largest size of its dynamic dims, by name.
+
+    Raises:
+        UnknownNameError: no registered model or option has that name.
+        UsageError: no such file or callable, or something was given that only another kind of source has.
+    """
+    kind = FILES.get(Path(model).suffix)
+    if kind is None:
+        if dims:
+            raise UsageError(f"{model} says the ranges of its dims itself; --dim is for .onnx and .pt2 files")
+        return build(model, options, weights)
+    if options or weights is not None:
+        raise UsageError(f"{model} is a file, with weights and sizes of its own; it takes no options and no weights")
+    if not Path(model).is_file():
+        raise UsageError(f"no file {model!r}; give the path of an ONNX model or an exported program, or a model's name")
+    return File(Path(model), None, dict(dims)), Source(kind=kind, name=model)  # type: ignore[arg-type]
 
 
 def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None) -> tuple[Example, Source]:
@@ -41,10 +82,19 @@ def rebuild(source: Source) -> Example:
     """The module that a bundle was deployed from.
 
     Raises:
-        UsageError: it was a module in memory, which only its owner has.
+        UsageError: it was a module in memory, which only its owner has, or an ONNX graph, which is no module.
     """
     if source.kind == "module":
         raise UsageError(f"the bundle was deployed from a module in memory ({source.name}); pass it as module=…")
+    if source.kind == "onnx":
+        raise UsageError(
+            f"the bundle was deployed from an ONNX graph ({source.name}); there is no torch module, so no eager peer"
+        )
+    if source.kind == "program":
+        from attnforge.export.program import as_module, load_program
+
+        module, args = as_module(load_program(Path(source.name)))
+        return Example(module, tuple(args.values()), None)
     return build(source.name, source.options, source.weights)[0]
 
 

@@ -1,4 +1,5 @@
-"""The way through the house: module → graph → canonical graph → each target's form → bundle."""
+"""The way through the house: module, exported program or ONNX file → graph → canonical graph → each target's form →
+bundle."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.export import ExportedProgram
 
 import attnforge
 from attnforge import bundle as b
@@ -22,82 +25,96 @@ from attnforge.export import engine
 from attnforge.export.canonicalize import Site, canonicalize
 from attnforge.export.capture import Captured, DynamicShapes, capture
 from attnforge.export.expected import write_reference
+from attnforge.export.graph import Imported, import_graph
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
-from attnforge.precision import Precision, precision_named
+from attnforge.export.program import load_program, open_program
+from attnforge.export.saving import LIMIT, Shelf
+from attnforge.precision import precision_named
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
+Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 
 def deploy(
-    module: nn.Module,
-    args: Sequence[Tensor],
+    model: Model,
+    args: Sequence[Any] | None,
     out: str | os.PathLike[str],
     dynamic_shapes: DynamicShapes = None,
-    precision: str = "fp32",
+    precision: str | None = None,
     targets: Sequence[str] | None = None,
     name: str | None = None,
     *,
     compute_capabilities: Sequence[str] = (),
     force: bool = False,
+    one_file_limit: int = LIMIT,
     source: b.Source | None = None,
     progress: Progress = lambda stage: None,
 ) -> b.Bundle:
-    """Export `module` as it computes in eval mode, lower it for every target, and write a bundle to `out`.
+    """Export `model` as it computes in eval mode, lower it for every target, and write a bundle to `out`.
 
     Args:
-        module: takes tensors by position, returns a tensor or a tuple, list or dict of them. It is not touched.
-        args: example inputs.
+        model: a module that takes tensors by position and returns a tensor or a tuple, list or dict of them; an
+            exported program; or the path of an `.onnx` or `.pt2` file. It is not touched.
+        args: example inputs. A program has its own, so None; an ONNX graph is given random ones where this is None.
         out: folder to write.
-        dynamic_shapes: `torch.export`'s own; every Dim needs a `max`. Min, example and max become TensorRT's profile.
-        precision: `fp32`, `tf32`, `fp16` or `bf16`.
+        dynamic_shapes: of a module, `torch.export`'s own; every Dim needs a `max`. Min, example and max become
+            TensorRT's profile. Of a graph, `{dim: (min, opt, max)}` for every
+            dynamic dim of its inputs; of a program, for those without a bound or that are to have another.
+        precision: `fp32`, `tf32`, `fp16` or `bf16`; by default fp32, and of a graph or program its own.
         targets: of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that can be built on this machine. A
             builder that refuses one which was asked for by name is an error, else the manifest says why it is missing.
         name: of the deployed model; by default the class's.
         compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default portable from SM80.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
+        one_file_limit: bytes of weights above which they stand in a file of their own, which the bundle's graphs share;
+            at most what an ONNX file can hold, 2 GiB.
         source: where the module came from, for those who want to make it again.
         progress: called with the name of each stage as it starts.
 
     Raises:
-        UsageError: an argument that cannot be meant, or `out` exists.
+        UsageError: an argument that cannot be meant, `out` exists, or a file that is no model.
         CaptureError: torch cannot export the module so.
         UnavailableError: a target that was asked for cannot be built here.
         BuildError: a builder refused.
     """
-    p = precision_named(precision)
+    if precision is not None:
+        precision_named(precision)
     chosen, skipped = choose_targets(targets)
     with b.writing(out, force) as folder:
+        shelf = Shelf(folder, min(one_file_limit, LIMIT))
         progress("export")
-        captured = capture(module, args, dynamic_shapes, p)
+        captured, origin = _captured(model, args, dynamic_shapes, precision)
+        p = captured.precision
         progress("canonicalize")
-        model, sites = captured.model, canonicalize(captured.model)
-        save(model, folder / b.CANONICAL)
-        built = _Built()
+        sites = canonicalize(captured.model)
+        shelf.save(captured.model, folder / b.CANONICAL)
+        built = _Built(folder, shelf, captured, sites)
         for target in chosen:
             progress(f"lower and build for {target}")
             if target == "onnxruntime":
-                _for_onnxruntime(folder, captured, sites, p, built)
+                _for_onnxruntime(built)
                 continue
             try:
-                _for_tensorrt(folder, captured, sites, p, target, compute_capabilities, built)
+                _for_tensorrt(built, target, compute_capabilities)
             except BuildError as error:
                 if targets is not None:
                     raise
                 built.refused[target] = str(error)
         certificate = certify(folder, sites, built.lowered, built.plans)
         progress("reference")
-        cases = write_reference(folder, captured, p)
+        cases = write_reference(folder, captured)
         manifest = b.Manifest(
-            name=name or type(module).__name__,
-            precision=precision,
+            name=name or (Path(origin.name).stem if origin.kind != "module" else origin.name.rpartition(".")[2]),
+            precision=p.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             tools=tool_versions(),
-            source=source or b.Source(kind="module", name=f"{type(module).__module__}.{type(module).__qualname__}"),
+            source=source or origin,
             inputs=captured.inputs,
             outputs=captured.outputs,
+            reference=captured.reference,
             attention=certificate,
             targets=built.records,
             skipped={**skipped, **built.refused},
@@ -105,6 +122,29 @@ def deploy(
         )
         b.write_manifest(folder, manifest)
     return b.Bundle(out)
+
+
+def _captured(
+    model: Model, args: Sequence[Any] | None, dynamic_shapes: Any, precision: str | None
+) -> tuple[Captured | Imported, b.Source]:
+    """The graph of a model of any kind, and where it came from."""
+    if isinstance(model, str | os.PathLike):
+        file = Path(model)
+        if file.suffix == ".onnx":
+            origin = b.Source(kind="onnx", name=str(file))
+            return import_graph(file, dynamic_shapes, precision, args), origin
+        if file.suffix != ".pt2":
+            raise UsageError(f"{str(file)!r} is no .onnx or .pt2 file; give one, or a torch.nn.Module")
+        origin, model = b.Source(kind="program", name=str(file)), load_program(file)
+    else:
+        origin = b.Source(kind="module", name=f"{type(model).__module__}.{type(model).__qualname__}")
+    if isinstance(model, ExportedProgram):
+        opened = open_program(model, dynamic_shapes)
+        model, dynamic_shapes = opened.module, opened.dynamic_shapes
+        args, precision = opened.args if args is None else args, precision or opened.precision
+    if args is None:
+        raise UsageError(f"no example inputs were given; {type(model).__name__} needs them to be exported")
+    return capture(model, args, dynamic_shapes, precision_named(precision or "fp32")), origin
 
 
 def choose_targets(targets: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
@@ -147,49 +187,43 @@ def why_not_buildable(target: str) -> str | None:
     return None
 
 
-def save(model: ir.Model, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(model, file)
-
-
 @dataclass
 class _Built:
-    """What came of the targets: their records, the forms they were lowered to, their plans, and what was refused."""
+    """What the targets are made of and where; what came of them: their records, the forms they were lowered to, their
+    plans, and what was refused."""
 
+    folder: Path
+    shelf: Shelf
+    captured: Captured | Imported
+    sites: list[Site]
     records: dict[str, b.TargetRecord] = field(default_factory=dict)
     lowered: dict[str, list[Lowered]] = field(default_factory=dict)
     plans: dict[str, engine.Plan] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def _for_onnxruntime(folder: Path, captured: Captured, sites: list[Site], precision: Precision, built: _Built) -> None:
+def _for_onnxruntime(built: _Built) -> None:
+    captured, sites = built.captured, built.sites
     sizes = reference.cases(captured.inputs)[0].sizes
     record = built.records["onnxruntime"] = b.TargetRecord(model="onnxruntime/model.onnx")
     model = captured.model.clone()
     built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes)
-    save(model, folder / record.model)
-    if precision.is_low:
+    built.shelf.save(model, built.folder / record.model)
+    if captured.precision.is_low:
         record.cuda_model = "onnxruntime/model.cuda.onnx"
         model = captured.model.clone()
         for_onnxruntime.lower(model, sites, sizes, device="cuda")
-        save(model, folder / record.cuda_model)
+        built.shelf.save(model, built.folder / record.cuda_model)
 
 
-def _for_tensorrt(
-    folder: Path,
-    captured: Captured,
-    sites: list[Site],
-    precision: Precision,
-    flavour: str,
-    compute_capabilities: Sequence[str],
-    built: _Built,
-) -> None:
+def _for_tensorrt(built: _Built, flavour: str, compute_capabilities: Sequence[str]) -> None:
+    folder, captured = built.folder, built.captured
     record = b.TargetRecord(model="tensorrt/model.onnx")
     model = captured.model.clone()
-    lowered = for_tensorrt.lower(model, sites)
-    save(model, folder / record.model)
+    lowered = for_tensorrt.lower(model, built.sites)
+    built.shelf.save(model, folder / record.model)
     capabilities = tuple(compute_capabilities) if flavour == "tensorrt_rtx" else ()
-    plan = engine.build(folder / record.model, flavour, captured.inputs, precision.name, capabilities)
+    plan = engine.build(folder / record.model, flavour, captured.inputs, captured.precision.name, capabilities)
     file = f"tensorrt/engine.{flavour}.plan"
     (folder / file).write_bytes(plan.data)
     default = engine.PORTABLE if flavour == "tensorrt_rtx" else "CURRENT"
@@ -251,6 +285,9 @@ def _nodes_kept_by_onnxruntime(file: Path) -> set[str]:
     optimized = file.with_suffix(".optimized.onnx")
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(optimized)
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"
+    )  # without, a model of more than 2 GiB could not be written
     options.log_severity_level = 3
     try:
         ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
