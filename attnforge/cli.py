@@ -123,13 +123,12 @@ def deploy(
     Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
     """
     from attnforge.export.deploy import deploy as deploy_model
-    from attnforge.sources import FILES, given
+    from attnforge.sources import given
 
     with _stages(as_json) as progress:
         progress(f"build {model}")
         example, source = given(model, _options(option), weights, _ranges(dim))
-        is_file = source.kind in FILES.values()
-        name, default = (Path(model).stem, "own") if is_file else (model.rpartition(":")[2], "fp32")
+        name, default = (Path(model).stem, "own") if source is None else (model.rpartition(":")[2], "fp32")
         bundle = deploy_model(
             example.module,
             example.args,

@@ -15,7 +15,7 @@ from attnforge.bundle import Source
 from attnforge.errors import UsageError
 from attnforge.model.registry import MODELS, Example, build_model, load_weights
 
-FILES = {".onnx": "onnx", ".pt2": "program"}
+FILES = (".onnx", ".pt2")
 
 
 class File(NamedTuple):
@@ -31,8 +31,9 @@ def given(
     options: Mapping[str, Any],
     weights: str | os.PathLike[str] | None,
     dims: Mapping[str, tuple[int, int, int]],
-) -> tuple[Example | File, Source]:
-    """What `model` names, as :func:`attnforge.deploy` takes it, and the record of it for the manifest.
+) -> tuple[Example | File, Source | None]:
+    """What `model` names, as :func:`attnforge.deploy` takes it, and the record of it for the manifest, which of a file
+    that function makes itself.
 
     Args:
         model: as of :func:`build`, or the path of an `.onnx` or `.pt2` file.
@@ -44,8 +45,7 @@ def given(
         UnknownNameError: no registered model or option has that name.
         UsageError: no such file or callable, or something was given that only another kind of source has.
     """
-    kind = FILES.get(Path(model).suffix)
-    if kind is None:
+    if Path(model).suffix not in FILES:
         if dims:
             raise UsageError(f"{model} says the ranges of its dims itself; --dim is for .onnx and .pt2 files")
         return build(model, options, weights)
@@ -53,7 +53,7 @@ def given(
         raise UsageError(f"{model} is a file, with weights and sizes of its own; it takes no options and no weights")
     if not Path(model).is_file():
         raise UsageError(f"no file {model!r}; give the path of an ONNX model or an exported program, or a model's name")
-    return File(Path(model), None, dict(dims)), Source(kind=kind, name=model)  # type: ignore[arg-type]
+    return File(Path(model), None, dict(dims)), None
 
 
 def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None) -> tuple[Example, Source]:

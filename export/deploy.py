@@ -90,7 +90,7 @@ def deploy(
         p = captured.precision
         progress("canonicalize")
         sites = canonicalize(captured.model)
-        shelf.save(captured.model, folder / b.CANONICAL)
+        shelf.save(captured.model, b.CANONICAL)
         built = _Built(folder, shelf, captured, sites)
         for target in chosen:
             progress(f"lower and build for {target}")
@@ -103,7 +103,7 @@ def deploy(
                 if targets is not None:
                     raise
                 built.refused[target] = str(error)
-        certificate = certify(folder, sites, built.lowered, built.plans)
+        certificate = certify(built)
         progress("reference")
         cases = write_reference(folder, captured)
         manifest = b.Manifest(
@@ -131,11 +131,11 @@ def _captured(
     if isinstance(model, str | os.PathLike):
         file = Path(model)
         if file.suffix == ".onnx":
-            origin = b.Source(kind="onnx", name=str(file))
+            origin = b.Source(kind="onnx", name=str(file), options=_recorded(dynamic_shapes))
             return import_graph(file, dynamic_shapes, precision, args), origin
         if file.suffix != ".pt2":
             raise UsageError(f"{str(file)!r} is no .onnx or .pt2 file; give one, or a torch.nn.Module")
-        origin, model = b.Source(kind="program", name=str(file)), load_program(file)
+        origin, model = b.Source(kind="program", name=str(file), options=_recorded(dynamic_shapes)), load_program(file)
     else:
         origin = b.Source(kind="module", name=f"{type(model).__module__}.{type(model).__qualname__}")
     if isinstance(model, ExportedProgram):
@@ -145,6 +145,10 @@ def _captured(
     if args is None:
         raise UsageError(f"no example inputs were given; {type(model).__name__} needs them to be exported")
     return capture(model, args, dynamic_shapes, precision_named(precision or "fp32")), origin
+
+
+def _recorded(ranges: Mapping[str, tuple[int, int, int]] | None) -> dict[str, str | int | float | bool]:
+    return {name: ":".join(map(str, bounds)) for name, bounds in (ranges or {}).items()}
 
 
 def choose_targets(targets: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
@@ -205,26 +209,24 @@ class _Built:
 def _for_onnxruntime(built: _Built) -> None:
     captured, sites = built.captured, built.sites
     sizes = reference.cases(captured.inputs)[0].sizes
-    record = built.records["onnxruntime"] = b.TargetRecord(model="onnxruntime/model.onnx")
     model = captured.model.clone()
     built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes)
-    built.shelf.save(model, built.folder / record.model)
+    record = built.records["onnxruntime"] = b.TargetRecord(model=built.shelf.save(model, "onnxruntime/model.onnx"))
     if captured.precision.is_low:
-        record.cuda_model = "onnxruntime/model.cuda.onnx"
         model = captured.model.clone()
         for_onnxruntime.lower(model, sites, sizes, device="cuda")
-        built.shelf.save(model, built.folder / record.cuda_model)
+        record.cuda_model = built.shelf.save(model, "onnxruntime/model.cuda.onnx")
 
 
 def _for_tensorrt(built: _Built, flavour: str, compute_capabilities: Sequence[str]) -> None:
     folder, captured = built.folder, built.captured
-    record = b.TargetRecord(model="tensorrt/model.onnx")
     model = captured.model.clone()
     lowered = for_tensorrt.lower(model, built.sites)
-    built.shelf.save(model, folder / record.model)
+    record = b.TargetRecord(model=built.shelf.save(model, "tensorrt/model.onnx"))
     capabilities = tuple(compute_capabilities) if flavour == "tensorrt_rtx" else ()
     plan = engine.build(folder / record.model, flavour, captured.inputs, captured.precision.name, capabilities)
     file = f"tensorrt/engine.{flavour}.plan"
+    (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(plan.data)
     default = engine.PORTABLE if flavour == "tensorrt_rtx" else "CURRENT"
     record.engines = [
@@ -244,12 +246,12 @@ def _for_tensorrt(built: _Built, flavour: str, compute_capabilities: Sequence[st
 # --- the certificate --------------------------------------------------------------------------------------------------
 
 
-def certify(
-    folder: Path, sites: list[Site], lowered: Mapping[str, list[Lowered]], plans: Mapping[str, engine.Plan]
-) -> b.Certificate:
+def certify(built: _Built) -> b.Certificate:
     """What became of every site, counted in what each backend compiled."""
     details, unfused = [], []
-    kept = _nodes_kept_by_onnxruntime(folder / "onnxruntime/model.onnx") if "onnxruntime" in lowered else set()
+    sites, lowered, plans = built.sites, built.lowered, built.plans
+    model = built.records["onnxruntime"].model if "onnxruntime" in lowered else None
+    kept = _nodes_kept_by_onnxruntime(built.folder / model) if model is not None else set()
     for site in sites:
         record = b.SiteRecord(
             site=site.name, written_as=site.written_as, canonical=site.node is not None, reason=site.reason

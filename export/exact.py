@@ -1,9 +1,10 @@
 """A graph of operators in float64: what ONNX Runtime computes in double it does, and the rest is written out for it.
 
 ONNX Runtime's CPU has double kernels for most operators. For the others it either has none, or takes the operator's own
-function body, which may round a constant or a mean to fp32 on the way (Attention: 1e-7, GroupNormalization: 1e-7,
-FastGelu: 2e-7). So these are written out here in operators that are exact in double, whatever the graph's opset from
-:data:`FIRST_OPSET` on. Nothing is computed in fp32 in silence: what has no double path is refused by its name.
+function body, which may round a constant or a mean to fp32 on the way (Attention and GroupNormalization: 1e-7,
+FastGelu: 2e-7, HardSwish: 4e-8). So these are written out here in operators that are exact in double, whatever the
+graph's opset from :data:`FIRST_OPSET` on. Nothing is computed in fp32 in silence: what has no double path is refused by
+its name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FIRST_OPSET = 13
 """Since when the operators used here have the form that they are used in."""
 
 FUNCTIONS = (
-    *("Celu", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "MeanVarianceNormalization", "Mish", "PRelu"),
+    *("Celu", "Elu", "HardSigmoid", "LeakyRelu", "MeanVarianceNormalization", "Mish", "PRelu"),
     *("RotaryEmbedding", "Selu", "Softplus", "Softsign", "ThresholdedRelu"),
 )
 """Operators without a double kernel whose own function body, in ONNX, is exact in double."""
@@ -160,6 +161,12 @@ def _gelu(op: Builder, node: ir.Node) -> list[ir.Value]:
 def _quick_gelu(op: Builder, node: ir.Node) -> list[ir.Value]:
     x = _input(node, 0)
     return [op.Mul(x, op.Sigmoid(op.Mul(x, _number(op, node.attributes.get_float("alpha", 1.702) or 0.0))))]
+
+
+def _hard_swish(op: Builder, node: ir.Node) -> list[ir.Value]:
+    x = _input(node, 0)
+    gate = op.Add(op.Div(x, _number(op, 6)), _number(op, 0.5))
+    return [op.Mul(x, op.Clip(gate, _number(op, 0), _number(op, 1)))]
 
 
 def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
@@ -408,6 +415,7 @@ _WRITTEN_OUT: dict[tuple[str, str], Write] = {
     ("", "Erf"): _erf,
     ("", "Gelu"): _gelu,
     ("", "GlobalAveragePool"): _global_average,
+    ("", "HardSwish"): _hard_swish,
     ("", "Mean"): _mean,
     ("com.microsoft", "Attention"): _packed_attention,
     ("com.microsoft", "BiasGelu"): _gelu,

@@ -30,13 +30,16 @@ class Original:
     At 16 bits every operator computes in fp32 and its result is rounded to 16 bits, which is how ONNX Runtime itself
     runs the fp16 operators that it has no kernels for; for bf16 it has next to none.
 
+    Attributes:
+        model: the graph.
+
     Args:
         model: of any opset, at the bundle's precision.
         precision: of the bundle.
     """
 
     def __init__(self, model: ir.Model, precision: Precision) -> None:
-        self._model = model
+        self.model = model
         self._precision = precision
         self._outputs = [str(value.name) for value in model.graph.outputs]
         self._low = {str(v.name): v.dtype.numpy() for v in model.graph.outputs if v.dtype in LOW}
@@ -74,7 +77,7 @@ class Original:
 
     @cached_property
     def _eager(self) -> ort.InferenceSession:
-        model = self._model.clone()
+        model = self.model.clone()
         if self._precision.is_low:
             round_results(model)
         try:
@@ -85,7 +88,7 @@ class Original:
     @cached_property
     def _exact(self) -> Any:
         """A function from float64 inputs to float64 outputs: ONNX Runtime, or else onnx's own reference."""
-        model = self._model.clone()
+        model = self.model.clone()
         try:
             to_double(model)
             session = self._session(model, "float64.onnx")
@@ -104,7 +107,7 @@ class Original:
         return lambda feeds: _evaluate(evaluator, feeds, reason)
 
     def _evaluator(self) -> ReferenceEvaluator:
-        model = self._model.clone()
+        model = self.model.clone()
         retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
         return ReferenceEvaluator(ir.to_proto(model))
 

@@ -109,22 +109,30 @@ def round_results(model: ir.Model) -> None:
 
 
 def _kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
-    """What operators take in fp32, and back from there what is made for these inputs alone."""
-    todo = [
-        value
-        for node in graph
-        for i in _FLOAT32_INPUTS.get((node.domain, node.op_type), ())
-        if i < len(node.inputs) and (value := node.inputs[i]) is not None
-    ]
+    """What operators take in fp32, and what is computed to become a whole number (a size, a position), which 16 bits
+    would change; with all that it is made of, where that is neither an input nor used for anything else."""
     kept: set[ir.Value] = set()
-    while todo:
-        value = todo.pop()
-        if value.dtype != FLOAT or value in kept:
-            continue
-        kept.add(value)
-        if (node := value.producer()) is not None:
-            todo += [v for v in node.inputs if v is not None]
+    for node in graph:
+        seeds = [node.inputs[i] for i in _FLOAT32_INPUTS.get((node.domain, node.op_type), ()) if i < len(node.inputs)]
+        if node.op_type == "Cast" and node.domain == "" and ir.DataType(node.attributes.get_int("to", 1)).is_integer():
+            seeds.append(node.inputs[0])
+        cone = _made_of([v for v in seeds if v is not None and v.dtype == FLOAT])
+        users = {use.node for value in cone for use in value.uses()} - {node}
+        inside = all(output in cone for user in users for output in user.outputs)
+        if inside and not any(v.is_graph_input() or v.is_graph_output() for v in cone):
+            kept |= cone
     return kept
+
+
+def _made_of(values: list[ir.Value]) -> set[ir.Value]:
+    cone: set[ir.Value] = set()
+    while values:
+        value = values.pop()
+        if value.dtype == FLOAT and value not in cone:
+            cone.add(value)
+            if (node := value.producer()) is not None:
+                values += [v for v in node.inputs if v is not None]
+    return cone
 
 
 def _retype_value(value: ir.Value, sources: Collection[ir.DataType], target: ir.DataType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +31,8 @@ def weights_of(model: ir.Model) -> int:
 
 class Shelf:
     """Saves the graphs of one bundle. Where a graph's weights are more than `limit` bytes they stand once, in one data
-    file that all graphs share by hard links: ONNX Runtime reads no file outside a model's own folder.
+    file, and the graphs that share it stand beside it: neither ONNX Runtime nor onnx_ir reads weights outside a model's
+    own folder, and links, symbolic or hard, they take for an attack.
 
     Args:
         folder: of the bundle.
@@ -40,18 +40,24 @@ class Shelf:
     """
 
     def __init__(self, folder: Path, limit: int = LIMIT) -> None:
-        self._file = folder / DATA
+        self._folder = folder
         self._limit = limit
         self._places: dict[int, tuple[ir.TensorProtocol, int]] = {}  # the tensor is held so that its id stays its own
 
-    def save(self, model: ir.Model, file: Path) -> None:
-        """Write `model` to `file`; it is not touched."""
+    def save(self, model: ir.Model, name: str) -> str:
+        """Write `model`, which is not touched.
+
+        Args:
+            name: of the file, from the bundle's folder.
+
+        Returns:
+            the name that it was given: of a large model one in the bundle's folder itself.
+        """
         if weights_of(model) <= self._limit:
-            save(model, file)
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
+            save(model, self._folder / name)
+            return name
         light = model.clone()
-        with self._file.open("ab") as stream:
+        with (self._folder / DATA).open("ab") as stream:
             for value in _weights(light):
                 tensor = value.const_value
                 if tensor is None or tensor.nbytes < _SMALL:
@@ -61,16 +67,16 @@ class Shelf:
                     self._places[id(tensor)] = tensor, stream.tell()
                     stream.write(tensor.tobytes())
                 value.const_value = ir.ExternalTensor(
-                    DATA, self._places[id(tensor)][1], tensor.nbytes, tensor.dtype,
-                    shape=ir.Shape(tensor.shape.numpy()), name=value.name or "", base_dir=self._file.parent,
-                )  # fmt: skip
-        ir.save(light, file)
-        beside = file.parent / DATA
-        if not beside.exists():
-            try:
-                os.link(self._file, beside)
-            except OSError:  # a file system without hard links
-                beside.symlink_to(os.path.relpath(self._file, beside.parent))
+                    DATA,
+                    self._places[id(tensor)][1],
+                    tensor.nbytes,
+                    tensor.dtype,
+                    shape=ir.Shape(tensor.shape.numpy()),
+                    name=value.name or "",
+                    base_dir=self._folder,
+                )
+        ir.save(light, self._folder / (name := name.replace("/", ".")))
+        return name
 
 
 def _weights(model: ir.Model) -> Iterator[ir.Value]:
