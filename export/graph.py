@@ -141,12 +141,22 @@ def _external(model: ir.Model) -> list[ir.ExternalTensor]:
     return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
 
 
+_QUANTIZED = (
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantize", "QLinear", "QAttention", "QGemm"),
+    *("MatMulInteger", "MatMulNBits", "MatMulBnb4", "ConvInteger"),
+)
+"""How the names of operators on quantized numbers begin."""
 _RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
 
 
 def _refuse(model: ir.Model) -> None:
     """Raises UsageError where the graph is no function of its inputs alone, or is not one graph."""
     for node in model.graph:
+        if node.op_type.startswith(_QUANTIZED):
+            raise UsageError(
+                f"the graph has {node.op_type} ({node.name}), so no float64 to be held against; give the graph as it "
+                "was before it was quantized"
+            )
         training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
         off = ir.convenience.get_const_tensor(training) if training is not None else None
         if node.op_type in _RANDOM or (training is not None and (off is None or bool(off.numpy()))):

@@ -9,7 +9,6 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.errors import UsageError
 from attnforge.export.layout import like
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
@@ -24,8 +23,6 @@ _INNER = ("softmax_precision", "stash_type")
 
 _LARGE = 2**16
 """Bytes."""
-
-_QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulNBits")
 
 
 def widen(model: ir.Model) -> bool:
@@ -72,9 +69,6 @@ def retype(model: ir.Model, sources: Collection[ir.DataType], target: ir.DataTyp
 
     Numbers beyond the range of `target` become its largest: the least number of a type stands for minus infinity where
     a mask is added, but infinity itself would make NaN of a query without keys.
-
-    Raises:
-        UsageError: a quantized operator, whose scales are no mere storage; its name is given.
     """
     kept = _kept_in_fp32(model.graph)
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
@@ -143,8 +137,6 @@ def _retype_value(value: ir.Value, sources: Collection[ir.DataType], target: ir.
 
 
 def _retype_node(node: ir.Node, sources: Collection[ir.DataType], target: ir.DataType, fp32: bool) -> None:
-    if node.op_type in _QUANTIZED or node.op_type.startswith("QLinear"):
-        raise UsageError(f"the graph has {node.op_type} ({node.name}); quantized graphs keep their own precision")
     if fp32:
         return
     numbers = {t.value for t in sources}

@@ -398,6 +398,8 @@ def test_a_dim_without_a_name_is_shown_by_one(tmp_path: Path) -> None:
     ("body", "words"),
     [
         ("n = Shape(x) m = Size(n) z = RandomNormalLike(x) y = Add(x, z)", "RandomNormalLike.*eval mode"),
+        ("i = Cast<to = 3>(x) one = Constant<value_float = 1.0>() y = DequantizeLinear(i, one)",
+         "DequantizeLinear.*before it was quantized"),
         ("s = ReduceMax<keepdims = 0>(x) zero = Sub(s, s) c = Greater(s, zero)"
          " y = If(c)<then_branch = t () => (float[2] u) { u = Identity(x) },"
          " else_branch = e () => (float[2] w) { w = Neg(x) }>", "If.*without control flow"),
