@@ -61,9 +61,10 @@ class TensorSpec(Record):
 
 
 class Source(Record):
-    """Where the module came from: a registered name or a callable, which can make it again, or a module in memory."""
+    """Where the model came from: a registered name, a callable or a file of either kind, which can make it again, or a
+    module or exported program in memory."""
 
-    kind: Literal["registered", "callable", "module"]
+    kind: Literal["registered", "callable", "huggingface", "module", "onnx", "program"]
     name: str
     options: dict[str, str | int | float | bool] = {}
     weights: str | None = None
@@ -194,6 +195,7 @@ class Manifest(Record):
     source: Source
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
+    reference: str = "the torch module in eager mode"
     attention: Certificate
     targets: dict[str, TargetRecord]
     skipped: dict[str, str] = {}

@@ -85,15 +85,25 @@ def models(as_json: Json = False) -> None:
 
 @app.command()
 def deploy(
-    model: Annotated[str, typer.Argument(help="A registered name, or package.module:function.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A registered name, package.module:function, or an .onnx or .pt2 file.", show_default=False
+        ),
+    ],
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="Folder to write; by default MODEL-PRECISION.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="fp32, tf32, fp16 or bf16.")] = "fp32",
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, tf32, fp16 or bf16; by default fp32, and a file's own.")
+    ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeat. All by default.")
     ] = None,
     option: Options = None,
+    dim: Annotated[
+        list[str] | None, typer.Option(help="Range of a file's dynamic dim, as name=min:opt:max; repeat.")
+    ] = None,
     weights: Weights = None,
     compute_capability: Annotated[
         list[str] | None,
@@ -122,19 +132,23 @@ def deploy(
     Example: `attnforge deploy my_models:encoder -o num_layers=6 --target onnxruntime`
 
     Example: `attnforge deploy vit --precision fp16 --require-fused tensorrt_rtx`
+
+    Example: `attnforge deploy hf:all-MiniLM-L6-v2 -o attention=eager -o max_tokens=128`
+
+    Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
     """
-    from attnforge.export.deploy import deploy as deploy_module
-    from attnforge.sources import build
+    from attnforge.export.deploy import deploy as deploy_model
+    from attnforge.sources import given
 
     with _stages(as_json) as progress:
         progress(f"build {model}")
-        example, source = build(model, _options(option), weights)
-        name = model.rpartition(":")[2]
+        example, source = given(model, _options(option), weights, _ranges(dim))
+        name, default = (Path(model).stem, "own") if source is None else (Path(model.rpartition(":")[2]).name, "fp32")
         try:
-            bundle = deploy_module(
+            bundle = deploy_model(
                 example.module,
                 example.args,
-                out_folder or Path(f"{name}-{precision}"),
+                out_folder or Path(f"{name}-{precision or default}"),
                 example.dynamic_shapes,
                 precision,
                 target,
@@ -230,6 +244,7 @@ def verify(bundle: BundleArgument, backend: Backends = None, as_json: Json = Fal
                 out.print(f"[red]{name}[/] {failure.case}, {failure.output}: {failure.reason}")
         for name, reason in report.skipped.items():
             out.print(f"[dim]{name} did not run: {escape(reason)}[/]", soft_wrap=True)
+        out.print(f"[dim]held against {escape(report.reference)}, and against float64[/]", soft_wrap=True)
     if not report.passed:
         raise typer.Exit(1)
 
@@ -318,6 +333,16 @@ def _options(given: list[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def _ranges(given: list[str] | None) -> dict[str, tuple[int, int, int]]:
+    ranges = {}
+    for name, text in _options(given).items():
+        bounds = text.split(":")
+        if len(bounds) != 3 or not all(bound.isdecimal() for bound in bounds):
+            raise UsageError(f"the range of {name} is {text!r}; write --dim {name}=min:opt:max, as 1:128:512")
+        ranges[name] = (int(bounds[0]), int(bounds[1]), int(bounds[2]))
+    return ranges
+
+
 def _integer(name: str, value: str) -> int:
     if not value.isdecimal():
         raise UsageError(f"size {name} is {value!r}; give a number")
@@ -363,6 +388,7 @@ def _print_bundle(bundle: Bundle) -> None:
         if record.attention_precision is not None and record.without is not None:
             plain = f"{record.without.layers} layers, activations {_megabytes(record.without.activation_memory)}"
             out.print(f"  attention alone in {record.attention_precision}; without that {plain}")
+    out.print(f"reference: {escape(manifest.reference)}, and float64", soft_wrap=True)
     _print_sites(attention)
     for name, record in manifest.targets.items():
         if record.tuning is not None:

@@ -1,26 +1,71 @@
-"""Where a model to deploy comes from: a registered name, or `package.module:function`."""
+"""Where a model comes from: a registered name, `package.module:function`, `hf:PATH`, an `.onnx` or a `.pt2` file."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from attnforge.bundle import Source
-from attnforge.errors import UsageError
+from attnforge.errors import UnknownNameError, UsageError
 from attnforge.model.registry import MODELS, Example, build_model, load_weights
+
+FILES = (".onnx", ".pt2")
+HUGGING_FACE = "hf:"
+
+
+class File(NamedTuple):
+    """A file that :func:`attnforge.deploy` reads itself, and the ranges of its dynamic dims."""
+
+    module: Path
+    args: None
+    dynamic_shapes: dict[str, tuple[int, int, int]]
+
+
+def given(
+    model: str,
+    options: Mapping[str, Any],
+    weights: str | os.PathLike[str] | None,
+    dims: Mapping[str, tuple[int, int, int]],
+) -> tuple[Example | File, Source | None]:
+    """What `model` names, as :func:`attnforge.deploy` takes it, and the record of it for the manifest, which of a file
+    that function makes itself.
+
+    Args:
+        model: as of :func:`build`, or the path of an `.onnx` or `.pt2` file.
+        options: of a registered model or a callable.
+        weights: of a registered model or a callable.
+        dims: of a file, least, usual and largest size of its dynamic dims, by name.
+
+    Raises:
+        UnknownNameError: no registered model or option has that name.
+        UsageError: no such file or callable, or something was given that only another kind of source has.
+    """
+    if model.startswith(HUGGING_FACE) or Path(model).suffix not in FILES:
+        if dims:
+            raise UsageError(f"{model} says the ranges of its dims itself; --dim is for .onnx and .pt2 files")
+        return build(model, options, weights)
+    if options or weights is not None:
+        raise UsageError(f"{model} is a file, with weights and sizes of its own; it takes no options and no weights")
+    if not Path(model).is_file():
+        raise UsageError(f"no file {model!r}; give the path of an ONNX model or an exported program, or a model's name")
+    return File(Path(model), None, dict(dims)), None
 
 
 def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None) -> tuple[Example, Source]:
     """The module, example inputs and dynamic shapes that `model` names, and the record of it for the manifest.
 
     Args:
-        model: a registered name, or `package.module:function`, which returns `(module, args, dynamic_shapes)`.
-        options: keyword arguments of the registered model or of the callable.
+        model: a registered name, `package.module:function`, which returns `(module, args, dynamic_shapes)`, or `hf:` and
+            a Hugging Face folder or configuration.
+        options: keyword arguments of the registered model, of the callable, or of
+            :func:`attnforge.huggingface.example`.
         weights: a safetensors file with exactly the tensors of the module's state dict.
 
     Raises:
@@ -28,6 +73,8 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
         UsageError: the callable cannot be imported, or returns something else.
     """
     path = None if weights is None else os.fspath(weights)
+    if model.startswith(HUGGING_FACE):
+        return _from_hugging_face(model, options, path)
     if ":" not in model:
         example = build_model(model, weights=weights, **options)
         return example, Source(kind="registered", name=model, options=dict(options), weights=path)
@@ -37,14 +84,35 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
     return example, Source(kind="callable", name=model, options=dict(options), weights=path)
 
 
+def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
+    from attnforge import huggingface
+
+    if weights is not None:
+        raise UsageError(f"the weights of {model} are those in its folder, as model.safetensors; it takes no others")
+    known = [name for name in inspect.signature(huggingface.example).parameters if name != "path"]
+    if unknown := [name for name in options if name not in known]:
+        raise UnknownNameError(f"option of {model}", unknown[0], known)
+    made = huggingface.example(model.removeprefix(HUGGING_FACE), **options)
+    return made, Source(kind="huggingface", name=model, options=dict(options))
+
+
 def rebuild(source: Source) -> Example:
     """The module that a bundle was deployed from.
 
     Raises:
-        UsageError: it was a module in memory, which only its owner has.
+        UsageError: it was a module in memory, which only its owner has, or an ONNX graph, which is no module.
     """
     if source.kind == "module":
         raise UsageError(f"the bundle was deployed from a module in memory ({source.name}); pass it as module=…")
+    if source.kind == "onnx":
+        raise UsageError(
+            f"the bundle was deployed from an ONNX graph ({source.name}); there is no torch module, so no eager peer"
+        )
+    if source.kind == "program":
+        from attnforge.export.program import as_module, load_program
+
+        module, args = as_module(load_program(Path(source.name)))
+        return Example(module, tuple(args.values()), None)
     return build(source.name, source.options, source.weights)[0]
 
 

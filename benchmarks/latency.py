@@ -115,10 +115,9 @@ def benchmark(
                 raise UnavailableError(f"{name}: {reason}")
         if against:
             from attnforge.benchmarks.peers import PEERS as open_peer
-            from attnforge.benchmarks.peers import expected
-            from attnforge.sources import rebuild
+            from attnforge.benchmarks.peers import expected, rebuilt
 
-            module = module if module is not None else rebuild(manifest.source).module
+            module = module if module is not None else rebuilt(manifest)
             for name in against:
                 try:
                     peers[name] = open_peer[name](opened, module, feeds, threads, stack)

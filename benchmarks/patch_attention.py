@@ -48,7 +48,7 @@ def main(
         against = ("eager", "onnxruntime-plain")
         latency = attnforge.benchmark(bundle, ["onnxruntime-cpu"], against, rounds=rounds, threads=threads)
         console.print("memory …", style="dim")
-        models = {"attnforge": bundle.file("onnxruntime/model.onnx"), "plain": plain}
+        models = {"attnforge": bundle.file(bundle.manifest.targets["onnxruntime"].model), "plain": plain}
         memory = {name: {side**2: _extra_mib(file, side, threads) for side in SIDES} for name, file in models.items()}
     figures = {
         "command": COMMAND,

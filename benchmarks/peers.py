@@ -9,20 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import Array, to_numpy, to_torch
-from attnforge.bundle import Bundle, DimSpec, TensorSpec
+from attnforge.bundle import Bundle, DimSpec, Manifest, TensorSpec
 from attnforge.eager import at_precision, in_float64, run, torch_dtype
 from attnforge.export.capture import capture
+from attnforge.export.graph import Imported, import_graph
+from attnforge.export.saving import save
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.inputs import checked
 from attnforge.runtime.onnxruntime import OnnxRuntime
+from attnforge.sources import rebuild
 
 Runner = Callable[[dict[str, Array]], dict[str, Array]]
+
+
+def rebuilt(manifest: Manifest) -> Any:
+    """The module that a bundle was deployed from, or the graph.
+
+    Raises:
+        UsageError: it was a module in memory, or a file that is no more.
+    """
+    if manifest.source.kind != "onnx":
+        return rebuild(manifest.source).module
+    ranges = {name: tuple(map(int, str(text).split(":"))) for name, text in manifest.source.options.items()}
+    return import_graph(manifest.source.name, ranges, manifest.precision)  # type: ignore[arg-type]
 
 
 def open_eager(bundle: Bundle, module: Any, feeds: dict[str, Array], threads: int, stack: ExitStack) -> Runner:
@@ -43,10 +57,13 @@ def open_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], threads: in
 
 def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path) -> None:
     """Write the exporter's graph as it is, with the dynamic dims that the bundle has."""
+    if isinstance(module, Imported):
+        save(module.original.model, file)
+        return
     manifest = bundle.manifest
     example = [to_torch(array) for array in feeds.values()]
     captured = capture(module, example, _dynamic_shapes(manifest.inputs), precision_named(manifest.precision))
-    ir.save(captured.model, file)
+    save(captured.model, file)
 
 
 def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
@@ -73,6 +90,9 @@ PEERS: dict[str, Callable[[Bundle, Any, dict[str, Array], int, ExitStack], Runne
 
 def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict[str, tuple[Array, Array]]:
     """For every output, eager's at the precision and the same weights' in float64, flat, as float64."""
+    if isinstance(module, Imported):
+        given, truth = module.eager(feeds), module.exact(feeds)
+        return {name: tuple(a.astype(np.float64).reshape(-1) for a in (given[name], truth[name])) for name in given}  # type: ignore[misc]
     copied = at_precision(module, precision)
     eager = run(copied, feeds, torch_dtype(precision))
     exact = run(in_float64(copied), feeds, torch.float64)

@@ -8,7 +8,8 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from io import StringIO
 from typing import Any
 
@@ -16,8 +17,9 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.eager import as_written, at_precision, first_line, output_names, torch_dtype
+from attnforge.eager import as_written, at_precision, first_line, in_float64, output_names, run, torch_dtype
 from attnforge.errors import CaptureError
 from attnforge.export.repair import repair
 from attnforge.precision import Precision
@@ -37,6 +39,7 @@ class Captured:
         module: a copy of the module in eval mode, its floating-point weights in the precision's dtype.
         args: the example inputs, floating-point ones in the precision's dtype.
         inputs, outputs: name, dtype and dims of each.
+        precision: of weights, inputs and outputs.
     """
 
     model: ir.Model
@@ -44,6 +47,30 @@ class Captured:
     args: tuple[Tensor, ...]
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
+    precision: Precision
+
+    reference = "the torch module in eager mode"
+
+    @property
+    def example(self) -> dict[str, Array]:
+        return {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(self.inputs, self.args, strict=True)}
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs of the module at the bundle's precision; 16-bit ones as float32, which holds every one of them."""
+        results = run(self.module, inputs, torch_dtype(self.precision))
+        return {name: to_numpy(name, value.float()) for name, value in results.items()}
+
+    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs of the same weights in float64."""
+        return {name: to_numpy(name, v.double()) for name, v in run(self._widened, inputs, torch.float64).items()}
+
+    def at(self, precision: Precision) -> Captured:
+        """The same weights rounded to another precision, as far as :meth:`eager` goes."""
+        return replace(self, module=at_precision(self.module, precision), precision=precision)
+
+    @cached_property
+    def _widened(self) -> nn.Module:
+        return in_float64(self.module)
 
 
 def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes, precision: Precision) -> Captured:
@@ -82,8 +109,8 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     for value, name in zip(model.graph.inputs, names, strict=True):
         _check_symbolic(value, dims[name])
     inputs = [_spec(v, dims[v.name or ""], arg) for v, arg in zip(model.graph.inputs, cast, strict=True)]
-    outputs = [_spec(v, _output_dims(v, inputs)) for v in model.graph.outputs]
-    return Captured(model, copied, cast, inputs, outputs)
+    outputs = [_spec(v, output_dims(v, inputs)) for v in model.graph.outputs]
+    return Captured(model, copied, cast, inputs, outputs, precision)
 
 
 def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:
@@ -182,7 +209,7 @@ def _spec(value: ir.Value, dims: list[int | DimSpec], example: Tensor | None = N
     return spec
 
 
-def _output_dims(value: ir.Value, inputs: list[TensorSpec]) -> list[int | DimSpec]:
+def output_dims(value: ir.Value, inputs: list[TensorSpec]) -> list[int | DimSpec]:
     """Dims of an output: those that an input has too carry its range, others only their expression."""
     known = {dim.text: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
     dims: list[int | DimSpec] = []

@@ -1,4 +1,5 @@
-"""The way through the house: module → graph → canonical graph → each target's form → bundle."""
+"""The way through the house: module, exported program or ONNX file → graph → canonical graph → each target's form →
+bundle."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.export import ExportedProgram
 
 import attnforge
 from attnforge import bundle as b
@@ -22,22 +25,26 @@ from attnforge.export import engine
 from attnforge.export.canonicalize import Site, canonicalize
 from attnforge.export.capture import Captured, DynamicShapes, capture
 from attnforge.export.expected import write_reference
+from attnforge.export.graph import Imported, import_graph
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tuning import Tuner
+from attnforge.export.program import load_program, open_program
+from attnforge.export.saving import LIMIT, Shelf
 from attnforge.precision import PRECISIONS, Precision, precision_named
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
+Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 
 def deploy(
-    module: nn.Module,
-    args: Sequence[Tensor],
+    module: Model,
+    args: Sequence[Any] | None,
     out: str | os.PathLike[str],
     dynamic_shapes: DynamicShapes = None,
-    precision: str = "fp32",
+    precision: str | None = None,
     targets: Sequence[str] | None = None,
     name: str | None = None,
     *,
@@ -46,17 +53,21 @@ def deploy(
     require_fused: Sequence[str] = (),
     tune: bool = True,
     force: bool = False,
+    one_file_limit: int = LIMIT,
     source: b.Source | None = None,
     progress: Progress = lambda stage: None,
 ) -> b.Bundle:
     """Export `module` as it computes in eval mode, lower it for every target, and write a bundle to `out`.
 
     Args:
-        module: takes tensors by position, returns a tensor or a tuple, list or dict of them. It is not touched.
-        args: example inputs.
+        module: takes tensors by position and returns a tensor or a tuple, list or dict of them; or an
+            exported program, or the path of an `.onnx` or `.pt2` file. It is not touched.
+        args: example inputs. A program has its own, so None; an ONNX graph is given random ones where this is None.
         out: folder to write.
-        dynamic_shapes: `torch.export`'s own; every Dim needs a `max`. Min, example and max become TensorRT's profile.
-        precision: `fp32`, `tf32`, `fp16` or `bf16`.
+        dynamic_shapes: of a module, `torch.export`'s own; every Dim needs a `max`. Min, example and max become
+            TensorRT's profile. Of a graph, `{dim: (min, opt, max)}` for every dynamic dim of its inputs; of a
+            program, for those without a bound or that are to have another.
+        precision: `fp32`, `tf32`, `fp16` or `bf16`; by default fp32, and of a graph or program its own.
         targets: of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that can be built on this machine. A
             builder that refuses one which was asked for by name is an error, else the manifest says why it is missing.
         name: of the deployed model; by default the class's.
@@ -68,50 +79,56 @@ def deploy(
         tune: measure on this machine which form of each site ONNX Runtime runs fastest on its CPU, for some seconds;
             without it rules choose, and the same module gives the same bundle on every machine.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
+        one_file_limit: bytes of weights above which they stand in a file of their own, which the bundle's graphs share;
+            at most what an ONNX file can hold, 2 GiB.
         source: where the module came from, for those who want to make it again.
         progress: called with the name of each stage as it starts.
 
     Raises:
-        UsageError: an argument that cannot be meant, or `out` exists.
+        UsageError: an argument that cannot be meant, `out` exists, or a file that is no model.
         CaptureError: torch cannot export the module so.
         UnavailableError: a target that was asked for cannot be built here.
         BuildError: a builder refused.
         UnfusedError: a target of `require_fused` leaves a site unfused, or the model has no site.
     """
-    p = precision_named(precision)
+    if precision is not None:
+        precision_named(precision)
     chosen, skipped = choose_targets(targets)
     _check_required(require_fused, chosen, skipped)
-    attention = _attention_precision(attention_precision, p, chosen)
     with b.writing(out, force) as folder:
+        shelf = Shelf(folder, min(one_file_limit, LIMIT))
         progress("export")
-        captured = capture(module, args, dynamic_shapes, p)
+        captured, origin = _captured(module, args, dynamic_shapes, precision)
+        p = captured.precision
+        attention = _attention_precision(attention_precision, p, chosen)
         progress("canonicalize")
-        model, sites = captured.model, canonicalize(captured.model)
-        save(model, folder / b.CANONICAL)
-        built = _Built()
+        sites = canonicalize(captured.model)
+        shelf.save(captured.model, b.CANONICAL)
+        built = _Built(folder, shelf, captured, sites)
         for target in chosen:
             progress(f"lower and build for {target}")
             if target == "onnxruntime":
-                _for_onnxruntime(folder, captured, sites, p, tune, built)
+                _for_onnxruntime(built, tune)
                 continue
             try:
-                _for_tensorrt(folder, captured, sites, p, target, compute_capabilities, attention, built)
+                _for_tensorrt(built, target, compute_capabilities, attention)
             except BuildError as error:
                 if targets is not None or target in require_fused:
                     raise
                 built.refused[target] = str(error)
-        certificate = certify(folder, sites, built.lowered, built.plans)
+        certificate = certify(built)
         _hold_to(require_fused, certificate)
         progress("reference")
-        cases = write_reference(folder, captured, p, attention)
+        cases = write_reference(folder, captured, attention)
         manifest = b.Manifest(
-            name=name or type(module).__name__,
-            precision=precision,
+            name=name or (Path(origin.name).stem if origin.kind != "module" else origin.name.rpartition(".")[2]),
+            precision=p.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             tools=tool_versions(),
-            source=source or b.Source(kind="module", name=f"{type(module).__module__}.{type(module).__qualname__}"),
+            source=source or origin,
             inputs=captured.inputs,
             outputs=captured.outputs,
+            reference=captured.reference,
             attention=certificate,
             targets=built.records,
             skipped={**skipped, **built.refused},
@@ -119,6 +136,33 @@ def deploy(
         )
         b.write_manifest(folder, manifest)
     return b.Bundle(out)
+
+
+def _captured(
+    model: Model, args: Sequence[Any] | None, dynamic_shapes: Any, precision: str | None
+) -> tuple[Captured | Imported, b.Source]:
+    """The graph of a model of any kind, and where it came from."""
+    if isinstance(model, str | os.PathLike):
+        file = Path(model)
+        if file.suffix == ".onnx":
+            origin = b.Source(kind="onnx", name=str(file), options=_recorded(dynamic_shapes))
+            return import_graph(file, dynamic_shapes, precision, args), origin
+        if file.suffix != ".pt2":
+            raise UsageError(f"{str(file)!r} is no .onnx or .pt2 file; give one, or a torch.nn.Module")
+        origin, model = b.Source(kind="program", name=str(file), options=_recorded(dynamic_shapes)), load_program(file)
+    else:
+        origin = b.Source(kind="module", name=f"{type(model).__module__}.{type(model).__qualname__}")
+    if isinstance(model, ExportedProgram):
+        opened = open_program(model, dynamic_shapes)
+        model, dynamic_shapes = opened.module, opened.dynamic_shapes
+        args, precision = opened.args if args is None else args, precision or opened.precision
+    if args is None:
+        raise UsageError(f"no example inputs were given; {type(model).__name__} needs them to be exported")
+    return capture(model, args, dynamic_shapes, precision_named(precision or "fp32")), origin
+
+
+def _recorded(ranges: Mapping[str, tuple[int, int, int]] | None) -> dict[str, str | int | float | bool]:
+    return {name: ":".join(map(str, bounds)) for name, bounds in (ranges or {}).items()}
 
 
 def choose_targets(targets: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
@@ -211,58 +255,50 @@ def why_not_buildable(target: str) -> str | None:
     return None
 
 
-def save(model: ir.Model, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(model, file)
-
-
 @dataclass
 class _Built:
-    """What came of the targets: their records, the forms they were lowered to, their plans, and what was refused."""
+    """What the targets are made of and where; what came of them: their records, the forms they were lowered to, their
+    plans, and what was refused."""
 
+    folder: Path
+    shelf: Shelf
+    captured: Captured | Imported
+    sites: list[Site]
     records: dict[str, b.TargetRecord] = field(default_factory=dict)
     lowered: dict[str, list[Lowered]] = field(default_factory=dict)
     plans: dict[str, engine.Plan] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def _for_onnxruntime(
-    folder: Path, captured: Captured, sites: list[Site], precision: Precision, tune: bool, built: _Built
-) -> None:
+def _for_onnxruntime(built: _Built, tune: bool) -> None:
+    captured, sites = built.captured, built.sites
     sizes = reference.cases(captured.inputs)[0].sizes
-    record = built.records["onnxruntime"] = b.TargetRecord(model="onnxruntime/model.onnx")
     model = captured.model.clone()
     tuner = Tuner(sizes) if tune else None
     built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes, tuner=tuner)
+    record = built.records["onnxruntime"] = b.TargetRecord(model=built.shelf.save(model, "onnxruntime/model.onnx"))
     if tuner is not None and tuner.spent:
         seconds = round(tuner.spent, 3)
         record.tuning = b.Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=seconds)
-    save(model, folder / record.model)
-    if precision.is_low:
-        record.cuda_model = "onnxruntime/model.cuda.onnx"
+    if captured.precision.is_low:
         model = captured.model.clone()
         for_onnxruntime.lower(model, sites, sizes, device="cuda")
-        save(model, folder / record.cuda_model)
+        record.cuda_model = built.shelf.save(model, "onnxruntime/model.cuda.onnx")
 
 
 def _for_tensorrt(
-    folder: Path,
-    captured: Captured,
-    sites: list[Site],
-    precision: Precision,
-    flavour: str,
-    compute_capabilities: Sequence[str],
-    attention: Precision | None,
-    built: _Built,
+    built: _Built, flavour: str, compute_capabilities: Sequence[str], attention: Precision | None
 ) -> None:
-    record = b.TargetRecord(model="tensorrt/model.onnx", attention_precision=attention.name if attention else None)
+    folder, captured = built.folder, built.captured
     capabilities = tuple(compute_capabilities) if flavour == "tensorrt_rtx" else ()
+    record = b.TargetRecord(model="", attention_precision=attention.name if attention else None)
 
     def lower_and_build(dtype: ir.DataType | None) -> tuple[list[Lowered], engine.Plan]:
         model = captured.model.clone()
-        lowered = for_tensorrt.lower(model, sites, dtype)
-        save(model, folder / record.model)
-        return lowered, engine.build(folder / record.model, flavour, captured.inputs, precision.name, capabilities)
+        lowered = for_tensorrt.lower(model, built.sites, dtype)
+        record.model = built.shelf.save(model, "tensorrt/model.onnx")
+        plan = engine.build(folder / record.model, flavour, captured.inputs, captured.precision.name, capabilities)
+        return lowered, plan
 
     if attention is not None:
         _, plain = lower_and_build(None)
@@ -271,6 +307,7 @@ def _for_tensorrt(
         )
     lowered, plan = lower_and_build(ir.DataType.from_numpy(attention.dtype) if attention is not None else None)
     file = f"tensorrt/engine.{flavour}.plan"
+    (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(plan.data)
     default = engine.PORTABLE if flavour == "tensorrt_rtx" else "CURRENT"
     record.engines = [
@@ -291,12 +328,12 @@ def _for_tensorrt(
 # --- the certificate --------------------------------------------------------------------------------------------------
 
 
-def certify(
-    folder: Path, sites: list[Site], lowered: Mapping[str, list[Lowered]], plans: Mapping[str, engine.Plan]
-) -> b.Certificate:
+def certify(built: _Built) -> b.Certificate:
     """What became of every site, counted in what each backend compiled."""
     details, unfused = [], []
-    kept = _nodes_kept_by_onnxruntime(folder / "onnxruntime/model.onnx") if "onnxruntime" in lowered else {}
+    sites, lowered, plans = built.sites, built.lowered, built.plans
+    model = built.records["onnxruntime"].model if "onnxruntime" in lowered else None
+    kept = _nodes_kept_by_onnxruntime(built.folder / model) if model is not None else {}
     for site in sites:
         record = b.SiteRecord(
             site=site.name,
@@ -343,6 +380,9 @@ def _nodes_kept_by_onnxruntime(file: Path) -> dict[str, str]:
     optimized = file.with_suffix(".optimized.onnx")
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(optimized)
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"
+    )  # without, a model of more than 2 GiB could not be written
     options.log_severity_level = 3
     try:
         ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])

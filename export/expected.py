@@ -1,53 +1,67 @@
-"""What a deployed model is to answer: eager outputs, at the bundle's precision and in float64, for every case."""
+"""What a deployed model is to answer: its source's outputs, at the bundle's precision and in float64, by case."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
-import torch
 from safetensors.numpy import save_file
-from torch import Tensor
 
 from attnforge import reference
-from attnforge.arrays import BFLOAT16, Array, to_numpy
-from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case
-from attnforge.eager import at_precision, in_float64, run, torch_dtype
-from attnforge.export.capture import Captured
+from attnforge.arrays import BFLOAT16, Array
+from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.precision import Precision
 
 
-def write_reference(
-    folder: Path, captured: Captured, precision: Precision, attention: Precision | None = None
-) -> list[Case]:
-    """Run every case through eager at the bundle's precision and through the same weights in float64; keep the outputs.
+class Expected(Protocol):
+    """What was captured or imported, as far as the reference goes: inputs, and outputs by name.
+
+    `eager` computes at the bundle's precision, `exact` in float64 with the same weights; `reference` says what does.
+    """
+
+    inputs: list[TensorSpec]
+
+    @property
+    def reference(self) -> str: ...
+
+    @property
+    def example(self) -> dict[str, Array]: ...
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]: ...
+
+    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]: ...
+
+    def at(self, precision: Precision) -> Expected: ...
+
+
+def write_reference(folder: Path, source: Expected, attention: Precision | None = None) -> list[Case]:
+    """Run every case through the source at the bundle's precision and in float64; keep the outputs.
 
     Args:
         folder: of the bundle.
-        captured: the module, its inputs and outputs.
-        precision: the bundle's.
-        attention: that of attention alone, where it is another. Eager cannot be told to compute attention alone so, so
-            the whole module runs at it, as the yardstick of :mod:`attnforge.runtime.parity`.
+        source: what the outputs are of.
+        attention: the precision of attention alone, where it is another. Eager cannot be told to compute attention
+            alone so; all of it runs at that precision, as the yardstick of :mod:`attnforge.runtime.parity`.
 
     Returns:
         the cases, as they were run.
     """
-    exact = in_float64(captured.module)
-    low = at_precision(captured.module, attention) if attention is not None else None
-    example = {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(captured.inputs, captured.args, strict=True)}
+    example = source.example
+    low = source.at(attention) if attention is not None else None
     kept: dict[str, Array] = {}
     cases = []
-    for wanted in reference.cases(captured.inputs):
-        case, inputs, eager = _run_finite(wanted, captured, example, precision)
-        truth = run(exact, inputs, torch.float64)
+    for wanted in reference.cases(source.inputs):
+        case, inputs, eager = _run_finite(wanted, source, example)
+        truth = source.exact(inputs)
         for output, value in eager.items():
-            for which, tensor in (("eager", value.float()), ("float64", truth[output].double())):
-                array = reference.sampled(to_numpy(output, tensor), case)
-                kept[reference.key(case, output, which)] = np.ascontiguousarray(array)
+            for which, array in (("eager", value), ("float64", truth[output])):
+                kept[reference.key(case, output, which)] = np.ascontiguousarray(reference.sampled(array, case))
         if low is not None and attention is not None:
-            for output, value in run(low, inputs, torch_dtype(attention)).items():
-                array = reference.sampled(to_numpy(output, value.float()), case)
+            rounded = {n: a.astype(attention.dtype) if a.dtype.kind == "f" else a for n, a in inputs.items()}
+            for output, value in low.eager(rounded).items():
+                array = reference.sampled(value, case)
                 kept[reference.key(case, output, attention.name)] = np.ascontiguousarray(array)
         cases.append(case)
     (folder / "reference").mkdir()
@@ -59,12 +73,12 @@ def write_reference(
 
 
 def _run_finite(
-    case: Case, captured: Captured, example: Mapping[str, Array], precision: Precision
-) -> tuple[Case, dict[str, Array], dict[str, Tensor]]:
+    case: Case, source: Expected, example: Mapping[str, Array]
+) -> tuple[Case, dict[str, Array], dict[str, Array]]:
     """Run a case in eager. A large one that overflows eager says nothing about a backend, so it is halved."""
     while True:
-        inputs = reference.make_inputs(case, captured.inputs, example)
-        eager = run(captured.module, inputs, torch_dtype(precision))
-        if case.kind != "large" or case.scale <= 1 or all(bool(value.isfinite().all()) for value in eager.values()):
+        inputs = reference.make_inputs(case, source.inputs, example)
+        eager = source.eager(inputs)
+        if case.kind != "large" or case.scale <= 1 or all(bool(np.isfinite(a).all()) for a in eager.values()):
             return case, inputs, eager
         case = case.model_copy(update={"scale": case.scale / 2})

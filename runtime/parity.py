@@ -57,12 +57,16 @@ class BackendReport(Record):
 
 
 class Report(Record):
-    """What :func:`verify` found. It passes where some backend ran and every one that ran passed."""
+    """What :func:`verify` found. It passes where some backend ran and every one that ran passed.
+
+    `reference` says what float64 and "eager" are: the torch module, or the graph that a bundle was deployed from.
+    """
 
     passed: bool
     bundle: str
     name: str
     precision: str
+    reference: str
     backends: dict[str, BackendReport]
     skipped: dict[str, str]
 
@@ -101,6 +105,7 @@ def verify(
         bundle=str(opened.path),
         name=opened.manifest.name,
         precision=opened.manifest.precision,
+        reference=opened.manifest.reference,
         backends=reports,
         skipped=skipped,
     )

@@ -115,6 +115,10 @@ def load(
         raise UnknownNameError("backend", backend, NAMES)
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     if backend == "eager":
+        if opened.manifest.source.kind == "onnx":
+            raise UnavailableError(
+                f"{opened.path} was deployed from an ONNX graph; there is no torch module, so no eager backend"
+            )
         if module is None:
             raise UnavailableError("the eager backend runs the module itself; give it: load(bundle, 'eager', module=…)")
         from attnforge.runtime.eager import Eager

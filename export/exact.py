@@ -1,0 +1,429 @@
+"""A graph of operators in float64: what ONNX Runtime computes in double it does, and the rest is written out for it.
+
+ONNX Runtime's CPU has double kernels for most operators. For the others it either has none, or takes the operator's own
+function body, which may round a constant or a mean to fp32 on the way (Attention and GroupNormalization: 1e-7,
+FastGelu: 2e-7, HardSwish: 4e-8). So these are written out here in operators that are exact in double, whatever the
+graph's opset from :data:`FIRST_OPSET` on. Nothing is computed in fp32 in silence: what has no double path is refused by
+its name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.export.layout import Builder, constant, insert
+from attnforge.export.precision import DOUBLE, FLOATS, retype
+
+FIRST_OPSET = 13
+"""Since when the operators used here have the form that they are used in."""
+
+FUNCTIONS = (
+    *("Celu", "Elu", "HardSigmoid", "LeakyRelu", "MeanVarianceNormalization", "Mish", "PRelu"),
+    *("RotaryEmbedding", "Selu", "Softplus", "Softsign", "ThresholdedRelu"),
+)
+"""Operators without a double kernel whose own function body, in ONNX, is exact in double."""
+
+_NORMALIZATIONS = ("GroupNormalization", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+
+
+class NoDoublePath(Exception):
+    """An operator that cannot be computed in double here, by its name."""
+
+
+def to_double(model: ir.Model) -> None:
+    """Make every float tensor of `model` double, in place, and write out what ONNX Runtime does not compute in double.
+
+    Raises:
+        NoDoublePath: an operator in a form that is not written out here.
+    """
+    retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
+    inline_functions(model)
+    for node in list(model.graph):
+        if node.domain == "" and node.op_type in _NORMALIZATIONS:
+            node.attributes["stash_type"] = ir.AttrInt64("stash_type", DOUBLE.value)
+        write = _WRITTEN_OUT.get((node.domain, node.op_type))
+        if write is None:
+            continue
+        try:
+            results = _written(model.graph, node, write)
+        except NoDoublePath as error:
+            raise NoDoublePath(f"{node.op_type} ({node.name}): {error}") from error
+        for old, new in zip(node.outputs, results, strict=False):
+            new.type, new.shape = old.type, old.shape
+            if old.is_graph_output():
+                old.name, new.name = f"{old.name}/replaced", old.name
+            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        if any(output.uses() for output in node.outputs):
+            raise NoDoublePath(f"{node.op_type} ({node.name}): its output number {len(results)} is used")
+    RemoveUnusedNodesPass()(model)
+
+
+Write = Callable[[Builder, ir.Node], list[ir.Value]]
+
+
+def _written(graph: ir.Graph, node: ir.Node, write: Write) -> list[ir.Value]:
+    results: list[ir.Value] = []
+
+    def build(op: Builder) -> ir.Value:
+        results.extend(write(op, node))
+        return results[0]
+
+    insert(graph, node, build)
+    return results
+
+
+def inline_functions(model: ir.Model) -> None:
+    """Put the function body of ONNX in the place of :data:`FUNCTIONS`. Weights do not take part, however large."""
+    found = {node.op_type for node in model.graph if node.domain == "" and node.op_type in FUNCTIONS}
+    if not found:
+        return
+    through_onnx(
+        model,
+        lambda proto: onnx.inliner.inline_selected_functions(
+            proto, [("", name) for name in found], inline_schema_functions=True
+        ),
+    )
+
+
+def through_onnx(model: ir.Model, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> None:
+    """Let a function of onnx's own change `model`, in place. Large weights stay here: protobuf holds 2 GiB at most."""
+    held = {}
+    light = model.clone()
+    for name, value in list(light.graph.initializers.items()):
+        if value.const_value is not None and value.const_value.nbytes > 2**16:
+            held[name] = value.const_value
+            del light.graph.initializers[name]
+            light.graph.inputs.append(value)
+            value.const_value = None
+            value.type, value.shape = ir.TensorType(held[name].dtype), ir.Shape(held[name].shape.numpy())
+    changed = ir.from_proto(change(ir.to_proto(light)))
+    for value in list(changed.graph.inputs):
+        if (tensor := held.get(value.name or "")) is not None:
+            changed.graph.inputs.remove(value)
+            value.const_value = tensor
+            changed.graph.register_initializer(value)
+    model.graph = changed.graph
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def erf(op: Builder, x: ir.Value) -> ir.Value:
+    """erf by its Taylor series about the nearest of a grid of points, 1/64 apart; beyond 6 it is 1 in double."""
+    steps, reach, order = 64, 6, 8
+    points = np.arange(-reach * steps, reach * steps + 1) / steps
+    # The derivatives of erf are Hermite polynomials times a Gaussian: H(k+1) = 2x·H(k) − 2k·H(k−1).
+    hermite = [np.ones_like(points), 2 * points]
+    for k in range(1, order - 1):
+        hermite.append(2 * points * hermite[k] - 2 * k * hermite[k - 1])
+    gaussian = 2 / math.sqrt(math.pi) * np.exp(-(points**2))
+    series = [np.array([math.erf(p) for p in points])]
+    series += [(-1) ** k * h * gaussian / math.factorial(k + 1) for k, h in enumerate(hermite)]
+    inside = op.Clip(x, _number(op, -reach), _number(op, reach))
+    place = op.Round(op.Mul(inside, _number(op, steps)))
+    offset = op.Sub(inside, op.Div(place, _number(op, steps)))
+    index = op.Add(op.Cast(place, to=ir.DataType.INT64.value), constant(op, reach * steps))
+    result = op.Gather(constant(op, series[-1], DOUBLE), index)
+    for coefficients in reversed(series[:-1]):
+        result = op.Add(op.Mul(result, offset), op.Gather(constant(op, coefficients, DOUBLE), index))
+    return result
+
+
+def _number(op: Builder, number: float) -> ir.Value:
+    return constant(op, number, DOUBLE)
+
+
+def _erf(op: Builder, node: ir.Node) -> list[ir.Value]:
+    return [erf(op, _input(node, 0))]
+
+
+def _gelu(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """Gelu, FastGelu and BiasGelu: a bias may be added to the input."""
+    x = _input(node, 0)
+    if (bias := _optional(node, 1)) is not None:
+        x = op.Add(x, bias)
+    if node.op_type == "FastGelu" or node.attributes.get_string("approximate", "none") == "tanh":
+        cubic = op.Add(x, op.Mul(_number(op, 0.044715), op.Mul(x, op.Mul(x, x))))
+        bent = op.Tanh(op.Mul(cubic, _number(op, math.sqrt(2 / math.pi))))
+    else:
+        bent = erf(op, op.Mul(x, _number(op, math.sqrt(0.5))))
+    return [op.Mul(op.Mul(x, _number(op, 0.5)), op.Add(bent, _number(op, 1)))]
+
+
+def _quick_gelu(op: Builder, node: ir.Node) -> list[ir.Value]:
+    x = _input(node, 0)
+    return [op.Mul(x, op.Sigmoid(op.Mul(x, _number(op, node.attributes.get_float("alpha", 1.702) or 0.0))))]
+
+
+def _hard_swish(op: Builder, node: ir.Node) -> list[ir.Value]:
+    x = _input(node, 0)
+    gate = op.Add(op.Div(x, _number(op, 6)), _number(op, 0.5))
+    return [op.Mul(x, op.Clip(gate, _number(op, 0), _number(op, 1)))]
+
+
+def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
+    inputs = [v for v in node.inputs if v is not None]
+    return [op.Div(op.Sum(*inputs), _number(op, len(inputs)))]
+
+
+# --- convolution ------------------------------------------------------------------------------------------------------
+
+
+def _conv(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """A product of the weights with the pixels under every position of the kernel, laid side by side."""
+    x, weight, bias = _input(node, 0), _input(node, 1), _optional(node, 2)
+    if weight.shape is None or not weight.shape.is_static():
+        raise NoDoublePath("its kernel has no fixed size")
+    out_channels, in_channels, *kernel = weight.shape.numpy()
+    rank, groups = len(kernel), node.attributes.get_int("group", 1) or 1
+    if node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        raise NoDoublePath("auto_pad")
+    strides = node.attributes.get_ints("strides") or [1] * rank
+    dilations = node.attributes.get_ints("dilations") or [1] * rank
+    pads = list(node.attributes.get_ints("pads") or [0] * 2 * rank)
+    if any(pads):
+        x = op.Pad(x, constant(op, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]))
+    axes, steps = constant(op, list(range(2, rank + 2))), constant(op, list(strides))
+    under = []
+    for position in itertools.product(*(range(k) for k in kernel)):
+        starts = [p * d for p, d in zip(position, dilations, strict=True)]
+        left = [(k - 1 - p) * d for p, k, d in zip(position, kernel, dilations, strict=True)]
+        ends = [-n if n else np.iinfo(np.int64).max for n in left]
+        under.append(op.Slice(x, constant(op, starts), constant(op, ends), axes, steps))
+    shape = op.Shape(under[0])
+    flat = [op.Reshape(one, constant(op, [0, groups, in_channels, 1, -1])) for one in under]
+    columns = op.Reshape(op.Concat(*flat, axis=3), constant(op, [0, groups, in_channels * math.prod(kernel), -1]))
+    rows = op.Reshape(weight, constant(op, [groups, out_channels // groups, -1]))
+    size = op.Slice(shape, constant(op, [2]), constant(op, [rank + 2]))
+    batch = op.Slice(shape, constant(op, [0]), constant(op, [1]))
+    result = op.Reshape(op.MatMul(rows, columns), op.Concat(batch, constant(op, [out_channels]), size, axis=0))
+    if bias is not None:
+        result = op.Add(result, op.Reshape(bias, constant(op, [1, out_channels, *[1] * rank])))
+    return [result]
+
+
+def _global_average(op: Builder, node: ir.Node) -> list[ir.Value]:
+    x = _input(node, 0)
+    if x.shape is None:
+        raise NoDoublePath("the rank of its input is not known")
+    flat = op.Reshape(x, constant(op, [0, 0, -1]))
+    size = op.Cast(op.Gather(op.Shape(flat), constant(op, 2)), to=DOUBLE.value)
+    total = op.ReduceSum(flat, constant(op, [2]), keepdims=1)
+    return [op.Reshape(op.Div(total, size), constant(op, [0, 0, *[1] * (len(x.shape) - 2)]))]
+
+
+# --- normalization ----------------------------------------------------------------------------------------------------
+
+
+def _layer_norm(op: Builder, x: ir.Value, scale: ir.Value, shift: ir.Value | None, epsilon: float) -> ir.Value:
+    inputs = [x, scale, *([shift] if shift is not None else [])]
+    return op.op("LayerNormalization", inputs, {"epsilon": epsilon, "axis": -1, "stash_type": DOUBLE.value})
+
+
+def _skip_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """`LayerNorm(x + skip + bias)`; the simplified one divides by the root of the mean square alone."""
+    simplified = node.op_type == "SkipSimplifiedLayerNormalization"
+    total = op.Add(_input(node, 0), _input(node, 1))
+    if (bias := _optional(node, 3 if simplified else 4)) is not None:
+        total = op.Add(total, bias)
+    epsilon = node.attributes.get_float("epsilon", 1e-5) or 0.0
+    if any(output.uses() for output in node.outputs[1:3]):
+        raise NoDoublePath("its mean or deviation is used")
+    if simplified:
+        normal = op.SimplifiedLayerNormalization(
+            total, _input(node, 2), epsilon=epsilon, axis=-1, stash_type=DOUBLE.value
+        )
+    else:
+        normal = _layer_norm(op, total, _input(node, 2), _optional(node, 3), epsilon)
+    return [normal, normal, normal, total]
+
+
+def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
+    words = op.Gather(_input(node, 2), _input(node, 0))
+    places, segments, mask = _optional(node, 8), _optional(node, 1), _optional(node, 7)
+    if places is None:
+        length = op.Gather(op.Shape(_input(node, 0)), constant(op, 1))
+        places = op.Range(constant(op, 0), length, constant(op, 1))
+    total = op.Add(words, op.Gather(_input(node, 3), places))
+    if segments is not None:
+        total = op.Add(total, op.Gather(_input(node, 4), segments))
+    normal = _layer_norm(op, total, _input(node, 5), _input(node, 6), node.attributes.get_float("epsilon", 1e-12) or 0)
+    if mask is None:
+        return [normal]
+    return [normal, op.ReduceSum(mask, constant(op, [1]), keepdims=0), total]
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """ai.onnx Attention, its heads apart or packed, with grouped heads, a mask, a causal flag or a past."""
+    query, key, value = (_input(node, i) for i in range(3))
+    heads, shared = node.attributes.get_int("q_num_heads"), node.attributes.get_int("kv_num_heads")
+    packed = heads is not None and shared is not None and (query.shape is None or len(query.shape) == 3)
+    if packed:
+        assert heads is not None and shared is not None
+        query, key, value = (_apart(op, v, h) for v, h in ((query, heads), (key, shared), (value, shared)))
+    else:
+        heads, shared = (int(v.shape[1]) if v.shape is not None else 0 for v in (query, key))  # type: ignore[arg-type]
+    mask, past_key, past_value = (_optional(node, i) for i in (3, 4, 5))
+    causal, softcap = node.attributes.get_int("is_causal", 0), node.attributes.get_float("softcap", 0.0)
+    if (past_key is not None and causal) or (softcap and (mask is not None or causal)) or _optional(node, 6):
+        raise NoDoublePath("a causal flag with a past, a soft cap with a mask, or lengths of its own")
+    if past_key is not None and past_value is not None:
+        key, value = op.Concat(past_key, key, axis=2), op.Concat(past_value, value, axis=2)
+    present = [key, value]
+    assert heads is not None and shared is not None
+    if shared and heads != shared:
+        own = constant(op, np.repeat(np.arange(shared), heads // shared))
+        key, value = op.Gather(key, own, axis=1), op.Gather(value, own, axis=1)
+    scores = _scores(op, query, key, node.attributes.get_float("scale"))
+    if softcap:
+        scores = op.Mul(op.Tanh(op.Div(scores, _number(op, softcap))), _number(op, softcap))
+    if mask is not None:
+        boolean = mask.dtype == ir.DataType.BOOL
+        scores = op.Where(mask, scores, _number(op, -np.inf)) if boolean else op.Add(scores, mask)
+    if causal:
+        scores = op.Where(_not_later(op, query, key), scores, _number(op, -np.inf))
+    result = op.MatMul(op.Softmax(scores, axis=-1), value)
+    return [_joined(op, result) if packed else result, *present]
+
+
+def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """com.microsoft MultiHeadAttention on separate query, key and value."""
+    query, key, value, bias = _input(node, 0), _optional(node, 1), _optional(node, 2), _optional(node, 3)
+    if key is None or value is None or any(_optional(node, i) for i in (6, 7, 8, 9)):
+        raise NoDoublePath("packed operands or a past")
+    heads = node.attributes.get_int("num_heads") or 1
+    four = key.shape is not None and len(key.shape) == 4
+    if bias is not None:
+        if four or query.shape is None or not isinstance(query.shape[-1], int):
+            raise NoDoublePath("a bias on keys that have their heads apart")
+        width = query.shape[-1]
+        ends = [0, width, 2 * width, np.iinfo(np.int64).max]
+        parts = [op.Slice(bias, constant(op, [a]), constant(op, [b])) for a, b in itertools.pairwise(ends)]
+        query, key, value = (op.Add(v, part) for v, part in zip((query, key, value), parts, strict=True))
+    query = _apart(op, query, heads)
+    if not four:
+        key, value = _apart(op, key, heads), _apart(op, value, heads)
+    return [_microsoft(op, node, query, key, value, _optional(node, 4), _optional(node, 5))]
+
+
+def _packed_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """com.microsoft Attention: the projections of query, key and value are its own."""
+    if any(_optional(node, i) for i in (4, 6)) or node.attributes.get_int("do_rotary") == 1:
+        raise NoDoublePath("a past, or a rotation")
+    weight, bias, heads = _input(node, 1), _optional(node, 2), node.attributes.get_int("num_heads") or 1
+    if weight.shape is None or not isinstance(weight.shape[1], int):
+        raise NoDoublePath("weights of a size that is not known")
+    widths = list(node.attributes.get_ints("qkv_hidden_sizes") or [weight.shape[1] // 3] * 3)
+    product = op.MatMul(_input(node, 0), weight)
+    if bias is not None:
+        product = op.Add(product, bias)
+    ends = [0, *itertools.accumulate(widths)]
+    parts = [
+        op.Slice(product, constant(op, [a]), constant(op, [b]), constant(op, [2])) for a, b in itertools.pairwise(ends)
+    ]
+    query, key, value = (_apart(op, part, heads) for part in parts)
+    return [_microsoft(op, node, query, key, value, _optional(node, 3), _optional(node, 5))]
+
+
+def _microsoft(
+    op: Builder,
+    node: ir.Node,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    mask: ir.Value | None,
+    bias: ir.Value | None,
+) -> ir.Value:
+    """What the two of com.microsoft share: a number is added to the scores of what is masked."""
+    scores = _scores(op, query, key, node.attributes.get_float("scale") or None)
+    if bias is not None:
+        scores = op.Add(scores, bias)
+    number = _number(op, node.attributes.get_float("mask_filter_value", -10000.0) or 0.0)
+    if mask is not None:
+        scores = op.Add(scores, op.Where(_kept_keys(op, mask, key), _number(op, 0), number))
+    if node.attributes.get_int("unidirectional", 0):
+        scores = op.Where(_not_later(op, query, key), scores, _number(op, -np.inf))
+    return _joined(op, op.MatMul(op.Softmax(scores, axis=-1), value))
+
+
+def _kept_keys(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
+    """`mask`, which says which keys count or how many do, as a condition on the scores."""
+    rank = len(mask.shape) if mask.shape is not None else 0
+    if rank == 1:
+        length = op.Gather(op.Shape(key), constant(op, 2))
+        places = op.Range(constant(op, 0), length, constant(op, 1))
+        count = op.Reshape(op.Cast(mask, to=ir.DataType.INT64.value), constant(op, [-1, 1, 1, 1]))
+        return op.Less(places, count)
+    if rank not in (2, 3):
+        raise NoDoublePath("a mask on 1, 2 or 3 dims is known")
+    kept = op.Greater(op.Cast(mask, to=ir.DataType.INT64.value), constant(op, 0))
+    return op.Unsqueeze(kept, constant(op, [1, 2] if rank == 2 else [1]))
+
+
+def _scores(op: Builder, query: ir.Value, key: ir.Value, scale: float | None) -> ir.Value:
+    if scale is None:
+        size = op.Cast(op.Gather(op.Shape(query), constant(op, 3)), to=DOUBLE.value)
+        query = op.Div(query, op.Sqrt(size))
+    else:
+        query = op.Mul(query, _number(op, scale))
+    return op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
+
+
+def _not_later(op: Builder, query: ir.Value, key: ir.Value) -> ir.Value:
+    rows, columns = (
+        op.Range(constant(op, 0), op.Gather(op.Shape(v), constant(op, 2)), constant(op, 1)) for v in (query, key)
+    )
+    return op.LessOrEqual(columns, op.Unsqueeze(rows, constant(op, [1])))
+
+
+def _apart(op: Builder, x: ir.Value, heads: int) -> ir.Value:
+    """`(B, n, H·d)` as `(B, H, n, d)`."""
+    return op.Transpose(op.Reshape(x, constant(op, [0, 0, heads, -1])), perm=[0, 2, 1, 3])
+
+
+def _joined(op: Builder, x: ir.Value) -> ir.Value:
+    """`(B, H, n, d)` as `(B, n, H·d)`."""
+    return op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), constant(op, [0, 0, -1]))
+
+
+def _input(node: ir.Node, i: int) -> ir.Value:
+    value = _optional(node, i)
+    if value is None:
+        raise NoDoublePath(f"input {i} is missing")
+    return value
+
+
+def _optional(node: ir.Node, i: int) -> ir.Value | None:
+    inputs: Sequence[ir.Value | None] = node.inputs
+    return inputs[i] if i < len(inputs) else None
+
+
+_WRITTEN_OUT: dict[tuple[str, str], Write] = {
+    ("", "Attention"): _attention,
+    ("", "Conv"): _conv,
+    ("", "Erf"): _erf,
+    ("", "Gelu"): _gelu,
+    ("", "GlobalAveragePool"): _global_average,
+    ("", "HardSwish"): _hard_swish,
+    ("", "Mean"): _mean,
+    ("com.microsoft", "Attention"): _packed_attention,
+    ("com.microsoft", "BiasGelu"): _gelu,
+    ("com.microsoft", "EmbedLayerNormalization"): _embed_layer_norm,
+    ("com.microsoft", "FastGelu"): _gelu,
+    ("com.microsoft", "Gelu"): _gelu,
+    ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
+    ("com.microsoft", "QuickGelu"): _quick_gelu,
+    ("com.microsoft", "SkipLayerNormalization"): _skip_layer_norm,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_layer_norm,
+}

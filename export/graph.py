@@ -1,0 +1,392 @@
+"""An ONNX file becomes what :mod:`.capture` makes of a module: a graph of opset 23 whose every dim has a name.
+
+What someone else exported has its sizes computed by chains of Shape, Gather and Concat, may be of an older opset and
+says the shapes of few values. Constants are folded, shapes inferred with ONNX Runtime's symbolic inference, and every
+dynamic dim of an input takes the range that the user gives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+from onnxscript import optimizer, version_converter
+
+from attnforge.arrays import BFLOAT16, Array, to_numpy
+from attnforge.bundle import Case, DimSpec, TensorSpec
+from attnforge.errors import CaptureError, UsageError
+from attnforge.export.capture import OPSET, output_dims
+from attnforge.export.exact import FIRST_OPSET, through_onnx
+from attnforge.export.original import Original
+from attnforge.export.precision import DOUBLE, FLOAT, FLOATS, LOW, retype
+from attnforge.export.repair import repair
+from attnforge.precision import Precision, precision_named
+from attnforge.reference import make_inputs, shape_of
+
+Ranges = Mapping[str, tuple[int, int, int]]
+"""Least, most usual and largest size of every dynamic dim, by the name that the graph has for it."""
+
+_NAMES = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"tf32": FLOAT}
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+@dataclass
+class Imported:
+    """What :func:`import_graph` gives.
+
+    Attributes:
+        model: the graph at opset 23, with the shape and type of every value.
+        inputs, outputs: name, dtype and dims of each.
+        example: the inputs that count as the example.
+        original: the graph as it was given, which the deployed one is held against.
+        precision: the graph's own, or the one that it was converted to.
+    """
+
+    model: ir.Model
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+    example: dict[str, Array]
+    original: Original
+    precision: Precision
+
+    reference = "the original ONNX graph, unoptimised on ONNX Runtime's CPU; there is no torch module"
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self.original.eager(inputs)
+
+    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self.original.exact(inputs)
+
+    def at(self, precision: Precision) -> Imported:
+        """The same weights rounded to another precision, as far as :meth:`eager` goes."""
+        model = self.original.model.clone()
+        retype(model, (FLOAT,), ir.DataType.from_numpy(precision.dtype))
+        return replace(self, original=Original(model, precision), precision=precision)
+
+
+def import_graph(
+    file: str | os.PathLike[str],
+    ranges: Ranges | None = None,
+    precision: str | None = None,
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
+) -> Imported:
+    """Read an ONNX file.
+
+    Args:
+        file: the model, beside it what it has as external data.
+        ranges: `{dim: (min, opt, max)}` for every dynamic dim of an input; a dim whose three are one is fixed.
+        precision: by default the graph's own, which most of its weights have.
+        example: arrays by name or in order. By default normal numbers at the dims' `opt`; integers below the size of
+            the table that they index, else 0 and 1.
+
+    Raises:
+        UsageError: no ONNX model, control flow, random numbers, a quantized graph, or ranges that are missing or cannot
+            be meant.
+        BuildError: ONNX Runtime cannot run the graph, or no float64 reference can be computed.
+    """
+    model = _read(Path(file))
+    _name_dims(model, Path(file).name, ranges or {})
+    infer_shapes(model)
+    _fold(model, floats=False)
+    infer_shapes(model)
+    _refuse(model)
+    own = _own_precision(model)
+    chosen = precision_named(precision or _NAMES[own])
+    if (wanted := _DTYPES[chosen.name]) != own:
+        retype(model, LOW if own != FLOAT and wanted == FLOAT else (own,), wanted)
+    inputs = [_spec(value, ranges or {}, model) for value in model.graph.inputs]
+    original = model.clone()
+    model = at_opset(model)
+    _fold(model)
+    infer_shapes(model)
+    _fold(model)
+    repair(model)
+    common.NameFixPass()(model)
+    _name_scopes(model)
+    if unknown := [v.name for node in model.graph for v in node.outputs if v.shape is None or v.dtype is None]:
+        logging.getLogger("attnforge").info("of %d values the shape is not known: %s", len(unknown), unknown[0])
+    outputs = [_output(value, inputs) for value in model.graph.outputs]
+    imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
+    imported.original.check(imported.example)
+    return imported
+
+
+def _read(file: Path) -> ir.Model:
+    if not file.is_file():
+        raise UsageError(f"no file {str(file)!r}; give the path of an ONNX model")
+    try:
+        model = ir.load(file)
+        inner = model.graph.inputs, model.graph.outputs
+    except Exception as error:
+        raise UsageError(f"{file} is no ONNX model that can be read: {str(error).splitlines()[0]}") from error
+    if not inner[1] or not model.opset_imports:
+        raise UsageError(f"{file} is no ONNX model: it has no outputs")
+    if missing := [t for t in _external(model) if not Path(t.path).is_file()]:
+        raise UsageError(f"{file} keeps its weights in {missing[0].location!r}, which is not beside it; copy it there")
+    common.InlinePass()(model)
+    common.RemoveInitializersFromInputsPass()(model)
+    common.NameFixPass()(model)
+    if (model.opset_imports.get("") or 0) < FIRST_OPSET:
+        model = at_opset(model)
+    return model
+
+
+def _external(model: ir.Model) -> list[ir.ExternalTensor]:
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+
+
+_QUANTIZED = (
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantize", "QLinear", "QAttention", "QGemm"),
+    *("MatMulInteger", "MatMulNBits", "MatMulBnb4", "ConvInteger"),
+)
+"""How the names of operators on quantized numbers begin."""
+_RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
+
+
+def _refuse(model: ir.Model) -> None:
+    """Raises UsageError where the graph is no function of its inputs alone, or is not one graph."""
+    for node in model.graph:
+        if node.op_type.startswith(_QUANTIZED):
+            raise UsageError(
+                f"the graph has {node.op_type} ({node.name}), so no float64 to be held against; give the graph as it "
+                "was before it was quantized"
+            )
+        training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+        off = ir.convenience.get_const_tensor(training) if training is not None else None
+        if node.op_type in _RANDOM or (training is not None and (off is None or bool(off.numpy()))):
+            raise UsageError(
+                f"the graph has {node.op_type} ({node.name}), which draws random numbers; export the model in eval mode"
+            )
+        if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
+            raise UsageError(
+                f"the graph has {node.op_type} ({node.name}), whose branches or bodies are graphs of their own; "
+                "export it without control flow"
+            )
+
+
+# --- dims -------------------------------------------------------------------------------------------------------------
+
+
+def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
+    """Give every dynamic dim of an input a name, and those a size whose range is one number."""
+    found: dict[str, str] = {}
+    for value in model.graph.inputs:
+        if value.shape is None or value.dtype is None:
+            raise UsageError(f"input {value.name!r} of {file} has no shape; export it with one")
+        dims: list[int | ir.SymbolicDim] = []
+        for i, dim in enumerate(value.shape):
+            if isinstance(dim, int) and dim > 0:
+                dims.append(dim)
+                continue
+            given = None if isinstance(dim, int) else dim.value
+            name = re.sub(r"\W+", "_", given).strip("_") if given else f"{value.name}_dim{i}"
+            found.setdefault(name, f"dim {i} of {value.name}")
+            bounds = ranges.get(name)
+            dims.append(bounds[0] if bounds and bounds[0] == bounds[2] else ir.SymbolicDim(name))
+        value.shape = ir.Shape(dims)
+    if unknown := [name for name in ranges if name not in found]:
+        raise UsageError(f"{file} has no dynamic dim {unknown[0]!r}; it has {', '.join(found) or 'none'}")
+    if missing := {name: where for name, where in found.items() if name not in ranges}:
+        raise UsageError(
+            f"{file} has dynamic dims without a range: {', '.join(f'{n} ({w})' for n, w in missing.items())}; give "
+            f"each its least, usual and largest size: {' '.join(f'--dim {name}=1:4:16' for name in missing)} "
+            f"(dynamic_shapes={{{', '.join(f'{name!r}: (1, 4, 16)' for name in missing)}}})"
+        )
+    for name, bounds in ranges.items():
+        check_range(name, bounds)
+
+
+def check_range(name: str, bounds: Sequence[int]) -> None:
+    """Raises UsageError where `bounds` are no least, usual and largest size."""
+    whole = len(bounds) == 3 and all(isinstance(n, int) and not isinstance(n, bool) for n in bounds)
+    if not whole or not 1 <= bounds[0] <= bounds[1] <= bounds[2]:
+        raise UsageError(
+            f"the range of {name!r} is {':'.join(map(str, bounds))}; give min:opt:max with 1 <= min <= opt <= max"
+        )
+
+
+def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:
+    assert value.name is not None and value.dtype is not None and value.shape is not None
+    dims: list[int | DimSpec] = []
+    for dim in value.shape:
+        if isinstance(dim, int):
+            dims.append(dim)
+            continue
+        symbol = str(dim.value)
+        low, opt, high = ranges[symbol]
+        dims.append(DimSpec(symbol=symbol, min=low, opt=opt, max=high))
+    spec = TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=dims)
+    if value.dtype.is_integer():
+        spec.low, spec.high = 0, _largest_index(value)
+    return spec
+
+
+def _largest_index(value: ir.Value) -> int:
+    """The last row of the smallest table that integers index, through casts and views; 1 where they index none."""
+    rows: list[int] = []
+    todo = [value]
+    while todo:
+        current = todo.pop()
+        for node, index in current.uses():
+            if node.op_type == "Gather" and index == 1 and (table := node.inputs[0]) is not None:
+                axis = node.attributes.get_int("axis", 0) or 0
+                if table.shape is not None and len(table.shape) > axis and isinstance(size := table.shape[axis], int):
+                    rows.append(size)
+            elif node.op_type == "EmbedLayerNormalization" and index in (0, 1):
+                table = node.inputs[2 if index == 0 else 4]
+                if table is not None and table.shape is not None and isinstance(size := table.shape[0], int):
+                    rows.append(size)
+            elif node.op_type in ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten") and index == 0:
+                todo.append(node.outputs[0])
+    return min(rows) - 1 if rows else 1
+
+
+def _output(value: ir.Value, inputs: list[TensorSpec]) -> TensorSpec:
+    if value.name is None or value.dtype is None or value.shape is None:
+        raise UsageError(f"the shape of output {value.name!r} cannot be inferred; remove it from the graph's outputs")
+    return TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=output_dims(value, inputs))
+
+
+def _example(inputs: list[TensorSpec], given: Sequence[Any] | Mapping[str, Any] | None) -> dict[str, Array]:
+    """The example, and in `inputs` the range of its integers."""
+    if given is None or len(given) == 0:
+        sizes = {d.symbol: d.opt or 1 for spec in inputs for d in spec.dims if isinstance(d, DimSpec)}
+        return make_inputs(Case(name="example", sizes=sizes, kind="normal", seed=0), inputs, {})
+    if not isinstance(given, Mapping):
+        given = dict(zip((spec.name for spec in inputs), given, strict=False))
+    if (names := [spec.name for spec in inputs]) != list(given):
+        raise CaptureError(f"the example has {', '.join(given) or 'no inputs'}; the graph takes {', '.join(names)}")
+    example: dict[str, Array] = {}
+    for spec in inputs:
+        array = to_numpy(spec.name, given[spec.name])
+        if np.issubdtype(array.dtype, np.floating) or array.dtype == BFLOAT16:
+            array = array.astype(spec.dtype)
+        opt = shape_of(spec, {d.symbol: d.opt or 1 for d in spec.dims if isinstance(d, DimSpec)})
+        if array.dtype != np.dtype(spec.dtype) or array.shape != opt:
+            raise CaptureError(
+                f"the example of {spec.name!r} is {array.dtype}{list(array.shape)}; give {spec.dtype}{list(opt)}, "
+                "dynamic dims at their usual size"
+            )
+        if np.issubdtype(array.dtype, np.integer) and array.size:
+            spec.low, spec.high = int(array.min()), int(array.max())
+        example[spec.name] = array
+    return example
+
+
+# --- types, opsets, shapes --------------------------------------------------------------------------------------------
+
+
+def _own_precision(model: ir.Model) -> ir.DataType:
+    """The float type that most of the weights' numbers have; without weights, that of the inputs."""
+    counts: Counter[ir.DataType] = Counter()
+    for value in model.graph.initializers.values():
+        if value.const_value is not None and value.dtype is not None:
+            counts[value.dtype] += value.const_value.size
+    for node in model.graph:
+        if (tensor := ir.convenience.get_const_tensor(node.outputs[0])) is not None and node.op_type == "Constant":
+            counts[tensor.dtype] += tensor.size
+    floats = [d for d, _ in counts.most_common() if d in _NAMES]
+    floats += [value.dtype for value in model.graph.inputs if value.dtype in _NAMES]
+    if not floats:
+        double = " but double ones" if DOUBLE in counts else ""
+        raise UsageError(f"the graph has no float weights{double}; attnforge deploys fp32, fp16 and bf16 graphs")
+    return floats[0]
+
+
+def at_opset(model: ir.Model) -> ir.Model:
+    """`model` brought to the opset that has the Attention operator, or as it is where it has that or a later one.
+
+    Raises:
+        UsageError: an operator that onnx's converter cannot bring there, in its own words.
+    """
+    have = model.opset_imports.get("") or 0
+    if have >= OPSET:
+        return model
+    try:
+        with _quiet():
+            if have >= 18:
+                version_converter.convert_version(model, OPSET)
+            else:  # below, onnxscript's converter changes the number alone
+                through_onnx(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
+                model.opset_imports[""] = OPSET
+    except Exception as error:
+        why = str(error).splitlines()[0]
+        raise UsageError(f"the graph is of opset {have} and cannot be brought to {OPSET}: {why}") from error
+    for node in model.graph:
+        node.version = None
+    model.ir_version = max(model.ir_version, 10)
+    return model
+
+
+def _fold(model: ir.Model, floats: bool = True) -> None:
+    """Compute what is constant. Without `floats` numbers stay as given: the reference computes them in float64."""
+
+    def should_fold(node: ir.Node) -> bool | None:
+        return False if not floats and any(v.dtype in FLOATS for v in node.outputs) else None
+
+    with _quiet():
+        optimizer.fold_constants(model, onnx_shape_inference=False, should_fold=should_fold)
+    # Whole numbers in an attribute of a Constant are beyond ONNX Runtime's inference.
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.IdentityEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Set type and shape of every value, in place, as ONNX Runtime's symbolic inference finds them from the inputs.
+
+    What the file itself says of the shapes inside is not believed: its names for one and the same size may differ.
+    """
+    for node in model.graph:
+        for output in node.outputs:
+            output.shape = None
+    found: dict[str, ir.Value] = {}
+
+    def look(proto: onnx.ModelProto) -> onnx.ModelProto:
+        with _quiet():
+            try:
+                inferred = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
+            except Exception:  # an operator that it does not know; onnx's own gets as far as it can
+                inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+        found.update({v.name or "": v for node in ir.from_proto(inferred).graph for v in node.outputs})
+        return proto
+
+    through_onnx(model.clone(), look)
+    for output in (output for node in model.graph for output in node.outputs):
+        value = found.get(output.name or "")
+        if value is not None and value.dtype is not None:
+            output.type = ir.TensorType(value.dtype)
+        if value is not None and value.shape is not None:
+            output.shape = ir.Shape(list(value.shape))
+
+
+def _name_scopes(model: ir.Model) -> None:
+    """The module that a node stands in, from its name where nothing else says it: `/encoder/0/Softmax`."""
+    for node in model.graph:
+        if _SCOPES not in node.metadata_props and (parts := (node.name or "").split("/"))[0] == "" and len(parts) > 2:
+            node.metadata_props[_SCOPES] = repr(["", ".".join(parts[1:-1]), parts[-1]])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What these tools log as they go stays off the user's terminal; what they raise is told."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)

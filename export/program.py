@@ -1,0 +1,224 @@
+"""An exported program becomes a module again, with example inputs and the dynamic dims that it was exported with."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from attnforge.eager import first_line
+from attnforge.errors import CaptureError, UsageError
+from attnforge.export.graph import check_range
+
+_PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class Opened(NamedTuple):
+    """What :func:`open_program` gives: what :func:`~attnforge.export.capture.capture` takes, and the own precision."""
+
+    module: nn.Module
+    args: tuple[Tensor, ...]
+    dynamic_shapes: dict[str, dict[int, Any]]
+    precision: str
+
+
+def load_program(file: Path) -> ExportedProgram:
+    """The program in a `.pt2` file.
+
+    Raises:
+        UsageError: no such file, or no program that this torch can read.
+    """
+    if not file.is_file():
+        raise UsageError(f"no file {str(file)!r}; give the path of a program that torch.export.save wrote")
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        return torch.export.load(file)
+    except Exception as error:
+        raise UsageError(f"{file} is no exported program that can be read: {first_line(error)}") from error
+    finally:
+        logging.disable(disabled)
+
+
+def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, int]] | None = None) -> Opened:
+    """`program` as a module on its tensors by position, with its own example inputs.
+
+    A dynamic dim is called by the first input that has it (`x_dim0`), for programs do not keep the names of Dims.
+
+    Args:
+        program: exported in eval mode. It is not touched.
+        ranges: `{dim: (min, opt, max)}`, for dims without an upper bound or that are to have another. The example has
+            the `opt`.
+
+    Raises:
+        UsageError: the program has no example inputs or was exported in training mode, or a range that is missing or
+            cannot be meant.
+    """
+    module, given = as_module(program)
+    return Opened(module, tuple(given.values()), _dims(program, given, ranges or {}), _PRECISIONS[module.own])
+
+
+def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
+    """`program` as a module on its tensors by position, and its example inputs by name.
+
+    Raises:
+        UsageError: the program has no example inputs, or was exported in training mode.
+    """
+    if program.example_inputs is None:
+        raise UsageError("the program has no example inputs; export it again, torch.export.export keeps them")
+    for node in program.graph.nodes:
+        if node.op == "call_function" and "dropout" in str(node.target) and node.args[-1] is True:
+            raise UsageError(f"the program draws random numbers ({node.name}); export it in eval mode")
+    leaves, spec = pytree.tree_flatten(program.example_inputs)
+    names = [str(name) for name in program.graph_signature.user_inputs]
+    given = {n: leaf for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
+    return _module(program, leaves, spec, list(given)), given
+
+
+class Program(nn.Module):
+    """A program as a module. Conversion to another float type, as by `half()`, reaches the types that its graph names:
+    the program's own, and for float64 every one."""
+
+    def __init__(self, inner: fx.GraphModule, leaves: list[Any], spec: Any, own: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.own = own
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._spec = spec
+
+    def call(self, *tensors: Tensor) -> Any:
+        leaves = list(self._leaves)
+        for i, tensor in zip(self._tensors, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return self.inner(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Program:
+        """A program is in the mode that it was exported in."""
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Program:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        to = fn(torch.empty(0, dtype=self.own)).dtype
+        if to == self.own:
+            return self
+        types = [t for t in (*_PRECISIONS, torch.float64) if t == self.own or to == torch.float64]
+
+        least, largest, own_least = torch.finfo(to).min, torch.finfo(to).max, torch.finfo(self.own).min
+
+        def retyped(argument: Any) -> Any:
+            if isinstance(argument, float) and math.isfinite(argument):  # the least number stands for minus infinity
+                return least if argument == own_least else min(max(argument, least), largest)
+            return to if isinstance(argument, torch.dtype) and argument in types else argument
+
+        for name, value in _constants(self.inner):
+            if value.dtype in types:
+                setattr(self.inner, name, value.to(to))
+        for node in self.inner.graph.nodes:
+            node.args, node.kwargs = (pytree.tree_map(retyped, a) for a in (node.args, node.kwargs))
+        self.inner.recompile()
+        self.own = to
+        return self
+
+
+def _constants(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """Tensors written in the code, which a graph module keeps beside its buffers."""
+    yield from [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+
+
+def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[str]) -> Program:
+    inner = program.module(check_guards=False)
+    assert isinstance(inner, fx.GraphModule)
+    dtypes = [v.dtype for v in (*program.state_dict.values(), *leaves) if isinstance(v, Tensor)]
+    own = next((dtype for dtype in dtypes if dtype in _PRECISIONS), None)
+    if own is None:
+        raise UsageError("the program has no weights or inputs of fp32, fp16 or bf16")
+
+    def forward(self: Program, *tensors: Tensor) -> Any:
+        return self.call(*tensors)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind) for name in ("self", *names)]
+    )
+    made: type[Program] = type("ExportedProgram", (Program,), {"forward": forward})
+    return made(inner, leaves, spec, own)
+
+
+def _dims(program: ExportedProgram, given: dict[str, Tensor], ranges: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
+    """`torch.export`'s dynamic shapes, from the shapes of the program's inputs and the bounds of their symbols."""
+    shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in given}
+    names: dict[Any, str] = {}
+    sizes: dict[Any, int] = {}
+    for name, shape in shapes.items():
+        for i, size in enumerate(shape):
+            if isinstance(size, int):
+                continue
+            expression = size.node.expr
+            factor, rest = expression.as_coeff_Mul()
+            if not rest.is_Symbol or not factor.is_Integer:
+                raise CaptureError(
+                    f"dim {i} of input {name!r} is {expression}; of derived dims only multiples are supported"
+                )
+            names.setdefault(rest, f"{name}_dim{i}")
+            sizes[rest] = given[name].shape[i] // int(factor)
+    dims = _bounded(program, names, sizes, ranges)
+    return {
+        name: {i: _dim(size.node.expr, dims) for i, size in enumerate(shape) if not isinstance(size, int)}
+        for name, shape in shapes.items()
+    }
+
+
+def _dim(expression: Any, dims: Mapping[Any, Any]) -> Any:
+    factor, symbol = expression.as_coeff_Mul()
+    return dims[symbol] if factor == 1 else int(factor) * dims[symbol]
+
+
+def _bounded(
+    program: ExportedProgram, names: Mapping[Any, str], sizes: Mapping[Any, int], ranges: Mapping[str, Any]
+) -> dict[Any, Any]:
+    """A Dim for every symbol.
+
+    Raises:
+        UsageError: a symbol has no upper bound, or a range does not fit.
+    """
+    if unknown := set(ranges) - set(names.values()):
+        raise UsageError(
+            f"the program has no dynamic dim {min(unknown)!r}; it has {', '.join(names.values()) or 'none'}"
+        )
+    dims: dict[Any, Any] = {}
+    missing: list[str] = []
+    for symbol, name in names.items():
+        bounds = program.range_constraints[symbol]
+        low, high = max(int(bounds.lower), 1), bounds.upper
+        if name in ranges:
+            check_range(name, ranges[name])
+            if ranges[name][0] < low or ranges[name][1] != sizes[symbol]:
+                raise UsageError(
+                    f"the range of {name!r} is {':'.join(map(str, ranges[name]))}; the program takes it from {low} on, "
+                    f"and its example, the usual size, has {sizes[symbol]}"
+                )
+            low, _, high = ranges[name]
+        if not getattr(high, "is_Integer", True) or int(high) >= 2**62:
+            missing.append(name)
+            continue
+        dims[symbol] = Dim(name, min=low, max=int(high))
+    if missing:
+        shown = " ".join(
+            f"--dim {name}={max(sizes[s] // 2, 1)}:{sizes[s]}:{4 * sizes[s]}"
+            for s, name in names.items()
+            if name in missing
+        )
+        raise UsageError(
+            f"the program has dynamic dims without an upper bound: {', '.join(missing)}; give them one: {shown}"
+        )
+    return dims

@@ -1,0 +1,83 @@
+"""ONNX files of any size: protobuf holds 2 GiB, so many weights stand in a file of their own beside the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+
+LIMIT = 2**31 - 2**26
+"""Bytes of weights up to which a model is one file; the rest of 2 GiB is for the graph itself."""
+
+DATA = "weights.data"
+_SMALL, _ALIGNED = 1024, 4096
+
+
+def save(model: ir.Model, file: Path) -> None:
+    """Write `model` to `file`, with its weights in `file.data` where one file cannot hold them."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if weights_of(model) > LIMIT:
+        ir.save(model, file, external_data=f"{file.name}.data")
+        return
+    ir.external_data.load_to_model(model)  # weights read from another file would still point there
+    ir.save(model, file)
+
+
+def weights_of(model: ir.Model) -> int:
+    """Bytes of all weights."""
+    return sum(value.const_value.nbytes for value in _weights(model) if value.const_value is not None)
+
+
+class Shelf:
+    """Saves the graphs of one bundle. Where a graph's weights are more than `limit` bytes they stand once, in one data
+    file, and the graphs that share it stand beside it: neither ONNX Runtime nor onnx_ir reads weights outside a model's
+    own folder, and links, symbolic or hard, they take for an attack.
+
+    Args:
+        folder: of the bundle.
+        limit: in bytes.
+    """
+
+    def __init__(self, folder: Path, limit: int = LIMIT) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._places: dict[int, tuple[ir.TensorProtocol, int]] = {}  # the tensor is held so that its id stays its own
+
+    def save(self, model: ir.Model, name: str) -> str:
+        """Write `model`, which is not touched.
+
+        Args:
+            name: of the file, from the bundle's folder.
+
+        Returns:
+            the name that it was given: of a large model one in the bundle's folder itself.
+        """
+        if weights_of(model) <= self._limit:
+            save(model, self._folder / name)
+            return name
+        light = model.clone()
+        with (self._folder / DATA).open("ab") as stream:
+            for value in _weights(light):
+                tensor = value.const_value
+                if tensor is None or tensor.nbytes < _SMALL:
+                    continue
+                if id(tensor) not in self._places:
+                    stream.write(b"\0" * (-stream.tell() % _ALIGNED))
+                    self._places[id(tensor)] = tensor, stream.tell()
+                    stream.write(tensor.tobytes())
+                value.const_value = ir.ExternalTensor(
+                    DATA,
+                    self._places[id(tensor)][1],
+                    tensor.nbytes,
+                    tensor.dtype,
+                    shape=ir.Shape(tensor.shape.numpy()),
+                    name=value.name or "",
+                    base_dir=self._folder,
+                )
+        ir.save(light, self._folder / (name := name.replace("/", ".")))
+        return name
+
+
+def _weights(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.initializers.values()

@@ -1,0 +1,430 @@
+"""Models that someone else exported: ONNX files of any opset and exported programs, held to what they were given as."""
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+from torch.export import Dim
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.errors import AttnforgeError, BuildError, UsageError
+from attnforge.export.graph import import_graph, infer_shapes
+from attnforge.export.original import Original
+from attnforge.export.precision import FLOAT, retype
+from attnforge.export.program import open_program
+from attnforge.precision import precision_named
+from attnforge.runtime.parity import relative_error
+
+RANGES = {"batch": (1, 2, 3), "height": (8, 24, 40), "width": (8, 16, 16)}
+FP32 = precision_named("fp32")
+
+
+class Encoder(nn.Module):
+    """A block on the patches of an image: a convolution, attention, a norm, and a GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 32, 4, 4), nn.LayerNorm(32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        b, n, c = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(b, n, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (q @ k.transpose(-2, -1) * 0.25).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(b, n, c))
+        return x + self.mlp(x)
+
+
+def encoder() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Encoder().eval()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The encoder as torch's former exporter writes it, its sizes computed by chains of Shape and Gather."""
+    file = tmp_path_factory.mktemp("onnx") / "encoder.onnx"
+    axes = {"image": {0: "batch", 2: "height", 3: "width"}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            encoder(), (torch.randn(2, 3, 24, 16),), str(file), dynamo=False, opset_version=17,
+            input_names=["image"], output_names=["tokens"], dynamic_axes=axes,
+        )  # fmt: skip
+    return file
+
+
+def one_node(
+    op_type: str, inputs: list[Array | None], domain: str = "", opset: int = 23, **attributes: Any
+) -> ir.Model:
+    """A graph of one operator on inputs `x0`, `x1`, ….; None leaves one out."""
+    names = ["" if array is None else f"x{i}" for i, array in enumerate(inputs)]
+    specs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in zip(names, inputs, strict=True)
+        if array is not None
+    ]
+    node = helper.make_node(op_type, names, ["y"], name="node", domain=domain, **attributes)
+    graph = helper.make_graph([node], "graph", specs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+
+
+def feeds(inputs: list[Array | None]) -> dict[str, Array]:
+    return {f"x{i}": array for i, array in enumerate(inputs) if array is not None}
+
+
+def normal(*shape: int) -> Array:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+# --- ONNX files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, "fp16", "bf16"])
+def test_an_old_export_is_recognised_and_held_to_its_graph(
+    precision: str | None, exported: Path, tmp_path: Path
+) -> None:
+    """Its weights in a file of their own, as above 2 GiB."""
+    fused = {"onnxruntime": 1} | ({"tensorrt_rtx": 1} if precision == "fp16" else {})
+    bundle = attnforge.deploy(
+        exported, None, tmp_path / "bundle", RANGES, precision, list(fused), one_file_limit=10_000
+    )
+    manifest = bundle.manifest
+    assert manifest.precision == (precision or "fp32")
+    assert manifest.attention.sites == manifest.attention.canonical == 1
+    assert manifest.attention.fused == fused
+    assert "weights.data" in manifest.files
+    assert all((bundle.path / name).stat().st_size < 20_000 for name in manifest.files if name.endswith(".onnx"))
+    report = attnforge.verify(bundle)
+    assert report.passed and "no torch module" in report.reference
+    assert report.backends["onnxruntime-cpu"].cases >= 8
+    with pytest.raises(AttnforgeError, match="no eager"):
+        attnforge.load(bundle, "eager")
+
+
+def test_float64_is_the_graphs_own(exported: Path) -> None:
+    """The module's in double but for the root of 2 in its GELU, which the exporter wrote down as a number of fp32."""
+    imported = import_graph(exported, RANGES)
+    image = imported.example["image"]
+    with torch.no_grad():
+        truth = encoder().double()(torch.from_numpy(image).double()).numpy()
+    assert relative_error(imported.exact(imported.example)["tokens"], truth) < 4e-9
+    assert 2e-8 < relative_error(imported.eager(imported.example)["tokens"], truth) < 1e-6
+
+
+def test_benchmark_against_the_graph_as_it_was_given(exported: Path, tmp_path: Path) -> None:
+    bundle = attnforge.deploy(exported, None, tmp_path / "bundle", RANGES, targets=["onnxruntime"])
+    report = attnforge.benchmark(bundle, against=["eager", "onnxruntime-plain"], rounds=1)
+    assert set(report.peers) == {"onnxruntime-plain"}
+    assert "ONNX graph" in report.skipped["eager"]
+    assert not report.wrong
+
+
+def test_hugging_face_bert_of_both_exporters(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=32, attn_implementation="eager",
+    )  # fmt: skip
+
+    class Bert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert = transformers.BertModel(config, add_pooling_layer=False)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            result: Tensor = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            return result
+
+    torch.manual_seed(0)
+    module, mask = Bert().eval(), torch.ones(2, 7, dtype=torch.long)
+    mask[1, 5:] = 0
+    args, names = (torch.randint(0, 60, (2, 7)), mask), {0: "batch", 1: "tokens"}
+    given = {"input_names": ["input_ids", "attention_mask"], "output_names": ["hidden"]}
+    files = [tmp_path / "old.onnx", tmp_path / "new.onnx"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        axes = {"input_ids": names, "attention_mask": names}
+        torch.onnx.export(module, args, str(files[0]), dynamo=False, opset_version=17, dynamic_axes=axes, **given)
+        dims = {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=20)}
+        torch.onnx.export(
+            module.eval(), args, str(files[1]), dynamo=True, opset_version=18, dynamic_shapes=(dims, dims),
+            verbose=False, **given,
+        )  # fmt: skip
+    for file in files:
+        ranges = {"batch": (1, 2, 4), "tokens": (2, 7, 20)}
+        bundle = attnforge.deploy(file, args, tmp_path / file.stem, ranges, targets=["onnxruntime"])
+        assert [site.reason for site in bundle.manifest.attention.details] == [None, None], file.name
+        assert "self" in bundle.manifest.attention.details[0].site
+        assert bundle.manifest.inputs[0].high == int(args[0].max())
+        assert attnforge.verify(bundle).passed, file.name
+    assert import_graph(files[0], ranges).inputs[0].high == 59  # without an example, the table tells
+    fused = optimized(files[0], tmp_path)
+    bundle = attnforge.deploy(fused, None, tmp_path / "fused", ranges, precision="fp16")
+    assert "tensorrt_rtx" in bundle.manifest.skipped  # it has no operators of com.microsoft
+    assert attnforge.verify(bundle).passed
+
+
+def optimized(file: Path, folder: Path) -> Path:
+    """As onnxruntime.transformers fuses it: operators of com.microsoft."""
+    from onnxruntime.transformers import optimizer
+
+    model = optimizer.optimize_model(str(file), model_type="bert", num_heads=2, hidden_size=32, opt_level=0)
+    model.save_model_to_file(str(folder / "fused.onnx"))
+    assert {"Attention", "SkipLayerNormalization", "BiasGelu"} <= {n.op_type for n in model.model.graph.node}
+    return folder / "fused.onnx"
+
+
+# --- float64 ----------------------------------------------------------------------------------------------------------
+
+X, IMAGE, HEADS = normal(2, 5, 8), normal(2, 4, 9, 8), normal(1, 4, 5, 8)
+F = nn.functional
+
+
+@pytest.mark.parametrize(
+    ("op_type", "inputs", "attributes", "truth"),
+    [
+        ("Erf", [3 * X], {}, torch.erf),
+        ("Gelu", [3 * X], {}, F.gelu),
+        ("Gelu", [3 * X], {"approximate": "tanh"}, lambda x: F.gelu(x, approximate="tanh")),
+        ("HardSwish", [3 * X], {}, F.hardswish),
+        ("Elu", [X], {}, F.elu),
+        ("Softplus", [X], {}, F.softplus),
+        ("Mean", [X, X[:1]], {}, lambda x, y: (x + y) / 2),
+        ("GlobalAveragePool", [IMAGE], {}, lambda x: x.mean((2, 3), keepdim=True)),
+        ("GroupNormalization", [IMAGE, np.ones(4, np.float32), np.ones(4, np.float32)], {"num_groups": 2},
+         lambda x, w, b: F.group_norm(x, 2, w, b, float(np.float32(1e-5)))),
+        ("Conv", [IMAGE, normal(6, 2, 3, 2), normal(6)],
+         {"group": 2, "strides": [2, 1], "pads": [1, 0, 2, 1], "dilations": [1, 2]},
+         lambda x, w, b: F.conv2d(F.pad(x, (0, 1, 1, 2)), w, b, (2, 1), 0, (1, 2), 2)),
+        ("Attention", [HEADS, normal(1, 2, 7, 8), normal(1, 2, 7, 3)], {},
+         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)),
+        ("Attention", [normal(2, 5, 8), normal(2, 5, 8), normal(2, 5, 8), normal(5, 5)],
+         {"q_num_heads": 2, "kv_num_heads": 2, "scale": 0.5},
+         lambda q, k, v, m: F.scaled_dot_product_attention(
+             *(t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v)), m, scale=0.5).transpose(1, 2).flatten(2)),
+        ("Attention", [HEADS, HEADS, HEADS], {"is_causal": 1},
+         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        # Neither ONNX Runtime nor a rewriting: onnx's own reference.
+        ("AveragePool", [IMAGE], {"kernel_shape": [2, 2]}, lambda x: F.avg_pool2d(x, 2, 1)),
+    ],
+)  # fmt: skip
+def test_float64_is_float64(
+    op_type: str, inputs: list[Array], attributes: dict[str, Any], truth: Callable[..., Tensor]
+) -> None:
+    original = Original(one_node(op_type, list(inputs), **attributes), FP32)
+    (exact,) = original.exact(feeds(list(inputs))).values()
+    expected = truth(*(torch.from_numpy(array).double() for array in inputs)).numpy()
+    assert exact.dtype == np.float64
+    assert np.abs(exact - expected).max() < 4e-15 * max(1, np.abs(expected).max())
+
+
+WIDE = normal(2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "inputs", "attributes"),
+    [
+        ("FastGelu", [WIDE, normal(8)], {}),
+        ("QuickGelu", [WIDE], {}),
+        ("BiasGelu", [WIDE, normal(8)], {}),
+        ("SkipLayerNormalization", [WIDE, 2 * WIDE, normal(8), normal(8), normal(8)], {}),
+        ("SkipSimplifiedLayerNormalization", [WIDE, 2 * WIDE, normal(8), normal(8)], {}),
+        ("Attention", [WIDE, normal(8, 24), normal(24), np.array([[1] * 5, [1, 1, 1, 0, 0]], np.int32)],
+         {"num_heads": 2}),
+        ("Attention", [WIDE, normal(8, 24), normal(24), np.array([5, 2], np.int32)], {"num_heads": 2}),
+        ("Attention", [WIDE, normal(8, 24), normal(24)], {"num_heads": 2, "unidirectional": 1}),
+        ("MultiHeadAttention", [WIDE, WIDE, 2 * WIDE, normal(24), None, normal(1, 2, 5, 5)], {"num_heads": 2}),
+        ("MultiHeadAttention",
+         [WIDE, WIDE, WIDE, None, np.array([[1] * 5, [1, 1, 1, 0, 0]], np.int32)], {"num_heads": 2}),
+    ],
+)  # fmt: skip
+def test_float64_of_fused_operators(op_type: str, inputs: list[Array | None], attributes: dict[str, Any]) -> None:
+    """What is written out for them is what ONNX Runtime's own fp32 kernel computes, to fp32's accuracy."""
+    original = Original(one_node(op_type, inputs, "com.microsoft", **attributes), FP32)
+    given, exact = original.eager(feeds(inputs))["y"], original.exact(feeds(inputs))["y"]
+    assert exact.dtype == np.float64
+    assert np.any(exact != exact.astype(np.float32))
+    assert np.abs(given - exact).max() < 4e-6 * max(1, np.abs(exact).max())
+
+
+def test_what_has_no_double_path_is_refused_by_name() -> None:
+    inputs: list[Array | None] = [WIDE, WIDE, WIDE, None, None, np.array([4, 4], np.int32), np.array(5, np.int32)]
+    original = Original(one_node("GroupQueryAttention", inputs, "com.microsoft", num_heads=2, kv_num_heads=2), FP32)
+    with pytest.raises(BuildError, match="GroupQueryAttention"):
+        original.exact(feeds(inputs))
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+def test_retyping_reaches_every_place_that_names_a_type() -> None:
+    model = ir.from_proto(
+        onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 23]>
+        graph (float[1, 2, 4, 4] x, bool[4, 4] mask) => (float[1, 2, 8, 8] y, int64 n)
+        <float least = {-3.4028235e38}, float[4] scales = {1.0, 1.0, 2.0, 2.0}, float large = {4097.0}> {
+            a = Constant<value_float = 0.5>()
+            b = Constant<value_floats = [1.0, 2.0, 3.0, 4.0]>()
+            shape = Constant<value_ints = [4]>()
+            c = ConstantOfShape(shape)
+            d = Cast<to = 1>(mask)
+            e = Where(mask, d, least)
+            f = Mul(x, a)
+            g = Add(f, b)
+            h = Add(g, c)
+            i = Add(h, e)
+            y = Resize<mode = "nearest">(i, , scales)
+            whole = Abs(large)
+            n = Cast<to = 7>(whole)
+        }""")
+    )
+    infer_shapes(model)
+    retype(model, (FLOAT,), ir.DataType.FLOAT16)
+    least = model.graph.initializers["least"].const_value
+    assert least is not None and float(least.numpy()) == -65504
+    assert model.graph.initializers["scales"].dtype == FLOAT
+    proto = ir.to_proto(model)
+    x = normal(1, 2, 4, 4).astype(np.float16)
+    mask = np.eye(4, dtype=bool)
+    y, n = ort.InferenceSession(proto.SerializeToString()).run(None, {"x": x, "mask": mask})  # its types agree
+    assert y.dtype == np.float16 and y.shape == (1, 2, 8, 8)
+    assert n == 4097  # no number of 16 bits
+
+
+# --- exported programs ------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor, *, mask: Tensor, scale: float = 0.25) -> dict[str, Tensor]:
+        q, k, v = (self.qkv(x) + torch.tensor([0.1])).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
+        context = scores.to(torch.float32).softmax(-1).to(q.dtype) @ v
+        return {"context": context.transpose(1, 2).flatten(2) + torch.full((32,), 0.5, dtype=torch.float32)}
+
+
+def program(bound: int | None) -> torch.export.ExportedProgram:
+    batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=2, max=bound)
+    dims = {0: batch, 1: tokens}
+    torch.manual_seed(0)
+    return torch.export.export(
+        Masked().eval(),
+        (torch.randn(2, 6, 32),),
+        {"mask": torch.ones(2, 6, dtype=torch.bool)},
+        dynamic_shapes={"x": dims, "mask": dims},
+    )
+
+
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_a_program_at_its_own_precision_and_at_another(precision: str | None, tmp_path: Path) -> None:
+    """The types that its graph names (a cast, a fill, a constant) go with it."""
+    bundle = attnforge.deploy(program(20), None, tmp_path / "bundle", precision=precision, targets=["onnxruntime"])
+    assert [spec.text() for spec in bundle.manifest.inputs] == [
+        f"{'float16' if precision else 'float32'}[x_dim0, x_dim1, 32]", "bool[x_dim0, x_dim1]",
+    ]  # fmt: skip
+    assert [site.reason for site in bundle.manifest.attention.details] == [None]
+    assert bundle.manifest.outputs[0].name == "context"
+    assert attnforge.verify(bundle).passed
+
+
+def test_a_program_in_float64_is_float64() -> None:
+    opened = open_program(program(20))
+    x, mask = torch.randn(3, 4, 32, dtype=torch.float64), torch.rand(3, 4) < 0.7
+    expected = Masked()
+    expected.load_state_dict({key.removeprefix("inner."): value for key, value in opened.module.state_dict().items()})
+    with torch.no_grad():
+        given = opened.module.double()(x, mask)["context"]
+        q, k, v = (expected.double().qkv(x) + float(np.float32(0.1))).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        truth = (
+            F.scaled_dot_product_attention(q, k, v, mask[:, None, None], scale=0.25).transpose(1, 2).flatten(2) + 0.5
+        )
+    some = mask.any(-1)
+    assert (given[some] - truth[some]).abs().max() < 1e-14
+
+
+def test_a_program_without_a_bound_is_given_one(tmp_path: Path) -> None:
+    file = tmp_path / "masked.pt2"
+    torch.export.save(program(None), file)
+    with pytest.raises(UsageError, match=r"without an upper bound: x_dim1; give them one: --dim x_dim1=3:6:24"):
+        attnforge.deploy(file, None, tmp_path / "bundle")
+    bundle = attnforge.deploy(file, None, tmp_path / "bundle", {"x_dim1": (2, 6, 9)}, targets=["onnxruntime"])
+    assert bundle.manifest.inputs[0].dims[1].max == 9  # type: ignore[union-attr]
+    assert bundle.manifest.source.kind == "program"
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_names_the_dims_that_lack_a_range(exported: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "attnforge", "deploy", str(exported), "--dim", "batch=1:2:3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "height (dim 2 of image), width (dim 3 of image)" in done.stderr
+    assert "--dim height=1:4:16 --dim width=1:4:16" in done.stderr
+
+
+def test_a_dim_without_a_name_is_shown_by_one(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 23]> graph (float[?, 4] x) => (float[?, 4] y) { y = Relu(x) }'
+    )
+    onnx.save(model, tmp_path / "relu.onnx")
+    with pytest.raises(UsageError, match="x_dim0=1:4:16"):
+        import_graph(tmp_path / "relu.onnx")
+    assert import_graph(tmp_path / "relu.onnx", {"x_dim0": (1, 2, 3)}).outputs[0].text() == "float32[x_dim0, 4]"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("n = Shape(x) m = Size(n) z = RandomNormalLike(x) y = Add(x, z)", "RandomNormalLike.*eval mode"),
+        ("i = Cast<to = 3>(x) one = Constant<value_float = 1.0>() y = DequantizeLinear(i, one)",
+         "DequantizeLinear.*before it was quantized"),
+        ("s = ReduceMax<keepdims = 0>(x) zero = Sub(s, s) c = Greater(s, zero)"
+         " y = If(c)<then_branch = t () => (float[2] u) { u = Identity(x) },"
+         " else_branch = e () => (float[2] w) { w = Neg(x) }>", "If.*without control flow"),
+    ],
+)  # fmt: skip
+def test_graphs_that_are_no_function_or_not_one_graph(body: str, words: str, tmp_path: Path) -> None:
+    text = f'<ir_version: 10, opset_import: ["": 23]> graph (float[2] x) => (float[2] y) {{ {body} }}'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    with pytest.raises(UsageError, match=words):
+        import_graph(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.onnx", None, "no file"),
+        ("junk.onnx", b"junk", "no ONNX model"),
+        ("empty.onnx", b"", "no ONNX model"),
+        ("junk.pt2", b"junk", "no exported program"),
+        ("model.bin", b"junk", "no .onnx or .pt2 file"),
+    ],
+)
+def test_files_that_are_no_model(name: str, content: bytes | None, words: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        attnforge.deploy(tmp_path / name, None, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
