@@ -126,7 +126,7 @@ def around(
         dims["batch"] = Dim("batch", min=1, max=max_batch)
     if "tokens" in varying:
         dims["tokens"] = Dim("tokens", min=SHORTEST, max=max_tokens or longest(model.config))
-    shapes = {
+    shapes: dict[str, dict[int, Any] | None] = {
         name: {i: dims[dim] for i, dim in enumerate(("batch", "tokens")) if dim in dims and (i == 0 or _is_text(name))}
         for name in inputs
     }

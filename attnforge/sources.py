@@ -62,8 +62,8 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
     """The module, example inputs and dynamic shapes that `model` names, and the record of it for the manifest.
 
     Args:
-        model: a registered name, `package.module:function`, which returns `(module, args, dynamic_shapes)`, or `hf:` and
-            a Hugging Face folder or configuration.
+        model: a registered name; `package.module:function`, which returns `(module, args, dynamic_shapes)`; or `hf:`
+            and a Hugging Face folder or configuration.
         options: keyword arguments of the registered model, of the callable, or of
             :func:`attnforge.huggingface.example`.
         weights: a safetensors file with exactly the tensors of the module's state dict.

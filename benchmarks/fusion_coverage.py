@@ -125,7 +125,7 @@ def _optimizer(file: Path) -> onnx.ModelProto:
     """The most that ONNX Runtime's own optimiser finds, over the kinds of model that it knows."""
     from onnxruntime.transformers import optimizer
 
-    found = []
+    found: list[onnx.ModelProto] = []
     with _quiet():
         for kind in ("bert", "gpt2", "vit", "clip", "t5", "swin"):
             with contextlib.suppress(Exception):  # a kind that the model is not
@@ -140,7 +140,8 @@ def _ort_fusions(file: Path) -> onnx.ModelProto:
 
     with _quiet():
         result = optimize_for_ort(ir.load(file))
-    return ir.to_proto(result[0] if isinstance(result, tuple) else result)
+    model: ir.Model = result[0] if isinstance(result, tuple) else result
+    return ir.to_proto(model)
 
 
 def _fused_operators(model: onnx.ModelProto) -> int:

@@ -6,6 +6,7 @@ Nothing here is known to the recogniser; each is a way of writing attention that
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ _VOCABULARY = 200
 
 def _models() -> dict[str, Callable[[], tuple[Any, Any]]]:
     """For every architecture its class and a small configuration."""
-    import transformers as t
+    t: Any = import_module("transformers")  # whose configurations take more than their types say
 
     text = {**_WIDTHS, "vocab_size": _VOCABULARY}
     gpt = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": _VOCABULARY, "n_positions": 128}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -268,9 +269,9 @@ READERS: dict[tuple[str, str], Callable[[Builder, ir.Node], Given]] = {
 # --- what readers share -----------------------------------------------------------------------------------------------
 
 
-def _inputs(node: ir.Node, count: int) -> list[ir.Value]:
-    """The inputs, None (which the types leave out) for those not given."""
-    return [*node.inputs, *[None] * count][:count]  # type: ignore[list-item]
+def _inputs(node: ir.Node, count: int) -> list[Any]:
+    """The inputs, None for those not given."""
+    return [*node.inputs, *[None] * count][:count]
 
 
 def _integer(node: ir.Node, name: str) -> int:

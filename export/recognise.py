@@ -268,7 +268,9 @@ def walk_to_product(walk: Walk, scores: Scores) -> None:
         if node.domain == "" and node.op_type in ("Add", "Sub"):
             if (shift := _shift_by_maximum(node, walk, scores)) is None:
                 return _score_sum(node, walk, scores)
-            walk = replace(walk, value=node.inputs[0], also_used_by=walk.also_used_by | shift)
+            scores_alone = node.inputs[0]
+            assert scores_alone is not None
+            walk = replace(walk, value=scores_alone, also_used_by=walk.also_used_by | shift)
             continue
         if node.domain == "" and node.op_type == "Concat":
             return _beside_sinks(node, walk, scores)
@@ -405,18 +407,21 @@ def _shift_by_maximum(node: ir.Node, walk: Walk, scores: Scores) -> frozenset[ir
         return None
     if set(largest.layout.axes) & set(walk.keys):
         return None
-    nodes: set[ir.Node] = set()
+    nodes: list[ir.Node] = []
     value: ir.Value | None = right
-    while value is not None and before_casts(value) is not before_casts(left):
+    while value is not None and value is not before_casts(left):
         maker = value.producer()
         if maker is None or maker.domain != "" or not (is_view(maker) or maker.op_type in ("ReduceMax", "Cast")):
             return None
-        nodes.add(maker)
+        nodes.append(maker)
         value = maker.inputs[0]
-    while value is not None and value is not before_casts(left) and (cast := value.producer()) is not None:
-        nodes.add(cast)
-        value = cast.inputs[0]
-    return frozenset(nodes) if any(maker.op_type == "ReduceMax" for maker in nodes) else None
+    if not any(maker.op_type == "ReduceMax" for maker in nodes):
+        return None
+    while left is not None and left is not value:  # casts that the scores themselves go through
+        maker = left.producer()
+        nodes = [node for node in nodes if node is not maker]
+        left = maker.inputs[0] if maker is not None else None
+    return frozenset(nodes)
 
 
 def _beside_sinks(node: ir.Node, walk: Walk, scores: Scores) -> None:
@@ -747,7 +752,8 @@ def _output_product(node: ir.Node, walk: Walk, weights: Weights) -> None:
     feature = tuple(
         Axis(sizes_of(value)[value_labels.index(label)]) for label in features
     )  # none: values of one number
-    known |= {None: (), **dict.fromkeys(features, feature)}
+    known[None] = ()
+    known.update((label, feature) for label in features)
     weights.value = Operand(value, Layout(known[label] for label in value_labels))
     weights.value_features = Layout([feature])
     weights.output = Layout(known.get(label, ()) for label in product.output)  # a label in neither has size 1
