@@ -202,12 +202,18 @@ def _settle_zeroing(scores: Scores, weights: Weights) -> None:
     fills = [step for step in scores.masking if isinstance(step, Fill)]
     for zeroing in weights.zeroing:
         condition, negated = without_not(zeroing.condition)
-        for fill in fills if len(fills) == 1 and fills[0].number <= NEGLIGIBLE else ():
+        for fill in fills:
             other, negated_too = without_not(fill.condition)
             alike = same_value(condition.value, other.value) and condition.layout.dims == other.layout.dims
-            if alike and (negated ^ zeroing.inverted) == (negated_too ^ fill.inverted):
+            if not alike or (negated ^ zeroing.inverted) != (negated_too ^ fill.inverted):
+                continue
+            if len(scores.masking) == 1 and fill.number <= NEGLIGIBLE:
                 weights.nan_rows_zeroed |= fill.number != -np.inf or not zeroing.nan_stays
                 fill.number = -np.inf
+                break
+            if all(one.number == -np.inf for one in fills):  # a number put there later would be seen again
+                if not zeroing.nan_stays:  # what another step silences stays NaN
+                    weights.kept_with_keys.append(zeroing)
                 break
         else:
             raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
@@ -242,21 +248,23 @@ def _emit(
     shared = _shared_heads(heads, key.layout, value.layout)
     scale = scores.scale * query_factor * key_factor * q_more * k_more
     node_name = f"{name}/Attention"
+    if scores.sink is not None:
+        _settle_fills_beside_sinks(scores)
 
     def build(op: Builder) -> ir.Value:
         sized = [(operand.value, operand.layout) for operand in (query, key, value)]
         q = rearrange(op, query.value, query.layout, Layout([batch, heads, n_q, d_k]), sized)
         k = rearrange(op, key.value, key.layout, Layout([batch, shared, n_k, d_k]), sized)
         v = rearrange(op, value.value, value.layout, Layout([batch, shared, n_k, d_v]), sized)
-        rows = Layout([batch, heads, n_q, ()])
+        rows, every = Layout([batch, heads, n_q, ()]), Layout([batch, heads, n_q, n_k])
         for by in scores.tensor_scales:
             q = like(op.op(by.op_type, [q, cast(op, _broadcastable(op, by.operand, rows, sized), dtype)]), q)
         if scale < 0:  # the operator takes the root of its scale
             q = like(op.Neg(q), q)
-        mask = _mask(op, scores, Layout([batch, heads, n_q, n_k]), dtype, sized)
+        mask = _mask(op, scores, every, dtype, sized)
         if scores.sink is not None:
             k, v = (_with_zeros(op, x, scores.sink) for x in (k, v))
-            mask = _beside_sinks(op, mask, scores.sink, Layout([batch, heads, n_q, n_k]), sized, dtype)
+            mask = _beside_sinks(op, mask, scores.sink, every, sized, dtype)
         attributes: dict[str, float | int] = {"scale": abs(scale)}
         if scores.softcap:
             attributes["softcap"] = scores.softcap
@@ -276,6 +284,9 @@ def _emit(
         zeros = constant(op, 0.0, dtype)
         for kept in weights.kept_rows:
             result = like(op.Where(_broadcastable(op, kept, rows, sized), result, zeros), result)
+        for zeroing in weights.kept_with_keys:
+            shown = _allowed(op, Fill(zeroing.condition, zeroing.inverted, 0.0), every, sized)
+            result = like(op.Where(_any_key(op, shown), result, zeros), result)
         for zeroed in weights.zeroed_rows:
             result = like(op.Where(_broadcastable(op, zeroed, rows, sized), zeros, result), result)
         return rearrange(op, result, result_layout, output, sized)
@@ -311,6 +322,19 @@ def _with_zeros(op: Builder, x: ir.Value, sink: Sink) -> ir.Value:
     shape = [*dims_of(x)[:2], sink.joint.size.dim(), dims_of(x)[3]]
     assert x.dtype is not None
     return typed(op.Pad(x, constant(op, pads)), x.dtype, shape)
+
+
+def _settle_fills_beside_sinks(scores: Scores) -> None:
+    """With a sink no query is without keys, so a very low score is as good as none; another number is not added.
+
+    Raises:
+        NotAttention: a mask puts another finite number in the place of scores, or a bias could be as low.
+    """
+    fills = [step for step in scores.masking if isinstance(step, Fill)]
+    for fill in fills:
+        if fill.number != -np.inf and (fill.number > NEGLIGIBLE or len(fills) < len(scores.masking)):
+            raise NotAttention("beside sinks a mask puts a finite number in the place of scores that are biased too")
+        fill.number = -np.inf
 
 
 def _beside_sinks(
@@ -394,6 +418,12 @@ def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Va
 def _allowed(op: Builder, step: Fill, canonical: Layout, sized: Sequence[Sized]) -> ir.Value:
     condition = cast(op, _broadcastable(op, step.condition, canonical, sized), BOOL)
     return like(op.Not(condition), condition) if step.inverted else condition
+
+
+def _any_key(op: Builder, allowed: ir.Value) -> ir.Value:
+    """`(…, 1)`, whether a query may attend to any key."""
+    count = op.ReduceMax(op.Cast(allowed, to=INT32.value), constant(op, [-1]), keepdims=1)
+    return typed(op.Cast(count, to=BOOL.value), BOOL, [*dims_of(allowed)[:3], 1])
 
 
 def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType, sized: Sequence[Sized]) -> ir.Value:

@@ -203,7 +203,8 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Given:
 def _packed_attention(op: Builder, node: ir.Node) -> Given:
     x, weights, bias, padding, past, added, shared_length = _inputs(node, 7)
     heads = _integer(node, "num_heads")
-    if shared_length is not None or node.attributes.get_int("do_rotary", 0):
+    rotary = node.attributes.get_int("do_rotary", 0)
+    if shared_length is not None or rotary:
         raise NotAttention("a com.microsoft Attention with a rotary embedding or a shared buffer for its cache")
     total = sizes_of(weights)[1]
     widths = list(node.attributes.get_ints("qkv_hidden_sizes") or [total.factor // 3] * 3)

@@ -70,6 +70,7 @@ class Fill:
     condition: Operand
     inverted: bool
     number: float
+    multiplied: bool = False  # the scores were multiplied by it, so that an infinite one became NaN
 
 
 @dataclass
@@ -123,6 +124,7 @@ class Weights:
     kept_rows: list[Operand] = field(default_factory=list)  # boolean: a False row becomes zeros
     zeroed_rows: list[Operand] = field(default_factory=list)  # boolean: a True row becomes zeros
     zeroing: list[Zeroing] = field(default_factory=list)
+    kept_with_keys: list[Zeroing] = field(default_factory=list)  # a row all of whose keys these hide becomes zeros
     nan_rows_zeroed: bool = False
     sink: Sink | None = None  # what is still to be cut off
     value: Operand | None = None
@@ -301,7 +303,7 @@ def _back_scale(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     through, by = (left, right) if node.op_type == "Div" or sizes_of(left) == walk.layout.sizes() else (right, left)
     scale = _aligned(by, walk.layout)
     if node.op_type == "Mul" and is_zero_or_one(by) and not scores.tensor_scales and scores.scale > 0:
-        scores.masking.append(Fill(scale, False, 0.0))
+        scores.masking.append(Fill(scale, False, 0.0, multiplied=True))
         return through
     if set(scale.layout.axes) & set(walk.keys):
         raise NotAttention(f"{node.op_type} scales the scores by a tensor that differs by key")
@@ -311,21 +313,30 @@ def _back_scale(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     return through
 
 
+def _not_multiplied(scores: Scores) -> None:
+    if any(isinstance(step, Fill) and step.multiplied for step in scores.masking):
+        raise NotAttention(
+            "scores that are masked or biased are multiplied by another mask, where infinite ones become NaN"
+        )
+
+
 def is_zero_or_one(value: ir.Value | None) -> bool:
     """Whether a number is certain to be 0 or 1: cast from a condition, or from a constant of such numbers."""
-    while value is not None:
-        tensor = ir.convenience.get_const_tensor(value)
-        if tensor is not None:
-            return bool(np.isin(tensor.numpy(), (0, 1)).all())
-        node = value.producer()
-        if node is None or node.domain != "":
-            return False
-        if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.BOOL:
-            return True
-        if not (is_view(node) or node.op_type in ("Cast", "Slice", "Gather", "Expand", "Trilu")):
-            return False
-        value = node.inputs[0]
-    return False
+    if value is None:
+        return False
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is not None:
+        return bool(np.isin(tensor.numpy(), (0, 1)).all())
+    node = value.producer()
+    if node is None or node.domain != "":
+        return False
+    source = node.inputs[0]
+    if node.op_type == "Cast" and source is not None and source.dtype == ir.DataType.BOOL:
+        return True
+    if node.op_type == "Concat":
+        return all(is_zero_or_one(part) for part in node.inputs)
+    moves = is_view(node) or node.op_type in ("Cast", "Slice", "Gather", "Expand", "Tile", "Trilu")
+    return moves and is_zero_or_one(source)
 
 
 def _back_tanh(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
@@ -339,6 +350,7 @@ def _back_tanh(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
 def _back_where(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     condition, if_true, if_false = node.inputs
     assert condition is not None and if_true is not None and if_false is not None
+    _not_multiplied(scores)
     if scores.softcap or scores.tensor_scales or scores.scale <= 0:
         raise NotAttention("masked scores are scaled by a tensor or a negative number, or capped, behind the mask")
     for number, through, inverted in ((scalar(if_false), if_true, False), (scalar(if_true), if_false, True)):
@@ -462,6 +474,7 @@ def _score_sum(node: ir.Node, walk: Walk, scores: Scores) -> None:
     """One side holds the scores, the other a bias; which is which shows in where the walk back ends."""
     left, right = node.inputs
     assert left is not None and right is not None
+    _not_multiplied(scores)
     if scores.softcap:
         raise NotAttention("a bias is added to the scores under a soft cap")
     sides = [(left, right, 1.0 if node.op_type == "Add" else -1.0)]

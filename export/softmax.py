@@ -62,16 +62,23 @@ def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
     axis, source = _one_axis(total), exp.inputs[0]
     if axis is None or _maker(total.inputs[0]) is not exp or div.outputs[0].dtype != exp.outputs[0].dtype:
         return None
-    if source is None or (not _is_shifted(source) and _is_guarded(div.outputs[0])):
+    if source is None or (not _is_shifted(source, axis) and _is_guarded(div.outputs[0])):
         return None
     return source, axis
 
 
-def _is_shifted(scores: ir.Value) -> bool:
-    """Whether a maximum is taken off, so that no quotient can be of zeros."""
+def _is_shifted(scores: ir.Value, axis: int) -> bool:
+    """Whether their own maximum is taken off the scores, so that no quotient can be of zeros."""
     node = scores.producer()
-    largest = _maker(node.inputs[1]) if node is not None and node.op_type == "Sub" else None
-    return largest is not None and largest.op_type == "ReduceMax"
+    if node is None or node.domain != "" or node.op_type != "Sub":
+        return False
+    largest = _maker(node.inputs[1])
+    return (
+        largest is not None
+        and largest.op_type == "ReduceMax"
+        and before_casts(largest.inputs[0]) is before_casts(node.inputs[0])
+        and _one_axis(largest) == axis
+    )
 
 
 def _is_guarded(weights: ir.Value) -> bool:

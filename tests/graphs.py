@@ -580,7 +580,9 @@ def attention(
 class _Attention:
     def __init__(self, choices: Choices, flaw: str | None, mutations: Sequence[Mutation], dtype: ir.DataType) -> None:
         self.choices, self.flaw = choices, flaw
-        self.by_hand = self.shifted = False
+        self.by_hand = self.shifted = self.rescaled = False
+        self.fills: list[tuple[Named, float]] = []  # conditions under which scores are kept, and what is put elsewhere
+        self.steps = self.biases = 0  # masks and biases, and of these the biases
         self.g = Writer(choices, dtype, list(mutations))
         self._name_axes()
 
@@ -773,6 +775,13 @@ class _Attention:
         batch = g.grouped(g.shuffled(self.apart))
         left, right = (self.whole(x, batch) for x in (left, right))
         (row,), (column,) = rows, columns
+        if chance(6):
+            first = g.arranged(left, [*batch, (row,), (), (summed,)])
+            second = g.arranged(right, [*batch, (), (column,), (summed,)])
+            terms = g.binary("Mul", first.value, second.value)
+            dims = [*sizes_of(terms)[:-1]]
+            total = g.op("ReduceSum", [terms, g.ints(len(dims))], dims, keepdims=0)
+            return Named(total, (*batch, (row,), (column,)))
         if chance(25):
             first = g.arranged(left, [*batch, (summed,), (row,)])
             second = g.arranged(right, [*batch, (column,), (summed,)])
@@ -826,9 +835,12 @@ class _Attention:
             scores = self.tensor_scaled(scores, ["j"])
         if self.flaw == "relu on the scores":
             scores = Named(g.unary("Relu", scores.value), scores.dims)
+        if chance(6) and not self.flaw:
+            scores = self.multiplied(scores)
         for _ in range(pick((0, 0, 0, 1, 1, 2, 3))):
             scores = self.masked(self.viewed(scores))
-        if chance(8):
+        self.rescaled = chance(8)
+        if self.rescaled:
             scores = Named(g.binary("Mul", scores.value, g.constant(0.5, scores.value.dtype)), scores.dims)
         if self.flaw == "choice between two tensors of scores":
             keep = g.input("keep", sizes_of(scores.value), BOOL)
@@ -865,6 +877,7 @@ class _Attention:
         g, pick, chance = self.g, self.choices.pick, self.choices.chance
         dtype = x.value.dtype
         assert dtype is not None
+        self.steps += 1
         kind = pick(("Where", "Where", "Add", "Add", "Sub", "causal", "content"))
         if (
             kind == "content"
@@ -875,6 +888,7 @@ class _Attention:
         ):
             query = g.arranged(self.query, [*((a,) for a in self.query.axes if a not in "id"), ("i",), ("d",)])
             table = g.matmul(query.value, g.weight([g.of["d"], g.of["j"]], 0.3))
+            self.biases += 1
             bias = g.fits(Named(table, (*query.dims[:-1], ("j",))), x.dims)
             return Named(g.binary("Add", x.value, bias.value), x.dims)
         if kind == "causal":
@@ -884,6 +898,7 @@ class _Attention:
             order = g.shuffled(axes) if chance(30) else axes
             sizes = [g.of[a] for a in order]
             if kind in ("Add", "Sub"):
+                self.biases += 1
                 name = pick(("bias", "mask", "mask_inf")) if kind == "Add" else "bias"
                 if name == "bias" and chance(40) and all(size.is_static for size in sizes):
                     bias = Named(g.weight(sizes), tuple((a,) for a in order))
@@ -895,10 +910,24 @@ class _Attention:
                 return Named(g.binary(kind, *pair), x.dims)
             condition = g.fits(Named(g.input("keep", sizes, BOOL), tuple((a,) for a in order)), x.dims)
         lowest = -6e4 if dtype == ir.DataType.FLOAT16 else -1e9
-        number = g.constant(pick((-np.inf, -np.inf, lowest, -1e4)), dtype)
+        fill = pick((-np.inf, -np.inf, lowest, -1e4))
+        number = g.constant(fill, dtype)
+        self.fills.append((condition, fill))
         if chance(50):
             return Named(g.where(condition.value, x.value, number), x.dims)
         return Named(g.where(g.unary("Not", condition.value), number, x.value), x.dims)
+
+    def multiplied(self, x: Named) -> Named:
+        """Scores times ones and zeros, to which large negative numbers are added where the zeros are."""
+        g = self.g
+        dtype = x.value.dtype
+        assert dtype is not None
+        self.steps += 2
+        axes = [a for a in x.axes if self.choices.chance(60)] or ["j"]
+        keep = g.cast(g.input("keep", [g.of[a] for a in axes], BOOL), dtype)
+        ones = g.fits(Named(keep, tuple((a,) for a in axes)), x.dims)
+        low = g.binary("Mul", g.binary("Sub", g.constant(1.0, dtype), ones.value), g.constant(-1e4, dtype))
+        return Named(g.binary("Add", g.binary("Mul", x.value, ones.value), low), x.dims)
 
     def causal(self) -> Named:
         """True where the key is not later than the query."""
@@ -932,9 +961,11 @@ class _Attention:
         wider = ir.DataType.DOUBLE if dtype == FLOAT else FLOAT
         if chance(15):
             scores = Named(g.cast(scores.value, wider), scores.dims)
-        weights = self.softmax(scores)
+        weights = self.beside_sinks(scores) if self.sinks_fit() else self.softmax(scores)
         if weights.value.dtype != dtype:
             weights = Named(g.cast(weights.value, dtype), weights.dims)
+        if chance(25) and not self.flaw and not self.by_hand:
+            weights = self.masked_again(weights)
         if self.flaw == "weights are an output":
             g.extra_outputs.append(weights.value)
         if self.flaw == "weights are used twice":
@@ -952,17 +983,70 @@ class _Attention:
             training = g.constant(self.flaw == "dropout in training", BOOL)
             value = g.op("Dropout", [weights.value, g.constant(0.5, FLOAT), training], sizes_of(weights.value))
             weights = Named(value, weights.dims)
+        gated = chance(8) and not self.flaw
+        if gated:
+            weights = self.tensor_scaled(weights, [a for a in ("h", "i", "b") if a in weights.axes and chance(50)])
         if chance(10):
             number = g.constant(pick((0.5, 2.0)), dtype)
             weights = Named(g.binary(pick(("Mul", "Div")), weights.value, number), weights.dims)
         weights = self.viewed(weights)
-        if chance(10) and (self.shifted or not self.by_hand):
+        if chance(10) and (self.shifted or not self.by_hand) and not gated:
             guard = g.where(
                 g.op("IsNaN", [weights.value], sizes_of(weights.value), BOOL), g.constant(0.0, dtype), weights.value
             )
             weights = Named(guard, weights.dims)
         assert pick((True,))
         return self.viewed(weights)
+
+    def masked_again(self, x: Named) -> Named:
+        """Weights put to zero where a mask of the scores has hidden the keys already."""
+        g = self.g
+        infinite = all(number == -np.inf for _, number in self.fills)
+        hidden = self.fills if infinite or len(self.fills) == self.steps == 1 else []
+        if not hidden or self.rescaled:
+            return x
+        condition, _ = self.choices.pick(hidden)
+        if len(condition.dims) > len(x.dims) or condition.dims != x.dims[len(x.dims) - len(condition.dims) :]:
+            fitting = [
+                have and have != want
+                for have, want in zip(condition.dims, x.dims[-len(condition.dims) :], strict=False)
+            ]
+            if len(condition.dims) > len(x.dims) or any(fitting):
+                return x  # the weights were given other dims since
+        assert x.value.dtype is not None
+        return Named(g.where(condition.value, x.value, g.constant(0.0, x.value.dtype)), x.dims)
+
+    def sinks_fit(self) -> bool:
+        """Whether to put sinks beside the scores; not beside those that a finite number may stand in place of."""
+        finite = any(number != -np.inf for _, number in self.fills)
+        return self.choices.chance(8) and not self.flaw and self.steps == len(self.fills) + self.biases and not finite
+
+    def beside_sinks(self, scores: Named) -> Named:
+        """The softmax over the scores and one or two more columns, which are cut off behind it."""
+        g, pick = self.g, self.choices.pick
+        count, first, axis = pick((1, 1, 2)), self.choices.chance(30), scores.dims.index(("j",))
+        assert scores.value.dtype is not None
+        keys = g.of["j"]
+        g.of["s"] = Size(count)
+        g.of["both"] = (
+            Size(keys.factor + count) if keys.is_static else Size.of(ir.SymbolicDim(f"{keys.dim()} + {count}"))
+        )
+        of = [a for a in ("h",) if a in scores.axes and g.of[a].is_static]
+        dims = tuple(("s",) if dim == ("j",) else dim for dim in scores.dims)
+        column = Named(g.weight([g.of[a] for a in [*of, "s"]]), tuple((a,) for a in [*of, "s"]))
+        if column.value.dtype != scores.value.dtype:
+            column = Named(g.cast(column.value, scores.value.dtype), column.dims)
+        column = g.arranged(column, [tuple(a for a in dim if a in column.axes) for dim in dims])
+        whole = g.expand(column.value, [g.size(dim) for dim in dims])
+        parts = [whole, scores.value] if first else [scores.value, whole]
+        joint = g.concat(parts, axis, g.of["both"])
+        if self.choices.chance(50):
+            joint = g.binary("Sub", joint, g.reduce("ReduceMax", joint, axis))
+        weights = g.softmax(joint, axis)
+        ends = (count, 2**31 - 1) if first else (0, -count)
+        inputs = [weights, g.ints(ends[0]), g.ints(ends[1]), g.ints(axis)]
+        self.by_hand = False
+        return Named(g.op("Slice", inputs, sizes_of(scores.value)), scores.dims)
 
     def softmax(self, scores: Named) -> Named:
         g, chance, x = self.g, self.choices.chance, scores.value
@@ -980,6 +1064,8 @@ class _Attention:
             return Named(g.unary("Sigmoid", x), scores.dims)
         self.by_hand = chance(20) or (self.flaw is not None and self.flaw.startswith("sum "))
         if not self.by_hand:
+            if chance(10):
+                x = g.binary("Sub", x, g.reduce("ReduceMax", x, axis))
             return Named(g.softmax(x, axis), scores.dims)
         self.shifted = chance(60)
         if self.shifted:
