@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,8 @@ def load(path: str | os.PathLike[str], attention: str, architecture: str | None,
         raise UsageError(f"transformers {transformers.__version__} has no {named}; choose a class with architecture=…")
     torch.manual_seed(seed)
     if folder.is_dir() and (any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))):
-        model = kind.from_pretrained(str(folder), local_files_only=True, attn_implementation=attention)
+        with redirect_stderr(StringIO()):  # its progress bar
+            model = kind.from_pretrained(str(folder), local_files_only=True, attn_implementation=attention)
     elif kind is transformers.AutoModel:
         model = kind.from_config(config, attn_implementation=attention)
     else:

@@ -170,13 +170,13 @@ def scalar(value: ir.Value | None) -> float | None:
 
 
 def factor_of(node: ir.Node) -> tuple[float, ir.Value] | None:
-    """The number that a Mul or Div applies, and what it applies it to; None where it is no such node."""
+    """The finite number that a Mul or Div applies, and what it applies it to; None where it is no such node."""
     if node.domain != "" or node.op_type not in ("Mul", "Div"):
         return None
     left, right = node.inputs
-    if left is not None and (number := scalar(right)):
+    if left is not None and (number := scalar(right)) and np.isfinite(number):
         return (number if node.op_type == "Mul" else 1.0 / number), left
-    if node.op_type == "Mul" and right is not None and (number := scalar(left)):
+    if node.op_type == "Mul" and right is not None and (number := scalar(left)) and np.isfinite(number):
         return number, right
     return None
 
@@ -709,6 +709,8 @@ def _forward_scale(node: ir.Node, walk: Walk, weights: Weights) -> None:
     left, right = node.inputs
     other = right if left is walk.value else left
     assert other is not None
+    if not np.isfinite(scalar(other) or 0.0):
+        raise NotAttention("the attention weights are multiplied by an infinite number")
     by = _aligned(other, walk.layout)
     if not set(by.layout.axes) & set(walk.keys):
         if node.op_type == "Div" and left is not walk.value:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from attnforge.export.canonicalize import (
     BOOL,
+    FLOAT,
     MASK_STEP,
     SILENT_ROWS,
     Site,
@@ -142,6 +143,16 @@ def _read(node: ir.Node) -> Attention:
     )
 
 
+def _scaled(op: Builder, query: ir.Value, scale: float) -> ir.Value:
+    """`query` times `scale`, which is not itself rounded to 16 bits: eager does not round it either."""
+    dtype = query.dtype
+    assert dtype is not None
+    if dtype.bitwidth != 16 or float(np.asarray(scale).astype(dtype.numpy())) == scale:
+        return like(op.Mul(query, constant(op, scale, dtype)), query)
+    wide = like(op.Cast(query, to=FLOAT.value), query, FLOAT)
+    return like(op.Cast(like(op.Mul(wide, constant(op, scale, FLOAT)), wide), to=dtype.value), query)
+
+
 def decompose(
     op: Builder,
     attention: Attention,
@@ -169,7 +180,7 @@ def decompose(
     """
     dtype = attention.dtype
     if attention.scale != 1.0:
-        query = like(op.Mul(query, constant(op, attention.scale, dtype)), query)
+        query = _scaled(op, query, attention.scale)
     scores = op.MatMul(query, key_transposed)
     typed(scores, dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
     if attention.softcap:

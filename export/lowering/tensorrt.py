@@ -165,7 +165,8 @@ def _apart(op: Builder, x: ir.Value) -> ir.Value:
 
 def _features_first(layout: Layout, a: Attention, features: str, tokens: str) -> bool:
     """Whether a layout has its features before its tokens, so that it must be transposed."""
-    places = [[layout.axes.index(axis) for axis in a.dims[name].axes] for name in (features, tokens)]
+    axes = layout.axes  # without those that it is repeated along
+    places = [[axes.index(axis) for axis in a.dims[name].axes if axis in axes] for name in (features, tokens)]
     return bool(places[0] and places[1]) and min(places[0]) < min(places[1])
 
 
