@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -18,6 +18,8 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m attnforge.benchmarks.patch_attention
+	$(BIN)/python -m attnforge.benchmarks.fusion_coverage
+	$(BIN)/python -m attnforge.benchmarks.scaling
 
 # Checks that a wheel holds every package, its types and the weights, and works away from the source.
 package: .venv/ready

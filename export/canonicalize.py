@@ -189,8 +189,9 @@ def _both_computed(scores: Scores) -> bool:
     return len(operands) == 2 and not any(constants)
 
 
-NEGLIGIBLE = -1e4
-"""A score below which a softmax gives a key no weight, where another key has an ordinary score."""
+NEGLIGIBLE = -9.9e3
+"""A score below which a softmax gives a key no weight, where another key has an ordinary score. People write -1e4,
+which is -9984 in bfloat16."""
 
 
 def _settle_zeroing(scores: Scores, weights: Weights) -> None:

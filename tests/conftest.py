@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -22,8 +22,11 @@ from attnforge.runtime.device import cuda_devices
 settings.register_profile(
     "ci", max_examples=100, derandomize=True, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    phases=[Phase.explicit, Phase.generate],  # shrinking a graph takes minutes
 )  # fmt: skip
-settings.register_profile("thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False)
+settings.register_profile(
+    "thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False, phases=list(Phase)
+)
 settings.load_profile("ci")
 
 Deploy = Callable[[str, str], Bundle]

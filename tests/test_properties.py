@@ -83,6 +83,7 @@ def lowerings(model: ir.Model, sites: list[Site], sizes: Mapping[str, int]) -> d
 def assert_same(got: Tensor, wanted: Tensor, tolerance: float, what: str, where_finite: bool = False) -> None:
     """NaN and infinity in the same places, and a relative error within the tolerance."""
     assert got.shape == wanted.shape, what
+    got, wanted = got.astype(np.float64), wanted.astype(np.float64)  # conditions, too
     if where_finite:
         finite = np.isfinite(wanted)
         got, wanted = got[finite], wanted[finite]
