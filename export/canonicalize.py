@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -33,7 +33,6 @@ from attnforge.export.layout import (
     replace_value,
     sizes_of,
     typed,
-    walk_back,
     walk_forward,
 )
 from attnforge.export.operators import READERS, is_standard, scale_of, standard
@@ -46,9 +45,10 @@ from attnforge.export.recognise import (
     Sink,
     Walk,
     Weights,
+    both_computed,
     same_value,
     strip_factors,
-    walk_to_output,
+    walk_to_outputs,
     walk_to_product,
     without_not,
 )
@@ -95,16 +95,12 @@ def canonicalize(model: ir.Model) -> list[Site]:
         RemoveUnusedNodesPass()(model)
     sites: list[Site] = []
     for node in list(model.graph):
-        name = _unused_name(node, sites)
-        site = None
         if (node.domain, node.op_type) in READERS:
-            site = _from_operator(model.graph, node, name)
+            sites.append(_from_operator(model.graph, node, _unused_name(node, sites)))
         elif node.domain == "" and node.op_type == "Softmax":
-            site = _from_softmax(model.graph, node, name)
+            sites += _from_softmax(model.graph, node, _unused_name(node, sites))
         elif node.domain == "" and node.op_type == "ArgMax":
-            site = _from_argmax(node, name)
-        if site is not None:
-            sites.append(site)
+            sites += _from_argmax(node, _unused_name(node, sites))
     RemoveUnusedNodesPass()(model)
     nodes = {node.name: node for node in model.graph}
     for site in sites:
@@ -147,16 +143,17 @@ def _unused_name(node: ir.Node, sites: list[Site]) -> str:
 # --- from a softmax ---------------------------------------------------------------------------------------------------
 
 
-def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> Site | None:
+def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site]:
+    """One site, or none, or one for each product that takes the weights."""
     source = node.inputs[0]
     assert source is not None
     try:
         layout = Layout.fresh(source)
     except LayoutError as error:
-        return Site(name, "Softmax", reason=str(error))
+        return [Site(name, "Softmax", reason=str(error))]
     dim = layout.dims[node.attributes.get_int("axis", -1)]
     if not dim:
-        return None  # a softmax over one element is no attention
+        return []  # a softmax over one element is no attention
     scores, weights = Scores(), Weights()
     reasons = []
     try:
@@ -164,29 +161,27 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> Site | None:
         weights.sink = scores.sink
     except (NotAttention, LayoutError) as error:
         reasons.append(str(error))
+    every = [weights]
     try:
-        walk_to_output(Walk(node.outputs[0], layout, dim[0]), weights)
-        _settle_zeroing(scores, weights)
+        every = walk_to_outputs(Walk(node.outputs[0], layout, dim[0]), weights)
     except (NotAttention, LayoutError) as error:
         reasons.append(str(error))
-    if weights.output is None and not _both_computed(scores):
-        return None  # a classifier's softmax, or another that weighs nothing
-    site = Site(name, "·".join([*reversed(scores.path), "Softmax", *weights.path]))
-    if not reasons:
-        try:
-            keys = Layout([(scores.sink.keys,) if scores.sink is not None else dim])
-            site.node = _emit(graph, name, scores, weights, keys, softmax_dtype=source.dtype)
-        except (NotAttention, LayoutError) as error:
-            reasons.append(str(error))
-    site.reason = "; ".join(reasons) or None
-    return site
-
-
-def _both_computed(scores: Scores) -> bool:
-    """Whether query and key both depend on the input: what tells attention from a classifier's last layer."""
-    operands = [o for o in (scores.query, scores.key) if o is not None]
-    constants = [ir.convenience.get_const_tensor(walk_back(o.value, o.layout)[0]) is not None for o in operands]
-    return len(operands) == 2 and not any(constants)
+    if every[0].output is None and not both_computed(scores):
+        return []  # a classifier's softmax, or another that weighs nothing
+    sites = []
+    for i, one in enumerate(every):
+        written_as = "·".join([*reversed(scores.path), "Softmax", *one.path])
+        site = Site(f"{name}, values {i + 1}" if i else name, written_as, reason="; ".join(reasons) or None)
+        if not reasons:
+            try:
+                keys = Layout([(scores.sink.keys,) if scores.sink is not None else dim])
+                own = replace(scores, masking=[replace(step) for step in scores.masking])
+                _settle_zeroing(own, one)
+                site.node = _emit(graph, site.name, own, one, keys, softmax_dtype=source.dtype)
+            except (NotAttention, LayoutError) as error:
+                site.reason = str(error)
+        sites.append(site)
+    return sites
 
 
 NEGLIGIBLE = -9.9e3
@@ -434,6 +429,8 @@ def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType, sized:
     for by in step.scales:
         scale = cast(op, _broadcastable(op, by.operand, canonical, sized), dtype)
         bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
+    if step.floor != -np.inf:
+        bias = like(op.Max(bias, constant(op, representable(step.floor, dtype), dtype)), bias)
     return bias
 
 
@@ -481,7 +478,7 @@ def _from_operator(graph: ir.Graph, node: ir.Node, name: str) -> Site:
     return site
 
 
-def _from_argmax(node: ir.Node, name: str) -> Site | None:
+def _from_argmax(node: ir.Node, name: str) -> list[Site]:
     """Hard alignment: the best key alone. Reported, since whoever wrote it may expect it fused."""
     source = node.inputs[0]
     assert source is not None
@@ -491,8 +488,8 @@ def _from_argmax(node: ir.Node, name: str) -> Site | None:
         dim = layout.dims[node.attributes.get_int("axis", 0)]
         walk_to_product(Walk(source, layout, dim[0]), scores)
     except (NotAttention, LayoutError, IndexError):
-        return None
-    if not _both_computed(scores):
-        return None
+        return []
+    if not both_computed(scores):
+        return []
     reason = "the alignment is hard (ArgMax): fused attention kernels compute a softmax"
-    return Site(name, "·".join([*reversed(scores.path), "ArgMax"]), reason=reason)
+    return [Site(name, "·".join([*reversed(scores.path), "ArgMax"]), reason=reason)]

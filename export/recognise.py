@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -56,11 +57,12 @@ class TensorScale:
 
 @dataclass
 class Bias:
-    """What is added to the scores, once multiplied by a factor and by tensors."""
+    """What is added to the scores, once multiplied by a factor and by tensors, and raised to a floor."""
 
     operand: Operand
     factor: float
     scales: list[TensorScale]
+    floor: float = -np.inf
 
 
 @dataclass
@@ -105,6 +107,7 @@ class Scores:
     scale: float = 1.0
     tensor_scales: list[TensorScale] = field(default_factory=list)
     softcap: float = 0.0
+    floor: float = -np.inf  # no score is less
     masking: list[Bias | Fill] = field(default_factory=list)  # the one nearest to the softmax first
     sink: Sink | None = None
     query: Operand | None = None
@@ -328,7 +331,7 @@ def is_zero_or_one(value: ir.Value | None) -> bool:
     if tensor is not None:
         return bool(np.isin(tensor.numpy(), (0, 1)).all())
     node = value.producer()
-    if node is None or node.domain != "":
+    if node is None or node.domain != "" or not node.inputs:
         return False
     source = node.inputs[0]
     if node.op_type == "Cast" and source is not None and source.dtype == ir.DataType.BOOL:
@@ -347,6 +350,21 @@ def _back_tanh(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     return _back_through(node, walk, scores)
 
 
+def _back_floor(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
+    """No score below about the least number of its type: that only makes finite what masks made infinite."""
+    values = [v for v in node.inputs[:2] if v is not None]
+    through = next((v for v in values if scalar(v) is None), None)
+    floor = next((number for v in values if (number := scalar(v)) is not None), None)
+    if through is None or through.dtype is None or floor is None or len(node.inputs) > 2 or scores.scale <= 0:
+        raise NotAttention(f"the scores go through {node.op_type}, which does more than to keep them finite")
+    if floor > max(-1e30, -0.99 * float(ml_dtypes.finfo(through.dtype.numpy()).max)):  # type: ignore[no-untyped-call]
+        raise NotAttention(f"the scores are kept above {floor:g}, which ordinary scores could reach")
+    if scores.softcap or scores.tensor_scales:
+        raise NotAttention("the scores are capped or scaled by a tensor behind a floor")
+    scores.floor = max(scores.floor, floor * scores.scale)
+    return through
+
+
 def _back_where(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
     condition, if_true, if_false = node.inputs
     assert condition is not None and if_true is not None and if_false is not None
@@ -357,7 +375,8 @@ def _back_where(node: ir.Node, walk: Walk, scores: Scores) -> ir.Value:
         if number is not None:
             if not number < np.inf:
                 raise NotAttention(f"Where puts {number} in the place of scores, which makes NaN of every row it meets")
-            scores.masking.append(Fill(_aligned(condition, walk.layout), inverted, number * scores.scale))
+            number = max(number * scores.scale, scores.floor)
+            scores.masking.append(Fill(_aligned(condition, walk.layout), inverted, number))
             return through
     raise NotAttention("Where chooses between two tensors of scores")
 
@@ -400,6 +419,8 @@ _BACK: dict[str, Callable[[ir.Node, Walk, Scores], ir.Value]] = {
     "Dropout": _back_dropout,
     "Neg": _back_negative,
     "Tanh": _back_tanh,
+    "Max": _back_floor,
+    "Clip": _back_floor,
 }
 
 
@@ -480,7 +501,7 @@ def _score_sum(node: ir.Node, walk: Walk, scores: Scores) -> None:
     sides = [(left, right, 1.0 if node.op_type == "Add" else -1.0)]
     if node.op_type == "Add":
         sides.append((right, left, 1.0))
-    reasons = []
+    reasons, found = [], []
     for through, bias, sign in sides:
         trial = replace(
             scores,
@@ -489,14 +510,26 @@ def _score_sum(node: ir.Node, walk: Walk, scores: Scores) -> None:
             tensor_scales=list(scores.tensor_scales),
         )
         try:
-            trial.masking.append(Bias(_aligned(bias, walk.layout), sign * scores.scale, list(scores.tensor_scales)))
+            scales = list(scores.tensor_scales)
+            trial.masking.append(Bias(_aligned(bias, walk.layout), sign * scores.scale, scales, scores.floor))
             walk_to_product(replace(walk, value=_same_size(through, walk, node)), trial)
         except (NotAttention, LayoutError) as error:
             reasons.append(str(error))
             continue
-        scores.__dict__.update(trial.__dict__)
+        found.append(trial)
+        if both_computed(trial):
+            break
+    if found:  # a bias may be a product as well, of queries and a table: then the other side holds the scores
+        scores.__dict__.update((found[-1] if both_computed(found[-1]) else found[0]).__dict__)
         return
     raise NotAttention(f"no side of {node.op_type} is an inner product of a query and a key: " + "; ".join(reasons))
+
+
+def both_computed(scores: Scores) -> bool:
+    """Whether query and key both depend on the input: what tells attention from a classifier's last layer."""
+    operands = [o for o in (scores.query, scores.key) if o is not None]
+    constants = [ir.convenience.get_const_tensor(walk_back(o.value, o.layout)[0]) is not None for o in operands]
+    return len(operands) == 2 and not any(constants)
 
 
 def _score_product(node: ir.Node, walk: Walk, scores: Scores) -> None:
@@ -643,11 +676,11 @@ def _einsum(node: ir.Node) -> Contraction:
 # --- forward from the softmax -----------------------------------------------------------------------------------------
 
 
-def walk_to_output(walk: Walk, weights: Weights) -> None:
-    """Walk forward from the attention weights to the product with the values; fill `weights`.
+def walk_to_outputs(walk: Walk, weights: Weights) -> list[Weights]:
+    """Walk forward from the attention weights to every product with values; `weights` filled, once for each.
 
     Raises:
-        NotAttention: the weights go elsewhere, or the product does not sum over the keys.
+        NotAttention: the weights go elsewhere as well, or a product does not sum over the keys.
         LayoutError: a view on the way mixes axes.
     """
     while True:
@@ -657,16 +690,43 @@ def walk_to_output(walk: Walk, weights: Weights) -> None:
                 weights.nan_rows_zeroed = True
                 weights.path.append("guard")
             continue
-        node = _only_use(walk.value, "attention weights")
+        users = {use.node for use in walk.value.uses() if use.node.op_type != "Shape"} - walk.also_used_by
+        if len(users) > 1 and not walk.value.is_graph_output():
+            return _every_output(walk, weights, users)
+        node = _only_use(walk.value, "attention weights", walk.also_used_by)
         weights.path.append(node.op_type)
         if is_product(node):
-            return _output_product(node, walk, weights)
+            _output_product(node, walk, weights)
+            return [weights]
         if node.op_type == "Mul" and (total := _sum_of(node)) is not None:
-            return _output_product(total, walk, weights)
+            _output_product(total, walk, weights)
+            return [weights]
         sink = weights.sink
         layout = after_view(node, walk.layout) if is_view(node) else _forward(node, walk, weights)
         axis = sink.keys if sink is not None and weights.sink is None else walk.softmax_axis
         walk = Walk(node.outputs[0], layout, axis)
+
+
+def _every_output(walk: Walk, weights: Weights, users: set[ir.Node]) -> list[Weights]:
+    """Weights that several products take: each is an attention of its own, over the same scores."""
+    found = []
+    for node in sorted(users, key=lambda user: user.name or ""):
+        one = replace(
+            weights,
+            tensor_scales=list(weights.tensor_scales),
+            kept_rows=list(weights.kept_rows),
+            zeroed_rows=list(weights.zeroed_rows),
+            zeroing=list(weights.zeroing),
+            path=list(weights.path),
+        )
+        try:
+            found += walk_to_outputs(replace(walk, also_used_by=frozenset(users - {node})), one)
+        except (NotAttention, LayoutError) as error:
+            raise NotAttention(
+                f"the attention weights {walk.value.name!r} are used {len(users)} times, not for values alone "
+                f"({error}); a fused kernel never has them in memory"
+            ) from error
+    return found
 
 
 def _forward(node: ir.Node, walk: Walk, weights: Weights) -> Layout:

@@ -91,11 +91,19 @@ def _is_guarded(weights: ir.Value) -> bool:
 
 
 def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
-    """The same for the Exp of a LogSoftmax."""
+    """The same for the Exp of a LogSoftmax, or of scores less the logarithm of the sum of their exponentials."""
     log = exp.inputs[0].producer() if exp.inputs[0] is not None else None
-    if log is None or log.domain != "" or log.op_type != "LogSoftmax" or log.inputs[0] is None:
+    if log is None or log.domain != "" or log.op_type not in ("LogSoftmax", "Sub"):
         return None
-    return log.inputs[0], log.attributes.get_int("axis", -1)
+    source = log.inputs[0]
+    assert source is not None
+    if log.op_type == "LogSoftmax":
+        return source, log.attributes.get_int("axis", -1)
+    total = log.inputs[1].producer() if log.inputs[1] is not None else None
+    if total is None or total.op_type != "ReduceLogSumExp" or total.inputs[0] is not source:
+        return None
+    axis = _one_axis(total)
+    return (source, axis) if axis is not None else None
 
 
 def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None:

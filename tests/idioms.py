@@ -643,6 +643,36 @@ def log_softmax_exponentiated(s, x):
 
 
 @idiom()
+def logarithm_of_the_sum_taken_off(s, x):
+    q, k, v = s.qkv(x)
+    scores = q @ k.mT / 4
+    return s.merge((scores - scores.logsumexp(-1, keepdim=True)).exp() @ v)
+
+
+@masked
+def mask_added_and_kept_finite(s, x, mask):
+    q, k, v = s.qkv(x)
+    least = torch.finfo(x.dtype).min
+    scores = q @ k.mT / 4 + torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, least)[:, None]
+    return s.merge(torch.max(scores, torch.tensor(least, dtype=x.dtype)).softmax(-1) @ v)
+
+
+@idiom()
+def multiplied_by_a_causal_table(s, x):
+    q, k, v = s.qkv(x)
+    n = x.shape[1]
+    below = torch.ones(MAX_TOKENS, MAX_TOKENS).tril()[:n, :n].to(x.dtype)
+    return s.merge((q @ k.mT / 4 * below - 1e4 * (1 - below)).softmax(-1) @ v)
+
+
+@idiom()
+def bias_of_queries_and_a_table_first(s, x):
+    q, k, v = s.qkv(x)
+    bias = torch.einsum("bhid,hjd->bhij", q, s.table[:, : x.shape[1], :HEAD_DIM])
+    return s.merge((bias + q @ k.mT / 4).softmax(-1) @ v)
+
+
+@idiom()
 def divided_behind_the_values(s, x):
     q, k, v = s.qkv(x)
     weights = (q @ k.mT / 4).exp()

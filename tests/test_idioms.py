@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from idioms import IDIOMS, Idiom
+from idioms import IDIOMS, X_DIMS, Idiom, Layers, X
 
 import attnforge
 from attnforge.arrays import Array, to_numpy
@@ -118,6 +118,22 @@ def test_attention_alone_in_bf16_leaves_onnxruntime_in_fp32(name: str, tmp_path:
     assert bundle.manifest.targets["onnxruntime"].attention_precision is None
     report = attnforge.verify(bundle, ["onnxruntime-cpu"])
     assert report.passed and report.backends["onnxruntime-cpu"].budget < 1e-4
+
+
+def two_products(s: Layers, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = s.qkv(x)
+    weights = (q @ k.mT / 4).softmax(-1)
+    return s.merge(weights @ v) + s.merge(weights @ v.square())
+
+
+def test_weights_that_two_products_take_are_two_sites(tmp_path: Path) -> None:
+    found = captured(Idiom("two_products", two_products, (X,), {"x": X_DIMS}, None), "fp32")
+    sites = canonicalize(found.model)
+    assert [site.reason for site in sites] == [None, None] and len({site.name for site in sites}) == 2
+    for_onnxruntime.lower(found.model, sites, {})
+    inputs = {"x": X.numpy()}
+    truth = run(in_float64(found.module), inputs, torch.float64)["output"].numpy()
+    assert relative_error(run_onnx(found.model, tmp_path / "model.onnx", inputs), truth) <= 2e-6
 
 
 def test_there_are_sixty_and_they_vary() -> None:
