@@ -25,6 +25,7 @@ from attnforge.export.layout import (
     Layout,
     LayoutError,
     Sized,
+    broadcast_like,
     constant,
     dims_of,
     insert,
@@ -450,13 +451,6 @@ def _broadcastable(op: Builder, operand: Operand, layout: Layout, sized: Sequenc
     present = set(operand.layout.axes)
     target = Layout(dim if present & set(dim) else () for dim in layout.dims)
     return rearrange(op, operand.value, operand.layout, target, sized)
-
-
-def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
-    """Set on `value` the type of `first` and the shape to which `first` and `second`, of one rank, broadcast."""
-    assert first.shape is not None and second.shape is not None
-    assert first.dtype is not None
-    return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
 
 
 # --- from other anchors -----------------------------------------------------------------------------------------------

@@ -445,6 +445,13 @@ def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> 
     return typed(value, dtype, dims_of(other))
 
 
+def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
+    """Set on `value` the type of `first` and the shape to which `first` and `second`, of one rank, broadcast."""
+    assert first.shape is not None and second.shape is not None
+    assert first.dtype is not None
+    return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
+
+
 def insert(
     graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False, stem: str | None = None
 ) -> ir.Value:

@@ -19,6 +19,7 @@ from attnforge.export.layout import (
     ONE,
     Builder,
     Size,
+    broadcast_like,
     constant,
     dims_of,
     insert,
@@ -114,14 +115,14 @@ def _joined(op: Builder, given: Given, plain_causal: bool) -> ir.Value | None:
         conditions.append(_in_reach(op, given))
     mask = None
     for bias in biases:
-        mask = bias if mask is None else _broadcast(op.Add(mask, bias), mask, bias)
+        mask = bias if mask is None else broadcast_like(op.Add(mask, bias), mask, bias)
     allowed = None
     for condition in conditions:
-        allowed = condition if allowed is None else _broadcast(op.And(allowed, condition), allowed, condition)
+        allowed = condition if allowed is None else broadcast_like(op.And(allowed, condition), allowed, condition)
     if mask is None or allowed is None:
         return allowed if mask is None else mask
     assert mask.dtype is not None
-    return _broadcast(op.Where(allowed, mask, constant(op, -np.inf, mask.dtype)), mask, allowed)
+    return broadcast_like(op.Where(allowed, mask, constant(op, -np.inf, mask.dtype)), mask, allowed)
 
 
 def _in_reach(op: Builder, given: Given) -> ir.Value:
@@ -426,10 +427,3 @@ def _rotated(
     if dim != sizes_of(x)[3].factor:
         attributes["rotary_embedding_dim"] = dim
     return like(op.op("RotaryEmbedding", [x, cosine, sine, positions], attributes), x)
-
-
-def _broadcast(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
-    """Set on `value` the type of `first`, and the shape that both have together."""
-    assert first.dtype is not None
-    dims = [b if a == 1 else a for a, b in zip(dims_of(first), dims_of(second), strict=True)]
-    return typed(value, first.dtype, dims)
