@@ -88,7 +88,8 @@ def deploy(
     model: Annotated[
         str,
         typer.Argument(
-            help="A registered name, package.module:function, or an .onnx or .pt2 file.", show_default=False
+            help="A registered name, package.module:function, hf:FOLDER, or an .onnx or .pt2 file.",
+            show_default=False,
         ),
     ],
     out_folder: Annotated[
@@ -143,7 +144,9 @@ def deploy(
     with _stages(as_json) as progress:
         progress(f"build {model}")
         example, source = given(model, _options(option), weights, _ranges(dim))
-        name, default = (Path(model).stem, "own") if source is None else (Path(model.rpartition(":")[2]).name, "fp32")
+        name, default = (
+            (Path(model).stem, "own") if source is None else (Path(model.rpartition(":")[2]).resolve().name, "fp32")
+        )
         try:
             bundle = deploy_model(
                 example.module,

@@ -76,14 +76,27 @@ def example(
         UsageError: no configuration is there, an option cannot be meant, or the inputs of that architecture are others
             than token ids, pixels, audio features or waveforms.
     """
-    model: Any = load(path, attention, architecture, int(seed))
+    if attention not in ("eager", "sdpa"):
+        raise UsageError(f"attention={attention!r}; give eager or sdpa, the forms that can be exported")
+    model: Any = load(path, attention, architecture, _number("seed", seed))
     if part is not None:
         if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
-            raise UsageError(f"{type(model).__name__} has no part {part!r}; there are encoder and decoder")
+            raise UsageError(f"{type(model).__name__} has no part {part!r}; encoder-decoders have encoder and decoder")
         model = getattr(model, f"get_{part}")()
     return around(
-        model, int(batch), int(tokens), int(max_batch), None if max_tokens is None else int(max_tokens), dynamic
+        model,
+        _number("batch", batch),
+        _number("tokens", tokens),
+        _number("max_batch", max_batch),
+        None if max_tokens is None else _number("max_tokens", max_tokens),
+        dynamic,
     )
+
+
+def _number(name: str, given: int | str) -> int:
+    if not str(given).isdecimal():
+        raise UsageError(f"{name} is {given!r}; give a whole number")
+    return int(given)
 
 
 def load(path: str | os.PathLike[str], attention: str, architecture: str | None, seed: int) -> nn.Module:
@@ -92,22 +105,39 @@ def load(path: str | os.PathLike[str], attention: str, architecture: str | None,
     folder = Path(path)
     if not (folder.is_file() or (folder / "config.json").is_file()):
         raise UsageError(f"no Hugging Face configuration at {folder}; give a folder with config.json, or such a file")
-    config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise UsageError(
+            f"{folder} holds no configuration that transformers knows: {str(error).splitlines()[0]}"
+        ) from error
     named = architecture or next(iter(config.architectures or ()), None)
     kind = getattr(transformers, named, None) if named else transformers.AutoModel
     if kind is None:
-        raise UsageError(f"transformers {transformers.__version__} has no {named}; choose a class with architecture=…")
+        raise UsageError(
+            f"transformers {transformers.__version__} has no {named}; give a class of its own, such as "
+            "architecture=BertModel"
+        )
     torch.manual_seed(seed)
+    try:
+        return _made(kind, config, folder, attention).eval()
+    except (ValueError, OSError, NotImplementedError) as error:  # a form that it lacks, weights that do not fit
+        raise UsageError(
+            f"transformers cannot make {kind.__name__} of {folder}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _made(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
     if folder.is_dir() and (any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))):
         with redirect_stderr(StringIO()):  # its progress bar
             model = kind.from_pretrained(str(folder), local_files_only=True, attn_implementation=attention)
-    elif kind is transformers.AutoModel:
+    elif kind.__name__ == "AutoModel":
         model = kind.from_config(config, attn_implementation=attention)
     else:
         config._attn_implementation = attention
         model = kind(config)
     assert isinstance(model, nn.Module)
-    return model.eval()
+    return model
 
 
 def around(
@@ -124,11 +154,16 @@ def around(
         raise UsageError(f"dynamic={dynamic!r} names {', '.join(sorted(unknown))}; of these may vary: batch, tokens")
     model.config.use_cache = False
     inputs = example_inputs(model, batch, tokens)
-    dims: dict[str, Any] = {}
-    if "batch" in varying:
-        dims["batch"] = Dim("batch", min=1, max=max_batch)
-    if "tokens" in varying:
-        dims["tokens"] = Dim("tokens", min=SHORTEST, max=max_tokens or longest(model.config))
+    most = max_tokens or longest(model.config)
+    bounds = {"batch": (1, batch, max_batch), "tokens": (SHORTEST, tokens, most)}
+    for name in varying:
+        least, usual, largest = bounds[name]
+        if least == largest or not least <= usual <= largest:
+            raise UsageError(
+                f"{name} is {usual} in the example and is to vary from {least} to {largest}; choose {name} and "
+                f"max_{name} to fit, or leave {name} out of dynamic"
+            )
+    dims = {name: Dim(name, min=bounds[name][0], max=bounds[name][2]) for name in varying}
     shapes: dict[str, dict[int, Any] | None] = {
         name: {i: dims[dim] for i, dim in enumerate(("batch", "tokens")) if dim in dims and (i == 0 or _is_text(name))}
         for name in inputs

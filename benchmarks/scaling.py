@@ -91,7 +91,7 @@ def table(figures: dict[str, Any]) -> str:
     lines += [
         f"| {stage} | " + " | ".join(f"{times[stage]:.2f}" for times in seconds.values()) + " |" for stage in stages
     ]
-    where = f"{figures['machine']['processor']}, {figures['machine']['threads']} threads; `{figures['command']}`"
+    where = f"{figures['machine']['processor']}, CPU threads: {figures['machine']['threads']}; `{figures['command']}`"
     return "\n".join([*lines, "", f"All but the export grow with layers^{figures['exponent']:.2f}. {where}"])
 
 

@@ -82,11 +82,18 @@ def is_standard(node: ir.Node) -> bool:
     return (
         node.domain == ""
         and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in operands)
-        and (inputs[3] is None or (inputs[3].shape is not None and len(inputs[3].shape) == 4))
+        and _is_whole(inputs[3], inputs[1])
         and all(v is None for v in inputs[4:])
         and not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
     )
+
+
+def _is_whole(mask: ir.Value | None, key: ir.Value | None) -> bool:
+    """Whether a mask has four dims, the last as long as the keys or one."""
+    if mask is None or key is None:
+        return True
+    return mask.shape is not None and len(mask.shape) == 4 and sizes_of(mask)[3] in (ONE, sizes_of(key)[2])
 
 
 def _emit(op: Builder, given: Given, name: str) -> ir.Value:
@@ -194,6 +201,8 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Given:
     given = Given(
         query, key, value, scale_of(node, query), is_causal=bool(node.attributes.get_int("unidirectional", 0))
     )
+    if given.is_causal and past_key is None and sizes_of(query)[2] != sizes_of(given.key)[2]:
+        raise NotAttention("a causal MultiHeadAttention over more or fewer keys than queries, without a past")
     _remember(op, node, given, past_key, past_value)
     _pad(op, node, given, padding)
     if added is not None:
@@ -234,7 +243,7 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Given:
     heads, shared = _integer(node, "num_heads"), _integer(node, "kv_num_heads")
     if past_key is not None or past_value is not None or any(_is_used(output) for output in node.outputs[1:]):
         raise NotAttention("a GroupQueryAttention with a cache, whose buffer may hold more keys than there are")
-    if node.attributes.get_int("smooth_softmax", 0) or any(v is not None for v in others):
+    if node.attributes.get_int("smooth_softmax", 0) == 1 or any(v is not None for v in others):
         raise NotAttention("a GroupQueryAttention with sinks or a quantised cache")
     if key is None:  # all in one: (B, n, (H + 2·H')·d)
         query, key, value = _unpacked(op, query, heads, shared)
@@ -394,7 +403,8 @@ def _pad(op: Builder, node: ir.Node, given: Given, mask: ir.Value | None) -> Non
         return
     rank = len(sizes_of(mask))
     if rank not in (2, 3):
-        raise NotAttention(f"a {node.op_type} whose padding is given by lengths")
+        how = "by lengths" if rank == 1 else f"on {rank} dims"
+        raise NotAttention(f"a {node.op_type} whose padding is given {how}")
     low = node.attributes.get_float("mask_filter_value", -10000.0)
     dtype = given.query.dtype
     assert dtype is not None

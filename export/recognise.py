@@ -10,7 +10,7 @@ its reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import ml_dtypes
@@ -432,7 +432,7 @@ def _shift_by_maximum(node: ir.Node, walk: Walk, scores: Scores) -> frozenset[ir
     left, right = node.inputs
     assert left is not None and right is not None
     finite = any(isinstance(step, Fill) and step.number != -np.inf for step in scores.masking)
-    if node.op_type != "Sub" or scores.softcap or finite:
+    if node.op_type != "Sub" or scores.softcap or finite or scores.sink is not None:
         return None
     try:
         largest = _aligned(right, walk.layout)
@@ -711,14 +711,10 @@ def _every_output(walk: Walk, weights: Weights, users: set[ir.Node]) -> list[Wei
     """Weights that several products take: each is an attention of its own, over the same scores."""
     found = []
     for node in sorted(users, key=lambda user: user.name or ""):
-        one = replace(
-            weights,
-            tensor_scales=list(weights.tensor_scales),
-            kept_rows=list(weights.kept_rows),
-            zeroed_rows=list(weights.zeroed_rows),
-            zeroing=list(weights.zeroing),
-            path=list(weights.path),
-        )
+        one = replace(weights)
+        for each in fields(one):  # what one of them adds is not the others'
+            if isinstance(value := getattr(one, each.name), list):
+                setattr(one, each.name, list(value))
         try:
             found += walk_to_outputs(replace(walk, also_used_by=frozenset(users - {node})), one)
         except (NotAttention, LayoutError) as error:
@@ -788,12 +784,15 @@ def _cut_sinks(node: ir.Node, walk: Walk, weights: Weights) -> Layout:
     """The weights of the keys alone, behind a softmax that ran over keys and sinks."""
     sink = weights.sink
     constants = [ir.convenience.get_const_tensor(v) if v is not None else None for v in node.inputs[1:]]
-    starts, _, axes, *steps = [*constants, None][:4]
+    starts, _, axes, step = [*constants, None, None][:4]
     sizes = sizes_of(node.outputs[0])
     axis = walk.layout.dims.index((sink.joint,)) if sink is not None and (sink.joint,) in walk.layout.dims else None
     if sink is None or axis is None or starts is None or axes is None or axes.size != 1:
         raise NotAttention("the attention weights are sliced before they meet the values")
-    step = steps[0] if steps else None
+    if step is None and len(node.inputs) > 4:
+        raise NotAttention(
+            "the attention weights are sliced before they meet the values, by steps that are not constant"
+        )
     first = int(starts.numpy().reshape(()))
     joined = sink.joint.size
     from_end = first < 0 and joined.is_static and first + joined.factor == (sink.count if sink.first else 0)

@@ -28,6 +28,8 @@ def repair(model: ir.Model) -> bool:
         for i, cache in enumerate(node.inputs[1:3], start=1):
             assert cache is not None
             _know_shape(cache)
+            if cache.shape is None or x.shape is None:
+                continue
             if sizes_of(cache)[0] == ONE and sizes_of(x)[0] != ONE:
                 key = cache, str(dims_of(x)[0])  # layers share their caches
                 if key not in expanded:

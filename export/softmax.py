@@ -31,6 +31,8 @@ def restore_softmax(model: ir.Model) -> bool:
 
 
 def _restore(graph: ir.Graph, node: ir.Node) -> bool:
+    if node.outputs[0].shape is None:
+        return False
     found = _divided(node) if node.op_type == "Div" else _exponentiated(node)
     if found is not None:
         replace_value(node.outputs[0], _softmax(graph, node, *found))
@@ -111,6 +113,8 @@ def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None
     exp = product.inputs[0].producer() if product.inputs and product.inputs[0] is not None else None
     total = _maker(div.inputs[1])
     if product.domain != "" or product.op_type != "MatMul" or len(product.outputs[0].uses()) != 1:
+        return None
+    if product.outputs[0].is_graph_output():
         return None
     if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
         return None

@@ -110,6 +110,15 @@ def test_options_and_errors(tmp_path: Path) -> None:
         example(folder, dynamic="heads")
     with pytest.raises(UsageError, match="no part 'middle'"):
         example(folder, part="middle")
+    with pytest.raises(UsageError, match="batch is 'many'; give a whole number"):
+        example(folder, batch="many")
+    with pytest.raises(UsageError, match="attention='flash'; give eager or sdpa"):
+        example(folder, attention="flash")
+    with pytest.raises(UsageError, match="batch is 1 in the example and is to vary from 1 to 1; choose batch"):
+        example(folder, batch=1, max_batch=1)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds no configuration that transformers knows"):
+        example(tmp_path)
     T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50).save_pretrained(tmp_path / "t5")
     assert list(example(tmp_path / "t5").dynamic_shapes) == ["input_ids", "attention_mask", "decoder_input_ids"]
     assert list(example(tmp_path / "t5", part="encoder").dynamic_shapes) == ["input_ids", "attention_mask"]

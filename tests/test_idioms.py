@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -134,6 +135,32 @@ def test_weights_that_two_products_take_are_two_sites(tmp_path: Path) -> None:
     inputs = {"x": X.numpy()}
     truth = run(in_float64(found.module), inputs, torch.float64)["output"].numpy()
     assert relative_error(run_onnx(found.model, tmp_path / "model.onnx", inputs), truth) <= 2e-6
+
+
+def sink_beside_shifted_scores(s: Layers, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = s.qkv(x)
+    scores = q @ k.mT / 4
+    scores = scores - scores.amax(-1, keepdim=True)
+    sinks = s.per_head.expand(x.shape[0], -1, x.shape[1], -1)
+    return s.merge(torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ v)
+
+
+def numerator_is_an_output(s: Layers, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = s.qkv(x)
+    weights = (q @ k.mT / 4).exp()
+    product = weights @ v
+    return product / weights.sum(-1, keepdim=True), product
+
+
+@pytest.mark.parametrize("forward", [sink_beside_shifted_scores, numerator_is_an_output])
+def test_what_only_looks_like_an_idiom_stays_the_same(forward: Any, tmp_path: Path) -> None:
+    found = captured(Idiom(forward.__name__, forward, (X,), {"x": X_DIMS}, None), "fp32")
+    assert all(site.node is None for site in canonicalize(found.model))
+    inputs = {"x": X.numpy()}
+    truth = run(in_float64(found.module), inputs, torch.float64)
+    ir.save(found.model, file := tmp_path / "model.onnx")
+    results = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, inputs)
+    assert all(relative_error(got, t.numpy()) <= 2e-6 for got, t in zip(results, truth.values(), strict=True))
 
 
 def test_there_are_sixty_and_they_vary() -> None:

@@ -209,6 +209,10 @@ def valid_rows(written: Written, shape: tuple[int, ...]) -> Array:
             "scores are an output",
         ),
         (
+            Written("MultiHeadAttention", [beside(N), beside(M), beside(M)], {"num_heads": H, "unidirectional": 1}),
+            "more or fewer keys than queries",
+        ),
+        (
             Written("MultiHeadAttention", [beside(N), beside(M), beside(M), None, np.array([5, 2], np.int32)],
                     {"num_heads": H}),
             "padding is given by lengths",

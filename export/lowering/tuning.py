@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-import sympy
 
 from attnforge.arrays import Array
 from attnforge.export.canonicalize import BOOL, MASK_STEP
@@ -119,14 +118,14 @@ def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
     Raises:
         Unmeasurable: a symbol is none of them, nor an expression of them.
     """
-    known = {name: sympy.Integer(number) for name, number in sizes.items()}
     try:
-        factors = [sympy.sympify(symbol, locals=known) for symbol in size.symbols]
-    except sympy.SympifyError:
-        factors = [sympy.nan]
-    if not all(factor.is_Integer for factor in factors):
+        factors = [ir.SymbolicDim(symbol).evaluate(sizes) for symbol in size.symbols]
+    except ValueError:
+        factors = [ir.SymbolicDim(None)]  # an expression of another grammar
+    known = [factor for factor in factors if isinstance(factor, int)]
+    if len(known) < len(factors):
         raise Unmeasurable(f"the dim {size.dim()} is not known before it runs")
-    return size.factor * prod(int(factor) for factor in factors)
+    return size.factor * prod(known)
 
 
 def _measure(
@@ -145,6 +144,8 @@ def _measure(
         except Exception as error:  # a kernel that refuses this shape is a result
             dropped[candidate.form] = "ONNX Runtime refuses it: " + str(error).strip().splitlines()[0]
             runs.pop(candidate.form, None)
+            if expected is None:
+                raise Unmeasurable("ONNX Runtime refuses the form that the others are held to") from error
             continue
         expected = got if expected is None else expected
         if reason := _disagreement(got, expected):
