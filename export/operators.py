@@ -83,6 +83,7 @@ def is_standard(node: ir.Node) -> bool:
         node.domain == ""
         and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in operands)
         and _is_whole(inputs[3], inputs[1])
+        and not (inputs[3] is not None and node.attributes.get_int("is_causal", 0))
         and all(v is None for v in inputs[4:])
         and not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
@@ -99,7 +100,8 @@ def _is_whole(mask: ir.Value | None, key: ir.Value | None) -> bool:
 def _emit(op: Builder, given: Given, name: str) -> ir.Value:
     query, key, value = given.query, given.key, given.value
     attributes: dict[str, float | int] = {"scale": given.scale}
-    plain_causal = given.is_causal and given.offset is None and given.window == (-1, -1)
+    # Together with a mask it is written out: a query may be left without keys by both that neither leaves so.
+    plain_causal = given.is_causal and given.offset is None and given.window == (-1, -1) and not given.masks
     if plain_causal:
         attributes["is_causal"] = 1
     if given.softcap:

@@ -108,6 +108,10 @@ WRITTEN = {
     "cache, three dims, bias": Written(
         "Attention", [beside(2), beside(2), beside(2), normal(2, 5), *CACHE], {**HEADS, "is_causal": 1}, "", 3
     ),
+    "causal, queries without keys by both": Written(
+        "Attention", [apart(N), apart(N), apart(N), np.tri(N, N, -2, dtype=bool).T | np.eye(N, N, -4, dtype=bool)],
+        {"is_causal": 1}, "",
+    ),
     "soft cap": Written("Attention", [beside(N), beside(M), beside(M)], {**HEADS, "softcap": 3.0}, ""),
     "multi-head": Written("MultiHeadAttention", [beside(N), beside(M), beside(M)], {"num_heads": H}),
     "multi-head, biases": Written(
