@@ -79,11 +79,12 @@ def is_standard(node: ir.Node) -> bool:
     """Whether an Attention node is canonical as it stands."""
     inputs = [*node.inputs, *[None] * 7]
     operands = inputs[:3]
+    is_causal = node.attributes.get_int("is_causal", 0)
     return (
         node.domain == ""
         and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in operands)
         and _is_whole(inputs[3], inputs[1])
-        and not (inputs[3] is not None and node.attributes.get_int("is_causal", 0))
+        and not (inputs[3] is not None and is_causal)
         and all(v is None for v in inputs[4:])
         and not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
