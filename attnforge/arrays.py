@@ -1,4 +1,4 @@
-"""Arrays of any kind to NumPy, and back to torch, without importing torch."""
+"""Arrays of any kind to NumPy, and back to the kind that came in, without importing their libraries."""
 
 from __future__ import annotations
 
@@ -14,16 +14,34 @@ from attnforge.errors import InputError
 Array = NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
+CUDA_DEVICES = (2, 13)
+"""What `__dlpack_device__` says of memory that a GPU computes on: its own, and managed memory."""
+
+
+def library_of(value: object) -> str:
+    """Name of the package that an array's type is from, such as `numpy`, `torch`, `cupy` or `jaxlib`."""
+    return "torch" if is_torch(value) else type(value).__module__.partition(".")[0]
+
 
 def is_torch(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] == "torch"
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def on_gpu(value: Any) -> bool:
+    """Whether an array of any kind lies in a CUDA device's memory."""
+    if isinstance(value, np.ndarray):
+        return False
+    if hasattr(value, "__dlpack_device__"):
+        return int(value.__dlpack_device__()[0]) in CUDA_DEVICES
+    return hasattr(value, "__cuda_array_interface__")
 
 
 def to_numpy(name: str, value: Any) -> Array:
     """`value` as a NumPy array, without a copy where its memory can be shared.
 
     Raises:
-        InputError: it is neither a NumPy array nor offers DLPack.
+        InputError: it is neither a NumPy array nor offers DLPack, or it is another library's than torch's and on a GPU.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -34,6 +52,11 @@ def to_numpy(name: str, value: Any) -> Array:
         )  # views that are conjugate or negative by a mark alone
         if value.dtype == torch.bfloat16:  # NumPy has no bfloat16 of its own, so DLPack cannot carry it there
             return np.from_dlpack(value.contiguous().view(torch.int16)).view(BFLOAT16)
+    elif on_gpu(value):
+        raise InputError(
+            f"input {name!r} is on a GPU and this backend computes on the CPU; copy it to the host first, or load the "
+            "bundle on a backend that runs on the GPU"
+        )
     if hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)
     raise InputError(
@@ -47,3 +70,14 @@ def to_torch(array: Array) -> Any:
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def from_gpu(view: Any, library: str) -> Any:
+    """What offers DLPack on a GPU as an array of `library`; of one that is unknown, the view itself."""
+    if library == "torch":
+        return sys.modules["torch"].from_dlpack(view)
+    if library == "cupy":
+        return sys.modules["cupy"].from_dlpack(view)
+    if library in ("jax", "jaxlib"):
+        return sys.modules["jax"].dlpack.from_dlpack(view)
+    return view

@@ -116,10 +116,16 @@ class Certificate(Record):
     details: list[SiteRecord]
 
 
+Range = tuple[int, int, int]
+"""Least, usual and largest size of a dim: TensorRT's min, opt and max."""
+
+
 class Engine(Record):
     """A TensorRT plan.
 
     Attributes:
+        compute_capabilities: that it is for, as `SM89`; `portable` is SM80 and later.
+        profiles: the optimization profiles, each the range of every symbol; the first is the whole of what is taken.
         activation_memory: bytes on the device for all between inputs and outputs, at the largest sizes, where the
             builder says.
     """
@@ -132,6 +138,7 @@ class Engine(Record):
     size: int
     build_seconds: float
     activation_memory: int | None = None
+    profiles: list[dict[str, Range]] = []
 
 
 class Tuning(Record):
@@ -211,21 +218,43 @@ class Bundle:
         manifest: what it holds.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, check_plans: bool = True) -> None:
         """Open and check the bundle at `path`.
+
+        Args:
+            path: the folder.
+            check_plans: without, TensorRT's plans may be missing or altered, for who builds them anew.
 
         Raises:
             BundleError: no bundle is there, its schema is another, or a file is missing or altered.
         """
         self.path = Path(path)
         self.manifest = _read_manifest(self.path)
-        _check_files(self.path, self.manifest)
+        plans = {engine.file for target in self.manifest.targets.values() for engine in target.engines}
+        for name in self.manifest.files:
+            if check_plans or name not in plans:
+                self.check(name)
 
     def file(self, name: str) -> Path:
         """Path of a file that the manifest lists."""
         if name not in self.manifest.files:
             raise BundleError(f"{self.path} has no {name}; it was deployed for {', '.join(self.manifest.targets)}")
         return self.path / name
+
+    def check(self, name: str) -> None:
+        """That a file that the manifest lists is there and unaltered.
+
+        Raises:
+            BundleError: it is not.
+        """
+        file = self.path / name
+        if not file.resolve().is_relative_to(self.path.resolve()):
+            raise BundleError(f"{self.path / MANIFEST} lists {name!r}, which is outside the bundle; do not use it")
+        again = "build it again with load(…, rebuild=True)" if name.endswith(".plan") else "deploy the model again"
+        if not file.is_file():
+            raise BundleError(f"{file} is missing; copy the bundle again, or {again}")
+        if sha256(file) != self.manifest.files[name]:
+            raise BundleError(f"{file} was altered (its sha256 is not the manifest's); do not use it; {again}")
 
     def __repr__(self) -> str:
         return f"Bundle({str(self.path)!r}, {self.manifest.name}, {self.manifest.precision})"
@@ -252,19 +281,6 @@ def _read_manifest(path: Path) -> Manifest:
 
 class _Version(BaseModel):
     schema_version: Annotated[int, Field(strict=True)]
-
-
-def _check_files(path: Path, manifest: Manifest) -> None:
-    for name, expected in manifest.files.items():
-        file = path / name
-        if not file.resolve().is_relative_to(path.resolve()):
-            raise BundleError(f"{path / MANIFEST} lists {name!r}, which is outside the bundle; do not use it")
-        if not file.is_file():
-            raise BundleError(f"{file} is missing; copy the bundle again or deploy the model again")
-        if sha256(file) != expected:
-            raise BundleError(
-                f"{file} was altered (its sha256 is not the manifest's); do not use it, deploy the model again"
-            )
 
 
 def _holds_bundle(folder: Path) -> bool:

@@ -110,6 +110,10 @@ def deploy(
         list[str] | None,
         typer.Option(help="What the TensorRT-RTX plan is for (SM89, CURRENT, …); repeat. Portable by default."),
     ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(help="A further TensorRT profile, as name=min:opt:max,name=…; repeat."),
+    ] = None,
     attention_precision: Annotated[
         str | None, typer.Option(help="fp16 or bf16: of attention alone, in TensorRT plans of fp32 and tf32 models.")
     ] = None,
@@ -134,6 +138,8 @@ def deploy(
 
     Example: `attnforge deploy vit --precision fp16 --require-fused tensorrt_rtx`
 
+    Example: `attnforge deploy vit --profile batch=1:1:1 --profile batch=8:8:8`
+
     Example: `attnforge deploy hf:all-MiniLM-L6-v2 -o attention=eager -o max_tokens=128`
 
     Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
@@ -157,6 +163,7 @@ def deploy(
                 target,
                 name,
                 compute_capabilities=compute_capability or (),
+                profiles=[_ranges(text.split(","), "--profile") for text in profile or ()],
                 attention_precision=attention_precision,
                 require_fused=require_fused or (),
                 tune=tune,
@@ -336,12 +343,12 @@ def _options(given: list[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _ranges(given: list[str] | None) -> dict[str, tuple[int, int, int]]:
+def _ranges(given: list[str] | None, flag: str = "--dim") -> dict[str, tuple[int, int, int]]:
     ranges = {}
     for name, text in _options(given).items():
         bounds = text.split(":")
         if len(bounds) != 3 or not all(bound.isdecimal() for bound in bounds):
-            raise UsageError(f"the range of {name} is {text!r}; write --dim {name}=min:opt:max, as 1:128:512")
+            raise UsageError(f"the range of {name} is {text!r}; write {flag} {name}=min:opt:max, as 1:128:512")
         ranges[name] = (int(bounds[0]), int(bounds[1]), int(bounds[2]))
     return ranges
 

@@ -29,8 +29,8 @@ from attnforge.errors import UnavailableError
 from attnforge.files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
+from attnforge.runtime.backends import BACKENDS
 from attnforge.runtime.parity import Report
-from attnforge.runtime.session import BACKENDS
 
 console = Console()
 COLUMNS = ("model", "backend", "precision", "fused", "error", "budget", "accuracy", "as eager", "median ms", "plan MB")

@@ -8,8 +8,8 @@ import platform
 from typing import Any
 
 from attnforge.export.deploy import TARGETS, tool_versions, why_not_buildable
+from attnforge.runtime.backends import BACKENDS, FLAVOURS, why_no_provider
 from attnforge.runtime.device import cuda_devices
-from attnforge.runtime.session import BACKENDS
 
 
 def examine() -> dict[str, Any]:
@@ -24,14 +24,8 @@ def examine() -> dict[str, Any]:
 
 
 def _why_not_runnable(backend: str) -> str | None:
-    if backend.startswith("onnxruntime"):
-        import onnxruntime as ort
-
-        if backend == "onnxruntime-cuda":
-            if "CUDAExecutionProvider" not in ort.get_available_providers():
-                return "this onnxruntime has no CUDA provider; pip install onnxruntime-gpu"
-            return None if cuda_devices() else "no CUDA device"
-        return None
+    if backend not in FLAVOURS:
+        return why_no_provider(backend)
     try:
         importlib.import_module(backend)
     except ImportError as error:

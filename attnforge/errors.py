@@ -60,3 +60,7 @@ class UnfusedError(AttnforgeError):
 
 class UnavailableError(AttnforgeError):
     """A target or backend that this machine cannot build or run; the message says what would change that."""
+
+
+class DeviceError(AttnforgeError):
+    """A CUDA call or a run on the GPU that failed; the message says how, and whether this process can go on."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.bundle import Case, DimSpec, TensorSpec
+from attnforge.errors import UnknownNameError
 
 SAMPLED = 32_768
 
@@ -47,6 +48,18 @@ def cases(inputs: list[TensorSpec]) -> list[Case]:
         found.append(Case(name="large-odd", sizes=odd, kind="large", scale=16.0, seed=len(found)))
         found.append(Case(name="constant-odd", sizes=odd, kind="constant", seed=len(found)))
     return found
+
+
+def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
+    """Normal inputs of these sizes, the example's where none is given.
+
+    Raises:
+        UnknownNameError: no such dim.
+    """
+    example = next(case for case in cases(inputs) if case.kind == "normal")
+    if unknown := [name for name in sizes if name not in example.sizes]:
+        raise UnknownNameError("dim", unknown[0], example.sizes)
+    return Case(name="at", sizes={**example.sizes, **sizes}, kind="normal", seed=1)
 
 
 def _of_symbol(dim: DimSpec) -> DimSpec:

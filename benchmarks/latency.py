@@ -20,12 +20,13 @@ import numpy as np
 
 from attnforge import reference
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle, Case, Record, TensorSpec
+from attnforge.bundle import Bundle, Case, Record
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
 from attnforge.precision import Precision
+from attnforge.runtime.backends import BACKENDS, why_unavailable
 from attnforge.runtime.inputs import checked
 from attnforge.runtime.parity import budget_precision, judge
-from attnforge.runtime.session import BACKENDS, load, why_unavailable
+from attnforge.runtime.session import load
 
 if TYPE_CHECKING:
     from attnforge.benchmarks.peers import Runner
@@ -98,7 +99,7 @@ def benchmark(
     if rounds < 1:
         raise UsageError(f"{rounds} rounds were asked for; give 1 or more")
     threads = threads or os.cpu_count() or 1
-    case = _case(manifest.inputs, sizes or {})
+    case = reference.at(manifest.inputs, sizes or {})
     feeds = reference.make_inputs(case, manifest.inputs, {})
     checked(manifest.inputs, feeds)
     skipped: dict[str, str] = {}
@@ -146,13 +147,6 @@ def benchmark(
         wrong=wrong,
         skipped=skipped,
     )
-
-
-def _case(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
-    opt = next(case for case in reference.cases(inputs) if case.kind == "normal")
-    if unknown := [name for name in sizes if name not in opt.sizes]:
-        raise UnknownNameError("dim", unknown[0], opt.sizes)
-    return Case(name="benchmark", sizes={**opt.sizes, **sizes}, kind="normal", seed=1)
 
 
 def _wrong(

@@ -20,8 +20,8 @@ from attnforge.export.capture import capture
 from attnforge.export.graph import Imported, import_graph
 from attnforge.export.saving import save
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.inputs import checked
 from attnforge.runtime.onnxruntime import OnnxRuntime
+from attnforge.runtime.session import Session
 from attnforge.sources import rebuild
 
 Runner = Callable[[dict[str, Array]], dict[str, Array]]
@@ -51,8 +51,9 @@ def open_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], threads: in
     """ONNX Runtime on the exporter's graph as it is, its inputs checked and bound as the bundle's own are."""
     file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "plain.onnx"
     save_plain(bundle, module, feeds, file)
-    backend = OnnxRuntime("onnxruntime-plain", file, bundle.manifest.outputs, threads)
-    return lambda inputs: backend.run(checked(bundle.manifest.inputs, inputs))
+    manifest = bundle.manifest
+    backend = OnnxRuntime("onnxruntime-plain", file, manifest.inputs, manifest.outputs, threads)
+    return stack.enter_context(Session(bundle, backend)).run
 
 
 def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path) -> None:

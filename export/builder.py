@@ -11,11 +11,13 @@ import importlib
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attnforge.bundle import DimSpec, Record, TensorSpec
+from attnforge import cache
+from attnforge.bundle import Range, Record, TensorSpec
 
 _LAYER = re.compile(
     r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),.*?TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
@@ -38,7 +40,12 @@ class Layer(Record):
 
 
 class Request(Record):
-    """What to build, from which graph, into which file."""
+    """What to build, from which graph, into which file.
+
+    Attributes:
+        profiles: the range of every symbol, for every optimization profile.
+        timing_cache: file that TensorRT's timings are read from and kept in.
+    """
 
     onnx_file: str
     plan_file: str
@@ -46,6 +53,8 @@ class Request(Record):
     inputs: list[TensorSpec]
     precision: str
     compute_capabilities: list[str]
+    profiles: list[dict[str, Range]]
+    timing_cache: str | None = None
 
 
 class Answer(Record):
@@ -87,17 +96,22 @@ def answer(request: Request) -> Answer:
         config.clear_flag(trt.BuilderFlag.TF32)
     if refusal := _choose_compute_capabilities(trt, config, request):
         return refuse(refusal, misuse=True)
-    if any(isinstance(dim, DimSpec) for spec in request.inputs for dim in spec.dims):
+    for ranges in request.profiles:
         profile = builder.create_optimization_profile()
         for spec in request.inputs:
-            profile.set_shape(spec.name, *(_bound(spec, which) for which in ("min", "opt", "max")))
+            profile.set_shape(spec.name, *(_shape(spec, ranges, which) for which in range(3)))
         config.add_optimization_profile(profile)
+    if request.timing_cache is not None:
+        timing_cache = config.create_timing_cache(cache.read(Path(request.timing_cache)) or b"")
+        config.set_timing_cache(timing_cache, False)
     start = time.perf_counter()
     plan = builder.build_serialized_network(network, config)
     seconds = time.perf_counter() - start
     if plan is None:
         return refuse(f"{request.flavour} cannot build {file}: {log.last_error()}")
     Path(request.plan_file).write_bytes(plan)
+    if request.timing_cache is not None:
+        cache.write(Path(request.timing_cache), bytes(config.get_timing_cache().serialize()))
     return Answer(
         version=trt.__version__, layers=_layers(log.messages), seconds=seconds, activation_memory=_memory(log.messages)
     )
@@ -108,8 +122,8 @@ def _described(error: Any) -> str:
     return f"{error.desc()}{where}"
 
 
-def _bound(spec: TensorSpec, which: str) -> tuple[int, ...]:
-    return tuple(d if isinstance(d, int) else getattr(d, which) for d in spec.dims)
+def _shape(spec: TensorSpec, ranges: Mapping[str, Range], which: int) -> tuple[int, ...]:
+    return tuple(dim if isinstance(dim, int) else dim.factor * ranges[dim.symbol][which] for dim in spec.dims)
 
 
 def _choose_compute_capabilities(trt: Any, config: Any, request: Request) -> str | None:

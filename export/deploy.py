@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 import attnforge
 from attnforge import bundle as b
-from attnforge import reference
+from attnforge import cache, reference
 from attnforge.errors import BuildError, UnavailableError, UnfusedError, UnknownNameError, UsageError
 from attnforge.export import engine
 from attnforge.export.canonicalize import Site, canonicalize
@@ -33,6 +33,7 @@ from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.program import load_program, open_program
 from attnforge.export.saving import LIMIT, Shelf
 from attnforge.precision import PRECISIONS, Precision, precision_named
+from attnforge.runtime.device import compute_capability, device_name
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
@@ -49,6 +50,7 @@ def deploy(
     name: str | None = None,
     *,
     compute_capabilities: Sequence[str] = (),
+    profiles: Sequence[Mapping[str, b.Range]] = (),
     attention_precision: str | None = None,
     require_fused: Sequence[str] = (),
     tune: bool = True,
@@ -72,6 +74,8 @@ def deploy(
             builder that refuses one which was asked for by name is an error, else the manifest says why it is missing.
         name: of the deployed model; by default the class's.
         compute_capabilities: that the TensorRT-RTX plan is for, such as `("SM89",)`; by default portable from SM80.
+        profiles: further optimization profiles of TensorRT's plans, each (min, opt, max) of some dims; a session runs
+            the one whose opt is nearest. By default one, over all that the dynamic shapes allow.
         attention_precision: `fp16` or `bf16`, for fp32 and tf32: TensorRT, which has no fused kernel for fp32, computes
             attention alone in it, between casts. All else stays as it is, ONNX Runtime's model too.
         require_fused: targets that must run every attention site as one fused kernel; where one does not, nothing is
@@ -104,6 +108,7 @@ def deploy(
         progress("canonicalize")
         sites = canonicalize(captured.model)
         shelf.save(captured.model, b.CANONICAL)
+        engine.profiles_of(captured.inputs, profiles)  # refused before anything is built
         built = _Built(folder, shelf, captured, sites)
         for target in chosen:
             progress(f"lower and build for {target}")
@@ -111,7 +116,8 @@ def deploy(
                 _for_onnxruntime(built, tune)
                 continue
             try:
-                _for_tensorrt(built, target, compute_capabilities, attention)
+                timings = _timing_cache(out) if target == "tensorrt" else None
+                _for_tensorrt(built, target, compute_capabilities, profiles, timings, attention)
             except BuildError as error:
                 if targets is not None or target in require_fused:
                     raise
@@ -286,8 +292,18 @@ def _for_onnxruntime(built: _Built, tune: bool) -> None:
         record.cuda_model = built.shelf.save(model, "onnxruntime/model.cuda.onnx")
 
 
+def _timing_cache(out: str | os.PathLike[str]) -> Path:
+    """Where TensorRT keeps what it timed on this machine's first GPU, for which it builds."""
+    return cache.timing_cache_file(Path(out), engine.load_tensorrt("tensorrt").__version__, device_name(0))
+
+
 def _for_tensorrt(
-    built: _Built, flavour: str, compute_capabilities: Sequence[str], attention: Precision | None
+    built: _Built,
+    flavour: str,
+    compute_capabilities: Sequence[str],
+    profiles: Sequence[Mapping[str, b.Range]],
+    timings: Path | None,
+    attention: Precision | None,
 ) -> None:
     folder, captured = built.folder, built.captured
     capabilities = tuple(compute_capabilities) if flavour == "tensorrt_rtx" else ()
@@ -297,7 +313,9 @@ def _for_tensorrt(
         model = captured.model.clone()
         lowered = for_tensorrt.lower(model, built.sites, dtype)
         record.model = built.shelf.save(model, "tensorrt/model.onnx")
-        plan = engine.build(folder / record.model, flavour, captured.inputs, captured.precision.name, capabilities)
+        plan = engine.build(
+            folder / record.model, flavour, captured.inputs, captured.precision.name, capabilities, profiles, timings
+        )
         return lowered, plan
 
     if attention is not None:
@@ -309,19 +327,8 @@ def _for_tensorrt(
     file = f"tensorrt/engine.{flavour}.plan"
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(plan.data)
-    default = engine.PORTABLE if flavour == "tensorrt_rtx" else "CURRENT"
-    record.engines = [
-        b.Engine(
-            file=file,
-            flavour=flavour,  # type: ignore[arg-type]
-            version=plan.version,
-            compute_capabilities=list(capabilities) or [default],
-            layers=len(plan.layers),
-            size=len(plan.data),
-            build_seconds=round(plan.seconds, 3),
-            activation_memory=plan.activation_memory,
-        )
-    ]
+    built_for = ["CURRENT" if flavour == "tensorrt" else name for name in (capabilities or [engine.PORTABLE])]
+    record.engines = [plan.record(file, flavour, [compute_capability(0) if c == "CURRENT" else c for c in built_for])]
     built.records[flavour], built.lowered[flavour], built.plans[flavour] = record, lowered, plan
 
 
@@ -352,8 +359,7 @@ def certify(built: _Built) -> b.Certificate:
                 otherwise = "ONNX Runtime's own optimiser took the fused node apart"
             else:
                 kernel = plans[target].kernel_of(form.node)
-                chosen = ", ".join(plans[target].layers_of(form.node)) or "none named"
-                otherwise = f"the builder chose separate kernels: {chosen}"
+                otherwise = plans[target].why_unfused(form.node)
             reason = None if kernel else form.unfused or otherwise
             record.targets[target] = b.SiteTarget(
                 form=form.form,

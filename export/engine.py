@@ -10,12 +10,13 @@ import importlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnforge.bundle import TensorSpec
-from attnforge.errors import BuildError, UnavailableError, UsageError
+from attnforge.bundle import DimSpec, Engine, Range, TensorSpec
+from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.builder import Answer, Layer, Request
 
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
@@ -34,6 +35,7 @@ class Plan:
         seconds: how long building took.
         activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
             where the builder does not say.
+        profiles: its optimization profiles.
     """
 
     data: bytes
@@ -41,6 +43,7 @@ class Plan:
     layers: list[Layer]
     seconds: float
     activation_memory: int | None = None
+    profiles: tuple[Mapping[str, Range], ...] = ()
 
     def kernel_of(self, onnx_node: str) -> str | None:
         """Name of the fused attention layer that does the work of `onnx_node`, or None."""
@@ -48,6 +51,58 @@ class Plan:
 
     def layers_of(self, onnx_node: str) -> list[str]:
         return [layer.name for layer in self.layers if onnx_node in layer.onnx_nodes]
+
+    def why_unfused(self, onnx_node: str) -> str:
+        return f"the builder chose separate kernels: {', '.join(self.layers_of(onnx_node)) or 'none named'}"
+
+    def record(self, file: str, flavour: str, compute_capabilities: Sequence[str]) -> Engine:
+        """What the manifest says of it."""
+        return Engine(
+            file=file,
+            flavour=flavour,  # type: ignore[arg-type]
+            version=self.version,
+            compute_capabilities=list(compute_capabilities),
+            layers=len(self.layers),
+            size=len(self.data),
+            build_seconds=round(self.seconds, 3),
+            activation_memory=self.activation_memory,
+            profiles=[dict(profile) for profile in self.profiles],
+        )
+
+
+def softmax_of(site: str) -> str:
+    """Name of the Softmax that stands for an attention site in what TensorRT is given."""
+    return f"{site}/Softmax"
+
+
+def profiles_of(inputs: Sequence[TensorSpec], further: Sequence[Mapping[str, Range]] = ()) -> list[dict[str, Range]]:
+    """The optimization profiles of a plan: all that the inputs may be, and `further` ones.
+
+    Args:
+        inputs: with the range of every dynamic dim.
+        further: (min, opt, max) of some symbols each; the others are as in the first.
+
+    Raises:
+        UnknownNameError: no such symbol.
+        UsageError: sizes out of order, or outside what the inputs may be.
+    """
+    dims = {dim.symbol: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
+    whole = {s: (_per_factor(d, d.min), _per_factor(d, d.opt), _per_factor(d, d.max)) for s, d in dims.items()}
+    for ranges in further:
+        for symbol, (low, opt, high) in ranges.items():
+            if symbol not in whole:
+                raise UnknownNameError("dim", symbol, whole)
+            least, _, most = whole[symbol]
+            if not least <= low <= opt <= high <= most:
+                raise UsageError(
+                    f"a profile has {symbol} from {low} over {opt} to {high}; give min ≤ opt ≤ max from {least} to "
+                    f"{most}, as the dim is"
+                )
+    return [whole, *({**whole, **ranges} for ranges in further)] if whole else []
+
+
+def _per_factor(dim: DimSpec, bound: int | None) -> int:
+    return (bound or 0) // dim.factor
 
 
 def load_tensorrt(flavour: str) -> Any:
@@ -64,23 +119,32 @@ def load_tensorrt(flavour: str) -> Any:
 
 
 def build(
-    onnx_file: Path, flavour: str, inputs: list[TensorSpec], precision: str, compute_capabilities: tuple[str, ...] = ()
+    onnx_file: Path,
+    flavour: str,
+    inputs: list[TensorSpec],
+    precision: str,
+    compute_capabilities: Sequence[str] = (),
+    profiles: Sequence[Mapping[str, Range]] = (),
+    timing_cache: Path | None = None,
 ) -> Plan:
     """Build a plan from `onnx_file`, in a process of its own.
 
     Args:
         onnx_file: the lowered graph.
         flavour: `tensorrt` or `tensorrt_rtx`.
-        inputs: their dynamic dims become one optimization profile.
+        inputs: their dynamic dims become the first optimization profile.
         precision: `tf32` lets fp32 products round their factors to TF32; all else is in the graph.
         compute_capabilities: for TensorRT-RTX, such as `("SM89", "SM120")` or `("CURRENT",)`; by default portable.
+        profiles: further ones, the range of some symbols each: TensorRT chooses its kernels for each one's opt.
+        timing_cache: file in which TensorRT keeps what it timed, for the next build on the same device.
 
     Raises:
         UnavailableError: the flavour is not installed here.
-        UsageError: a compute capability that it does not know.
+        UsageError: a compute capability that it does not know, or a profile outside what the inputs may be.
         BuildError: the parser or the builder refused, in its own words, or crashed.
     """
     load_tensorrt(flavour)
+    all_profiles = profiles_of(inputs, profiles)
     with tempfile.TemporaryDirectory() as folder:
         plan_file = Path(folder) / "engine.plan"
         request = Request(
@@ -90,6 +154,8 @@ def build(
             inputs=inputs,
             precision=precision,
             compute_capabilities=list(compute_capabilities),
+            profiles=all_profiles,
+            timing_cache=str(timing_cache) if timing_cache is not None else None,
         )
         done = subprocess.run(
             [sys.executable, "-m", "attnforge.export.builder"],
@@ -105,4 +171,11 @@ def build(
         if answer.refusal is not None:
             kind = UsageError if answer.misuse else BuildError
             raise kind(answer.refusal)
-        return Plan(plan_file.read_bytes(), answer.version, answer.layers, answer.seconds, answer.activation_memory)
+        return Plan(
+            plan_file.read_bytes(),
+            answer.version,
+            answer.layers,
+            answer.seconds,
+            answer.activation_memory,
+            tuple(all_profiles),
+        )

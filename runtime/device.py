@@ -17,3 +17,17 @@ def cuda_devices() -> int:
     except (ImportError, RuntimeError):  # RuntimeError: the bindings are there and the driver's library is not
         return 0
     return int(count) if int(status) == 0 else 0
+
+
+@functools.cache
+def compute_capability(device: int) -> str:
+    """Of a CUDA device, as TensorRT-RTX names it: `SM90` is 9.0. To be asked only where there is one."""
+    core = importlib.import_module("cuda.core")
+    major, minor = core.Device(device).compute_capability
+    return f"SM{major}{minor}"
+
+
+@functools.cache
+def device_name(device: int) -> str:
+    """Name of a CUDA device, such as `NVIDIA H200`. To be asked only where there is one."""
+    return str(importlib.import_module("cuda.core").Device(device).name)

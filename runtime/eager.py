@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from attnforge.arrays import Array, to_numpy
@@ -11,22 +12,36 @@ from attnforge.bundle import Bundle
 from attnforge.eager import at_precision, run, torch_dtype
 from attnforge.errors import UsageError
 from attnforge.precision import precision_named
+from attnforge.runtime.inputs import Shapes
+from attnforge.runtime.options import Memory
 
 
 class Eager:
     """A copy of the module in eval mode, its weights in the bundle's dtype."""
 
     name = "eager"
+    gpu = None
 
     def __init__(self, bundle: Bundle, module: torch.nn.Module) -> None:
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"the eager backend runs a torch.nn.Module, and was given {type(module).__name__}")
         precision = precision_named(bundle.manifest.precision)
         self._dtype = torch_dtype(precision)
+        self._inputs = [spec.name for spec in bundle.manifest.inputs]
         self._module = at_precision(module, precision)
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        return {name: to_numpy(name, tensor) for name, tensor in run(self._module, feeds, self._dtype).items()}
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        feeds = dict(zip(self._inputs, arrays, strict=True))
+        results = [to_numpy(name, tensor) for name, tensor in run(self._module, feeds, self._dtype).items()]
+        for i, array in enumerate(out or ()):
+            if array is not None:
+                np.copyto(array, results[i])
+                results[i] = array
+        return results
+
+    def memory(self) -> Memory:
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        return Memory(weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
     def close(self) -> None:
         del self._module

@@ -1,15 +1,34 @@
-"""Inputs, checked before anything runs."""
+"""Inputs and outputs, checked before anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from attnforge.arrays import Array, to_numpy
+from attnforge.arrays import Array, is_torch, on_gpu, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.errors import InputError
+from attnforge.errors import InputError, UsageError
+
+Form = tuple[tuple[int, ...], "np.dtype[Any]"]
+"""Shape and dtype of an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """One combination of input shapes that a model takes.
+
+    Attributes:
+        inputs: their shapes.
+        sizes: what every symbol stands for.
+        outputs: the outputs' shapes; None for one that the inputs' sizes alone do not tell.
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    sizes: Mapping[str, int]
+    outputs: tuple[tuple[int, ...] | None, ...]
 
 
 def by_name(specs: Sequence[TensorSpec], values: Sequence[Any]) -> dict[str, Any]:
@@ -19,38 +38,78 @@ def by_name(specs: Sequence[TensorSpec], values: Sequence[Any]) -> dict[str, Any
     return dict(zip(names, values, strict=True))
 
 
-def checked(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> dict[str, Array]:
+def in_order(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Any]:
+    """`values` in the order of `specs`.
+
+    Raises:
+        InputError: one is missing, or one that the model does not take.
+    """
+    try:
+        given = [values[spec.name] for spec in specs]
+    except KeyError as error:
+        taken = ", ".join(spec.name for spec in specs)
+        raise InputError(f"input {error.args[0]!r} is missing; the model takes {taken}") from None
+    if len(values) != len(given):
+        names = [spec.name for spec in specs]
+        unknown = next(name for name in values if name not in names)
+        raise InputError(f"the model has no input {unknown!r}; it takes {', '.join(names)}")
+    return given
+
+
+def on_host(spec: TensorSpec, value: Any) -> Array:
+    """`value` as a contiguous array in this machine's byte order."""
+    if type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.isnative:
+        return value
+    array = to_numpy(spec.name, value)
+    return np.asarray(array, array.dtype.newbyteorder("="), order="C")
+
+
+def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *given: Form) -> Shapes:
+    """What the shapes and dtypes of all inputs, in their order, mean.
+
+    Raises:
+        InputError: a dtype, rank or dim that the deployed model does not take; says what it takes.
+    """
+    seen: dict[str, tuple[int, str]] = {}
+    for spec, (shape, dtype) in zip(inputs, given, strict=True):
+        _check(spec, shape, dtype, seen)
+    sizes = {symbol: size for symbol, (size, _) in seen.items()}
+    return Shapes(tuple(shape for shape, _ in given), sizes, tuple(_shape(spec, sizes) for spec in outputs))
+
+
+def checked(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Array]:
     """`values` as contiguous arrays in the order of `specs`.
 
     Raises:
         InputError: a name, dtype, rank or dim that the deployed model does not take; says what it takes.
     """
-    names = [spec.name for spec in specs]
-    if missing := [name for name in names if name not in values]:
-        raise InputError(f"input {missing[0]!r} is missing; the model takes {', '.join(names)}")
-    if unknown := [name for name in values if name not in names]:
-        raise InputError(f"the model has no input {unknown[0]!r}; it takes {', '.join(names)}")
-    sizes: dict[str, tuple[int, str]] = {}
-    return {spec.name: _checked(spec, to_numpy(spec.name, values[spec.name]), sizes) for spec in specs}
+    arrays = [on_host(spec, value) for spec, value in zip(specs, in_order(specs, values), strict=True)]
+    shapes_of(specs, (), *((array.shape, array.dtype) for array in arrays))
+    return arrays
 
 
-def _checked(spec: TensorSpec, array: Array, sizes: dict[str, tuple[int, str]]) -> Array:
-    if array.dtype.name != spec.dtype:
-        raise InputError(f"input {spec.name!r} is {array.dtype.name}; the model takes {spec.text()}: convert it first")
-    if array.ndim != len(spec.dims):
-        raise InputError(f"input {spec.name!r} has {array.ndim} dims {array.shape}; the model takes {spec.text()}")
-    for i, (size, dim) in enumerate(zip(array.shape, spec.dims, strict=True)):
+def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    if any(isinstance(dim, DimSpec) and dim.symbol not in sizes for dim in spec.dims):
+        return None
+    return tuple(dim if isinstance(dim, int) else dim.factor * sizes[dim.symbol] for dim in spec.dims)
+
+
+def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, seen: dict[str, tuple[int, str]]) -> None:
+    if dtype.name != spec.dtype:
+        raise InputError(f"input {spec.name!r} is {dtype.name}; the model takes {spec.text()}: convert it first")
+    if len(shape) != len(spec.dims):
+        raise InputError(f"input {spec.name!r} has {len(shape)} dims {shape}; the model takes {spec.text()}")
+    for i, (size, dim) in enumerate(zip(shape, spec.dims, strict=True)):
         if isinstance(dim, int):
             if size != dim:
                 raise InputError(f"dim {i} of input {spec.name!r} is {size}; the model takes {dim}: {spec.text()}")
             continue
         _check_dim(spec, i, size, dim)
-        count, seen = sizes.setdefault(dim.symbol, (size // dim.factor, spec.name))
+        count, other = seen.setdefault(dim.symbol, (size // dim.factor, spec.name))
         if count * dim.factor != size:
             raise InputError(
-                f"{dim.symbol} is {count} in input {seen!r} and {size // dim.factor} in input {spec.name!r}"
+                f"{dim.symbol} is {count} in input {other!r} and {size // dim.factor} in input {spec.name!r}"
             )
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
 
 def _check_dim(spec: TensorSpec, i: int, size: int, dim: DimSpec) -> None:
@@ -63,4 +122,51 @@ def _check_dim(spec: TensorSpec, i: int, size: int, dim: DimSpec) -> None:
     if size % dim.factor:
         raise InputError(
             f"dim {i} of input {spec.name!r} is {size}; it must be a multiple of {dim.factor} ({dim.text})"
+        )
+
+
+# --- outputs that the caller brings -----------------------------------------------------------------------------------
+
+
+def outs_by_name(specs: Sequence[TensorSpec], out: Any) -> dict[str, Any]:
+    """What was given as `out` to a call by position: one array, a sequence of them, or a mapping by name."""
+    if isinstance(out, Mapping):
+        return dict(out)
+    values = list(out) if isinstance(out, (tuple, list)) else [out]
+    if len(values) != len(specs):
+        names = ", ".join(spec.name for spec in specs)
+        raise UsageError(f"{len(values)} arrays were given to write to; the model has {len(specs)} outputs: {names}")
+    return {spec.name: value for spec, value in zip(specs, values, strict=True)}
+
+
+def writable(spec: TensorSpec, value: Any, shape: tuple[int, ...] | None, inputs: Sequence[Array]) -> Array:
+    """`value`, that output `spec` is to be written to, as an array of its own memory.
+
+    Raises:
+        InputError: another shape or dtype than the output's, or memory that cannot be written to as it lies.
+    """
+    what = f"the array to write output {spec.name!r} to"
+    if on_gpu(value):
+        raise InputError(f"{what} is on a GPU, and the inputs are not; give one on the host")
+    if is_torch(value) and value.requires_grad:
+        raise InputError(f"{what} requires a gradient; give a tensor that does not")
+    array = to_numpy(spec.name, value)
+    check_out(spec, array.shape, array.dtype, shape)
+    if not (array.flags.c_contiguous and array.dtype.isnative and array.flags.writeable):
+        raise InputError(f"{what} is strided, read-only or of another byte order; give a contiguous one of its own")
+    if any(np.may_share_memory(array, one) for one in inputs):
+        raise InputError(f"{what} shares memory with an input; give one of its own")
+    return array
+
+
+def check_out(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, expected: tuple[int, ...] | None) -> None:
+    """That an array of this shape and dtype can hold an output.
+
+    Raises:
+        InputError: it cannot; says which it must be.
+    """
+    if dtype != np.dtype(spec.dtype) or (expected is not None and shape != expected):
+        needed = f"{spec.dtype}{list(expected)}" if expected is not None else spec.text()
+        raise InputError(
+            f"the array to write output {spec.name!r} to is {dtype.name}{list(shape)}; it must be {needed}"
         )

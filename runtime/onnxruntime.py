@@ -1,9 +1,9 @@
-"""ONNX Runtime, on the CPU and on CUDA, through I/O binding."""
+"""ONNX Runtime on the CPU, through I/O binding."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,87 +12,109 @@ import onnxruntime as ort
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, TensorSpec
-from attnforge.errors import UnavailableError
-from attnforge.runtime.device import cuda_devices
+from attnforge.runtime.inputs import Shapes
+from attnforge.runtime.options import Memory, Options
 
 BFLOAT16_ONNX = 16
 """TensorProto.BFLOAT16: NumPy has no such type, so ONNX Runtime is handed the bits and told what they are."""
 
 
-def why_unavailable(bundle: Bundle, backend: str) -> str | None:
-    """Why ONNX Runtime cannot run `bundle` as `backend`, or None."""
-    if "onnxruntime" not in bundle.manifest.targets:
-        return "the bundle was not deployed for onnxruntime; deploy it again with --target onnxruntime"
-    if backend == "onnxruntime-cuda":
-        if "CUDAExecutionProvider" not in ort.get_available_providers():
-            return "this onnxruntime has no CUDA provider; pip install onnxruntime-gpu"
-        if cuda_devices() == 0:
-            return "no CUDA device"
-    return None
-
-
-def open_bundle(bundle: Bundle, backend: str, threads: int | None) -> OnnxRuntime:
-    """The bundle's ONNX Runtime model, on the CPU or on CUDA as `backend` says."""
-    target = bundle.manifest.targets["onnxruntime"]
-    on_cuda = backend == "onnxruntime-cuda"
-    file = bundle.file(target.cuda_model if on_cuda and target.cuda_model else target.model)
-    # TF32 is ONNX Runtime's default on CUDA, so fp32 must say no.
-    cuda = {"use_tf32": "1" if bundle.manifest.precision == "tf32" else "0"} if on_cuda else None
-    return OnnxRuntime(backend, file, bundle.manifest.outputs, threads, cuda)
+def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
+    """The bundle's ONNX Runtime model on the CPU."""
+    manifest = bundle.manifest
+    file = bundle.file(manifest.targets["onnxruntime"].model)
+    return OnnxRuntime("onnxruntime-cpu", file, manifest.inputs, manifest.outputs, options.threads)
 
 
 class OnnxRuntime:
-    """An ONNX model in a session of ONNX Runtime.
+    """An ONNX model in a session of ONNX Runtime on the CPU. Any number of threads may run it at once.
 
     Args:
         name: of the backend.
         file: the model.
+        inputs: what it takes.
         outputs: what it gives.
-        threads: of the CPU; by default one a processor.
-        cuda: options of the CUDA provider; None runs on the CPU. Without a device, asking for it prints errors.
+        threads: that one run is spread over; by default one a processor.
     """
+
+    gpu = None
 
     def __init__(
         self,
         name: str,
         file: Path,
+        inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         threads: int | None = None,
-        cuda: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        if threads is not None:
-            options.intra_op_num_threads = threads
-        providers: list[Any] = [] if cuda is None else [("CUDAExecutionProvider", dict(cuda))]
-        self._session: Any = ort.InferenceSession(str(file), options, providers=[*providers, "CPUExecutionProvider"])
-        if cuda is not None and "CUDAExecutionProvider" not in self._session.get_providers():
-            raise UnavailableError(
-                "ONNX Runtime could not start its CUDA provider; its log says which library it misses"
-            )
-        self._outputs = [spec.name for spec in outputs]
+        self._session: Any = ort.InferenceSession(
+            str(file), session_options(threads), providers=["CPUExecutionProvider"]
+        )
+        self._inputs = [spec.name for spec in inputs]
+        self._outputs = [(spec.name, np.dtype(spec.dtype)) for spec in outputs]
+        self._weights = weights_of(file)
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        binding = self._session.io_binding()
-        for name, array in feeds.items():
-            binding.bind_ortvalue_input(name, _to_ort(array))
-        for name in self._outputs:
-            binding.bind_output(name)
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        """Run on checked arrays; outputs go to `out` where it has an array for them, else to new ones."""
+        binding = self._session.io_binding()  # one a call: bindings are cheap, and no two threads may share one
+        for name, array in zip(self._inputs, arrays, strict=True):
+            bind_host_input(binding, name, array)
+        results: list[Array] = []
+        unknown: list[int] = []
+        for i, ((name, dtype), shape) in enumerate(zip(self._outputs, shapes.outputs, strict=True)):
+            target = out[i] if out is not None else None
+            if target is None and shape is None:
+                unknown.append(i)
+                binding.bind_output(name)
+                results.append(np.empty(0, dtype))
+                continue
+            results.append(np.empty(shape or (), dtype) if target is None else target)
+            binding.bind_ortvalue_output(name, host_value(results[i]))
         self._session.run_with_iobinding(binding)
-        return {name: _from_ort(value) for name, value in zip(self._outputs, binding.get_outputs(), strict=True)}
+        if unknown:
+            allocated = binding.get_outputs()
+            for i in unknown:
+                results[i] = copied(allocated[i])
+        return results
+
+    def memory(self) -> Memory:
+        return Memory(weights=self._weights)
 
     def close(self) -> None:
         self._session = None
 
 
-def _to_ort(array: Array) -> Any:
+def session_options(threads: int | None = None) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return options
+
+
+def weights_of(file: Path) -> int:
+    """Bytes of a model: its graph, nearly all of which are weights, and the shelf beside it where it has one."""
+    shelf = file.with_name("weights.data")
+    return file.stat().st_size + (shelf.stat().st_size if shelf.exists() else 0)
+
+
+def bind_host_input(binding: Any, name: str, array: Array) -> None:
+    if array.dtype == BFLOAT16:
+        binding.bind_ortvalue_input(name, host_value(array))
+    else:
+        binding.bind_cpu_input(name, array)
+
+
+def host_value(array: Array) -> Any:
+    """An OrtValue of the array's own memory."""
     if array.dtype == BFLOAT16:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16_ONNX)
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
-def _from_ort(value: Any) -> Array:
+def copied(value: Any) -> Array:
+    """What ONNX Runtime allocated, on the host, as an array of its own."""
     if value.element_type() != BFLOAT16_ONNX:
         result: Array = value.numpy()
         return result
@@ -100,4 +122,4 @@ def _from_ort(value: Any) -> Array:
     if 0 in shape:
         return np.empty(shape, BFLOAT16)
     bits = ctypes.cast(value.data_ptr(), ctypes.POINTER(ctypes.c_uint16))
-    return np.array(np.ctypeslib.as_array(bits, shape=shape)).view(BFLOAT16)  # a copy: the memory is the OrtValue's own
+    return np.array(np.ctypeslib.as_array(bits, shape=shape)).view(BFLOAT16)

@@ -27,7 +27,8 @@ from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Manifest, Record
 from attnforge.errors import UnknownNameError
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.session import BACKENDS, Session, load, why_unavailable
+from attnforge.runtime.backends import BACKENDS, why_unavailable
+from attnforge.runtime.session import Session, load
 
 
 class Comparison(Record):

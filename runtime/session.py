@@ -2,84 +2,187 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from attnforge.arrays import Array, is_torch, to_torch
+import numpy as np
+
+from attnforge import reference
+from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
-from attnforge.runtime import onnxruntime, tensorrt
-from attnforge.runtime.inputs import by_name, checked
+from attnforge.runtime.backends import BACKENDS, choose, open_backend
+from attnforge.runtime.inputs import Shapes, by_name, in_order, on_host, outs_by_name, shapes_of, writable
+from attnforge.runtime.options import Memory, Options
+
+if TYPE_CHECKING:
+    from cuda.core import Event
+
+    from attnforge.runtime.gpu import Gpu
 
 log = logging.getLogger("attnforge")
 
-BACKENDS = ("tensorrt", "tensorrt_rtx", "onnxruntime-cuda", "onnxruntime-cpu")
-"""The deployed backends, the one that `auto` likes best first."""
-
 NAMES = ("auto", "eager", "onnxruntime", *BACKENDS)
+
+SHAPES_KEPT = 4096
+"""Combinations of input shapes whose check is remembered."""
+
+RUNS_TO_WARM = 3
+"""The first run compiles, the second captures a CUDA graph where there are graphs, and the third replays it."""
 
 
 class Backend(Protocol):
-    """Runs a deployed model on arrays that have been checked."""
+    """Runs a deployed model on arrays that have been checked; from several threads at once.
+
+    Attributes:
+        name: of the backend.
+    """
 
     name: str
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]: ...
+    @property
+    def gpu(self) -> Gpu | None:
+        """The device that it computes on; such a backend is a :class:`~attnforge.runtime.gpu.GpuBackend` too."""
+
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        """Outputs for host arrays, in order; written to `out` where it has an array and the output a known shape."""
+
+    def memory(self) -> Memory: ...
 
     def close(self) -> None: ...
 
 
 class Session:
-    """A deployed model, ready to run.
+    """A deployed model, ready to run, from any number of threads at once.
+
+    On a GPU backend, inputs that lie on the GPU are read where they are, outputs stay there, and a call returns once
+    the work is enqueued: on `stream`, else on the stream that is current in the library of the inputs (torch, CuPy).
+    What that library enqueues next comes after it, so nothing need be waited for. Of other libraries, and with NumPy
+    arrays, a call returns when the outputs are there.
 
     Attributes:
         bundle: what it was loaded from.
         backend: name of the backend that runs it.
     """
 
-    def __init__(self, bundle: Bundle, backend: Backend) -> None:
+    def __init__(self, bundle: Bundle, backend: Backend, options: Options | None = None) -> None:
         self.bundle = bundle
         self.backend = backend.name
+        self.inputs: list[TensorSpec] = bundle.manifest.inputs
+        self.outputs: list[TensorSpec] = bundle.manifest.outputs
         self._backend = backend
+        self._options = options or Options()
         self._closed = False
+        self._names = [spec.name for spec in self.outputs]
+        self._shapes = functools.lru_cache(SHAPES_KEPT)(functools.partial(shapes_of, self.inputs, self.outputs))
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
 
-    @property
-    def inputs(self) -> list[TensorSpec]:
-        return self.bundle.manifest.inputs
+    def __call__(self, *values: Any, out: Any = None, stream: Any = None) -> Any:
+        """Run on inputs by position: NumPy arrays, or arrays of anything that offers DLPack or, on a GPU,
+        `__cuda_array_interface__`.
 
-    @property
-    def outputs(self) -> list[TensorSpec]:
-        return self.bundle.manifest.outputs
-
-    def __call__(self, *values: Any) -> Any:
-        """Run on inputs by position: NumPy arrays, or tensors of anything that offers DLPack.
+        Args:
+            values: the inputs.
+            out: what to write the outputs to: an array, a sequence of them, or a mapping by name.
+            stream: CUDA stream to run on, as :meth:`run` takes it.
 
         Returns:
-            the output, or a tuple of them; torch tensors where the first input is one, else NumPy arrays.
+            the output, or a tuple of them; torch tensors where an input is one, else NumPy arrays, or on a GPU arrays
+            of the first GPU input's library.
 
         Raises:
-            InputError: an input that the model does not take.
+            InputError: an input, or an array to write to, that the model does not take.
         """
-        results = tuple(self.run(by_name(self.inputs, values)).values())
-        return results[0] if len(results) == 1 else results
+        if len(values) != len(self.inputs):
+            by_name(self.inputs, values)  # says what it takes
+        outs = outs_by_name(self.outputs, out) if out is not None else None
+        results = self._run(values, outs, stream)
+        return results[0] if len(results) == 1 else tuple(results)
 
-    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Run on inputs by name; outputs by name, of the kind of the inputs."""
-        if self._closed:
-            raise UsageError(f"this session of {self.bundle.manifest.name} is closed; load the bundle again")
-        results = self._backend.run(checked(self.inputs, values))
-        if any(is_torch(value) for value in values.values()):
-            return {name: to_torch(array) for name, array in results.items()}
-        return results
+    def run(
+        self, values: Mapping[str, Any], *, out: Mapping[str, Any] | None = None, stream: Any = None
+    ) -> dict[str, Any]:
+        """Run on inputs by name; outputs by name, of the kind of the inputs.
+
+        Args:
+            values: the inputs.
+            out: arrays to write outputs to, by name; contiguous, of the output's shape and dtype. What is written is
+                returned.
+            stream: CUDA stream that inputs are ready on and that outputs will be: whatever offers `__cuda_stream__`, as
+                torch's and CuPy's streams do, or its address. Without one, see the class.
+
+        Raises:
+            InputError: an input, or an array to write to, that the model does not take.
+            UsageError: the session is closed, or a stream was given to a backend that runs on the CPU.
+            DeviceError: CUDA failed; says how, and whether this process can go on.
+        """
+        return dict(zip(self._names, self._run(in_order(self.inputs, values), out, stream), strict=True))
+
+    def run_async(
+        self, values: Mapping[str, Any], *, out: Mapping[str, Any] | None = None, stream: Any = None
+    ) -> Pending:
+        """Start what :meth:`run` does and return at once; the inputs must stay as they are until it is done.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._check_open()
+        if self._backend.gpu is not None and any(on_gpu(value) for value in values.values()):
+            results, event = self._on_gpu(in_order(self.inputs, values), out, stream)
+            named = dict(zip(self._names, results, strict=True))
+
+            def result() -> dict[str, Any]:
+                event.sync()
+                return named
+
+            return Pending(result, lambda: bool(event.is_done))
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._options.contexts, f"attnforge-{self.bundle.manifest.name}")
+        future = self._threads.submit(self.run, values, out=out, stream=stream)
+        return Pending(future.result, future.done)
+
+    def warm_up(self, *sizes: Mapping[str, int]) -> None:
+        """Run on random inputs of these sizes of the dynamic dims until nothing is left to prepare: kernels are
+        compiled, memory is allocated and CUDA graphs are captured. Without sizes, at those of the example.
+
+        Args:
+            sizes: every one a mapping from some dims' symbols; the others are as in the example.
+
+        Raises:
+            UnknownNameError: no such dim.
+            InputError: sizes outside the profile.
+        """
+        for one in sizes or ({},):
+            case = reference.at(self.inputs, one)
+            feeds = reference.make_inputs(case, self.inputs, {})
+            for _ in range(RUNS_TO_WARM):
+                self.run(feeds)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes that the session holds, as far as its backend says."""
+        self._check_open()
+        return self._backend.memory()
 
     def close(self) -> None:
-        """Free what the backend holds. The session cannot run after that."""
-        if not self._closed:
+        """Free what the backend holds, once what was started with :meth:`run_async` is done. The session cannot run
+        after that."""
+        with self._lock:
+            if self._closed:
+                return
             self._closed = True
-            self._backend.close()
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._backend.close()
 
     def __enter__(self) -> Session:
         return self
@@ -93,26 +196,121 @@ class Session:
         takes = ", ".join(f"{spec.name}: {spec.text()}" for spec in self.inputs)
         return f"Session({self.bundle.manifest.name} on {self.backend}; {takes})"
 
+    # ---
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"this session of {self.bundle.manifest.name} is closed; load the bundle again")
+
+    def _run(self, given: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> list[Any]:
+        self._check_open()
+        plain = all([type(value) is np.ndarray for value in given])  # noqa: C419  (half the time of a generator)
+        if not plain and self._backend.gpu is not None and any(on_gpu(value) for value in given):
+            return self._on_gpu(given, out, stream)[0]
+        if stream is not None:
+            raise UsageError(
+                "a CUDA stream was given, and the inputs are on the host: the call waits for its outputs; leave it out"
+                if self._backend.gpu is not None
+                else f"a CUDA stream was given, and {self.backend} runs on the CPU; leave it out"
+            )
+        arrays = [on_host(spec, value) for spec, value in zip(self.inputs, given, strict=True)]
+        shapes = self._shapes(*[(array.shape, array.dtype) for array in arrays])
+        as_torch = not plain and any(is_torch(value) for value in given)
+        if out is not None:
+            return self._into(out, arrays, shapes, as_torch)
+        results = self._backend.run(arrays, shapes)
+        return [to_torch(array) for array in results] if as_torch else results
+
+    def _into(self, out: Mapping[str, Any], arrays: list[Array], shapes: Shapes, as_torch: bool) -> list[Any]:
+        """Run on the host, outputs to the caller's arrays where there are some."""
+        self._check_names(out)
+        targets = [
+            writable(spec, out[spec.name], shape, arrays) if spec.name in out else None
+            for spec, shape in zip(self.outputs, shapes.outputs, strict=True)
+        ]
+        results = self._backend.run(arrays, shapes, targets)
+        return [
+            out[name] if name in out else to_torch(array) if as_torch else array
+            for name, array in zip(self._names, results, strict=True)
+        ]
+
+    def _on_gpu(self, given: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> tuple[list[Any], Event]:
+        from attnforge.runtime import gpu
+
+        self._check_names(out or {})
+        specs = (self.inputs, self.outputs)
+        return gpu.call(cast(gpu.GpuBackend, self._backend), specs, given, out or {}, stream, self._shapes)
+
+    def _check_names(self, out: Mapping[str, Any]) -> None:
+        if unknown := [name for name in out if name not in self._names]:
+            raise UnknownNameError("output", unknown[0], self._names)
+
+
+class Pending:
+    """Outputs on their way. It can be awaited, too."""
+
+    def __init__(self, result: Callable[[], dict[str, Any]], done: Callable[[], bool]) -> None:
+        self._result, self._done = result, done
+
+    def done(self) -> bool:
+        """Whether the outputs are there."""
+        return self._done()
+
+    def result(self) -> dict[str, Any]:
+        """The outputs by name, once they are there.
+
+        Raises:
+            AttnforgeError: what the run failed with.
+        """
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        return asyncio.get_running_loop().run_in_executor(None, self._result).__await__()
+
 
 def load(
-    bundle: str | os.PathLike[str] | Bundle, backend: str = "auto", *, module: Any = None, threads: int | None = None
+    bundle: str | os.PathLike[str] | Bundle,
+    backend: str = "auto",
+    *,
+    module: Any = None,
+    threads: int | None = None,
+    device: int = 0,
+    contexts: int = 4,
+    graphs: bool | None = None,
+    cache: bool = True,
+    rebuild: bool = False,
 ) -> Session:
     """Load a bundle.
 
     Args:
         bundle: its folder.
-        backend: `auto` (the best that this machine can run: TensorRT, TensorRT-RTX, ONNX Runtime on CUDA, then on the
-            CPU), `onnxruntime` (on CUDA where there is a device), one of those by name, or `eager`.
+        backend: `auto` (the best that this machine can run: TensorRT, TensorRT-RTX, ONNX Runtime with TensorRT, on
+            CUDA, then on the CPU), `onnxruntime` (on a GPU where there is one), one of those by name, or `eager`.
         module: for `eager`, the torch module, in any precision and mode.
-        threads: of a CPU backend; by default its own choice.
+        threads: that a CPU backend spreads one run over; by default its own choice.
+        device: number of the CUDA device.
+        contexts: how many calls may run at once on a GPU, each with activation memory of its own, and how many of
+            :meth:`Session.run_async` on a CPU; further callers wait.
+        graphs: replay CUDA graphs. By default TensorRT does, for shapes and addresses that come again; ONNX Runtime
+            must be told to, and copies inputs and outputs for it.
+        cache: keep what TensorRT compiles for this device on disk, in `BUNDLE.cache` beside the bundle.
+        rebuild: where the bundle has no plan that this machine can load, for its version, its device, or because the
+            file was altered, build one from the bundle's own model and add it to the bundle.
 
     Raises:
         BundleError: what is there is no whole, unaltered bundle of this schema.
         UnknownNameError: no such backend.
+        UsageError: no such device, or fewer than one context.
         UnavailableError: this machine or this bundle cannot run it; says what would.
+        BuildError: the plan could not be built again.
     """
     if backend not in NAMES:
         raise UnknownNameError("backend", backend, NAMES)
+    options = Options(threads, device, contexts, graphs, cache)
+    if rebuild:
+        from attnforge.rebuild import rebuilt
+
+        bundle = rebuilt(bundle, backend, device)
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     if backend == "eager":
         if opened.manifest.source.kind == "onnx":
@@ -123,41 +321,11 @@ def load(
             raise UnavailableError("the eager backend runs the module itself; give it: load(bundle, 'eager', module=…)")
         from attnforge.runtime.eager import Eager
 
-        return Session(opened, Eager(opened, module))
+        return Session(opened, Eager(opened, module), options)
     candidates = {"auto": BACKENDS, "onnxruntime": BACKENDS[2:]}.get(backend, (backend,))
-    chosen, passed_over = choose(opened, candidates)
-    session = Session(opened, _OPEN[chosen](opened, chosen, threads))
+    chosen, passed_over = choose(opened, candidates, device)
+    session = Session(opened, open_backend(opened, chosen, options), options)
     log.info(
         "%s runs on %s%s", opened.manifest.name, chosen, "".join(f"; not {b}: {r}" for b, r in passed_over.items())
     )
     return session
-
-
-_OPEN: dict[str, Callable[[Bundle, str, int | None], Backend]] = {
-    "tensorrt": tensorrt.TensorRT,
-    "tensorrt_rtx": tensorrt.TensorRT,
-    "onnxruntime-cuda": onnxruntime.open_bundle,
-    "onnxruntime-cpu": onnxruntime.open_bundle,
-}
-
-
-def choose(bundle: Bundle, candidates: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The first of `candidates` that can run here, and why those before it cannot.
-
-    Raises:
-        UnavailableError: none can.
-    """
-    reasons: dict[str, str] = {}
-    for candidate in candidates:
-        reason = why_unavailable(bundle, candidate)
-        if reason is None:
-            return candidate, reasons
-        reasons[candidate] = reason
-    raise UnavailableError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
-
-
-def why_unavailable(bundle: Bundle, backend: str) -> str | None:
-    """Why `backend` cannot run `bundle` on this machine, or None."""
-    if backend.startswith("onnxruntime"):
-        return onnxruntime.why_unavailable(bundle, backend)
-    return tensorrt.why_unavailable(bundle, backend)

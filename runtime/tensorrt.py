@@ -1,107 +1,453 @@
-"""TensorRT and TensorRT-RTX: one implementation for both, on device memory from cuda-bindings.
+"""TensorRT and TensorRT-RTX: one implementation for both.
 
-Written against the API that both share. It runs only where a CUDA device is.
+A call borrows a lane: activation memory, a stream, staging memory for NumPy arrays, an execution context for shapes
+that come once, and captured CUDA graphs. NVIDIA's guide says that a context from which a graph was captured must not be
+touched again (TensorRT Developer Guide, "CUDA Graphs"), so every graph has a context of its own; all contexts of a lane
+share its activation memory, for a lane runs one call at a time. Calls on several streams are put in order by the event
+that a lane records behind each.
+
+Of what is used here, TensorRT has no runtime cache, no check of a plan before it is loaded, and no choice of when
+kernels are specialized for a shape: there, TensorRT-RTX alone is asked (`_is_rtx`).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Mapping
-from typing import Any
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from math import prod
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
+from cuda.bindings import driver
+from cuda.core import Event, Stream
+from cuda.core.utils import StridedMemoryView
 
+from attnforge import cache
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Engine
-from attnforge.errors import BuildError, UnavailableError
-from attnforge.runtime.device import cuda_devices
+from attnforge.errors import DeviceError, InputError, UnavailableError
+from attnforge.runtime.backends import engine_for
+from attnforge.runtime.device import compute_capability, device_name
+from attnforge.runtime.gpu import Block, Gpu, Outputs
+from attnforge.runtime.inputs import Shapes
+from attnforge.runtime.options import Memory, Options
+from attnforge.runtime.pool import Pool, Recent
+from attnforge.runtime.profiles import profile_for
+
+log = logging.getLogger("attnforge.tensorrt")
+
+GRAPHS_KEPT = 16
+"""CUDA graphs of one lane; the one used longest ago gives way."""
+
+CALLS_REMEMBERED = 256
+"""Calls of one lane, by shapes and addresses, of which the second captures a graph."""
+
+ALIGNMENT = 256
+"""Bytes that TensorRT wants addresses to be multiples of; a tensor that starts elsewhere is copied."""
+
+INVALID = {
+    1: "it was built by another version",
+    2: "it was built for other compute capabilities than this device's",
+    4: "it needs a newer CUDA driver",
+    8: "it needs a newer CUDA runtime",
+    16: "the device has too little memory",
+    32: "the file is no plan, or cut short",
+    64: "CUDA failed while it was looked at",
+}
+"""Bits of nvinfer1::EngineInvalidityDiagnostics."""
 
 
-def why_unavailable(bundle: Bundle, backend: str) -> str | None:
-    """Why this machine cannot run the bundle's plan for `backend`, or None."""
-    if backend not in bundle.manifest.targets:
-        skipped = bundle.manifest.skipped.get(backend, f"deploy it again with --target {backend}")
-        return f"the bundle holds no plan for {backend}: {skipped}"
-    engine = bundle.manifest.targets[backend].engines[0]
-    try:
-        trt = importlib.import_module(backend)
-    except ImportError as error:
-        package = "tensorrt_rtx" if backend == "tensorrt_rtx" else "attnforge[tensorrt]"
-        return f"{backend} is not installed ({error}); pip install {package}"
-    if trt.__version__ != engine.version:
-        return (
-            f"its plan was built by {backend} {engine.version} and this machine has {trt.__version__}, which may not "
-            f"load it; deploy the model again here, or install {backend}=={engine.version}"
-        )
-    if cuda_devices() == 0:
-        return f"no CUDA device: {backend} plans are built and inspected without one, and run only on an NVIDIA GPU"
-    return None
+class Call(NamedTuple):
+    """All that decides what is enqueued: two calls that are equal can share a CUDA graph.
+
+    Attributes:
+        profile: optimization profile.
+        shapes: of the inputs, in order.
+        inputs: their addresses on the device.
+        outputs: theirs.
+        uploads: (to, from, bytes) from pinned memory, before.
+        moves: (to, from, bytes) on the device, before.
+        downloads: (to, from, bytes) to pinned memory, after.
+    """
+
+    profile: int
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    uploads: tuple[tuple[int, int, int], ...] = ()
+    moves: tuple[tuple[int, int, int], ...] = ()
+    downloads: tuple[tuple[int, int, int], ...] = ()
 
 
 class TensorRT:
-    """A deserialized plan, one execution context, and device buffers that grow to the largest shape seen."""
+    """A plan on a GPU, run by any number of threads."""
 
-    def __init__(self, bundle: Bundle, backend: str, threads: int | None = None) -> None:
-        del threads
+    def __init__(self, bundle: Bundle, backend: str, options: Options) -> None:
+        trt = self._trt = importlib.import_module(backend)
         self.name = backend
-        self._trt: Any = importlib.import_module(backend)
-        self._cuda: Any = importlib.import_module("cuda.bindings.runtime")
-        engine: Engine = bundle.manifest.targets[backend].engines[0]
-        self._logger = self._trt.Logger(self._trt.Logger.ERROR)
-        self._runtime = self._trt.Runtime(self._logger)
-        self._engine = self._runtime.deserialize_cuda_engine(bundle.file(engine.file).read_bytes())
-        if self._engine is None:
-            built_for = ", ".join(engine.compute_capabilities)
-            raise UnavailableError(
-                f"{backend} cannot load the plan on this device (built for {built_for}); deploy the model again here"
-            )
-        self._context = self._engine.create_execution_context()
-        self._stream = self._check(self._cuda.cudaStreamCreate())
-        self._buffers: dict[str, tuple[int, int]] = {}  # name → (address, bytes)
-        self._dtypes = {spec.name: np.dtype(spec.dtype) for spec in bundle.manifest.outputs}
+        self._is_rtx = backend == "tensorrt_rtx"
+        record = engine_for(
+            bundle.manifest.targets[backend].engines, trt.__version__, compute_capability(options.device)
+        )
+        if isinstance(record, str):
+            raise UnavailableError(record)
+        manifest = bundle.manifest
+        self.inputs = [spec.name for spec in manifest.inputs]
+        self.results = [(spec.name, np.dtype(spec.dtype)) for spec in manifest.outputs]
+        self.tensors = [*self.inputs, *(name for name, _ in self.results)]
+        self.profiles = record.profiles
+        self.graphs = options.graphs is not False
+        self.gpu = Gpu(options.device)
+        self.outputs = Outputs(self.gpu)
+        self.log = _logger(trt)
+        self._shaping = threading.Lock()
+        self._cache_file = cache.runtime_cache_file(
+            bundle.path, trt.__version__, device_name(options.device), manifest.files[record.file]
+        )
+        with self.gpu.current():
+            self._runtime = trt.Runtime(self.log)
+            self._engine = self._deserialized(bundle, record)
+            self._runtime_cache = self._opened_cache() if self._is_rtx and options.cache else None
+            self._shaper: Any = None
+        self.output_shapes = functools.lru_cache(maxsize=4096)(self._output_shapes)
+        self._lanes = Pool(lambda: _Lane(self), options.contexts)
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        copy = self._cuda.cudaMemcpyKind
-        for name, array in feeds.items():
-            if not self._context.set_input_shape(name, array.shape):
-                raise BuildError(f"{self.name} refused shape {array.shape} for input {name!r}")
-            address = self._reserve(name, array.nbytes)
-            kind = copy.cudaMemcpyHostToDevice
-            self._check(self._cuda.cudaMemcpyAsync(address, array.ctypes.data, array.nbytes, kind, self._stream))
-        outputs = {
-            name: np.empty(tuple(self._context.get_tensor_shape(name)), dtype) for name, dtype in self._dtypes.items()
-        }
-        for name, array in outputs.items():
-            self._reserve(name, array.nbytes)
-        if not self._context.execute_async_v3(int(self._stream)):
-            raise BuildError(f"{self.name} could not run the plan")
-        for name, array in outputs.items():
-            address, kind = self._buffers[name][0], copy.cudaMemcpyDeviceToHost
-            self._check(self._cuda.cudaMemcpyAsync(array.ctypes.data, address, array.nbytes, kind, self._stream))
-        self._check(self._cuda.cudaStreamSynchronize(self._stream))
-        return outputs
+    # --- running
+
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        with self.gpu.current(), self._lanes.borrow() as lane:
+            expected = self.output_shapes(shapes)
+            results = lane.run(arrays, shapes, expected)
+            found = []
+            for i, result in enumerate(results):
+                target = out[i] if out is not None else None
+                found.append(result.copy() if target is None else target)
+                if target is not None:
+                    np.copyto(target, result)
+            return found
+
+    def submit(
+        self,
+        feeds: Sequence[StridedMemoryView | Array],
+        shapes: Shapes,
+        results: Sequence[StridedMemoryView],
+        stream: Stream,
+    ) -> Event:
+        with self._lanes.borrow(lambda lane: lane.last_stream == int(stream.handle)) as lane:
+            return lane.submit(feeds, shapes, results, stream)
+
+    def _output_shapes(self, shapes: Shapes) -> tuple[tuple[int, ...], ...]:
+        known = [shape for shape in shapes.outputs if shape is not None]
+        if len(known) == len(shapes.outputs):
+            return tuple(known)
+        with self._shaping:
+            if self._shaper is None:
+                self._shaper = self.new_context(None)
+            context = self._shaper
+            self.select(context, profile_for(self.profiles, shapes.sizes), self.gpu.stream)
+            self.set_shapes(context, shapes.inputs)
+            found = tuple(tuple(context.get_tensor_shape(name)) for name, _ in self.results)
+        if any(size < 0 for shape in found for size in shape):
+            raise UnavailableError(
+                f"{self.name} does not know the shape of every output before it runs; the values decide it, which this "
+                "runtime does not support: load the bundle on onnxruntime-cuda or onnxruntime-cpu"
+            )
+        return found
+
+    # --- contexts
+
+    def new_context(self, activations: Block | None, specialized: bool = False) -> Any:
+        """An execution context on a lane's activation memory.
+
+        Args:
+            activations: none for a context that only infers shapes.
+            specialized: compile the kernels for a shape when it is first run, rather than in the background: a graph
+                would keep the general ones for good.
+        """
+        trt = self._trt
+        runtime_config = self._engine.create_runtime_config()
+        runtime_config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self._is_rtx:
+            strategy = trt.DynamicShapesKernelSpecializationStrategy
+            runtime_config.dynamic_shapes_kernel_specialization_strategy = (
+                strategy.EAGER if specialized else strategy.LAZY
+            )
+            runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # graphs are captured here
+            if self._runtime_cache is not None:
+                runtime_config.set_runtime_cache(self._runtime_cache)
+        context = self._engine.create_execution_context(runtime_config)
+        if context is None:
+            raise self.failure("it gave no execution context")
+        if activations is not None:
+            context.set_device_memory(activations.address, activations.size)
+        return context
+
+    def select(self, context: Any, profile: int, stream: Stream) -> None:
+        """Make `profile` the context's, so that its shapes are to be set anew."""
+        if context.active_optimization_profile != profile and not context.set_optimization_profile_async(
+            profile, int(stream.handle)
+        ):
+            raise self.failure(f"it refused optimization profile {profile}")
+
+    def set_shapes(self, context: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+        for name, shape in zip(self.inputs, shapes, strict=True):
+            if not context.set_input_shape(name, shape):
+                raise InputError(f"{self.name} refused shape {shape} for input {name!r}: {self.log.last()}")
+
+    @property
+    def activation_size(self) -> int:
+        return int(self._engine.device_memory_size_v2)
+
+    def capturable(self, context: Any, stream: Stream) -> bool:
+        return bool(context.is_stream_capturable(int(stream.handle))) if self._is_rtx else True
+
+    def failure(self, what: str) -> DeviceError:
+        """The error to raise where TensorRT says no more than that it failed."""
+        return self.gpu.failure(f"{self.name}: {what}: {self.log.last()}")
+
+    # --- the rest
+
+    def memory(self) -> Memory:
+        lanes = self._lanes.items()
+        statistic = self._trt.EngineStat.TOTAL_WEIGHTS_SIZE
+        activations = self._lanes.made * max(self.activation_size, 1)
+        return Memory(
+            weights=int(self._engine.get_engine_stat(statistic)),
+            activations=activations,
+            buffers=self.gpu.allocated - activations,
+            pinned=self.gpu.pinned,
+            contexts=self._lanes.made,
+            graphs=sum(len(lane.graphs) for lane in lanes),
+        )
 
     def close(self) -> None:
-        for address, _ in self._buffers.values():
-            self._check(self._cuda.cudaFree(address))
-        self._buffers.clear()
-        if self._stream is not None:
-            self._check(self._cuda.cudaStreamDestroy(self._stream))
-        self._context = self._engine = self._runtime = self._stream = None
+        self._lanes.close(lambda lane: lane.close())
+        self._save_cache()
+        self.outputs.clear()
+        self._shaper = self._runtime_cache = self._engine = self._runtime = None
 
-    def _reserve(self, name: str, size: int) -> int:
-        """Device memory for tensor `name`, at least `size` bytes, at an address that the context knows."""
-        address, held = self._buffers.get(name, (0, -1))
-        if held < size:
-            if held >= 0:
-                self._check(self._cuda.cudaFree(address))
-            address = int(self._check(self._cuda.cudaMalloc(max(size, 1))))
-            self._buffers[name] = (address, size)
-            self._context.set_tensor_address(name, address)
-        return address
+    def _deserialized(self, bundle: Bundle, record: Engine) -> Any:
+        data = bundle.file(record.file).read_bytes()
+        how = f"build it again with load(…, {self.name!r}, rebuild=True)"
+        if self._is_rtx:
+            validity, bits = self._runtime.get_engine_validity(data)
+            if validity == self._trt.EngineValidity.INVALID:
+                reasons = "; ".join(invalid(int(bits))) or self.log.last()
+                raise UnavailableError(f"{self.name} cannot load {bundle.path / record.file} here: {reasons}; {how}")
+        engine = self._runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            built_for = ", ".join(record.compute_capabilities)
+            raise UnavailableError(
+                f"{self.name} cannot load {bundle.path / record.file} (built for {built_for}) on "
+                f"{device_name(self.gpu.ordinal)}: {self.log.last()}; {how}"
+            )
+        return engine
 
-    def _check(self, result: tuple[Any, ...]) -> Any:
-        status, *values = result
-        if int(status) != 0:
-            raise UnavailableError(f"CUDA: {self._cuda.cudaGetErrorString(status)[1].decode()}")
-        return values[0] if values else None
+    def _opened_cache(self) -> Any:
+        runtime_cache = self._engine.create_runtime_config().create_runtime_cache()
+        kept = cache.read(self._cache_file)
+        self._kept = kept
+        if kept and not runtime_cache.deserialize(kept):
+            log.info("%s is of another machine or version; kernels are compiled anew", self._cache_file)
+        return runtime_cache
+
+    def _save_cache(self) -> None:
+        if self._runtime_cache is None or self.gpu.lost is not None:
+            return
+        with self.gpu.current():
+            data = bytes(self._runtime_cache.serialize())
+        if data != self._kept:
+            cache.write(self._cache_file, data)
+
+
+class _Lane:
+    """What one call at a time runs on."""
+
+    def __init__(self, owner: TensorRT) -> None:
+        gpu = self._gpu = owner.gpu
+        self._owner = owner
+        self._stream: Stream = gpu.device.create_stream()
+        self._done: Event = gpu.device.create_event()
+        self._activations = gpu.allocate(owner.activation_size)
+        self._context = owner.new_context(self._activations)
+        self._shapes: tuple[tuple[int, ...], ...] | None = None  # that the context has
+        self._device: dict[str, Block] = {}
+        self._pinned: dict[str, Block] = {}
+        self._seen: Recent[Call, bool] = Recent(CALLS_REMEMBERED)
+        self.graphs: Recent[Call, _Graph] = Recent(GRAPHS_KEPT, self._drop)
+        self.last_stream: int | None = None
+
+    def run(self, arrays: Sequence[Array], shapes: Shapes, expected: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Outputs in pinned memory that the lane's next call overwrites."""
+        uploads = [self._upload(name, array) for name, array in zip(self._owner.inputs, arrays, strict=True)]
+        results, downloads = [], []
+        for (name, dtype), shape in zip(self._owner.results, expected, strict=True):
+            size = prod(shape) * dtype.itemsize
+            pinned = self._block(self._pinned, name, size)
+            results.append(pinned.array(shape, dtype))
+            downloads.append((pinned.address, self._block(self._device, name, size).address, size))
+        self._execute(
+            Call(
+                profile_for(self._owner.profiles, shapes.sizes),
+                shapes.inputs,
+                tuple(to for to, _, _ in uploads),
+                tuple(source for _, source, _ in downloads),
+                uploads=tuple(uploads),
+                downloads=tuple(downloads),
+            ),
+            self._stream,
+        )
+        self._done.sync()
+        return results
+
+    def submit(
+        self,
+        feeds: Sequence[StridedMemoryView | Array],
+        shapes: Shapes,
+        results: Sequence[StridedMemoryView],
+        stream: Stream,
+    ) -> Event:
+        """Enqueue a run on arrays of the device; outputs are written where `results` lie."""
+        uploads, moves, addresses = [], [], []
+        for name, feed in zip(self._owner.inputs, feeds, strict=True):
+            if isinstance(feed, np.ndarray):
+                self._done.sync()  # pinned memory may still be read
+                uploads.append(self._upload(name, feed))
+                addresses.append(uploads[-1][0])
+            elif feed.ptr % ALIGNMENT:
+                size = feed.size * np.dtype(feed.dtype).itemsize
+                addresses.append(self._block(self._device, name, size).address)
+                moves.append((addresses[-1], feed.ptr, size))
+            else:
+                addresses.append(feed.ptr)
+        profile = profile_for(self._owner.profiles, shapes.sizes)
+        outputs = tuple(view.ptr for view in results)
+        call = Call(profile, shapes.inputs, tuple(addresses), outputs, tuple(uploads), tuple(moves))
+        self._execute(call, stream)
+        return stream.record()
+
+    def close(self) -> None:
+        with self._gpu.current():
+            self._done.sync()
+            self.graphs.clear()
+            self._context = None
+            self._device.clear()
+            self._pinned.clear()
+            del self._activations
+
+    # ---
+
+    def _execute(self, call: Call, stream: Stream) -> None:
+        if self.last_stream is not None and self.last_stream != int(stream.handle):
+            stream.wait(self._done)
+        graph = self.graphs.get(call)
+        if graph is None and self._owner.graphs:
+            if call in self._seen:
+                graph = self._capture(call)
+            else:
+                self._seen.put(call, True)
+        if graph is not None:
+            graph.graph.launch(stream)
+        else:
+            if self._shapes != call.shapes or self._context.active_optimization_profile != call.profile:
+                self._owner.select(self._context, call.profile, stream)
+                self._owner.set_shapes(self._context, call.shapes)
+                self._shapes = call.shapes
+            self._enqueue(self._context, call, stream)
+        self.last_stream = int(stream.handle)
+        stream.record(self._done)
+
+    def _enqueue(self, context: Any, call: Call, stream: Stream) -> None:
+        owner, check, handle = self._owner, self._gpu.check, int(stream.handle)
+        for to, source, size in call.uploads:
+            check(driver.cuMemcpyHtoDAsync(to, source, size, handle))
+        for to, source, size in call.moves:
+            check(driver.cuMemcpyDtoDAsync(to, source, size, handle))
+        for name, address in zip(owner.tensors, (*call.inputs, *call.outputs), strict=True):
+            if not context.set_tensor_address(name, address):
+                raise owner.failure(f"it refused the address of {name!r}")
+        if not context.execute_async_v3(handle):
+            raise owner.failure("the plan could not be run")
+        for to, source, size in call.downloads:
+            check(driver.cuMemcpyDtoHAsync(to, source, size, handle))
+
+    def _capture(self, call: Call) -> _Graph | None:
+        """A CUDA graph of `call`, or None, for good, where it cannot be captured."""
+        owner, stream = self._owner, self._stream
+        self._done.sync()
+        context = owner.new_context(self._activations, specialized=True)
+        owner.select(context, call.profile, stream)
+        owner.set_shapes(context, call.shapes)
+        self._enqueue(context, call, stream)  # compiles, and settles what a first run settles, before the capture
+        stream.sync()
+        if not owner.capturable(context, stream):
+            log.info("%s cannot be captured in a CUDA graph; it is enqueued at every call", owner.name)
+            owner.graphs = False
+            return None
+        recorder = stream.create_graph_builder()
+        try:
+            recorder.begin_building("relaxed")
+            self._enqueue(context, call, stream)
+            graph = recorder.end_building().complete()
+        finally:
+            recorder.close()
+        kept = _Graph(graph, context)
+        self.graphs.put(call, kept)
+        return kept
+
+    def _drop(self, graph: _Graph) -> None:
+        self._done.sync()
+        graph.graph.close()
+
+    def _upload(self, name: str, array: Array) -> tuple[int, int, int]:
+        """Copy an array to pinned memory; what is to be enqueued for it."""
+        pinned = self._block(self._pinned, name, array.nbytes)
+        np.copyto(pinned.array(array.shape, array.dtype), array)
+        return self._block(self._device, name, array.nbytes).address, pinned.address, array.nbytes
+
+    def _block(self, held: dict[str, Block], name: str, size: int) -> Block:
+        """Staging memory for tensor `name`, which grows to the largest seen."""
+        block = held.get(name)
+        if block is None or block.size < size:
+            self._done.sync()
+            held.pop(name, None)
+            allocate = self._gpu.allocate_pinned if held is self._pinned else self._gpu.allocate
+            block = held[name] = allocate(size)
+        return block
+
+
+class _Graph(NamedTuple):
+    """A captured CUDA graph, and the context whose state it has."""
+
+    graph: Any
+    context: Any
+
+
+def invalid(bits: int) -> Iterator[str]:
+    """What TensorRT-RTX has against a plan, from its diagnostics."""
+    return (text for bit, text in INVALID.items() if bits & bit)
+
+
+def _logger(trt: ModuleType) -> Any:
+    class Log(trt.ILogger):  # type: ignore[name-defined, misc]
+        """TensorRT's messages in Python's logging; the last error is kept, for its calls say no more than False."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self._said = threading.local()
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self._said.last = message.strip()
+                log.error("%s", message.strip())
+            elif severity == trt.ILogger.WARNING:
+                log.warning("%s", message.strip())
+
+        def last(self) -> str:
+            return getattr(self._said, "last", "it gave no reason")
+
+    return Log()

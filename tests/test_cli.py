@@ -15,6 +15,7 @@ from PIL import Image
 
 from attnforge.bundle import Bundle, write_manifest
 from attnforge.model.registry import MODELS
+from attnforge.runtime.backends import BACKENDS
 
 Done = subprocess.CompletedProcess[str]
 
@@ -55,7 +56,7 @@ def test_doctor_says_what_is_missing_and_what_to_do() -> None:
     assert done.returncode == 0
     assert report["build"]["onnxruntime"] is None
     assert report["run"]["onnxruntime-cpu"] is None
-    assert set(report["run"]) == {"tensorrt", "tensorrt_rtx", "onnxruntime-cuda", "onnxruntime-cpu"}
+    assert set(report["run"]) == set(BACKENDS)
 
 
 def test_verify_is_one_json_document(bundle: Path) -> None:

@@ -100,7 +100,7 @@ def test_attention_alone_in_fp16(name: str, tmp_path: Path) -> None:
     assert record.attention_precision == "fp16" and record.without is not None
     assert bundle.manifest.precision == "fp32" and bundle.manifest.outputs[0].dtype == "float32"
     file = bundle.file(record.model)
-    report = compare(Session(bundle, OnnxRuntime(target, file, bundle.manifest.outputs)))
+    report = compare(Session(bundle, OnnxRuntime(target, file, bundle.manifest.inputs, bundle.manifest.outputs)))
     assert report.passed and report.budget >= 1e-3, report.failures
 
 

@@ -27,6 +27,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.canonicalize import BOOL, MASK_STEP, Site, cast
+from attnforge.export.engine import softmax_of
 from attnforge.export.layout import (
     ONE,
     Builder,
@@ -73,7 +74,7 @@ class _Plan:
 
 
 def _plan(site: str, a: Attention, dtype: ir.DataType) -> _Plan:
-    one = Lowered(site, "MatMul·Softmax·MatMul", "fuses in 16-bit types, builds in every type", f"{site}/Softmax")
+    one = Lowered(site, "MatMul·Softmax·MatMul", "fuses in 16-bit types, builds in every type", softmax_of(site))
     plan = _Plan(one)
     d_k, d_v = a.size("d_k"), a.size("d_v")
     size = max(d_k.factor, d_v.factor, SMALLEST_HEAD)

@@ -1,0 +1,130 @@
+"""TensorRT plans, built again from a bundle's own model: for another version, another device, or an altered file.
+
+The model that TensorRT is given stands in the bundle, with its sha256; a plan can be made from it wherever the builder
+is, without torch and without the source. New plans are added beside the old ones, which others may still load; only
+those that are missing or altered go.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from pathlib import Path
+
+from attnforge import cache
+from attnforge.bundle import MANIFEST, Bundle, Certificate, Unfused, sha256
+from attnforge.errors import BundleError, UnavailableError
+from attnforge.export import engine
+from attnforge.runtime.backends import FLAVOURS, engine_for
+from attnforge.runtime.device import compute_capability, cuda_devices, device_name
+
+
+def rebuilt(bundle: str | os.PathLike[str] | Bundle, backend: str, device: int = 0) -> Bundle:
+    """The bundle with a plan that this machine's `backend` can load, built where there is none.
+
+    Raises:
+        BundleError: something else than a plan is missing or altered, or the folder cannot be written to.
+        UnavailableError: TensorRT was asked for by name and there is no device, or no builder.
+        BuildError: the builder refused.
+    """
+    opened = Bundle(bundle.path if isinstance(bundle, Bundle) else bundle, check_plans=False)
+    for flavour in FLAVOURS:
+        if backend not in ("auto", flavour) or flavour not in opened.manifest.targets:
+            continue
+        if cuda_devices() == 0:
+            if backend == flavour:
+                raise UnavailableError(f"no CUDA device to build {flavour}'s plan for; plans run on NVIDIA GPUs only")
+            continue
+        capability = compute_capability(device)
+        if not fits(opened, flavour, capability):
+            opened = rebuild(opened, flavour, capability, device)
+    return opened
+
+
+def fits(bundle: Bundle, flavour: str, capability: str) -> bool:
+    """Whether the bundle holds an unaltered plan for this version and device."""
+    whole = [record for record in bundle.manifest.targets[flavour].engines if _is_whole(bundle, record.file)]
+    version = importlib.import_module(flavour).__version__
+    return bool(whole) and not isinstance(engine_for(whole, version, capability), str)
+
+
+def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> Bundle:
+    """Build a plan from the bundle's own model and add it to the bundle.
+
+    Args:
+        bundle: whose model is unaltered.
+        flavour: `tensorrt`, which builds for the device at hand, or `tensorrt_rtx`.
+        capability: compute capability to build for, such as `SM89`; one that TensorRT-RTX does not know gets the
+            portable plan.
+        device: number of the CUDA device, of which TensorRT keeps what it timed.
+
+    Raises:
+        BundleError: the folder cannot be written to.
+        UnavailableError: that TensorRT is not installed.
+        BuildError: the builder refused.
+    """
+    trt, manifest = engine.load_tensorrt(flavour), bundle.manifest.model_copy(deep=True)
+    record = manifest.targets[flavour]
+    portable = flavour == "tensorrt_rtx" and not hasattr(trt.ComputeCapability, capability)
+    wanted = () if portable or flavour == "tensorrt" else (capability,)
+    timings = (
+        cache.timing_cache_file(bundle.path, trt.__version__, device_name(device)) if flavour == "tensorrt" else None
+    )
+    further = record.engines[0].profiles[1:] if record.engines else []
+    plan = engine.build(
+        bundle.file(record.model), flavour, manifest.inputs, manifest.precision, wanted, further, timings
+    )
+    name = f"tensorrt/engine.{flavour}-{plan.version}-{engine.PORTABLE if portable else capability.lower()}.plan"
+    kept = [one for one in record.engines if _is_whole(bundle, one.file) and one.file != name]
+    gone = {one.file for one in record.engines} - {one.file for one in kept} - {name}
+    record.engines = [*kept, plan.record(name, flavour, [engine.PORTABLE if portable else capability])]
+    manifest.attention = certified(manifest.attention, flavour, plan)
+    for file in gone:
+        del manifest.files[file]
+    try:
+        _replace(bundle.path / name, plan.data)
+        manifest.files[name] = sha256(bundle.path / name)
+        manifest.files = dict(sorted(manifest.files.items()))
+        _replace(bundle.path / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
+        for file in gone:
+            (bundle.path / file).unlink(missing_ok=True)
+    except OSError as error:
+        raise BundleError(f"{bundle.path} cannot be written to ({error}); copy the bundle and load the copy") from error
+    return Bundle(bundle.path, check_plans=False)
+
+
+def certified(certificate: Certificate, flavour: str, plan: engine.Plan) -> Certificate:
+    """The certificate with what another plan made of every site that was lowered for it."""
+    found = certificate.model_copy(deep=True)
+    found.unfused = [one for one in found.unfused if one.target != flavour]
+    for site in found.details:
+        target = site.targets.get(flavour)
+        if target is None:
+            found.unfused.append(Unfused(site=site.site, target=flavour, reason=site.reason or "not canonical"))
+            continue
+        softmax = engine.softmax_of(site.site)
+        target.kernel = plan.kernel_of(softmax)
+        target.reason = None if target.kernel else target.reason or plan.why_unfused(softmax)
+        if target.reason is not None:
+            found.unfused.append(Unfused(site=site.site, target=flavour, reason=target.reason))
+    found.fused[flavour] = sum(
+        flavour in site.targets and site.targets[flavour].kernel is not None for site in found.details
+    )
+    return found
+
+
+def _is_whole(bundle: Bundle, file: str) -> bool:
+    try:
+        bundle.check(file)
+    except BundleError:
+        return False
+    return True
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as stream:
+        stream.write(data)
+    Path(stream.name).chmod(0o644)
+    os.replace(stream.name, file)

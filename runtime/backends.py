@@ -1,0 +1,137 @@
+"""The deployed backends: which of them this machine can run, and why not the others."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attnforge.bundle import Bundle, Engine
+from attnforge.errors import UnavailableError
+from attnforge.runtime.device import compute_capability, cuda_devices
+from attnforge.runtime.options import Options
+
+if TYPE_CHECKING:
+    from attnforge.runtime.session import Backend
+
+BACKENDS = ("tensorrt", "tensorrt_rtx", "onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime-cpu")
+"""The one that `auto` likes best first."""
+
+ON_GPU = BACKENDS[:4]
+FLAVOURS = ("tensorrt", "tensorrt_rtx")
+PORTABLE = "portable"
+PROVIDERS = {"onnxruntime-tensorrt": "TensorrtExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
+
+
+def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None:
+    """Why `backend` cannot run `bundle` on this machine, or None."""
+    if backend in FLAVOURS:
+        return _why_no_tensorrt(bundle, backend, device)
+    if "onnxruntime" not in bundle.manifest.targets:
+        return "the bundle was not deployed for onnxruntime; deploy it again with --target onnxruntime"
+    return why_no_provider(backend)
+
+
+def why_no_provider(backend: str) -> str | None:
+    """Why ONNX Runtime cannot run anything as `backend` on this machine, or None."""
+    if backend == "onnxruntime-cpu":
+        return None
+    import onnxruntime as ort
+
+    if PROVIDERS[backend] not in ort.get_available_providers():
+        return f"this onnxruntime has no {PROVIDERS[backend]}; pip install onnxruntime-gpu"
+    if cuda_devices() == 0:
+        return "no CUDA device"
+    if backend == "onnxruntime-tensorrt" and not _holds_nvinfer():
+        return "its provider needs TensorRT's libraries (libnvinfer), which are not installed; pip install tensorrt"
+    return None
+
+
+def _holds_nvinfer() -> bool:
+    if ctypes.util.find_library("nvinfer"):
+        return True
+    try:
+        importlib.import_module("tensorrt")  # loads its libraries into the process
+    except ImportError:
+        return False
+    return True
+
+
+def _why_no_tensorrt(bundle: Bundle, backend: str, device: int) -> str | None:
+    if backend not in bundle.manifest.targets:
+        skipped = bundle.manifest.skipped.get(backend, f"deploy it again with --target {backend}")
+        return f"the bundle holds no plan for {backend}: {skipped}"
+    try:
+        version = importlib.import_module(backend).__version__
+    except ImportError as error:
+        package = "tensorrt_rtx" if backend == "tensorrt_rtx" else "attnforge[tensorrt]"
+        return f"{backend} is not installed ({error}); pip install {package}"
+    engines = bundle.manifest.targets[backend].engines
+    if all(engine.version != version for engine in engines):
+        built = " and ".join(sorted({engine.version for engine in engines}))
+        return (
+            f"its plan was built by {backend} {built} and this machine has {version}, which may not load it; build it "
+            f"again from the bundle's own model with load(…, {backend!r}, rebuild=True), or install "
+            f"{backend}=={engines[0].version}"
+        )
+    if cuda_devices() == 0:
+        return f"no CUDA device: {backend} plans are built and inspected without one, and run only on an NVIDIA GPU"
+    chosen = engine_for(engines, version, compute_capability(device))
+    return chosen if isinstance(chosen, str) else None
+
+
+def engine_for(engines: Sequence[Engine], version: str, capability: str) -> Engine | str:
+    """The plan to load on a device, or why none of them can be: one for just this device first, the newest first.
+
+    Args:
+        engines: of one flavour.
+        version: of that TensorRT on this machine.
+        capability: of the device, such as `SM90`.
+    """
+    built_here = [engine for engine in reversed(engines) if engine.version == version]
+    if exact := [engine for engine in built_here if capability in engine.compute_capabilities]:
+        return exact[0]
+    portable = [engine for engine in built_here if PORTABLE in engine.compute_capabilities]
+    if portable and _number(capability) >= 80:
+        return portable[0]
+    has = sorted({name for engine in engines for name in engine.compute_capabilities})
+    return (
+        f"its plans are for {', '.join(has)}{' (SM80 and later)' if PORTABLE in has else ''} and this device is "
+        f"{capability}; build one for it from the bundle's own model with load(…, {engines[0].flavour!r}, rebuild=True)"
+    )
+
+
+def _number(capability: str) -> int:
+    digits = capability.removeprefix("SM")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def choose(bundle: Bundle, candidates: Sequence[str], device: int = 0) -> tuple[str, dict[str, str]]:
+    """The first of `candidates` that can run here, and why those before it cannot.
+
+    Raises:
+        UnavailableError: none can.
+    """
+    reasons: dict[str, str] = {}
+    for candidate in candidates:
+        reason = why_unavailable(bundle, candidate, device)
+        if reason is None:
+            return candidate, reasons
+        reasons[candidate] = reason
+    raise UnavailableError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+
+
+def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
+    """A backend of `bundle` that :func:`why_unavailable` has nothing against."""
+    if backend in FLAVOURS:
+        from attnforge.runtime.tensorrt import TensorRT
+
+        return TensorRT(bundle, backend, options)
+    if backend in PROVIDERS:
+        from attnforge.runtime.onnxruntime_gpu import OnnxRuntimeGpu
+
+        return OnnxRuntimeGpu(bundle, backend, options)
+    from attnforge.runtime.onnxruntime import open_bundle
+
+    return open_bundle(bundle, options)

@@ -1,0 +1,235 @@
+"""ONNX Runtime on a GPU: its CUDA and its TensorRT provider, on device memory through I/O binding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+from cuda.bindings import driver
+from cuda.core import Event, Stream
+from cuda.core.utils import StridedMemoryView
+
+from attnforge import cache
+from attnforge.arrays import BFLOAT16, Array
+from attnforge.bundle import Bundle, TensorSpec
+from attnforge.errors import UnavailableError
+from attnforge.reference import cases, shape_of
+from attnforge.runtime.backends import FLAVOURS, PROVIDERS
+from attnforge.runtime.gpu import Block, Gpu, Outputs
+from attnforge.runtime.inputs import Shapes
+from attnforge.runtime.onnxruntime import BFLOAT16_ONNX, bind_host_input, host_value, session_options, weights_of
+from attnforge.runtime.options import Memory, Options
+
+GRAPHS_KEPT = 16
+"""Shapes of which ONNX Runtime keeps a CUDA graph; it cannot let go of one, so later shapes run without."""
+
+NO_GRAPH = "-1"
+"""`gpu_graph_id` of a run that is neither captured nor replayed."""
+
+
+class OnnxRuntimeGpu:
+    """The bundle's ONNX Runtime model on CUDA, or its TensorRT model under ONNX Runtime's TensorRT provider. One run is
+    enqueued at a time, on a stream of the session's own that waits for the caller's."""
+
+    def __init__(self, bundle: Bundle, backend: str, options: Options) -> None:
+        self.name = backend
+        self.gpu = Gpu(options.device)
+        self.outputs = Outputs(self.gpu)
+        self._inputs = bundle.manifest.inputs
+        self._outputs = bundle.manifest.outputs
+        self._lock = threading.Lock()
+        self._graphs = options.graphs is True
+        self._static: dict[tuple[tuple[int, ...], ...], _Static] = {}
+        file = model_of(bundle, backend)
+        self._weights = weights_of(bundle.file(file))
+        ort.preload_dlls()  # the CUDA libraries that torch or NVIDIA's wheels brought, where there are some
+        with self.gpu.current():
+            providers = provider_options(bundle, backend, options, int(self.gpu.stream.handle))
+            self._session: Any = ort.InferenceSession(
+                str(bundle.file(file)), session_options(options.threads), providers=[*providers, "CPUExecutionProvider"]
+            )
+        if PROVIDERS[backend] not in self._session.get_providers():
+            raise UnavailableError(
+                f"ONNX Runtime could not start its {PROVIDERS[backend]}; its log says which library it misses"
+            )
+
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        results = []
+        with self._lock, self.gpu.current():
+            binding = self._session.io_binding()
+            for spec, array in zip(self._inputs, arrays, strict=True):
+                bind_host_input(binding, spec.name, array)
+            for i, (spec, shape) in enumerate(zip(self._outputs, self.output_shapes(shapes), strict=True)):
+                target = out[i] if out is not None else None
+                results.append(np.empty(shape, spec.dtype) if target is None else target)
+                binding.bind_ortvalue_output(spec.name, host_value(results[i]))
+            self._session.run_with_iobinding(binding, _run_options(NO_GRAPH))
+        return results
+
+    def submit(
+        self,
+        feeds: Sequence[StridedMemoryView | Array],
+        shapes: Shapes,
+        results: Sequence[StridedMemoryView],
+        stream: Stream,
+    ) -> Event:
+        own = self.gpu.stream
+        with self._lock:
+            if stream != own:
+                own.wait(stream)
+            static = self._static_of(shapes) if self._graphs else None
+            if static is None:
+                self._run(feeds, results)
+            else:
+                self._replay(static, feeds, results)
+            event = own.record()
+        if stream != own:
+            stream.wait(event)
+        return event
+
+    def output_shapes(self, shapes: Shapes) -> Sequence[tuple[int, ...]]:
+        for spec, shape in zip(self._outputs, shapes.outputs, strict=True):
+            if shape is None:
+                raise UnavailableError(
+                    f"the shape of output {spec.name!r} is not told by the inputs' sizes, which {self.name} needs to "
+                    "write it on the GPU; load the bundle on onnxruntime-cpu or tensorrt"
+                )
+        return [shape for shape in shapes.outputs if shape is not None]
+
+    def memory(self) -> Memory:
+        graphs = sum(static.id != NO_GRAPH for static in self._static.values())
+        return Memory(weights=self._weights, buffers=self.gpu.allocated, graphs=graphs)
+
+    def close(self) -> None:
+        with self._lock:
+            self._session = None
+            self._static.clear()
+            self.outputs.clear()
+
+    # ---
+
+    def _run(self, feeds: Sequence[StridedMemoryView | Array], results: Sequence[StridedMemoryView]) -> None:
+        binding = self._session.io_binding()
+        for spec, feed in zip(self._inputs, feeds, strict=True):
+            if isinstance(feed, np.ndarray):
+                bind_host_input(binding, spec.name, feed)
+            else:
+                binding.bind_input(spec.name, *self._place(spec, feed.shape, feed.ptr))
+        for spec, view in zip(self._outputs, results, strict=True):
+            binding.bind_output(spec.name, *self._place(spec, view.shape, view.ptr))
+        self._session.run_with_iobinding(binding, _run_options(NO_GRAPH, wait=False))
+
+    def _replay(
+        self, static: _Static, feeds: Sequence[StridedMemoryView | Array], results: Sequence[StridedMemoryView]
+    ) -> None:
+        check, handle = self.gpu.check, int(self.gpu.stream.handle)
+        for feed, block in zip(feeds, static.inputs, strict=True):
+            if isinstance(feed, np.ndarray):
+                check(driver.cuMemcpyHtoD(block.address, feed.ctypes.data, feed.nbytes))
+            else:
+                check(driver.cuMemcpyDtoDAsync(block.address, feed.ptr, _bytes(feed), handle))
+        self._session.run_with_iobinding(static.binding, _run_options(static.id, wait=False))
+        for view, block in zip(results, static.outputs, strict=True):
+            check(driver.cuMemcpyDtoDAsync(view.ptr, block.address, _bytes(view), handle))
+
+    def _static_of(self, shapes: Shapes) -> _Static | None:
+        """Memory at fixed addresses for these shapes, which a CUDA graph needs; None once enough shapes have it."""
+        if (found := self._static.get(shapes.inputs)) is not None:
+            return found
+        if len(self._static) >= GRAPHS_KEPT:
+            return None
+        binding = self._session.io_binding()
+        blocks: list[list[Block]] = [[], []]
+        sides = (
+            (self._inputs, shapes.inputs, binding.bind_input),
+            (self._outputs, shapes.outputs, binding.bind_output),
+        )
+        for held, (specs, sizes, bind) in zip(blocks, sides, strict=True):
+            for spec, shape in zip(specs, sizes, strict=True):
+                assert shape is not None  # output_shapes saw to that
+                held.append(self.gpu.allocate(prod(shape) * np.dtype(spec.dtype).itemsize))
+                bind(spec.name, *self._place(spec, shape, held[-1].address))
+        static = self._static[shapes.inputs] = _Static(str(len(self._static) + 1), binding, *blocks)
+        return static
+
+    def _place(self, spec: TensorSpec, shape: Sequence[int], address: int) -> tuple[Any, ...]:
+        dtype = np.dtype(spec.dtype)
+        return "cuda", self.gpu.ordinal, BFLOAT16_ONNX if dtype == BFLOAT16 else dtype.type, list(shape), address
+
+
+class _Static(NamedTuple):
+    """Inputs and outputs of a CUDA graph, bound once."""
+
+    id: str
+    binding: Any
+    inputs: list[Block]
+    outputs: list[Block]
+
+
+def model_of(bundle: Bundle, backend: str) -> str:
+    """The graph that suits a provider best: TensorRT's own where the bundle has it."""
+    targets = bundle.manifest.targets
+    if backend == "onnxruntime-tensorrt":
+        for flavour in FLAVOURS:
+            if flavour in targets:
+                return targets[flavour].model
+    return targets["onnxruntime"].cuda_model or targets["onnxruntime"].model
+
+
+def provider_options(bundle: Bundle, backend: str, options: Options, stream: int) -> list[tuple[str, dict[str, str]]]:
+    """Providers and their options, the best first."""
+    manifest = bundle.manifest
+    graphs = "1" if options.graphs else "0"
+    cuda = {
+        "device_id": str(options.device),
+        "user_compute_stream": str(stream),
+        # TF32 is ONNX Runtime's default on CUDA, so fp32 must say no.
+        "use_tf32": "1" if manifest.precision == "tf32" else "0",
+        "enable_cuda_graph": graphs if backend == "onnxruntime-cuda" else "0",
+    }
+    found = [("CUDAExecutionProvider", cuda)]
+    if backend == "onnxruntime-tensorrt":
+        tensorrt = {"device_id": cuda["device_id"], "user_compute_stream": cuda["user_compute_stream"]}
+        tensorrt["trt_cuda_graph_enable"] = graphs
+        tensorrt |= profile_options(manifest.inputs)
+        if options.cache:
+            folder = str(cache.cache_folder(bundle.path) / "onnxruntime")
+            tensorrt |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": folder}
+            tensorrt |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": folder}
+        found.insert(0, ("TensorrtExecutionProvider", tensorrt))
+    return found
+
+
+def profile_options(inputs: list[TensorSpec]) -> dict[str, str]:
+    """The optimization profile in the TensorRT provider's words: `name:2x64,…` for min, opt and max."""
+    bounds = {which: _bounds(inputs, which) for which in ("min", "opt", "max")}
+    if not any(bounds["opt"]):
+        return {}
+    return {
+        f"trt_profile_{which}_shapes": ",".join(
+            f"{spec.name}:{'x'.join(map(str, shape_of(spec, sizes)))}" for spec in inputs
+        )
+        for which, sizes in bounds.items()
+    }
+
+
+def _bounds(inputs: list[TensorSpec], which: str) -> dict[str, int]:
+    named = {case.name.removeprefix("normal-"): case.sizes for case in cases(inputs)}
+    wanted = {"min": "smallest", "opt": "opt", "max": "largest"}[which]
+    return named.get(wanted, named["opt"])
+
+
+def _run_options(graph: str, wait: bool = True) -> Any:
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", graph)
+    if not wait:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def _bytes(view: StridedMemoryView) -> int:
+    return int(view.size) * int(np.dtype(view.dtype).itemsize)

@@ -1,0 +1,120 @@
+"""What many threads share, and what is kept of what was used last."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from attnforge.errors import UsageError
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+class Pool(Generic[T]):
+    """At most `limit` of something costly, made when it is first needed and lent to one thread at a time.
+
+    Args:
+        make: makes one.
+        limit: how many there may be; who comes when all are lent waits.
+
+    Raises:
+        UsageError: a limit below one.
+    """
+
+    def __init__(self, make: Callable[[], T], limit: int) -> None:
+        if limit < 1:
+            raise UsageError(f"{limit} execution contexts were asked for; give 1 or more")
+        self._make, self._limit = make, limit
+        self._idle: list[T] = []
+        self._made = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def borrow(self, prefer: Callable[[T], bool] = lambda item: True) -> Iterator[T]:
+        """Lend one: an idle one that is preferred, the one used last first, else a new one, else any.
+
+        Raises:
+            UsageError: the pool is closed.
+        """
+        item = self._take(prefer)
+        try:
+            yield item
+        finally:
+            with self._changed:
+                self._idle.append(item)
+                self._changed.notify()
+
+    def items(self) -> list[T]:
+        """Those that are not lent."""
+        with self._changed:
+            return list(self._idle)
+
+    @property
+    def made(self) -> int:
+        return self._made
+
+    def close(self, free: Callable[[T], None]) -> None:
+        """Free every one, those that are lent once they are back; whoever waits for one is refused."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._idle) == self._made)
+            items, self._idle, self._made = self._idle, [], 0
+        for item in items:
+            free(item)
+
+    def _take(self, prefer: Callable[[T], bool]) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._idle or self._made < self._limit)
+            if self._closed:
+                raise UsageError("the session was closed; load the bundle again")
+            for i in reversed(range(len(self._idle))):
+                if prefer(self._idle[i]):
+                    return self._idle.pop(i)
+            if self._made == self._limit:
+                return self._idle.pop()
+            self._made += 1
+        try:
+            return self._make()
+        except BaseException:
+            with self._changed:
+                self._made -= 1
+                self._changed.notify()
+            raise
+
+
+class Recent(Generic[K, T]):
+    """What was used last, at most `limit` of it; `drop` is called with what gives way. For one thread at a time."""
+
+    def __init__(self, limit: int, drop: Callable[[T], None] = lambda value: None) -> None:
+        self._limit, self._drop = limit, drop
+        self._held: OrderedDict[K, T] = OrderedDict()
+
+    def get(self, key: K) -> T | None:
+        value = self._held.get(key)
+        if value is not None:
+            self._held.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: T) -> None:
+        old = self._held.pop(key, None)
+        self._held[key] = value
+        if old is not None and old is not value:
+            self._drop(old)
+        while len(self._held) > self._limit:
+            self._drop(self._held.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        while self._held:
+            self._drop(self._held.popitem(last=False)[1])
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
