@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from attnforge.arrays import Array, to_numpy
@@ -32,12 +31,7 @@ class Eager:
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         feeds = dict(zip(self._inputs, arrays, strict=True))
-        results = [to_numpy(name, tensor) for name, tensor in run(self._module, feeds, self._dtype).items()]
-        for i, array in enumerate(out or ()):
-            if array is not None:
-                np.copyto(array, results[i])
-                results[i] = array
-        return results
+        return [to_numpy(name, tensor) for name, tensor in run(self._module, feeds, self._dtype).items()]
 
     def memory(self) -> Memory:
         tensors = [*self._module.parameters(), *self._module.buffers()]

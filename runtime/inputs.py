@@ -145,18 +145,26 @@ def writable(spec: TensorSpec, value: Any, shape: tuple[int, ...] | None, inputs
     Raises:
         InputError: another shape or dtype than the output's, or memory that cannot be written to as it lies.
     """
-    what = f"the array to write output {spec.name!r} to"
-    if on_gpu(value):
-        raise InputError(f"{what} is on a GPU, and the inputs are not; give one on the host")
-    if is_torch(value) and value.requires_grad:
-        raise InputError(f"{what} requires a gradient; give a tensor that does not")
-    array = to_numpy(spec.name, value)
+    array = value if type(value) is np.ndarray else _same_memory(spec, value)
     check_out(spec, array.shape, array.dtype, shape)
-    if not (array.flags.c_contiguous and array.dtype.isnative and array.flags.writeable):
-        raise InputError(f"{what} is strided, read-only or of another byte order; give a contiguous one of its own")
-    if any(np.may_share_memory(array, one) for one in inputs):
-        raise InputError(f"{what} shares memory with an input; give one of its own")
+    if not array.flags.carray:
+        raise InputError(f"{_target(spec)} is strided or read-only; give a contiguous one that can be written to")
+    for one in inputs:
+        if np.may_share_memory(array, one):
+            raise InputError(f"{_target(spec)} shares memory with an input; give one of its own")
     return array
+
+
+def _same_memory(spec: TensorSpec, value: Any) -> Array:
+    if on_gpu(value):
+        raise InputError(f"{_target(spec)} is on a GPU, and the inputs are not; give one on the host")
+    if is_torch(value) and (value.requires_grad or value.is_neg() or not value.is_contiguous()):
+        raise InputError(f"{_target(spec)} is strided, or requires a gradient; give a contiguous one that does not")
+    return to_numpy(spec.name, value)
+
+
+def _target(spec: TensorSpec) -> str:
+    return f"the array to write output {spec.name!r} to"
 
 
 def check_out(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, expected: tuple[int, ...] | None) -> None:
@@ -167,6 +175,4 @@ def check_out(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, expected: tu
     """
     if dtype != np.dtype(spec.dtype) or (expected is not None and shape != expected):
         needed = f"{spec.dtype}{list(expected)}" if expected is not None else spec.text()
-        raise InputError(
-            f"the array to write output {spec.name!r} to is {dtype.name}{list(shape)}; it must be {needed}"
-        )
+        raise InputError(f"{_target(spec)} is {dtype.name}{list(shape)}; it must be {needed}")

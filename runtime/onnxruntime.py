@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime as ort
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, TensorSpec
+from attnforge.errors import UsageError
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -56,27 +57,29 @@ class OnnxRuntime:
         self._weights = weights_of(file)
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        """Run on checked arrays; outputs go to `out` where it has an array for them, else to new ones."""
-        binding = self._session.io_binding()  # one a call: bindings are cheap, and no two threads may share one
+        session = self._session
+        if session is None:  # closed by another thread since this call began
+            raise UsageError("the session was closed; load the bundle again")
+        binding = session.io_binding()  # one a call: bindings are cheap, and no two threads may share one
         for name, array in zip(self._inputs, arrays, strict=True):
             bind_host_input(binding, name, array)
-        results: list[Array] = []
-        unknown: list[int] = []
+        results: list[Array | None] = []
         for i, ((name, dtype), shape) in enumerate(zip(self._outputs, shapes.outputs, strict=True)):
-            target = out[i] if out is not None else None
-            if target is None and shape is None:
-                unknown.append(i)
+            if shape is None:
+                results.append(None)
                 binding.bind_output(name)
-                results.append(np.empty(0, dtype))
                 continue
-            results.append(np.empty(shape or (), dtype) if target is None else target)
-            binding.bind_ortvalue_output(name, host_value(results[i]))
-        self._session.run_with_iobinding(binding)
-        if unknown:
-            allocated = binding.get_outputs()
-            for i in unknown:
-                results[i] = copied(allocated[i])
-        return results
+            target = out[i] if out is not None else None
+            array = np.empty(shape, dtype) if target is None else target
+            results.append(array)
+            binding.bind_ortvalue_output(name, host_value(array))
+        session.run_with_iobinding(binding)
+        if None in shapes.outputs:
+            return [
+                array if array is not None else copied(value)
+                for array, value in zip(results, binding.get_outputs(), strict=True)
+            ]
+        return cast(list[Array], results)
 
     def memory(self) -> Memory:
         return Memory(weights=self._weights)

@@ -19,7 +19,16 @@ from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
 from attnforge.runtime.backends import BACKENDS, choose, open_backend
-from attnforge.runtime.inputs import Shapes, by_name, in_order, on_host, outs_by_name, shapes_of, writable
+from attnforge.runtime.inputs import (
+    Shapes,
+    by_name,
+    check_out,
+    in_order,
+    on_host,
+    outs_by_name,
+    shapes_of,
+    writable,
+)
 from attnforge.runtime.options import Memory, Options
 
 if TYPE_CHECKING:
@@ -52,7 +61,8 @@ class Backend(Protocol):
         """The device that it computes on; such a backend is a :class:`~attnforge.runtime.gpu.GpuBackend` too."""
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        """Outputs for host arrays, in order; written to `out` where it has an array and the output a known shape."""
+        """Outputs for host arrays, in order; they may be written to the arrays of `out` where it has one and `shapes`
+        says the output's shape, and are new ones else."""
 
     def memory(self) -> Memory: ...
 
@@ -103,6 +113,7 @@ class Session:
         """
         if len(values) != len(self.inputs):
             by_name(self.inputs, values)  # says what it takes
+        self._check_open()
         outs = outs_by_name(self.outputs, out) if out is not None else None
         results = self._run(values, outs, stream)
         return results[0] if len(results) == 1 else tuple(results)
@@ -124,7 +135,8 @@ class Session:
             UsageError: the session is closed, or a stream was given to a backend that runs on the CPU.
             DeviceError: CUDA failed; says how, and whether this process can go on.
         """
-        return dict(zip(self._names, self._run(in_order(self.inputs, values), out, stream), strict=True))
+        self._check_open()
+        return self._named(values, out, stream)
 
     def run_async(
         self, values: Mapping[str, Any], *, out: Mapping[str, Any] | None = None, stream: Any = None
@@ -145,9 +157,10 @@ class Session:
 
             return Pending(result, lambda: bool(event.is_done))
         with self._lock:
+            self._check_open()
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._options.contexts, f"attnforge-{self.bundle.manifest.name}")
-        future = self._threads.submit(self.run, values, out=out, stream=stream)
+            future = self._threads.submit(self._named, values, out, stream)
         return Pending(future.result, future.done)
 
     def warm_up(self, *sizes: Mapping[str, int]) -> None:
@@ -180,8 +193,9 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-        if self._threads is not None:
-            self._threads.shutdown()
+            threads = self._threads
+        if threads is not None:
+            threads.shutdown()
         self._backend.close()
 
     def __enter__(self) -> Session:
@@ -202,8 +216,10 @@ class Session:
         if self._closed:
             raise UsageError(f"this session of {self.bundle.manifest.name} is closed; load the bundle again")
 
+    def _named(self, values: Mapping[str, Any], out: Mapping[str, Any] | None, stream: Any) -> dict[str, Any]:
+        return dict(zip(self._names, self._run(in_order(self.inputs, values), out, stream), strict=True))
+
     def _run(self, given: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> list[Any]:
-        self._check_open()
         plain = all([type(value) is np.ndarray for value in given])  # noqa: C419  (half the time of a generator)
         if not plain and self._backend.gpu is not None and any(on_gpu(value) for value in given):
             return self._on_gpu(given, out, stream)[0]
@@ -229,6 +245,10 @@ class Session:
             for spec, shape in zip(self.outputs, shapes.outputs, strict=True)
         ]
         results = self._backend.run(arrays, shapes, targets)
+        for spec, target, array in zip(self.outputs, targets, results, strict=True):
+            if target is not None and target is not array:  # its shape was not known before
+                check_out(spec, target.shape, target.dtype, array.shape)
+                np.copyto(target, array)
         return [
             out[name] if name in out else to_torch(array) if as_torch else array
             for name, array in zip(self._names, results, strict=True)

@@ -122,13 +122,9 @@ class TensorRT:
         with self.gpu.current(), self._lanes.borrow() as lane:
             expected = self.output_shapes(shapes)
             results = lane.run(arrays, shapes, expected)
-            found = []
-            for i, result in enumerate(results):
-                target = out[i] if out is not None else None
-                found.append(result.copy() if target is None else target)
-                if target is not None:
-                    np.copyto(target, result)
-            return found
+            return [  # copies, for the lane's next call overwrites its memory
+                _copied(result, out[i] if out is not None else None) for i, result in enumerate(results)
+            ]
 
     def submit(
         self,
@@ -425,6 +421,13 @@ class _Graph(NamedTuple):
 
     graph: Any
     context: Any
+
+
+def _copied(result: Array, target: Array | None) -> Array:
+    if target is None:
+        return result.copy()
+    np.copyto(target, result)
+    return target
 
 
 def invalid(bits: int) -> Iterator[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 from conftest import small_example
 from torch import Tensor, nn
+from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import BFLOAT16, Array
@@ -127,6 +131,218 @@ def test_outputs_are_the_callers_own(session: Session) -> None:
     assert np.array_equal(first, kept)
     first[:] = 0  # writable
     assert np.array_equal(session(*inputs.values()), kept)
+
+
+# Outputs to the caller's own arrays
+
+
+def test_outputs_are_written_to_the_callers_arrays(session: Session) -> None:
+    inputs = arrays()
+    expected = session(*inputs.values())
+    into = np.full_like(expected, np.nan)
+    assert session.run(inputs, out={"output": into})["output"] is into
+    assert np.array_equal(into, expected)
+    for out in (np.empty_like(expected), [np.empty_like(expected)], {"output": np.empty_like(expected)}):
+        given = out if isinstance(out, np.ndarray) else next(iter(out.values() if isinstance(out, dict) else out))
+        assert session(*inputs.values(), out=out) is given
+        assert np.array_equal(given, expected)
+    tensor = torch.empty(expected.shape)
+    assert session.run(inputs, out={"output": tensor})["output"] is tensor
+    assert np.array_equal(tensor.numpy(), expected)
+    assert isinstance(session.run({k: torch.from_numpy(a) for k, a in inputs.items()}, out={})["output"], Tensor)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_outputs_of_half_precisions_are_written_too(small: Small, precision: str) -> None:
+    with attnforge.load(small(precision), "onnxruntime-cpu") as session:
+        dtype = np.dtype(session.outputs[0].dtype)
+        inputs = [a.astype(dtype) if a.dtype == np.float32 else a for a in arrays().values()]
+        into = np.zeros((3, 4, 16), dtype)
+        session(*inputs, out=into)
+        assert np.array_equal(into.view(np.uint16), session(*inputs).view(np.uint16)) and into.any()
+
+
+OUT: dict[str, tuple[Callable[[Array, dict[str, Array]], Any], str]] = {
+    "dtype": (lambda y, i: y.astype(float), r"is float64\[3, 4, 16\]; it must be float32\[3, 4, 16\]"),
+    "byte order": (lambda y, i: y.astype(">f4"), "it must be float32"),
+    "shape": (lambda y, i: y[:2].copy(), r"is float32\[2, 4, 16\]; it must be float32\[3, 4, 16\]"),
+    "rank": (lambda y, i: y[None], "it must be"),
+    "strided": (lambda y, i: y.transpose(0, 2, 1).copy().transpose(0, 2, 1), "is strided or read-only"),
+    "read-only": (lambda y, i: np.frombuffer(y.tobytes(), y.dtype).reshape(y.shape), "is strided or read-only"),
+    "an input": (lambda y, i: i["x"], "shares memory with an input"),
+    "a gradient": (lambda y, i: torch.zeros(y.shape, requires_grad=True), "requires a gradient"),
+    "strided torch": (lambda y, i: torch.zeros(3, 16, 4).transpose(1, 2), "is strided, or requires"),
+    "a list": (lambda y, i: y.tolist(), "is list"),
+}
+
+
+@pytest.mark.parametrize("case", OUT)
+def test_arrays_that_cannot_hold_an_output_are_refused(session: Session, case: str) -> None:
+    inputs = arrays()
+    change, message = OUT[case]
+    into = change(session(*inputs.values()), inputs)
+    with pytest.raises(InputError, match=message):
+        session.run(inputs, out={"output": into})
+
+
+def test_outs_that_cannot_be_meant(session: Session) -> None:
+    inputs = arrays()
+    y = session(*inputs.values())
+    with pytest.raises(UnknownNameError, match="unknown output 'y'; known: output"):
+        session.run(inputs, out={"y": y})
+    with pytest.raises(UsageError, match="2 arrays were given to write to; the model has 1 outputs: output"):
+        session(*inputs.values(), out=[y, y])
+    with pytest.raises(UsageError, match="a CUDA stream was given, and onnxruntime-cpu runs on the CPU; leave it out"):
+        session.run(inputs, stream=0)
+
+
+class Flattened(nn.Module):
+    """An output whose size is an expression of the inputs', and one of the input's own shape."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.flatten(), x * 2
+
+
+def test_an_output_whose_shape_the_inputs_do_not_name(tmp_path: Path) -> None:
+    shapes = ({0: Dim("rows", min=1, max=9), 1: Dim("columns", min=1, max=9)},)
+    bundle = attnforge.deploy(Flattened(), (torch.randn(2, 3),), tmp_path / "b", shapes, targets=["onnxruntime"])
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with attnforge.load(bundle) as session:
+        flat, doubled = session(x)
+        assert np.array_equal(flat, x.reshape(-1)) and np.array_equal(doubled, 2 * x)
+        names = [spec.name for spec in session.outputs]
+        into = {names[0]: np.zeros(12, np.float32), names[1]: np.zeros((3, 4), np.float32)}
+        session.run({session.inputs[0].name: x}, out=into)
+        assert np.array_equal(into[names[0]], flat) and np.array_equal(into[names[1]], doubled)
+        with pytest.raises(InputError, match=r"is float32\[11\]; it must be float32\[12\]"):
+            session.run({session.inputs[0].name: x}, out={names[0]: np.zeros(11, np.float32)})
+
+
+# Not waiting, warming up, memory
+
+
+def test_what_is_started_can_be_waited_for_and_awaited(session: Session) -> None:
+    feeds = [arrays(seed=seed) for seed in range(20)]
+    pending = [session.run_async(one) for one in feeds]
+    for one, waiting in zip(feeds, pending, strict=True):
+        result = waiting.result()["output"]
+        assert waiting.done() and np.array_equal(result, session.run(one)["output"])
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(_awaited(session, one) for one in feeds))
+
+    for one, found in zip(feeds, asyncio.run(all_of_them()), strict=True):
+        assert np.array_equal(found["output"], session.run(one)["output"])
+
+
+async def _awaited(session: Session, inputs: dict[str, Array]) -> Any:
+    return await session.run_async(inputs)
+
+
+def test_what_was_started_fails_when_it_is_waited_for(session: Session) -> None:
+    pending = session.run_async(arrays() | {"x": np.zeros((3, 4, 15), np.float32)})
+    with pytest.raises(InputError, match="dim 2 of input 'x' is 15"):
+        pending.result()
+
+
+def test_closing_waits_for_what_was_started(small: Small) -> None:
+    session = attnforge.load(small("fp32"), "onnxruntime-cpu")
+    pending = [session.run_async(arrays(seed=seed)) for seed in range(20)]
+    session.close()
+    assert all(one.done() and one.result()["output"].shape == (3, 4, 16) for one in pending)
+    with pytest.raises(UsageError, match="is closed; load the bundle again"):
+        session.run_async(arrays())
+
+
+def test_warming_up(session: Session) -> None:
+    session.warm_up()
+    session.warm_up({"batch": 4, "tokens": 9}, {"pairs": 1})
+    with pytest.raises(UnknownNameError, match="unknown dim 'rows'; known: batch, pairs, tokens"):
+        session.warm_up({"rows": 3})
+    with pytest.raises(InputError, match=r"\(batch\) is 5; the profile takes 1 to 4"):
+        session.warm_up({"batch": 5})
+
+
+def test_memory_is_told_as_far_as_it_is_known(small: Small) -> None:
+    bundle = small("fp32")
+    with attnforge.load(bundle, "onnxruntime-cpu") as session:
+        memory = session.memory
+    assert memory.weights == bundle.file(bundle.manifest.targets["onnxruntime"].model).stat().st_size
+    assert memory.activations is None and memory.buffers == memory.pinned == memory.graphs == 0
+    with attnforge.load(bundle, "eager", module=small_example().module) as session:
+        assert session.memory.weights == 4 * (16 * 17 + 32 * 17)
+    with pytest.raises(UsageError, match="closed"):
+        _ = session.memory
+
+
+# Many threads, many calls
+
+SIZES = [(batch, tokens, 2 * pairs) for batch in (1, 2, 3, 4) for tokens in range(2, 10) for pairs in range(1, 7)]
+
+
+def test_sixteen_threads_on_one_session_get_the_right_answers(small: Small) -> None:
+    """10,000 calls of 192 shapes, in another order on every thread, some to arrays of the thread's own."""
+    feeds = [arrays(*sizes, seed=i) for i, sizes in enumerate(SIZES)]
+    with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
+        expected = [session.run(one)["output"] for one in feeds]
+        for one, right in zip(feeds, expected, strict=True):
+            agree(right, eager(one))
+
+        def work(thread: int) -> int:
+            order = random.Random(thread)
+            wrong = 0
+            for _ in range(625):
+                i = order.randrange(len(feeds))
+                out = {"output": np.empty_like(expected[i])} if order.random() < 0.3 else None
+                wrong += not np.array_equal(session.run(feeds[i], out=out)["output"], expected[i])
+            return wrong
+
+        with ThreadPoolExecutor(16) as threads:
+            assert sum(threads.map(work, range(16))) == 0
+
+
+MEMORY = """
+import gc, sys
+import numpy as np
+import attnforge
+
+def resident():
+    gc.collect()
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+def feeds(batch, tokens, length):
+    rng = np.random.default_rng(0)
+    x, memory = (rng.standard_normal((batch, n, 16), np.float32) for n in (tokens, length))
+    return x, memory, np.zeros((batch, length), bool), np.arange(16)
+
+inputs = [feeds(b, t, 2 * p) for b in (1, 2, 3, 4) for t in range(2, 10) for p in range(1, 7)]
+session = attnforge.load(sys.argv[1], "onnxruntime-cpu")
+
+def calls(n):
+    for i in range(n):
+        session(*inputs[i % len(inputs)])
+
+def loads(n):
+    for _ in range(n):
+        with attnforge.load(sys.argv[1], "onnxruntime-cpu") as one:
+            one(*inputs[0])
+
+for what, settle, n in ((calls, 2000, 10000), (loads, 100, 1000)):
+    what(settle)
+    before = resident()
+    what(n)
+    print(what.__name__, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_neither_calls_nor_loads_let_memory_grow(small: Small) -> None:
+    """10,000 calls of 192 shapes, 1,000 loads and closes: less than 200 bytes a call, 4 kB a load."""
+    command = [sys.executable, "-c", MEMORY, str(small("fp32").path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    growth = {name: int(size) for name, size in map(str.split, done.stdout.splitlines())}
+    assert growth["calls"] < 2_000_000 and growth["loads"] < 4_000_000, growth
 
 
 # What is refused

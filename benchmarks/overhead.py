@@ -1,0 +1,118 @@
+"""What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
+
+`python -m attnforge.benchmarks.overhead` writes `benchmarks/results/overhead.json` and refreshes the table in the
+README. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks
+nor allocates nor binds anything. The Session does all of that at every call.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import onnxruntime as ort
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+from torch.export import Dim
+
+import attnforge
+from attnforge import reference
+from attnforge.benchmarks.latency import SETTLE
+from attnforge.benchmarks.report import RESULTS, machine, publish
+from attnforge.bundle import Bundle
+from attnforge.export.deploy import tool_versions
+from attnforge.model.registry import build_model
+
+COMMAND = "python -m attnforge.benchmarks.overhead"
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "overhead.json",
+    readme: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = Path("README.md"),
+    rounds: int = 60,
+    threads: int = 2,
+) -> None:
+    """Measure, write the figures, and refresh the README's table from them."""
+    console = Console()
+    models: dict[str, tuple[tuple[Any, ...], int, int]] = {
+        "one linear layer, 2 × 16": (_tiny(), 1, 500),
+        "patch-attention, 3136 tokens": (tuple(build_model("patch-attention")), threads, 1),
+    }
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (name, ((module, args, shapes), spread, calls)) in enumerate(models.items()):
+            console.print(f"{name} …", style="dim")
+            bundle = attnforge.deploy(module, args, Path(folder) / str(i), shapes, targets=["onnxruntime"])
+            found[name] = measure(bundle, spread, calls, rounds)
+    figures = {"command": COMMAND, "machine": machine(threads), "tools": tool_versions(), "models": found}
+    text = table(figures)
+    console.print(text)
+    publish(figures, text, "overhead", results, readme)
+
+
+def measure(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, float]:
+    """Median microseconds of a call, bare and through a Session, over rounds of `calls` calls each in turn."""
+    feeds = reference.make_inputs(reference.at(bundle.manifest.inputs, {}), bundle.manifest.inputs, {})
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    file = bundle.file(bundle.manifest.targets["onnxruntime"].model)
+    bare: Any = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    binding = bare.io_binding()
+    with attnforge.load(bundle, "onnxruntime-cpu", threads=threads) as session:
+        results = session.run(feeds)
+        for name, array in feeds.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for name, array in results.items():
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        contenders: dict[str, Callable[[], object]] = {
+            "bare_us": lambda: bare.run_with_iobinding(binding),
+            "session_us": lambda: session.run(feeds),
+            "session_out_us": lambda: session.run(feeds, out=results),
+        }
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        shuffle = random.Random(0)
+        for _ in range(rounds):
+            for name in shuffle.sample(list(contenders), len(contenders)):
+                time.sleep(SETTLE)
+                times[name].append(_microseconds(contenders[name], calls))
+    medians = {name: statistics.median(series) for name, series in times.items()}
+    added = medians["session_us"] - medians["bare_us"]
+    return {**medians, "added_us": added, "ratio": medians["session_us"] / medians["bare_us"]}
+
+
+def _microseconds(call: Callable[[], object], calls: int) -> float:
+    call()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return 1e6 * (time.perf_counter() - start) / calls
+
+
+def _tiny() -> tuple[Any, ...]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(16, 16), (torch.randn(2, 16),), ({0: Dim("batch", min=1, max=64)},)
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = [
+        "| median µs a call | bare ONNX Runtime | Session | Session, `out=` | added | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, of in figures["models"].items():
+        cells = " | ".join(f"{of[key]:,.1f}" for key in ("bare_us", "session_us", "session_out_us", "added_us"))
+        lines.append(f"| {name} | {cells} | {of['ratio']:.3f} |")
+    where = f"{figures['machine']['processor']}, {figures['machine']['threads']} threads; `{figures['command']}`"
+    return "\n".join([*lines, "", where])
+
+
+if __name__ == "__main__":
+    typer.run(main)

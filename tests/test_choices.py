@@ -1,0 +1,177 @@
+"""What a session chooses before anything runs: the plan for a device, the profile for a shape, the file of a cache."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnforge import cache
+from attnforge.bundle import DimSpec, Engine, Range, TensorSpec
+from attnforge.errors import InputError, UnknownNameError, UsageError
+from attnforge.export.engine import profiles_of
+from attnforge.runtime.backends import engine_for
+from attnforge.runtime.profiles import profile_for
+
+VERSION = "1.7.1"
+
+
+def engine(*capabilities: str, version: str = VERSION, file: str = "") -> Engine:
+    return Engine(
+        file=file or "-".join(capabilities), flavour="tensorrt_rtx", version=version,
+        compute_capabilities=list(capabilities), layers=1, size=1, build_seconds=0.1,
+    )  # fmt: skip
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    ("engines", "capability", "chosen"),
+    [
+        ([engine("portable")], "SM80", "portable"),
+        ([engine("portable")], "SM90", "portable"),
+        ([engine("portable")], "SM120", "portable"),
+        ([engine("portable"), engine("SM89")], "SM89", "SM89"),
+        ([engine("SM89"), engine("portable")], "SM89", "SM89"),
+        ([engine("SM89"), engine("portable")], "SM86", "portable"),
+        ([engine("SM80", "SM89", "SM120")], "SM120", "SM80-SM89-SM120"),
+        ([engine("SM89", file="old"), engine("SM89", file="new")], "SM89", "new"),
+        ([engine("SM89", version="1.6", file="old"), engine("portable")], "SM89", "portable"),
+    ],
+)
+def test_the_plan_for_just_this_device_is_the_best(engines: list[Engine], capability: str, chosen: str) -> None:
+    found = engine_for(engines, VERSION, capability)
+    assert isinstance(found, Engine) and found.file == chosen
+
+
+@pytest.mark.parametrize(
+    ("engines", "capability", "message"),
+    [
+        ([engine("portable")], "SM75", r"portable \(SM80 and later\) and this device is SM75; .*rebuild=True"),
+        ([engine("SM89", "SM120")], "SM90", "for SM120, SM89 and this device is SM90; build one"),
+        ([engine("SM89", version="1.6")], "SM89", "rebuild=True"),
+    ],
+)  # fmt: skip
+def test_a_plan_for_another_device_is_refused_with_what_to_do(
+    engines: list[Engine], capability: str, message: str
+) -> None:
+    found = engine_for(engines, VERSION, capability)
+    assert isinstance(found, str) and re.search(message, found)
+
+
+# Profiles
+
+WHOLE: dict[str, Range] = {"batch": (1, 4, 64), "tokens": (1, 128, 4096)}
+ONE: dict[str, Range] = {"batch": (1, 1, 1), "tokens": (1, 128, 512)}
+LONG: dict[str, Range] = {"batch": (1, 4, 64), "tokens": (1024, 2048, 4096)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "profile"),
+    [(1, 128, 1), (1, 16, 1), (4, 128, 0), (8, 100, 0), (4, 2048, 2), (4, 1500, 2), (1, 4096, 2), (64, 1, 0)],
+)
+def test_the_profile_whose_optimum_is_nearest(batch: int, tokens: int, profile: int) -> None:
+    assert profile_for([WHOLE, ONE, LONG], {"batch": batch, "tokens": tokens}) == profile
+
+
+def test_of_equally_near_ones_the_narrowest() -> None:
+    narrow: dict[str, Range] = {"batch": (2, 4, 8), "tokens": (64, 128, 256)}
+    assert profile_for([WHOLE, narrow, WHOLE], {"batch": 4, "tokens": 128}) == 1
+    assert profile_for([WHOLE, WHOLE], {"batch": 4, "tokens": 128}) == 0
+
+
+def test_without_dynamic_dims_there_is_one_and_sizes_that_none_holds_are_refused() -> None:
+    assert profile_for([], {}) == 0
+    with pytest.raises(InputError, match="no optimization profile of the plan holds batch 65, tokens 1; deploy again"):
+        profile_for([WHOLE, ONE], {"batch": 65, "tokens": 1})
+
+
+ranges = st.lists(st.integers(1, 50), min_size=3, max_size=3).map(lambda three: (*sorted(three),))
+
+
+@given(st.lists(ranges, min_size=1, max_size=5), st.integers(1, 50))
+def test_what_is_chosen_holds_the_size_and_none_that_does_is_nearer(bounds: list[Range], size: int) -> None:
+    profiles = [{"n": one} for one in bounds]
+    holding = [i for i, (low, _, high) in enumerate(bounds) if low <= size <= high]
+    if not holding:
+        with pytest.raises(InputError):
+            profile_for(profiles, {"n": size})
+        return
+    chosen = profile_for(profiles, {"n": size})
+
+    def factor(i: int) -> float:
+        return max(size, bounds[i][1]) / min(size, bounds[i][1])
+
+    assert chosen in holding and factor(chosen) <= min(map(factor, holding)) * (1 + 1e-6)
+
+
+BATCH = DimSpec(symbol="batch", min=1, opt=4, max=64)
+INPUTS = [
+    TensorSpec(name="x", dtype="float32", dims=[BATCH, DimSpec(symbol="pairs", factor=2, min=2, opt=8, max=20), 16]),
+    TensorSpec(name="mask", dtype="bool", dims=[BATCH, 16]),
+]
+
+
+def test_profiles_are_the_whole_and_what_is_added() -> None:
+    whole = {"batch": (1, 4, 64), "pairs": (1, 4, 10)}
+    assert profiles_of(INPUTS) == [whole]
+    assert profiles_of(INPUTS, [{"batch": (1, 1, 1)}, {"pairs": (2, 3, 4), "batch": (2, 2, 2)}]) == [
+        whole,
+        {"batch": (1, 1, 1), "pairs": (1, 4, 10)},
+        {"batch": (2, 2, 2), "pairs": (2, 3, 4)},
+    ]
+    assert profiles_of([TensorSpec(name="x", dtype="float32", dims=[2, 3])]) == []
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 2), (1, 65, 65), (2, 1, 3), (3, 3, 2), (1, 4, 65)])
+def test_a_profile_that_cannot_be_meant_is_refused(wrong: Range) -> None:
+    with pytest.raises(UsageError, match=r"a profile has batch from .*; give min ≤ opt ≤ max from 1 to 64"):
+        profiles_of(INPUTS, [{"batch": wrong}])
+
+
+def test_a_profile_of_an_unknown_dim_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="unknown dim 'rows'; known: batch, pairs"):
+        profiles_of(INPUTS, [{"rows": (1, 1, 1)}])
+
+
+# Caches
+
+
+def test_a_cache_is_of_one_device_version_and_plan(tmp_path: Path) -> None:
+    bundle = tmp_path / "vit.bundle"
+    known = {"version": "1.7.1.116", "device": "NVIDIA H200", "plan_sha256": "ab" * 32}
+    file = cache.runtime_cache_file(bundle, **known)
+    assert file == tmp_path / "vit.bundle.cache" / "tensorrt_rtx-1.7.1.116-nvidia-h200-abababababababab.kernels"
+    others = [{"version": "1.7.2"}, {"device": "NVIDIA A100-SXM4-80GB"}, {"plan_sha256": "cd" * 32}]
+    assert len({file, *(cache.runtime_cache_file(bundle, **{**known, **other}) for other in others)}) == 4
+    timings = cache.timing_cache_file(bundle, "11.4.0", "NVIDIA H200")
+    assert timings.parent == file.parent and timings.name == "tensorrt-11.4.0-nvidia-h200.timings"
+
+
+def test_what_is_kept_is_read_again_and_replaced_whole(tmp_path: Path) -> None:
+    file = cache.runtime_cache_file(tmp_path / "b", "1", "gpu", "0" * 64)
+    assert cache.read(file) is None
+    assert cache.write(file, b"one") and cache.read(file) == b"one"
+    assert cache.write(file, b"two") and cache.read(file) == b"two"
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.parametrize("mode", [0o622, 0o662, 0o666])
+def test_kernels_that_others_may_write_are_not_read(
+    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "kernels"
+    file.write_bytes(b"code")
+    file.chmod(mode)
+    assert cache.read(file) is None and "others may write to it" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "b.cache").write_text("a file where the folder would be")
+    assert not cache.write(cache.timing_cache_file(tmp_path / "b", "1", "gpu"), b"x")
