@@ -74,10 +74,12 @@ def to_torch(array: Array) -> Any:
 
 def from_gpu(view: Any, library: str) -> Any:
     """What offers DLPack on a GPU as an array of `library`; of one that is unknown, the view itself."""
-    if library == "torch":
-        return sys.modules["torch"].from_dlpack(view)
-    if library == "cupy":
-        return sys.modules["cupy"].from_dlpack(view)
-    if library in ("jax", "jaxlib"):
-        return sys.modules["jax"].dlpack.from_dlpack(view)
-    return view
+    name = {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax"}.get(library)
+    if name is None:
+        return view
+    module: Any = sys.modules[name]
+    from_dlpack = module.dlpack.from_dlpack if name == "jax" else module.from_dlpack
+    if view.dtype != BFLOAT16:
+        return from_dlpack(view)
+    # cuda.core exports no bfloat16: the bits travel, and are told what they are
+    return from_dlpack(view.view(dtype=np.dtype(np.int16))).view(module.bfloat16 if name == "torch" else BFLOAT16)

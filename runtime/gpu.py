@@ -33,6 +33,17 @@ LEGACY_STREAMS = (0, 1)
 """Addresses of the legacy default stream: no graph can be captured on it, and TensorRT halts the device there."""
 
 
+STICKY = {
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED", "ECC_UNCORRECTABLE",
+        "CONTEXT_IS_DESTROYED", "DEVICE_UNAVAILABLE",
+    )
+}  # fmt: skip
+"""After these a process can do nothing more with the device."""
+
+
 class Gpu:
     """A CUDA device, and the one place where CUDA's errors become ours.
 
@@ -96,7 +107,7 @@ class Gpu:
     def failure(self, what: str) -> DeviceError:
         """The error to raise for `what`; an error that a kernel left makes every later call fail, and is told so."""
         status = driver.cuCtxSynchronize()[0]
-        if int(status) != 0:
+        if _name(status) in STICKY:
             self.lost = (
                 f"CUDA device {self.ordinal} is lost to this process: {what}; every later call fails too "
                 f"({_described(status)}). What was computed before is on the host or gone; start a new process"
@@ -360,5 +371,10 @@ def _of(result: tuple[Any, ...]) -> Any:
 
 
 def _described(status: Any) -> str:
-    texts = [ask(status)[1] for ask in (driver.cuGetErrorName, driver.cuGetErrorString)]
-    return ": ".join(text.decode() for text in texts if text)
+    text = driver.cuGetErrorString(status)[1]
+    return f"{_name(status)}: {text.decode() if text else 'no description'}"
+
+
+def _name(status: Any) -> str:
+    name = driver.cuGetErrorName(status)[1]
+    return str(name.decode()) if name else f"error {int(status)}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attnforge.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Options:
@@ -14,6 +16,10 @@ class Options:
     contexts: int = 4
     graphs: bool | None = None
     cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.contexts < 1:
+            raise UsageError(f"{self.contexts} execution contexts were asked for; give 1 or more")
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,10 @@ class Pool(Generic[T]):
 
     Args:
         make: makes one.
-        limit: how many there may be; who comes when all are lent waits.
-
-    Raises:
-        UsageError: a limit below one.
+        limit: how many there may be, at least one; who comes when all are lent waits.
     """
 
     def __init__(self, make: Callable[[], T], limit: int) -> None:
-        if limit < 1:
-            raise UsageError(f"{limit} execution contexts were asked for; give 1 or more")
         self._make, self._limit = make, limit
         self._idle: list[T] = []
         self._made = 0

@@ -152,7 +152,8 @@ class Session:
             named = dict(zip(self._names, results, strict=True))
 
             def result() -> dict[str, Any]:
-                event.sync()
+                with cast("Gpu", self._backend.gpu).current():  # where CUDA's errors become ours
+                    event.sync()
                 return named
 
             return Pending(result, lambda: bool(event.is_done))

@@ -17,6 +17,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cuda.bindings import driver
 from cuda.core import Event, Stream
+from cuda.core._utils.cuda_utils import CUDAError
 from cuda.core.utils import StridedMemoryView
 
 from attnforge import cache
@@ -387,10 +389,17 @@ class _Lane:
         recorder = stream.create_graph_builder()
         try:
             recorder.begin_building("relaxed")
-            self._enqueue(context, call, stream)
+            self._enqueue(context, call, recorder.stream)
             graph = recorder.end_building().complete()
+        except (CUDAError, DeviceError, RuntimeError) as error:
+            if self._gpu.lost is not None:
+                raise
+            log.warning("%s is enqueued at every call, for no CUDA graph can be captured: %s", owner.name, error)
+            owner.graphs = False
+            return None
         finally:
-            recorder.close()
+            with suppress(CUDAError):  # a capture that failed has been told of
+                recorder.close()
         kept = _Graph(graph, context)
         self.graphs.put(call, kept)
         return kept

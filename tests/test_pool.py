@@ -130,12 +130,6 @@ def test_who_waits_while_it_is_closed_is_refused() -> None:
     assert refused == ["the session was closed; load the bundle again"]
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_pool_of_none_is_refused(limit: int) -> None:
-    with pytest.raises(UsageError, match=f"{limit} execution contexts were asked for; give 1 or more"):
-        Pool(Thing, limit)
-
-
 def test_what_was_used_longest_ago_gives_way() -> None:
     dropped: list[int] = []
     recent: Recent[str, int] = Recent(2, dropped.append)

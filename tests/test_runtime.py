@@ -467,6 +467,12 @@ def test_threads_change_no_answer(small: Small) -> None:
         agree(one(*inputs.values()), eager(inputs))
 
 
+@pytest.mark.parametrize("contexts", [0, -1])
+def test_a_session_without_contexts_is_refused(small: Small, contexts: int) -> None:
+    with pytest.raises(UsageError, match=f"{contexts} execution contexts were asked for; give 1 or more"):
+        attnforge.load(small("fp32"), contexts=contexts)
+
+
 def test_a_closed_session_says_so(small: Small) -> None:
     with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
         session(*arrays().values())
