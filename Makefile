@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench package clean
+.PHONY: demo test lint bench gpu package clean
 
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
@@ -20,6 +20,11 @@ bench: .venv/ready
 	$(BIN)/python -m attnforge.benchmarks.patch_attention
 	$(BIN)/python -m attnforge.benchmarks.fusion_coverage
 	$(BIN)/python -m attnforge.benchmarks.scaling
+	$(BIN)/python -m attnforge.benchmarks.overhead
+
+# On a machine with a GPU: its tests, parity and latency of every backend; without one it exits with 3.
+gpu: .venv/ready
+	$(BIN)/python -m attnforge.benchmarks.gpu
 
 # Checks that a wheel holds every package, its types and the weights, and works away from the source.
 package: .venv/ready

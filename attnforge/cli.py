@@ -192,6 +192,9 @@ def run(
     ],
     out_file: Annotated[Path, typer.Option("--out", help="Where to write the outputs, as .npz.")] = Path("outputs.npz"),
     backend: Annotated[str, typer.Option("--backend", "-b", help="auto, or a backend by name.")] = "auto",
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Build the TensorRT plan again where this machine cannot load it.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the outputs.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -210,7 +213,7 @@ def run(
 
     if out_file.exists() and not force:
         raise UsageError(f"{out_file} exists; choose another file with --out, or overwrite it with --force")
-    with attnforge.load(bundle, backend) as session:
+    with attnforge.load(bundle, backend, rebuild=rebuild) as session:
         feeds = read_inputs(session.inputs, inputs)
         start = time.perf_counter()
         results = session.run(feeds)

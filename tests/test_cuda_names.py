@@ -1,0 +1,93 @@
+"""What the code asks of cuda-python, checked without a GPU: every function of the driver exists, and every use of
+cuda.core fits its published signatures. cuda.core's own module is put together when it is imported, which hides its
+types from a checker; they are laid out for it here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(file for folder in ("runtime", "attnforge", "benchmarks") for file in (ROOT / folder).glob("*.py"))
+PUBLIC = """
+from cuda.core._device import Device as Device
+from cuda.core._event import Event as Event, EventOptions as EventOptions
+from cuda.core._memory._buffer import Buffer as Buffer
+from cuda.core._stream import Stream as Stream, StreamOptions as StreamOptions
+LEGACY_DEFAULT_STREAM: Stream
+"""
+CONFIG = """
+[mypy]
+python_version = 3.11
+strict = True
+disallow_untyped_calls = False
+ignore_missing_imports = True
+[mypy-cuda.*]
+ignore_errors = True
+"""
+
+
+def used(source: str) -> set[str]:
+    """Attributes of the name `driver` in a file."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "driver"
+    }
+
+
+def test_every_function_of_the_driver_exists() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    names = set().union(*(used(file.read_text(encoding="utf-8")) for file in FILES))
+    assert len(names) >= 15 and {"cuMemcpyHtoDAsync", "cuCtxPushCurrent", "cuMemAllocHost"} <= names
+    assert [name for name in sorted(names) if not hasattr(driver, name)] == []
+    assert used("driver.cuMemAlloc(1); driver.cuMemAllocc(2)") == {"cuMemAlloc", "cuMemAllocc"}
+
+
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `types/cuda/core`, the signatures, and `attnforge`, as it is installed."""
+    pytest.importorskip("mypy")
+    found = importlib.util.find_spec("cuda.core")
+    if found is None or found.origin is None or not (shipped := Path(found.origin).with_name("cu13")).is_dir():
+        pytest.skip("cuda-core with its signatures is not installed")
+    folder = tmp_path_factory.mktemp("typed")
+    core = folder / "types" / "cuda" / "core"
+    shutil.copytree(shipped, core, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (core / "__init__.py").unlink()
+    (core / "__init__.pyi").write_text(PUBLIC)
+    shutil.copytree(ROOT / "attnforge", folder / "attnforge", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "runtime", folder / "attnforge" / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "mypy.ini").write_text(CONFIG)
+    return folder
+
+
+def checked(folder: Path) -> str:
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--follow-imports", "silent"]
+    files = [f"attnforge/runtime/{name}.py" for name in ("gpu", "tensorrt", "onnxruntime_gpu")]
+    environment = {"MYPYPATH": "types", "PATH": ""}
+    done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
+    return done.stdout + done.stderr
+
+
+def test_every_use_of_cuda_core_fits_its_signatures(laid_out: Path) -> None:
+    assert "Success: no issues found in 3 source files" in checked(laid_out)
+
+
+def test_a_use_that_does_not_fit_is_noticed(laid_out: Path) -> None:
+    file = laid_out / "attnforge" / "runtime" / "tensorrt.py"
+    source = file.read_text(encoding="utf-8")
+    for right, wrong in (
+        ("graph.graph.launch(stream)", "stream.launch(graph)"),
+        ("recorder.end_building()", "recorder.end()"),
+    ):
+        assert right in source
+        file.write_text(source.replace(right, wrong), encoding="utf-8")
+        assert "attr-defined" in checked(laid_out)
+    file.write_text(source, encoding="utf-8")
