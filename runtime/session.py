@@ -247,8 +247,9 @@ class Session:
         ]
         results = self._backend.run(arrays, shapes, targets)
         for spec, target, array in zip(self.outputs, targets, results, strict=True):
-            if target is not None and target is not array:  # its shape was not known before
-                check_out(spec, target.shape, target.dtype, array.shape)
+            if target is not None and target is not array:
+                if target.shape != array.shape:  # which was not known before
+                    check_out(spec, target.shape, target.dtype, array.shape)
                 np.copyto(target, array)
         return [
             out[name] if name in out else to_torch(array) if as_torch else array

@@ -23,6 +23,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle
 from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.runtime import Session
+from attnforge.runtime.onnxruntime import COPIED
 
 Small = Callable[[str], Bundle]
 
@@ -216,6 +217,21 @@ def test_an_output_whose_shape_the_inputs_do_not_name(tmp_path: Path) -> None:
         assert np.array_equal(into[names[0]], flat) and np.array_equal(into[names[1]], doubled)
         with pytest.raises(InputError, match=r"is float32\[11\]; it must be float32\[12\]"):
             session.run({session.inputs[0].name: x}, out={names[0]: np.zeros(11, np.float32)})
+
+
+def test_large_outputs_are_written_where_they_are_to_be(tmp_path: Path) -> None:
+    """More than is copied: bound to the caller's memory, beside one that is not given and one of an unknown size."""
+    shapes = ({0: Dim("rows", min=1, max=9000), 1: Dim("columns", min=1, max=9)},)
+    bundle = attnforge.deploy(Flattened(), (torch.randn(2, 3),), tmp_path / "b", shapes, targets=["onnxruntime"])
+    x = np.random.default_rng(0).standard_normal((9000, 7), np.float32)
+    with attnforge.load(bundle) as session:
+        flat, doubled = (spec.name for spec in session.outputs)
+        feeds, into = {session.inputs[0].name: x}, np.zeros_like(x)
+        assert into.nbytes > COPIED
+        results = session.run(feeds, out={doubled: into})
+        assert results[doubled] is into and np.array_equal(into, 2 * x) and np.array_equal(results[flat], x.ravel())
+        kept = session(x)
+    assert np.array_equal(kept[1], into)  # also when the session is closed
 
 
 # Not waiting, warming up, memory
