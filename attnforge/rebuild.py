@@ -73,7 +73,7 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
     )
     further = record.engines[0].profiles[1:] if record.engines else []
     plan = engine.build(
-        bundle.file(record.model), flavour, manifest.inputs, manifest.precision, wanted, further, timings
+        bundle.file(record.model), flavour, manifest.inputs, manifest.precision, wanted, further, timings, device
     )
     name = f"tensorrt/engine.{flavour}-{plan.version}-{engine.PORTABLE if portable else capability.lower()}.plan"
     kept = [one for one in record.engines if _is_whole(bundle, one.file) and one.file != name]

@@ -7,6 +7,7 @@ typed networks only: every tensor's type is the graph's.
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,14 @@ class Plan:
         )
 
 
+def _only(device: int) -> dict[str, str]:
+    """An environment in which a CUDA device is the first, and so the one that is built for."""
+    if device == 0:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device].strip() if visible else str(device)}
+
+
 def softmax_of(site: str) -> str:
     """Name of the Softmax that stands for an attention site in what TensorRT is given."""
     return f"{site}/Softmax"
@@ -126,6 +135,7 @@ def build(
     compute_capabilities: Sequence[str] = (),
     profiles: Sequence[Mapping[str, Range]] = (),
     timing_cache: Path | None = None,
+    device: int = 0,
 ) -> Plan:
     """Build a plan from `onnx_file`, in a process of its own.
 
@@ -136,6 +146,7 @@ def build(
         precision: `tf32` lets fp32 products round their factors to TF32; all else is in the graph.
         compute_capabilities: for TensorRT-RTX, such as `("SM89", "SM120")` or `("CURRENT",)`; by default portable.
         profiles: further ones, the range of some symbols each: TensorRT chooses its kernels for each one's opt.
+        device: number of the CUDA device that TensorRT builds for.
         timing_cache: file in which TensorRT keeps what it timed, for the next build on the same device.
 
     Raises:
@@ -162,6 +173,7 @@ def build(
             input=request.model_dump_json(),
             capture_output=True,
             text=True,
+            env={**os.environ, **_only(device)},
         )
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes.util
+import ctypes
+import functools
 import importlib
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from attnforge.bundle import Bundle, Engine
@@ -14,6 +17,8 @@ from attnforge.runtime.options import Options
 
 if TYPE_CHECKING:
     from attnforge.runtime.session import Backend
+
+log = logging.getLogger("attnforge")
 
 BACKENDS = ("tensorrt", "tensorrt_rtx", "onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime-cpu")
 """The one that `auto` likes best first."""
@@ -44,16 +49,18 @@ def why_no_provider(backend: str) -> str | None:
     if cuda_devices() == 0:
         return "no CUDA device"
     if backend == "onnxruntime-tensorrt" and not _holds_nvinfer():
-        return "its provider needs TensorRT's libraries (libnvinfer), which are not installed; pip install tensorrt"
+        return "its provider needs TensorRT 10's library libnvinfer.so.10, which is not here; pip install 'tensorrt<11'"
     return None
 
 
+@functools.cache
 def _holds_nvinfer() -> bool:
-    if ctypes.util.find_library("nvinfer"):
-        return True
+    """Whether the TensorRT that ONNX Runtime is built for can be loaded; tensorrt's wheel brings it along."""
+    with suppress(ImportError):
+        importlib.import_module("tensorrt")
     try:
-        importlib.import_module("tensorrt")  # loads its libraries into the process
-    except ImportError:
+        ctypes.CDLL("libnvinfer.so.10")
+    except OSError:
         return False
     return True
 
@@ -107,17 +114,24 @@ def _number(capability: str) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def choose(bundle: Bundle, candidates: Sequence[str], device: int = 0) -> tuple[str, dict[str, str]]:
-    """The first of `candidates` that can run here, and why those before it cannot.
+def open_first(bundle: Bundle, candidates: Sequence[str], options: Options) -> Backend:
+    """The first of `candidates` that runs here; that a plan cannot be loaded after all is known when it is tried.
 
     Raises:
-        UnavailableError: none can.
+        UnavailableError: none does; says why of each.
     """
     reasons: dict[str, str] = {}
     for candidate in candidates:
-        reason = why_unavailable(bundle, candidate, device)
+        reason = why_unavailable(bundle, candidate, options.device)
         if reason is None:
-            return candidate, reasons
+            try:
+                backend = open_backend(bundle, candidate, options)
+            except UnavailableError as error:
+                reason = str(error)
+            else:
+                passed_over = "".join(f"; not {name}: {why}" for name, why in reasons.items())
+                log.info("%s runs on %s%s", bundle.manifest.name, candidate, passed_over)
+                return backend
         reasons[candidate] = reason
     raise UnavailableError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
 

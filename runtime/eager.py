@@ -37,5 +37,7 @@ class Eager:
         tensors = [*self._module.parameters(), *self._module.buffers()]
         return Memory(weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
+    def keep(self) -> None: ...
+
     def close(self) -> None:
         del self._module

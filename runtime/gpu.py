@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 from cuda.bindings import driver
@@ -29,7 +29,10 @@ from attnforge.runtime.pool import Recent
 SIZES_KEPT, IDLE_OUTPUTS = 32, 4
 """Of how many sizes output memory is kept for the next call, and how many blocks of each."""
 
-LEGACY_STREAMS = (0, 1)
+ALIGNMENT = 256
+"""Bytes that TensorRT wants addresses to be multiples of."""
+
+LEGACY_STREAMS, PER_THREAD_STREAM = (0, 1), 2
 """Addresses of the legacy default stream: no graph can be captured on it, and TensorRT halts the device there."""
 
 
@@ -85,7 +88,7 @@ class Gpu:
             raise DeviceError(self.lost)
         other = int(_of(driver.cuCtxGetCurrent())) != int(self._context)
         if other:
-            driver.cuCtxPushCurrent(self._context)
+            _of(driver.cuCtxPushCurrent(self._context))
         try:
             yield
         except CUDAError as error:
@@ -106,11 +109,12 @@ class Gpu:
 
     def failure(self, what: str) -> DeviceError:
         """The error to raise for `what`; an error that a kernel left makes every later call fail, and is told so."""
-        status = driver.cuCtxSynchronize()[0]
-        if _name(status) in STICKY:
+        # a stream is asked, for the whole context must not be while a graph is captured in it
+        status = _name(driver.cuStreamQuery(int(self.stream.handle))[0])
+        if status in STICKY or any(name in what for name in STICKY):
             self.lost = (
-                f"CUDA device {self.ordinal} is lost to this process: {what}; every later call fails too "
-                f"({_described(status)}). What was computed before is on the host or gone; start a new process"
+                f"CUDA device {self.ordinal} is lost to this process: {what}; every later call fails too ({status}). "
+                "What was computed before is on the host or gone; start a new process"
             )
             return DeviceError(self.lost)
         if "OUT_OF_MEMORY" in what:
@@ -169,7 +173,12 @@ class Gpu:
             raise UsageError(
                 f"the stream is {type(stream).__name__}; give one that offers __cuda_stream__, as torch's and CuPy's do"
             )
+        if handle == PER_THREAD_STREAM:
+            raise UsageError("the per-thread default stream is another one on every thread; give a stream of your own")
         return LEGACY_DEFAULT_STREAM if handle in LEGACY_STREAMS else Stream.from_handle(handle)
+
+    def is_legacy(self, stream: Stream) -> bool:
+        return int(stream.handle) in LEGACY_STREAMS
 
     def current_stream(self, library: str) -> Stream | None:
         """The stream that a library enqueues its work on; None where it is not told."""
@@ -185,13 +194,15 @@ class Gpu:
         """Where an array of any library lies on this device; after what its producer enqueued, on `stream` if given.
 
         Raises:
-            InputError: it is strided, on another device, or offers neither DLPack nor `__cuda_array_interface__`.
+            InputError: it is strided, on another device, or offers neither DLPack nor version 3 of
+                `__cuda_array_interface__`.
         """
-        if is_torch(value):
-            value = value.detach().contiguous() if value.requires_grad or not value.is_contiguous() else value
+        if is_torch(value) and value.requires_grad:
+            value = value.detach()
         try:
-            view = StridedMemoryView(value, stream_ptr=-1 if stream is None else int(stream.handle))
-        except (BufferError, TypeError, ValueError, NotImplementedError) as error:
+            view = StridedMemoryView.from_any_interface(value, stream_ptr=-1 if stream is None else int(stream.handle))
+            form_of(view)
+        except (BufferError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             raise InputError(f"{what} cannot be read on the GPU: {error}") from error
         if view.device_id != self.ordinal:
             raise InputError(
@@ -241,9 +252,18 @@ class Outputs:
         try:
             block = idle.pop()
         except IndexError:
-            block = self._gpu.allocate(size)
+            block = self._allocated(size)
         buffer = Buffer.from_handle(block.address, size, owner=_Lease(block, idle))
         return StridedMemoryView.from_buffer(buffer, shape, dtype=dtype)
+
+    def _allocated(self, size: int) -> Block:
+        try:
+            return self._gpu.allocate(size)
+        except DeviceError:
+            if self._gpu.lost is not None:
+                raise
+            self.clear()  # memory of other sizes
+            return self._gpu.allocate(size)
 
     def clear(self) -> None:
         """Let go of what is idle; what is lent is freed when it comes back."""
@@ -306,27 +326,24 @@ def call(
     gpu = backend.gpu
     library = library_of(next(value for value in given if on_gpu(value)))
     with gpu.current():
-        caller = gpu.stream_of(stream) if stream is not None else gpu.current_stream(library)
-        legacy = caller is not None and int(caller.handle) in LEGACY_STREAMS
-        run_on = gpu.stream if caller is None or legacy else caller
-        if legacy:
-            run_on.wait(cast(Stream, caller))
-        producer = gpu.stream if caller is None else None
+        own = gpu.current_stream(library) if stream is None else gpu.stream_of(stream)
+        run_on = gpu.stream if own is None or gpu.is_legacy(own) else own
+        order = _Order(gpu, run_on, None if stream is None else own)
         feeds: list[StridedMemoryView | Array] = [
-            gpu.view(f"input {spec.name!r}", value, producer) if on_gpu(value) else on_host(spec, value)
+            order.view(f"input {spec.name!r}", value) if on_gpu(value) else on_host(spec, value)
             for spec, value in zip(inputs, given, strict=True)
         ]
         shapes = shapes_of(*[form_of(feed) for feed in feeds])
-        results = []
-        for spec, shape in zip(outputs, backend.output_shapes(shapes), strict=True):
-            if spec.name in out:
-                results.append(_target(gpu, spec, out[spec.name], shape))
-            else:
-                results.append(backend.outputs.lend(shape, np.dtype(spec.dtype), run_on))
+        results = [
+            _target(order, spec, out[spec.name], shape, feeds)
+            if spec.name in out
+            else backend.outputs.lend(shape, np.dtype(spec.dtype), run_on if own is None else own)
+            for spec, shape in zip(outputs, backend.output_shapes(shapes), strict=True)
+        ]
+        order.before()
         event = backend.submit(feeds, shapes, results, run_on)
-        if legacy:
-            cast(Stream, caller).wait(event)
-        elif caller is None:
+        order.behind(event)
+        if own is None:
             event.sync()
         kept = [
             out[spec.name] if spec.name in out else from_gpu(view, library)
@@ -335,17 +352,78 @@ def call(
     return kept, event
 
 
-def _target(gpu: Gpu, spec: TensorSpec, value: Any, shape: tuple[int, ...]) -> StridedMemoryView:
+class _Order:
+    """Puts a call behind what the libraries of its arrays have enqueued, and what they enqueue next behind the call.
+
+    Args:
+        gpu: the device.
+        run_on: stream of the call.
+        callers: the stream that the caller gave, on which the arrays of libraries with streams are ready.
+    """
+
+    def __init__(self, gpu: Gpu, run_on: Stream, callers: Stream | None) -> None:
+        self._gpu, self._run_on, self._callers = gpu, run_on, callers
+        self._others: dict[int, Stream] = {}
+        if callers is not None:
+            self._add(callers)
+
+    def view(self, what: str, value: Any) -> StridedMemoryView:
+        """Where an array lies; one of a library with streams is made contiguous there, where nobody gave another."""
+        library = library_of(value)
+        stream = self._gpu.current_stream(library)
+        if stream is None:
+            return self._gpu.view(what, value, self._run_on)
+        if self._callers is None:
+            self._add(stream)
+            value = _contiguous(library, value)
+        return self._gpu.view(what, value, None)
+
+    def before(self) -> None:
+        """Once all copies are enqueued."""
+        for stream in self._others.values():
+            self._run_on.wait(stream)
+
+    def behind(self, event: Event) -> None:
+        for stream in self._others.values():
+            stream.wait(event)
+
+    def _add(self, stream: Stream) -> None:
+        if int(stream.handle) != int(self._run_on.handle):
+            self._others[int(stream.handle)] = stream
+
+
+def _contiguous(library: str, value: Any) -> Any:
+    if library == "cupy":
+        return sys.modules["cupy"].ascontiguousarray(value)
+    return value if value.is_contiguous() else value.contiguous()
+
+
+def _target(
+    order: _Order, spec: TensorSpec, value: Any, shape: tuple[int, ...], feeds: Sequence[StridedMemoryView | Array]
+) -> StridedMemoryView:
     what = f"the array to write output {spec.name!r} to"
     if not on_gpu(value):
         raise InputError(f"{what} is on the host, and the inputs are on the GPU; give one on the GPU")
     if is_torch(value) and (value.requires_grad or not value.is_contiguous()):
         raise InputError(f"{what} is strided or requires a gradient; give a contiguous one that does not")
-    view = gpu.view(what, value, None)
+    view = order.view(what, value)
     check_out(spec, *form_of(view), shape)
-    if view.readonly:
-        raise InputError(f"{what} is read-only")
+    if view.readonly or view.ptr % ALIGNMENT:
+        raise InputError(
+            f"{what} is read-only, or its address is no multiple of {ALIGNMENT} bytes; give one of its own"
+        )
+    for feed in feeds:
+        if (
+            not isinstance(feed, np.ndarray)
+            and view.ptr < feed.ptr + bytes_of(feed)
+            and feed.ptr < view.ptr + bytes_of(view)
+        ):
+            raise InputError(f"{what} shares memory with an input; give one of its own")
     return view
+
+
+def bytes_of(view: StridedMemoryView) -> int:
+    return int(view.size) * int(np.dtype(view.dtype).itemsize)
 
 
 def form_of(array: StridedMemoryView | Array) -> Form:
@@ -367,7 +445,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int] | None) -> bool:
 def _of(result: tuple[Any, ...]) -> Any:
     if int(result[0]) != 0:
         raise DeviceError(f"CUDA: {_described(result[0])}")
-    return result[1]
+    return result[1] if len(result) > 1 else None
 
 
 def _described(status: Any) -> str:

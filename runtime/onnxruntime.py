@@ -92,6 +92,8 @@ class OnnxRuntime:
     def memory(self) -> Memory:
         return Memory(weights=self._weights)
 
+    def keep(self) -> None: ...
+
     def close(self) -> None:
         self._session = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,10 +17,10 @@ from cuda.core.utils import StridedMemoryView
 from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, TensorSpec
-from attnforge.errors import UnavailableError
+from attnforge.errors import UnavailableError, UsageError
 from attnforge.reference import cases, shape_of
 from attnforge.runtime.backends import FLAVOURS, PROVIDERS
-from attnforge.runtime.gpu import Block, Gpu, Outputs
+from attnforge.runtime.gpu import Block, Gpu, Outputs, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.onnxruntime import BFLOAT16_ONNX, bind_host_input, host_value, session_options, weights_of
 from attnforge.runtime.options import Memory, Options
@@ -43,6 +44,8 @@ class OnnxRuntimeGpu:
         self._outputs = bundle.manifest.outputs
         self._lock = threading.Lock()
         self._graphs = options.graphs is True
+        # ONNX Runtime keeps a thread's graphs to that thread, so one thread captures and replays them all
+        self._replays = ThreadPoolExecutor(1, "attnforge-replays")
         self._static: dict[tuple[tuple[int, ...], ...], _Static] = {}
         file = model_of(bundle, backend)
         self._weights = weights_of(bundle.file(file))
@@ -60,14 +63,14 @@ class OnnxRuntimeGpu:
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         results = []
         with self._lock, self.gpu.current():
-            binding = self._session.io_binding()
+            binding = self._binding()
             for spec, array in zip(self._inputs, arrays, strict=True):
                 bind_host_input(binding, spec.name, array)
             for i, (spec, shape) in enumerate(zip(self._outputs, self.output_shapes(shapes), strict=True)):
                 target = out[i] if out is not None else None
                 results.append(np.empty(shape, spec.dtype) if target is None else target)
                 binding.bind_ortvalue_output(spec.name, host_value(results[i]))
-            self._session.run_with_iobinding(binding, _run_options(NO_GRAPH))
+            self._execute(binding, NO_GRAPH)
         return results
 
     def submit(
@@ -85,7 +88,7 @@ class OnnxRuntimeGpu:
             if static is None:
                 self._run(feeds, results)
             else:
-                self._replay(static, feeds, results)
+                self._replays.submit(self._replay, static, feeds, results).result()
             event = own.record()
         if stream != own:
             stream.wait(event)
@@ -104,16 +107,34 @@ class OnnxRuntimeGpu:
         graphs = sum(static.id != NO_GRAPH for static in self._static.values())
         return Memory(weights=self._weights, buffers=self.gpu.allocated, graphs=graphs)
 
+    def keep(self) -> None: ...
+
     def close(self) -> None:
         with self._lock:
+            self._replays.shutdown()
             self._session = None
             self._static.clear()
             self.outputs.clear()
 
     # ---
 
+    def _binding(self) -> Any:
+        if self._session is None:
+            raise UsageError("the session was closed; load the bundle again")
+        return self._session.io_binding()
+
+    def _execute(self, binding: Any, graph: str, wait: bool = True) -> None:
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", graph)
+        if not wait:
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        try:
+            self._session.run_with_iobinding(binding, options)
+        except Exception as error:  # ONNX Runtime's own have no class in common
+            raise self.gpu.failure(f"{self.name}: {error}") from error
+
     def _run(self, feeds: Sequence[StridedMemoryView | Array], results: Sequence[StridedMemoryView]) -> None:
-        binding = self._session.io_binding()
+        binding = self._binding()
         for spec, feed in zip(self._inputs, feeds, strict=True):
             if isinstance(feed, np.ndarray):
                 bind_host_input(binding, spec.name, feed)
@@ -121,20 +142,21 @@ class OnnxRuntimeGpu:
                 binding.bind_input(spec.name, *self._place(spec, feed.shape, feed.ptr))
         for spec, view in zip(self._outputs, results, strict=True):
             binding.bind_output(spec.name, *self._place(spec, view.shape, view.ptr))
-        self._session.run_with_iobinding(binding, _run_options(NO_GRAPH, wait=False))
+        self._execute(binding, NO_GRAPH, wait=False)
 
     def _replay(
         self, static: _Static, feeds: Sequence[StridedMemoryView | Array], results: Sequence[StridedMemoryView]
     ) -> None:
         check, handle = self.gpu.check, int(self.gpu.stream.handle)
-        for feed, block in zip(feeds, static.inputs, strict=True):
-            if isinstance(feed, np.ndarray):
-                check(driver.cuMemcpyHtoD(block.address, feed.ctypes.data, feed.nbytes))
-            else:
-                check(driver.cuMemcpyDtoDAsync(block.address, feed.ptr, _bytes(feed), handle))
-        self._session.run_with_iobinding(static.binding, _run_options(static.id, wait=False))
-        for view, block in zip(results, static.outputs, strict=True):
-            check(driver.cuMemcpyDtoDAsync(view.ptr, block.address, _bytes(view), handle))
+        with self.gpu.current():
+            for feed, block in zip(feeds, static.inputs, strict=True):
+                if isinstance(feed, np.ndarray):
+                    check(driver.cuMemcpyHtoDAsync(block.address, feed.ctypes.data, feed.nbytes, handle))
+                else:
+                    check(driver.cuMemcpyDtoDAsync(block.address, feed.ptr, bytes_of(feed), handle))
+            self._execute(static.binding, static.id, wait=False)
+            for view, block in zip(results, static.outputs, strict=True):
+                check(driver.cuMemcpyDtoDAsync(view.ptr, block.address, bytes_of(view), handle))
 
     def _static_of(self, shapes: Shapes) -> _Static | None:
         """Memory at fixed addresses for these shapes, which a CUDA graph needs; None once enough shapes have it."""
@@ -142,7 +164,7 @@ class OnnxRuntimeGpu:
             return found
         if len(self._static) >= GRAPHS_KEPT:
             return None
-        binding = self._session.io_binding()
+        binding = self._binding()
         blocks: list[list[Block]] = [[], []]
         sides = (
             (self._inputs, shapes.inputs, binding.bind_input),
@@ -221,15 +243,3 @@ def _bounds(inputs: list[TensorSpec], which: str) -> dict[str, int]:
     named = {case.name.removeprefix("normal-"): case.sizes for case in cases(inputs)}
     wanted = {"min": "smallest", "opt": "opt", "max": "largest"}[which]
     return named.get(wanted, named["opt"])
-
-
-def _run_options(graph: str, wait: bool = True) -> Any:
-    options = ort.RunOptions()
-    options.add_run_config_entry("gpu_graph_id", graph)
-    if not wait:
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return options
-
-
-def _bytes(view: StridedMemoryView) -> int:
-    return int(view.size) * int(np.dtype(view.dtype).itemsize)

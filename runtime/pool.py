@@ -25,6 +25,7 @@ class Pool(Generic[T]):
     def __init__(self, make: Callable[[], T], limit: int) -> None:
         self._make, self._limit = make, limit
         self._idle: list[T] = []
+        self._all: list[T] = []
         self._made = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -45,9 +46,9 @@ class Pool(Generic[T]):
                 self._changed.notify()
 
     def items(self) -> list[T]:
-        """Those that are not lent."""
+        """All of them, those that are lent too."""
         with self._changed:
-            return list(self._idle)
+            return list(self._all)
 
     @property
     def made(self) -> int:
@@ -59,7 +60,8 @@ class Pool(Generic[T]):
             self._closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._idle) == self._made)
-            items, self._idle, self._made = self._idle, [], 0
+            self._idle, self._made = [], 0
+            items, self._all = self._all, []
         for item in items:
             free(item)
 
@@ -75,7 +77,10 @@ class Pool(Generic[T]):
                 return self._idle.pop()
             self._made += 1
         try:
-            return self._make()
+            item = self._make()
+            with self._changed:
+                self._all.append(item)
+            return item
         except BaseException:
             with self._changed:
                 self._made -= 1

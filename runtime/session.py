@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,7 +17,7 @@ from attnforge import reference
 from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
-from attnforge.runtime.backends import BACKENDS, choose, open_backend
+from attnforge.runtime.backends import BACKENDS, open_first
 from attnforge.runtime.inputs import (
     Shapes,
     by_name,
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from cuda.core import Event
 
     from attnforge.runtime.gpu import Gpu
-
-log = logging.getLogger("attnforge")
 
 NAMES = ("auto", "eager", "onnxruntime", *BACKENDS)
 
@@ -65,6 +62,9 @@ class Backend(Protocol):
         says the output's shape, and are new ones else."""
 
     def memory(self) -> Memory: ...
+
+    def keep(self) -> None:
+        """Write what was compiled to disk, for the next start."""
 
     def close(self) -> None: ...
 
@@ -151,12 +151,19 @@ class Session:
             results, event = self._on_gpu(in_order(self.inputs, values), out, stream)
             named = dict(zip(self._names, results, strict=True))
 
+            gpu, kept = self._backend.gpu, list(values.values())
+
             def result() -> dict[str, Any]:
-                with cast("Gpu", self._backend.gpu).current():  # where CUDA's errors become ours
+                with gpu.current():  # where CUDA's errors become ours
                     event.sync()
+                kept.clear()  # until here the inputs are read
                 return named
 
-            return Pending(result, lambda: bool(event.is_done))
+            def done() -> bool:
+                with gpu.current():
+                    return bool(event.is_done)
+
+            return Pending(result, done)
         with self._lock:
             self._check_open()
             if self._threads is None:
@@ -180,6 +187,7 @@ class Session:
             feeds = reference.make_inputs(case, self.inputs, {})
             for _ in range(RUNS_TO_WARM):
                 self.run(feeds)
+        self._backend.keep()
 
     @property
     def memory(self) -> Memory:
@@ -345,9 +353,4 @@ def load(
 
         return Session(opened, Eager(opened, module), options)
     candidates = {"auto": BACKENDS, "onnxruntime": BACKENDS[2:]}.get(backend, (backend,))
-    chosen, passed_over = choose(opened, candidates, device)
-    session = Session(opened, open_backend(opened, chosen, options), options)
-    log.info(
-        "%s runs on %s%s", opened.manifest.name, chosen, "".join(f"; not {b}: {r}" for b, r in passed_over.items())
-    )
-    return session
+    return Session(opened, open_first(opened, candidates, options), options)

@@ -16,8 +16,9 @@ import functools
 import importlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from attnforge.bundle import Bundle, Engine
 from attnforge.errors import DeviceError, InputError, UnavailableError
 from attnforge.runtime.backends import engine_for
 from attnforge.runtime.device import compute_capability, device_name
-from attnforge.runtime.gpu import Block, Gpu, Outputs
+from attnforge.runtime.gpu import ALIGNMENT, Block, Gpu, Outputs, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.pool import Pool, Recent
@@ -45,11 +46,13 @@ log = logging.getLogger("attnforge.tensorrt")
 GRAPHS_KEPT = 16
 """CUDA graphs of one lane; the one used longest ago gives way."""
 
-CALLS_REMEMBERED = 256
-"""Calls of one lane, by shapes and addresses, of which the second captures a graph."""
+CALLS_REMEMBERED = 1024
+CAPTURED_AT = {2 * 8**n for n in range(10)}
+"""Which time of a call, by shapes and addresses, captures a graph: the second, and where that graph has given way to
+others since, ever later ones, for a capture costs more than many a call."""
 
-ALIGNMENT = 256
-"""Bytes that TensorRT wants addresses to be multiples of; a tensor that starts elsewhere is copied."""
+FAILURES = 3
+"""Captures that may fail before no other is tried."""
 
 INVALID = {
     1: "it was built by another version",
@@ -103,15 +106,20 @@ class TensorRT:
         self.tensors = [*self.inputs, *(name for name, _ in self.results)]
         self.profiles = record.profiles
         self.graphs = options.graphs is not False
+        self.captures_failed = 0
         self.gpu = Gpu(options.device)
         self.outputs = Outputs(self.gpu)
-        self.log = _logger(trt)
+        # TensorRT's own logger and a recorder of errors: a logger in Python would be called, and wait for the
+        # interpreter's lock, for every message of every thread
+        self.errors = _recorder(trt)
+        self._logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
         self._shaping = threading.Lock()
         self._cache_file = cache.runtime_cache_file(
             bundle.path, trt.__version__, device_name(options.device), manifest.files[record.file]
         )
         with self.gpu.current():
-            self._runtime = trt.Runtime(self.log)
+            self._runtime = trt.Runtime(self._logger)
+            self._runtime.error_recorder = self.errors
             self._engine = self._deserialized(bundle, record)
             self._runtime_cache = self._opened_cache() if self._is_rtx and options.cache else None
             self._shaper: Any = None
@@ -180,6 +188,7 @@ class TensorRT:
         context = self._engine.create_execution_context(runtime_config)
         if context is None:
             raise self.failure("it gave no execution context")
+        context.error_recorder = self.errors
         if activations is not None:
             context.set_device_memory(activations.address, activations.size)
         return context
@@ -194,7 +203,7 @@ class TensorRT:
     def set_shapes(self, context: Any, shapes: Sequence[tuple[int, ...]]) -> None:
         for name, shape in zip(self.inputs, shapes, strict=True):
             if not context.set_input_shape(name, shape):
-                raise InputError(f"{self.name} refused shape {shape} for input {name!r}: {self.log.last()}")
+                raise InputError(f"{self.name} refused shape {shape} for input {name!r}: {self.errors.last()}")
 
     @property
     def activation_size(self) -> int:
@@ -205,7 +214,7 @@ class TensorRT:
 
     def failure(self, what: str) -> DeviceError:
         """The error to raise where TensorRT says no more than that it failed."""
-        return self.gpu.failure(f"{self.name}: {what}: {self.log.last()}")
+        return self.gpu.failure(f"{self.name}: {what}: {self.errors.last()}")
 
     # --- the rest
 
@@ -223,10 +232,17 @@ class TensorRT:
         )
 
     def close(self) -> None:
-        self._lanes.close(lambda lane: lane.close())
-        self._save_cache()
-        self.outputs.clear()
-        self._shaper = self._runtime_cache = self._engine = self._runtime = None
+        """Works on a device that is lost, too: what it held is gone with it."""
+        with self.gpu.current() if self.gpu.lost is None else nullcontext():
+            self._lanes.close(lambda lane: lane.close())
+            self._save_cache()
+            self.outputs.clear()
+            self._shaper = self._runtime_cache = self._engine = self._runtime = None
+
+    def keep(self) -> None:
+        """Write what was compiled so far to disk, for the next start."""
+        with self.gpu.current():
+            self._save_cache()
 
     def _deserialized(self, bundle: Bundle, record: Engine) -> Any:
         data = bundle.file(record.file).read_bytes()
@@ -234,15 +250,16 @@ class TensorRT:
         if self._is_rtx:
             validity, bits = self._runtime.get_engine_validity(data)
             if validity == self._trt.EngineValidity.INVALID:
-                reasons = "; ".join(invalid(int(bits))) or self.log.last()
+                reasons = "; ".join(invalid(int(bits))) or self.errors.last()
                 raise UnavailableError(f"{self.name} cannot load {bundle.path / record.file} here: {reasons}; {how}")
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
             built_for = ", ".join(record.compute_capabilities)
             raise UnavailableError(
                 f"{self.name} cannot load {bundle.path / record.file} (built for {built_for}) on "
-                f"{device_name(self.gpu.ordinal)}: {self.log.last()}; {how}"
+                f"{device_name(self.gpu.ordinal)}: {self.errors.last()}; {how}"
             )
+        engine.error_recorder = self.errors
         return engine
 
     def _opened_cache(self) -> Any:
@@ -256,10 +273,10 @@ class TensorRT:
     def _save_cache(self) -> None:
         if self._runtime_cache is None or self.gpu.lost is not None:
             return
-        with self.gpu.current():
-            data = bytes(self._runtime_cache.serialize())
+        data = bytes(self._runtime_cache.serialize())
         if data != self._kept:
             cache.write(self._cache_file, data)
+            self._kept = data
 
 
 class _Lane:
@@ -275,7 +292,7 @@ class _Lane:
         self._shapes: tuple[tuple[int, ...], ...] | None = None  # that the context has
         self._device: dict[str, Block] = {}
         self._pinned: dict[str, Block] = {}
-        self._seen: Recent[Call, bool] = Recent(CALLS_REMEMBERED)
+        self._seen: Recent[Call, int] = Recent(CALLS_REMEMBERED)  # how often
         self.graphs: Recent[Call, _Graph] = Recent(GRAPHS_KEPT, self._drop)
         self.last_stream: int | None = None
 
@@ -317,7 +334,7 @@ class _Lane:
                 uploads.append(self._upload(name, feed))
                 addresses.append(uploads[-1][0])
             elif feed.ptr % ALIGNMENT:
-                size = feed.size * np.dtype(feed.dtype).itemsize
+                size = bytes_of(feed)
                 addresses.append(self._block(self._device, name, size).address)
                 moves.append((addresses[-1], feed.ptr, size))
             else:
@@ -329,35 +346,38 @@ class _Lane:
         return stream.record()
 
     def close(self) -> None:
-        with self._gpu.current():
+        if self._gpu.lost is None:
             self._done.sync()
             self.graphs.clear()
-            self._context = None
-            self._device.clear()
-            self._pinned.clear()
-            del self._activations
+        self._context = None
+        self._device.clear()
+        self._pinned.clear()
+        del self._activations
 
     # ---
 
     def _execute(self, call: Call, stream: Stream) -> None:
-        if self.last_stream is not None and self.last_stream != int(stream.handle):
-            stream.wait(self._done)
-        graph = self.graphs.get(call)
-        if graph is None and self._owner.graphs:
-            if call in self._seen:
-                graph = self._capture(call)
-            else:
-                self._seen.put(call, True)
-        if graph is not None:
-            graph.graph.launch(stream)
-        else:
+        stream.wait(self._done)
+        self.last_stream = int(stream.handle)
+        try:
+            graph = self.graphs.get(call)
+            if graph is None and self._owner.graphs:
+                times = (self._seen.get(call) or 0) + 1
+                self._seen.put(call, times)
+                if times in CAPTURED_AT:
+                    graph = self._capture(call, stream)
+            if graph is not None:
+                graph.graph.launch(stream)
+                return
             if self._shapes != call.shapes or self._context.active_optimization_profile != call.profile:
+                self._shapes = None
                 self._owner.select(self._context, call.profile, stream)
                 self._owner.set_shapes(self._context, call.shapes)
                 self._shapes = call.shapes
             self._enqueue(self._context, call, stream)
-        self.last_stream = int(stream.handle)
-        stream.record(self._done)
+        finally:
+            if self._gpu.lost is None:
+                stream.record(self._done)
 
     def _enqueue(self, context: Any, call: Call, stream: Stream) -> None:
         owner, check, handle = self._owner, self._gpu.check, int(stream.handle)
@@ -373,10 +393,10 @@ class _Lane:
         for to, source, size in call.downloads:
             check(driver.cuMemcpyDtoHAsync(to, source, size, handle))
 
-    def _capture(self, call: Call) -> _Graph | None:
-        """A CUDA graph of `call`, or None, for good, where it cannot be captured."""
+    def _capture(self, call: Call, callers: Stream) -> _Graph | None:
+        """A CUDA graph of `call`, or None where none can be captured."""
         owner, stream = self._owner, self._stream
-        self._done.sync()
+        stream.wait(callers)  # the first run reads the inputs
         context = owner.new_context(self._activations, specialized=True)
         owner.select(context, call.profile, stream)
         owner.set_shapes(context, call.shapes)
@@ -394,8 +414,9 @@ class _Lane:
         except (CUDAError, DeviceError, RuntimeError) as error:
             if self._gpu.lost is not None:
                 raise
-            log.warning("%s is enqueued at every call, for no CUDA graph can be captured: %s", owner.name, error)
-            owner.graphs = False
+            log.warning("%s: a CUDA graph could not be captured, the call is enqueued without: %s", owner.name, error)
+            owner.captures_failed += 1
+            owner.graphs = owner.captures_failed < FAILURES
             return None
         finally:
             with suppress(CUDAError):  # a capture that failed has been told of
@@ -444,22 +465,35 @@ def invalid(bits: int) -> Iterator[str]:
     return (text for bit, text in INVALID.items() if bits & bit)
 
 
-def _logger(trt: ModuleType) -> Any:
-    class Log(trt.ILogger):  # type: ignore[name-defined, misc]
-        """TensorRT's messages in Python's logging; the last error is kept, for its calls say no more than False."""
+def _recorder(trt: ModuleType) -> Any:
+    class Recorder(trt.IErrorRecorder):  # type: ignore[name-defined, misc]
+        """The last errors of every thread, for TensorRT's calls say no more than False."""
 
         def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self._said = threading.local()
+            trt.IErrorRecorder.__init__(self)
+            self._said: deque[tuple[Any, str]] = deque(maxlen=16)
 
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.ERROR:
-                self._said.last = message.strip()
-                log.error("%s", message.strip())
-            elif severity == trt.ILogger.WARNING:
-                log.warning("%s", message.strip())
+        def report_error(self, code: Any, description: str) -> bool:
+            self._said.append((code, description.strip()))
+            log.error("%s", description.strip())
+            return True
+
+        def clear(self) -> None:
+            self._said.clear()
+
+        def num_errors(self) -> int:
+            return len(self._said)
+
+        def get_error_code(self, index: int) -> Any:
+            return self._said[index][0]
+
+        def get_error_desc(self, index: int) -> str:
+            return self._said[index][1]
+
+        def has_overflowed(self) -> bool:
+            return False
 
         def last(self) -> str:
-            return getattr(self._said, "last", "it gave no reason")
+            return self._said[-1][1] if self._said else "it gave no reason, unless on standard error"
 
-    return Log()
+    return Recorder()

@@ -21,7 +21,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, Manifest
 from attnforge.errors import BundleError, InputError, UnavailableError
 from attnforge.runtime import Session
-from attnforge.runtime.backends import FLAVOURS, ON_GPU, why_unavailable
+from attnforge.runtime.backends import FLAVOURS, ON_GPU
 
 pytestmark = pytest.mark.gpu
 needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch has no CUDA")
@@ -85,9 +85,11 @@ def here(small: Callable[[str], Bundle], tmp_path_factory: pytest.TempPathFactor
 
 
 def opened(bundle: Bundle, backend: str, **options: Any) -> Session:
-    if (reason := why_unavailable(bundle, backend)) is not None:
-        pytest.skip(f"{backend}: {reason}")
-    return attnforge.load(bundle, backend, **options)
+    """A session, or a skip with the reason why this machine has none."""
+    try:
+        return attnforge.load(bundle, backend, **options)
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(params=ON_GPU)
@@ -145,7 +147,7 @@ class Interface:
     """What offers `__cuda_array_interface__` and nothing else."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+        self.__cuda_array_interface__ = tensor.__cuda_array_interface__ | {"version": 3}
         self.kept = tensor
 
 
