@@ -33,7 +33,9 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
     """Why `backend` cannot run `bundle` on this machine, or None."""
     if backend in FLAVOURS:
         return _why_no_tensorrt(bundle, backend, device)
-    if "onnxruntime" not in bundle.manifest.targets:
+    if backend == "onnxruntime-tensorrt" and not any(flavour in bundle.manifest.targets for flavour in FLAVOURS):
+        return "the bundle has no model for TensorRT; deploy it again with --target tensorrt_rtx, or tensorrt"
+    if backend != "onnxruntime-tensorrt" and "onnxruntime" not in bundle.manifest.targets:
         return "the bundle was not deployed for onnxruntime; deploy it again with --target onnxruntime"
     return why_no_provider(backend)
 
@@ -75,6 +77,8 @@ def _why_no_tensorrt(bundle: Bundle, backend: str, device: int) -> str | None:
         package = "tensorrt_rtx" if backend == "tensorrt_rtx" else "attnforge[tensorrt]"
         return f"{backend} is not installed ({error}); pip install {package}"
     engines = bundle.manifest.targets[backend].engines
+    if not engines:
+        return f"the bundle has no plan for {backend}; build it from the bundle's model with load(…, rebuild=True)"
     if all(engine.version != version for engine in engines):
         built = " and ".join(sorted({engine.version for engine in engines}))
         return (

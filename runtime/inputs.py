@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,14 @@ import numpy as np
 from attnforge.arrays import Array, is_torch, on_gpu, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import InputError, UsageError
+
+ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 Form = tuple[tuple[int, ...], "np.dtype[Any]"]
 """Shape and dtype of an array."""
@@ -89,9 +99,38 @@ def checked(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Arra
 
 
 def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    if any(isinstance(dim, DimSpec) and dim.symbol not in sizes for dim in spec.dims):
+    try:
+        return tuple(dim if isinstance(dim, int) else dim.factor * _size(dim.symbol, sizes) for dim in spec.dims)
+    except (KeyError, NotImplementedError, ZeroDivisionError):
         return None
-    return tuple(dim if isinstance(dim, int) else dim.factor * sizes[dim.symbol] for dim in spec.dims)
+
+
+def _size(symbol: str, sizes: Mapping[str, int]) -> int:
+    """What a symbol, or an expression of symbols such as `rows*columns`, stands for.
+
+    Raises:
+        KeyError: a symbol that no input has.
+        NotImplementedError: more than whole numbers and arithmetic.
+    """
+    if symbol in sizes:
+        return sizes[symbol]
+    try:
+        return _value(ast.parse(symbol, mode="eval").body, sizes)
+    except SyntaxError:
+        raise KeyError(symbol) from None
+
+
+def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            return sizes[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, sizes)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
+            return ARITHMETIC[type(op)](_value(left, sizes), _value(right, sizes))
+    raise NotImplementedError(ast.dump(node))
 
 
 def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, seen: dict[str, tuple[int, str]]) -> None:

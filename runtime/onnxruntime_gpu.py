@@ -98,8 +98,8 @@ class OnnxRuntimeGpu:
         for spec, shape in zip(self._outputs, shapes.outputs, strict=True):
             if shape is None:
                 raise UnavailableError(
-                    f"the shape of output {spec.name!r} is not told by the inputs' sizes, which {self.name} needs to "
-                    "write it on the GPU; load the bundle on onnxruntime-cpu or tensorrt"
+                    f"the shape of output {spec.name!r} ({spec.text()}) is not told by the inputs' sizes, which "
+                    f"{self.name} needs; load the bundle on onnxruntime-cpu"
                 )
         return [shape for shape in shapes.outputs if shape is not None]
 
@@ -193,12 +193,10 @@ class _Static(NamedTuple):
 
 
 def model_of(bundle: Bundle, backend: str) -> str:
-    """The graph that suits a provider best: TensorRT's own where the bundle has it."""
+    """The graph for a provider: TensorRT's own for TensorRT's."""
     targets = bundle.manifest.targets
     if backend == "onnxruntime-tensorrt":
-        for flavour in FLAVOURS:
-            if flavour in targets:
-                return targets[flavour].model
+        return next(targets[flavour].model for flavour in FLAVOURS if flavour in targets)
     return targets["onnxruntime"].cuda_model or targets["onnxruntime"].model
 
 

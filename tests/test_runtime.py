@@ -20,9 +20,10 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.bundle import Bundle
+from attnforge.bundle import Bundle, DimSpec, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.runtime import Session
+from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.onnxruntime import COPIED
 
 Small = Callable[[str], Bundle]
@@ -232,6 +233,36 @@ def test_large_outputs_are_written_where_they_are_to_be(tmp_path: Path) -> None:
         assert results[doubled] is into and np.array_equal(into, 2 * x) and np.array_equal(results[flat], x.ravel())
         kept = session(x)
     assert np.array_equal(kept[1], into)  # also when the session is closed
+
+
+SIZES_OF = {"a": 7, "b": 3, "rows*columns": 5}
+EXPRESSIONS = {
+    "a": 7, "a*b": 21, "a + b - 1": 9, "a//2": 3, "(a + 1)//2*b": 12, "-a + 10": 3, "a % b": 1, "rows*columns": 5,
+    "c": None, "a*c": None, "Max(a, b)": None, "a/b": None, "a//0": None, "a b": None, "print(a)": None, "": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_sizes_of_outputs_are_computed_from_those_of_the_inputs(expression: str) -> None:
+    inputs = [TensorSpec(name=s, dtype="float32", dims=[DimSpec(symbol=s, min=1, max=9)]) for s in SIZES_OF]
+    outputs = [TensorSpec(name="y", dtype="float32", dims=[2, DimSpec(symbol=expression, factor=2)])]
+    found = shapes_of(inputs, outputs, *(((size,), np.dtype(np.float32)) for size in SIZES_OF.values()))
+    size = EXPRESSIONS[expression]
+    assert found.outputs == ((2, 2 * size) if size is not None else None,) and found.sizes == SIZES_OF
+
+
+def test_an_output_of_unknown_size_is_given_and_written_all_the_same(small: Small) -> None:
+    """As where its size is an expression that is not computed."""
+    inputs = arrays()
+    with attnforge.load(Bundle(small("fp32").path), "onnxruntime-cpu") as session:
+        expected = session(*inputs.values())
+        session.outputs[0].dims = [DimSpec(symbol="Max(batch, 1)"), DimSpec(symbol="tokens"), 16]
+        session = Session(session.bundle, session._backend)
+        into = np.zeros_like(expected)
+        assert session.run(inputs, out={"output": into})["output"] is into and np.array_equal(into, expected)
+        assert np.array_equal(session(*inputs.values()), expected)
+        with pytest.raises(InputError, match=r"is float32\[2, 4, 16\]; it must be float32\[3, 4, 16\]"):
+            session.run(inputs, out={"output": into[:2]})
 
 
 # Not waiting, warming up, memory
