@@ -24,7 +24,7 @@ bench: .venv/ready
 
 # On a machine with a GPU: its tests, parity and latency of every backend; without one it exits with 3.
 gpu: .venv/ready
-	$(BIN)/python -m attnforge.benchmarks.gpu
+	@$(BIN)/python -m attnforge.benchmarks.gpu
 
 # Checks that a wheel holds every package, its types and the weights, and works away from the source.
 package: .venv/ready

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import attnforge
 from attnforge import cache
-from attnforge.bundle import DimSpec, Engine, Range, TensorSpec
-from attnforge.errors import InputError, UnknownNameError, UsageError
+from attnforge.bundle import Bundle, DimSpec, Engine, Range, TensorSpec
+from attnforge.errors import InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.engine import profiles_of
+from attnforge.runtime import backends
 from attnforge.runtime.backends import engine_for
+from attnforge.runtime.options import Options
 from attnforge.runtime.profiles import profile_for
 
 VERSION = "1.7.1"
@@ -175,3 +180,84 @@ def test_kernels_that_others_may_write_are_not_read(
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "b.cache").write_text("a file where the folder would be")
     assert not cache.write(cache.timing_cache_file(tmp_path / "b", "1", "gpu"), b"x")
+
+
+# Backends
+
+
+def test_the_next_backend_is_taken_where_the_best_cannot_be_opened_after_all(
+    small: Callable[[str], Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may turn out not to load only when it is tried."""
+    real = backends.open_backend
+
+    def refuse(bundle: Bundle, backend: str, options: Options) -> Any:
+        if backend != "onnxruntime-cpu":
+            raise UnavailableError("it is of another device")
+        return real(bundle, backend, options)
+
+    monkeypatch.setattr(backends, "open_backend", refuse)
+    monkeypatch.setattr(backends, "why_unavailable", lambda bundle, backend, device: None)
+    with attnforge.load(small("fp32")) as session:
+        assert session.backend == "onnxruntime-cpu"
+    with pytest.raises(UnavailableError, match=r"^tensorrt_rtx: it is of another device$"):
+        attnforge.load(small("fp32"), "tensorrt_rtx")
+
+
+def test_what_tensorrt_rtx_has_against_a_plan_is_said() -> None:
+    tensorrt = pytest.importorskip("attnforge.runtime.tensorrt")
+    trt = pytest.importorskip("tensorrt_rtx")
+    assert list(tensorrt.invalid(0)) == []
+    assert list(tensorrt.invalid(2 | 4)) == [tensorrt.INVALID[2], tensorrt.INVALID[4]]
+    validity, bits = trt.Runtime(trt.Logger(trt.Logger.INTERNAL_ERROR)).get_engine_validity(b"no plan" * 100)
+    assert validity == trt.EngineValidity.INVALID and list(tensorrt.invalid(bits)) == [tensorrt.INVALID[32]]
+
+
+def test_errors_of_tensorrt_are_recorded(tmp_path: Path) -> None:
+    tensorrt = pytest.importorskip("attnforge.runtime.tensorrt")
+    trt = pytest.importorskip("tensorrt_rtx")
+    recorder = tensorrt._recorder(trt)
+    assert recorder.last() == "it gave no reason, unless on standard error"
+    runtime = trt.Runtime(trt.Logger(trt.Logger.INTERNAL_ERROR))
+    runtime.error_recorder = recorder
+    assert runtime.deserialize_cuda_engine(b"no plan" * 100) is None
+    assert recorder.num_errors() >= 1 and "deserialize" in "".join(
+        recorder.get_error_desc(i) for i in range(recorder.num_errors())
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "contiguous"),
+    [
+        ((2, 3), None, True), ((2, 3), (3, 1), True), ((2, 3), (1, 2), False), ((2, 3), (6, 2), False),
+        ((1, 3), (99, 1), True), ((0, 3), (7, 7), True), ((), (), True), ((4, 1, 2), (2, 5, 1), True),
+    ],
+)  # fmt: skip
+def test_arrays_without_gaps(shape: tuple[int, ...], strides: tuple[int, ...] | None, contiguous: bool) -> None:
+    gpu = pytest.importorskip("attnforge.runtime.gpu")
+    assert gpu.is_contiguous(shape, strides) is contiguous
+
+
+@pytest.mark.parametrize(("precision", "tf32"), [("fp32", "0"), ("tf32", "1")])
+def test_what_onnxruntime_is_told_on_a_gpu(small: Callable[[str], Bundle], precision: str, tf32: str) -> None:
+    module = pytest.importorskip("attnforge.runtime.onnxruntime_gpu")
+    bundle = small(precision)
+    ((name, cuda),) = module.provider_options(bundle, "onnxruntime-cuda", Options(device=1), stream=4096)
+    assert name == "CUDAExecutionProvider"
+    assert cuda == {"device_id": "1", "user_compute_stream": "4096", "use_tf32": tf32, "enable_cuda_graph": "0"}
+    (name, with_tensorrt), other = module.provider_options(bundle, "onnxruntime-tensorrt", Options(graphs=True), 1)
+    assert name == "TensorrtExecutionProvider" and other[1]["enable_cuda_graph"] == "0"
+    assert with_tensorrt["trt_cuda_graph_enable"] == "1"
+    assert with_tensorrt["trt_profile_min_shapes"] == "x:1x2x16,memory:1x2x16,padding:1x2,kinds:16"
+    assert with_tensorrt["trt_profile_opt_shapes"] == "x:2x5x16,memory:2x6x16,padding:2x6,kinds:16"
+    assert with_tensorrt["trt_profile_max_shapes"] == "x:4x9x16,memory:4x12x16,padding:4x12,kinds:16"
+    assert with_tensorrt["trt_engine_cache_path"].endswith(".cache/onnxruntime")
+    assert (
+        "trt_engine_cache_enable"
+        not in dict(module.provider_options(bundle, "onnxruntime-tensorrt", Options(cache=False), 1))[
+            "TensorrtExecutionProvider"
+        ]
+    )
+    assert module.model_of(bundle, "onnxruntime-tensorrt") == "tensorrt/model.onnx"
+    assert module.model_of(bundle, "onnxruntime-cuda") == "onnxruntime/model.onnx"
+    assert module.model_of(small("fp16"), "onnxruntime-cuda") == "onnxruntime/model.cuda.onnx"
