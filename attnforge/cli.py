@@ -253,8 +253,13 @@ def verify(bundle: BundleArgument, backend: Backends = None, as_json: Json = Fal
             table.add_row(name, mark, f"{r.error:.1e}", f"{r.eager_error:.1e}", f"{r.budget:.1e}", r.case, str(r.cases))
         out.print(table)
         for name, r in report.backends.items():
+            for output, one in r.outputs.items():
+                out.print(f"[dim]{name} {escape(one.text(output))}[/]", soft_wrap=True)
+        for name, r in report.backends.items():
             for failure in r.failures:
                 out.print(f"[red]{name}[/] {failure.case}, {failure.output}: {failure.reason}")
+                if failure.worst is not None:
+                    out.print(f"  {escape(failure.worst.text(failure.output))}", soft_wrap=True)
         for name, reason in report.skipped.items():
             out.print(f"[dim]{name} did not run: {escape(reason)}[/]", soft_wrap=True)
         out.print(f"[dim]held against {escape(report.reference)}, and against float64[/]", soft_wrap=True)

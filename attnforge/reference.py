@@ -116,11 +116,15 @@ def make_inputs(case: Case, inputs: list[TensorSpec], example: Mapping[str, Arra
 
 def sampled(array: Array, case: Case) -> Array:
     """`array` flattened; at :data:`SAMPLED` places that the case's seed decides where it is larger."""
-    flat = array.reshape(-1)
-    if flat.size <= SAMPLED:
-        return flat
-    places = np.random.Generator(np.random.PCG64([case.seed, flat.size])).choice(flat.size, SAMPLED, replace=False)
-    return flat[np.sort(places)]
+    chosen = places(array.size, case)
+    return array.reshape(-1) if chosen is None else array.reshape(-1)[chosen]
+
+
+def places(size: int, case: Case) -> Array | None:
+    """Where an output of `size` numbers is sampled, in order; None where all of them are kept."""
+    if size <= SAMPLED:
+        return None
+    return np.sort(np.random.Generator(np.random.PCG64([case.seed, size])).choice(size, SAMPLED, replace=False))
 
 
 def key(case: Case, output: str, which: str) -> str:

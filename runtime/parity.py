@@ -15,6 +15,7 @@ error of fp32.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +31,34 @@ from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends import BACKENDS, why_unavailable
 from attnforge.runtime.session import Session, load
 
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+
+class Element(Record):
+    """The number that is furthest from float64's, and where it stands; None for what is not finite."""
+
+    case: str
+    index: list[int]
+    got: float | None
+    eager: float | None
+    float64: float | None
+
+    def text(self, output: str) -> str:
+        numbers = ("not finite" if one is None else f"{one:.9g}" for one in (self.got, self.float64, self.eager))
+        got, exact, eager = numbers
+        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return f"{output}{where} is {got}, where float64 has {exact} and eager {eager}"
+
 
 class Comparison(Record):
-    """One output of one case. `error`, `eager_error` and `budget` are relative; `max_…` are absolute."""
+    """One output of one case. `error`, `eager_error` and `budget` are relative; `max_…` are absolute.
+
+    Attributes:
+        cosine: of the angle between the outputs and float64's, as vectors.
+        snr_db: signal to noise: 20·log10(‖r‖ / ‖b − r‖); None where there is no noise.
+        quantiles: of |b − r| / max|r|, over the output's numbers.
+        worst: the element that is off most, or the first that is not finite where eager's is, or the reverse.
+    """
 
     case: str
     output: str
@@ -42,7 +68,27 @@ class Comparison(Record):
     budget: float
     max_error: float
     max_budget: float
+    cosine: float | None = None
+    snr_db: float | None = None
+    quantiles: dict[str, float] = {}  # noqa: RUF012  (pydantic copies defaults)
+    worst: Element | None = None
     reason: str | None = None
+
+
+class OutputReport(Record):
+    """How one output did over all cases: the least cosine and signal to noise, the largest quantiles of the error, and
+    the element that is furthest off for the budget of its case."""
+
+    cosine: float | None
+    snr_db: float | None
+    quantiles: dict[str, float]
+    worst: Element | None
+
+    def text(self, output: str) -> str:
+        noise = f"signal to noise {self.snr_db:.0f} dB" if self.snr_db is not None else "no error"
+        cosine = f", cosine {self.cosine:.9f}" if self.cosine is not None else ""
+        worst = f"; furthest off in {self.worst.case}: {self.worst.text(output)}" if self.worst is not None else ""
+        return f"{output}: {noise}{cosine}{worst}"
 
 
 class BackendReport(Record):
@@ -55,6 +101,7 @@ class BackendReport(Record):
     case: str
     cases: int
     failures: list[Comparison]
+    outputs: dict[str, OutputReport] = {}  # noqa: RUF012
 
 
 class Report(Record):
@@ -125,7 +172,8 @@ def compare(session: Session) -> BackendReport:
             got = reference.sampled(array, case).astype(np.float64)
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
             low = outputs[reference.key(case, name, precision.name)] if precision.name != manifest.precision else None
-            found.append(judge(case, name, got, eager.astype(np.float64), truth, precision, low))
+            verdict = judge(case, name, got, eager.astype(np.float64), truth, precision, low)
+            found.append(_placed(verdict, case, array.shape))
     if not found:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
@@ -139,6 +187,26 @@ def compare(session: Session) -> BackendReport:
         case=worst.case,
         cases=len(manifest.cases),
         failures=[c for c in found if not c.passed],
+        outputs={name: _summary([c for c in found if c.output == name]) for name in {c.output: None for c in found}},
+    )
+
+
+def _placed(found: Comparison, case: Case, shape: tuple[int, ...]) -> Comparison:
+    """With the worst element's place in the whole output, of which some may be compared only."""
+    if found.worst is not None and found.worst.index:
+        chosen = reference.places(int(np.prod(shape)), case)
+        flat = found.worst.index[0] if chosen is None else int(chosen[found.worst.index[0]])
+        found.worst.index = [int(i) for i in np.unravel_index(flat, shape)]
+    return found
+
+
+def _summary(found: Sequence[Comparison]) -> OutputReport:
+    furthest = max(found, key=lambda c: (not c.passed, c.max_error / c.max_budget if c.max_budget else 0.0))
+    return OutputReport(
+        cosine=min((c.cosine for c in found if c.cosine is not None), default=None),
+        snr_db=min((c.snr_db for c in found if c.snr_db is not None), default=None),
+        quantiles={name: max(c.quantiles.get(name, 0.0) for c in found) for name in QUANTILES},
+        worst=furthest.worst,
     )
 
 
@@ -167,7 +235,7 @@ def judge(
 
     `yardstick` is whose error to allow twice, by default eager's.
     """
-    reason = None
+    reason = worst = None
     if got.shape != truth.shape:
         shape = f"{got.size} numbers where float64 eager has {truth.size}"
         return Comparison(
@@ -175,11 +243,16 @@ def judge(
             max_error=0.0, max_budget=0.0, reason=shape,
         )  # fmt: skip
     for what, test in (("NaN", np.isnan), ("+infinity", np.isposinf), ("-infinity", np.isneginf)):
-        if (differ := int(np.sum(test(got) != test(eager)))) and reason is None:
-            reason = f"{what} at {differ} places where eager has none, or the other way round"
+        differ = np.flatnonzero(test(got) != test(eager))
+        if differ.size and reason is None:
+            reason = f"{what} at {differ.size} places where eager has none, or the other way round"
+            worst = _element(case, int(differ[0]), got, eager, truth)
     if yardstick is not None and np.isfinite(yardstick[np.isfinite(eager)]).all():
         eager = np.where(np.isfinite(eager), yardstick, eager).astype(np.float64)
     finite = np.isfinite(got) & np.isfinite(eager) & np.isfinite(truth)
+    if worst is None and finite.any():
+        off = np.abs(np.subtract(got, truth, where=finite, out=np.zeros_like(truth)))
+        worst = _element(case, int(np.argmax(off)), got, eager, truth)
     got, eager, truth = got[finite], eager[finite], truth[finite]
     error, eager_error = relative_error(got, truth), relative_error(eager, truth)
     budget = max(2 * eager_error, precision.floor)
@@ -192,8 +265,29 @@ def judge(
         reason = f"one element is off by {max_error:.2e}, over the budget of {max_budget:.2e}"
     return Comparison(
         case=case.name, output=output, passed=reason is None, error=error, eager_error=eager_error, budget=budget,
-        max_error=max_error, max_budget=max_budget, reason=reason,
+        max_error=max_error, max_budget=max_budget, cosine=_cosine(got, truth),
+        snr_db=-20 * math.log10(error) if error > 0 and truth.any() else None,
+        quantiles=_quantiles(np.abs(got - truth) / (largest or 1.0)), worst=worst, reason=reason,
     )  # fmt: skip
+
+
+def _element(case: Case, flat: int, got: Array, eager: Array, truth: Array) -> Element:
+    numbers = (float(array[flat]) for array in (got, eager, truth))
+    first, second, third = (number if math.isfinite(number) else None for number in numbers)
+    return Element(case=case.name, index=[flat], got=first, eager=second, float64=third)
+
+
+def _cosine(got: Array, truth: Array) -> float | None:
+    norms = float(np.linalg.norm(got)) * float(np.linalg.norm(truth))
+    return float(np.dot(got.ravel(), truth.ravel())) / norms if norms > 0 else None
+
+
+def _quantiles(errors: Array) -> dict[str, float]:
+    if errors.size == 0:
+        return {}
+    return {
+        name: float(value) for name, value in zip(QUANTILES, np.quantile(errors, [*QUANTILES.values()]), strict=True)
+    }
 
 
 def relative_error(got: Array, truth: Array) -> float:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from conftest import Small as SmallModule
 from conftest import rewrite, small_example
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from torch import nn
 
 import attnforge
 from attnforge import reference
@@ -21,8 +24,9 @@ from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, DimSpec, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.precision import PRECISIONS, precision_named
+from attnforge.runtime import Session
 from attnforge.runtime.backends import BACKENDS
-from attnforge.runtime.parity import Comparison, judge, relative_error
+from attnforge.runtime.parity import Comparison, compare, judge, relative_error
 
 Small = Callable[[str], Bundle]
 CASE = Case(name="case", sizes={}, kind="normal", seed=1)
@@ -151,7 +155,57 @@ def test_relative_error() -> None:
     assert judged(np.full(9, 1e-3), np.zeros(9), np.zeros(9)).passed is False
 
 
+# What is said beside the verdict
+
+
+def test_cosine_noise_and_quantiles_of_the_error() -> None:
+    truth = np.array([3.0, 4.0, 0.0, 0.0])
+    got = np.array([3.0, 4.0, 0.5, 0.0])
+    found = judged(got, truth, truth)
+    assert found.cosine == pytest.approx(25 / (5 * np.hypot(5, 0.5)))
+    assert found.snr_db == pytest.approx(20.0)  # the error is a tenth
+    assert found.quantiles == {"p50": 0.0, "p90": pytest.approx(0.0875), "p99": pytest.approx(0.12125), "max": 0.125}
+    assert found.worst is not None and found.worst.index == [2]
+    assert (found.worst.got, found.worst.eager, found.worst.float64) == (0.5, 0.0, 0.0)
+    assert found.worst.text("y") == "y[2] is 0.5, where float64 has 0 and eager 0"
+    exact = judged(truth, truth, truth)
+    assert exact.snr_db is None and exact.cosine == pytest.approx(1.0) and exact.quantiles["max"] == 0.0
+    nothing = judged(np.zeros(3), np.zeros(3), np.zeros(3))
+    assert nothing.cosine is nothing.snr_db is None and nothing.passed
+
+
+def test_where_a_nan_stands_that_eager_has_not() -> None:
+    got = TRUTH.copy()
+    got[[7, 9]] = np.nan
+    found = judged(got, TRUTH, TRUTH)
+    assert not found.passed and found.worst is not None and found.worst.index == [7] and found.worst.got is None
+    assert found.worst.text("y").startswith("y[7] is not finite, where float64 has ")
+
+
 # Whole bundles
+
+
+@pytest.mark.parametrize("rows", [7, 9001])  # of the second some numbers are compared only
+def test_the_worst_element_is_named_by_its_place_in_the_output(tmp_path: Path, rows: int) -> None:
+    module = nn.Linear(16, 8)
+    bundle = attnforge.deploy(module, (torch.randn(rows, 16),), tmp_path / "b", targets=["onnxruntime"])
+    case = next(case for case in bundle.manifest.cases if case.kind == "normal")
+    flat = reference.places(rows * 8, case)
+    row, column = np.unravel_index(5 if flat is None else flat[5], (rows, 8))
+
+    class Off(Session):
+        def run(self, values: Any, **options: Any) -> dict[str, Any]:
+            results = super().run(values, **options)
+            results["output"][row, column] += 1
+            return results
+
+    with attnforge.load(bundle) as session:
+        session.__class__ = Off
+        report = compare(session)
+    worst = report.outputs["output"].worst
+    assert not report.passed and worst is not None and worst.index == [row, column]
+    assert worst.got is not None and worst.float64 is not None
+    assert worst.got - worst.float64 == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
