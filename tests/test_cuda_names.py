@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(file for folder in ("runtime", "attnforge", "benchmarks") for file in (ROOT / folder).glob("*.py"))
+FILES = sorted(
+    file for folder in ("runtime", "attnforge", "benchmarks", "benchmarks/gpu") for file in (ROOT / folder).glob("*.py")
+)
 PUBLIC = """
 from cuda.core._device import Device as Device
 from cuda.core._event import Event as Event, EventOptions as EventOptions

@@ -1,0 +1,144 @@
+"""The command: the device is asked for, then the steps are taken in turn."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnforge.benchmarks.gpu.attention import attention
+from attnforge.benchmarks.gpu.bench import Bench
+from attnforge.benchmarks.gpu.ceilings import ceilings
+from attnforge.benchmarks.gpu.claims import answer, failed_tests, wrong_answers
+from attnforge.benchmarks.gpu.environment import environment, tests
+from attnforge.benchmarks.gpu.latency import latency
+from attnforge.benchmarks.gpu.overhead import overhead
+from attnforge.benchmarks.gpu.parity import parity, parity_of
+from attnforge.benchmarks.gpu.processes import TAKE, supervise
+from attnforge.benchmarks.gpu.records import COMMAND, SHARES, Results, Settings, Step, first_line
+from attnforge.benchmarks.gpu.running import Run, Task, attempt, read, step, write
+from attnforge.benchmarks.report import RESULTS
+from attnforge.runtime.device import compute_capability, cuda_devices, device_name
+
+NO_DEVICE = 3
+"""Exit code without a CUDA device."""
+
+STEPS: dict[str, Callable[[Bench], list[Task]]] = {
+    "environment": environment,
+    "tests": tests,
+    "parity": parity,
+    "ceilings": ceilings,
+    "attention": attention,
+    "latency": latency,
+    "overhead": overhead,
+}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Where to write gpu.json and gpu.md.")] = RESULTS,
+    seconds: Annotated[float, typer.Option(help="What all of it may take.")] = 480,
+    quick: Annotated[bool, typer.Option(help="Fewer models, sizes and precisions.")] = False,
+    device: Annotated[int, typer.Option(help="Number of the CUDA device.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="A step; repeat. Figures of the others are kept.")] = None,
+) -> None:
+    """Prove and measure everything that needs a GPU, and write it down."""
+    if unknown := [name for name in only or () if name not in SHARES]:
+        raise typer.BadParameter(f"unknown step {unknown[0]!r}; known: {', '.join(SHARES)}")
+    if cuda_devices() <= device:
+        found = f"no CUDA device {device}, of {cuda_devices()}" if cuda_devices() else "no CUDA device"
+        hint = "run this where there is one with its driver; attnforge doctor says what a machine can do"
+        print(f"{found}: nothing was run; {hint}", file=sys.stderr)
+        raise typer.Exit(NO_DEVICE)
+    results = Results(
+        command=shlex.join([*COMMAND.split(), *sys.argv[1:]]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        budget_seconds=seconds,
+        machine=identity(device),
+    )
+    if only:
+        results.steps = {name: taken for name, taken in _before(out, results).items() if name not in only}
+    start = time.time()
+    write(results, out)
+    with tempfile.TemporaryDirectory(prefix="attnforge-gpu-", ignore_cleanup_errors=True) as scratch:
+        settings = Settings(out=str(out), scratch=scratch, ends=start + seconds, device=device, quick=quick)
+        for name in [name for name in SHARES if not only or name in only]:
+            print(f"{name} …", file=sys.stderr, flush=True)
+            left = settings.ends - time.time()
+            supervise(settings.model_copy(update={"ends": time.time() + SHARES[name] * left}), name)
+            results = read(out)
+            results.seconds = time.time() - start
+            write(results, out)
+    for claim in results.claims:
+        print(f"{answer(claim)}: {claim.text} ({claim.because})")
+    for failed in failed_tests(results):
+        print(f"failed: {failed}")
+    print(f"{Path(out) / 'gpu.md'}: {results.seconds:.0f} s", file=sys.stderr)
+    raise typer.Exit(1 if wrong_answers(results) or failed_tests(results) else 0)
+
+
+def _before(out: Path, results: Results) -> dict[str, Step]:
+    """The steps of an earlier run on the same device with the same versions."""
+    try:
+        before = read(out)
+    except ValueError:  # another attnforge wrote it
+        return {}
+    return before.steps if before.machine == results.machine else {}
+
+
+def take(name: str, settings: Settings) -> None:
+    """What a process of the run does."""
+    faulthandler.enable(all_threads=False)
+    run = Run(settings, read(settings.out))
+    kind, _, model = name.partition(":")
+    bench = Bench(run)
+    step(run, name, partial(parity_of, bench, model) if kind == "model" else partial(STEPS[name], bench))
+    sys.stdout.flush()
+    os._exit(0)  # whatever is still running is ended by who started this
+
+
+def identity(device: int) -> dict[str, str]:
+    """The device and the versions: figures of two runs belong together only where these are equal."""
+    names = (
+        "attnforge", "torch", "triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt",
+        "tensorrt_rtx", "cuda-core", "cuda-bindings", "numpy",
+    )  # fmt: skip
+    asked: dict[str, Callable[[], str]] = {
+        "device": lambda: device_name(device),
+        "compute capability": lambda: compute_capability(device),
+        "CUDA of the driver": _driver,
+        "python": platform.python_version,
+    }
+    unknown: dict[str, str] = {}
+    found = {
+        what: attempt(unknown, what, ask) or f"unknown: {first_line(unknown[what])}" for what, ask in asked.items()
+    }
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _driver() -> str:
+    version = int(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1])
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [TAKE]:
+        take(sys.argv[2], Settings.model_validate_json(sys.argv[3]))
+    else:
+        typer.run(main)

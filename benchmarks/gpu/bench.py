@@ -1,0 +1,151 @@
+"""What the steps share: the device, what can run on it, and how time and memory are taken."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnforge.arrays import to_numpy
+from attnforge.benchmarks.gpu.records import Item, broken
+from attnforge.benchmarks.gpu.running import Run
+from attnforge.precision import Precision
+from attnforge.runtime.backends import ON_GPU
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CYCLES_PER_MS, LONGEST_HOLD = 2_000_000, 20.0
+"""Of a device at 2 GHz, faster than which none is; milliseconds."""
+
+
+class Bench:
+    """The device, what can run on it, and how time is taken.
+
+    Attributes:
+        run: this process's part of it.
+        torch: the package.
+        on_cuda: whether torch computes on the device.
+        peers: whether torch computes where the sessions do; if not, they are timed on NumPy arrays alone.
+        device: that torch computes on.
+    """
+
+    def __init__(self, run: Run) -> None:
+        import torch
+
+        self.run, self.settings = run, run.settings
+        self.torch = torch
+        self.on_cuda = run.settings.place == "cuda" and torch.cuda.is_available()
+        self.peers = self.on_cuda or run.settings.place == "cpu"
+        self.device = f"cuda:{run.settings.device}" if self.on_cuda else "cpu"
+        if self.on_cuda:
+            torch.cuda.set_device(run.settings.device)
+
+    @cached_property
+    def absent(self) -> dict[str, str]:
+        """Why backends cannot run here."""
+        from attnforge.doctor import examine
+
+        return {backend: reason for backend, reason in examine()["run"].items() if reason is not None}
+
+    @cached_property
+    def why_not(self) -> dict[str, str]:
+        """Why backends cannot run here, or did not when they were tried."""
+        found = {name: broken(self.run.results, name) for name in self.settings.backends}
+        return {name: reason for name, reason in found.items() if reason is not None} | self.absent
+
+    def usable(self, item: Item, backends: Sequence[str] = ON_GPU) -> list[str]:
+        """Those of `backends` that run here; the reasons of the others go to the item. On the CPU, what runs there."""
+        backends = backends if self.settings.place == "cuda" else self.settings.backends
+        item.skipped |= {name: self.why_not[name] for name in backends if name in self.why_not}
+        return [name for name in backends if name not in self.why_not]
+
+    def leave_out(self, name: str, keys: Sequence[str]) -> None:
+        """Note what a step would do, were it not to be quick."""
+        self.run.results.steps[name].left_out |= dict.fromkeys(keys, "left out by --quick")
+
+    def scratch(self, name: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.settings.scratch))
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """A stream that is not the default one, so that graphs can be replayed on it."""
+        return self.torch.cuda.stream(self.torch.cuda.Stream(self.device)) if self.on_cuda else nullcontext()  # type: ignore[no-untyped-call]
+
+    def to_device(self, tensor: Tensor, precision: Precision) -> Tensor:
+        from attnforge.eager import torch_dtype
+
+        moved = tensor.to(self.device, torch_dtype(precision))
+        self.sync()  # it may be read on another stream
+        return moved
+
+    def feed(self, tensor: Tensor) -> Any:
+        """What a session is given: the tensor where it lies on the device, else an array."""
+        return tensor if self.peers else to_numpy("input", tensor)
+
+    # time
+
+    def sync(self) -> None:
+        if self.on_cuda:
+            self.torch.cuda.current_stream().synchronize()
+
+    def wall_ms(self, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        call()
+        self.sync()
+        return 1e3 * (time.perf_counter() - start)
+
+    def host_ms(self, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        call()
+        spent = time.perf_counter() - start
+        self.sync()
+        return 1e3 * spent
+
+    def device_ms(self, call: Callable[[], Any], host_ms: float) -> float:
+        """Time on the device, which is kept busy for about as long as enqueueing takes."""
+        if not self.on_cuda:
+            return self.wall_ms(call)
+        cuda = self.torch.cuda
+        first, last = (cuda.Event(enable_timing=True) for _ in range(2))
+        if hasattr(cuda, "_sleep"):
+            cuda._sleep(int(CYCLES_PER_MS * min(1.5 * host_ms + 0.05, LONGEST_HOLD)))
+        first.record()
+        call()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last))
+
+    # memory
+
+    def free(self) -> float | None:
+        """Bytes of the device that nobody holds, torch's own allocator included."""
+        if not self.on_cuda:
+            return None
+        self.sync()
+        self.torch.cuda.empty_cache()
+        return float(self.torch.cuda.mem_get_info(self.settings.device)[0])
+
+    def peak(self, since: float = 0.0) -> float | None:
+        """The most bytes that torch has held since this was last asked, beyond `since`."""
+        if not self.on_cuda:
+            return None
+        most = float(self.torch.cuda.max_memory_allocated())
+        self.torch.cuda.reset_peak_memory_stats()
+        return most - since
+
+    @contextmanager
+    def products(self, precision: Precision) -> Iterator[None]:
+        """torch's fp32 products and convolutions in TF32 where that is the precision, else in full."""
+        torch, tf32 = self.torch, precision.name == "tf32"
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.allow_tf32 = before[1]

@@ -1,0 +1,147 @@
+"""The first two steps: what is here and works at all, and the tests that need a GPU."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from attnforge.arrays import to_numpy
+from attnforge.benchmarks.gpu.bench import Bench
+from attnforge.benchmarks.gpu.large import large_of, targets_of
+from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
+from attnforge.benchmarks.gpu.records import SIDES, Item
+from attnforge.benchmarks.gpu.running import Task, attempt, shortened, tail
+from attnforge.benchmarks.report import machine
+from attnforge.runtime.backends import PORTABLE, why_unavailable
+from attnforge.runtime.session import load
+
+
+def environment(bench: Bench) -> list[Task]:
+    """What is here, and whether every backend runs one small model from end to end."""
+    tasks: list[Task] = [("device", partial(_device, bench)), ("software", partial(_software, bench))]
+    if bench.settings.place == "cpu":
+        return [*tasks, *((f"try {name}", partial(_try, bench, name, ())) for name in bench.settings.backends)]
+    own = bench.run.results.machine.get("compute capability", "CURRENT")
+    for name in dict.fromkeys((PORTABLE, "CURRENT", own, "SM80")):
+        wanted = () if name == PORTABLE else (name,)
+        tasks.append((f"try tensorrt_rtx, {name}", partial(_try, bench, "tensorrt_rtx", wanted)))
+    others = ("onnxruntime-cuda", "tensorrt", "onnxruntime-tensorrt")  # the last may build for minutes
+    return [*tasks, *((f"try {name}", partial(_try, bench, name, ())) for name in others)]
+
+
+def _device(bench: Bench, item: Item) -> None:
+    item.values |= {key: str(value) for key, value in machine(os.cpu_count() or 1).items()}
+    fields = (
+        "name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.memory", "clocks.sm",
+        "temperature.gpu", "pstate",
+    )  # fmt: skip
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id={bench.settings.device}"]
+
+    def ask() -> None:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        if done.returncode != 0:
+            raise RuntimeError(f"{shlex.join(query)} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        row = next(csv.reader([done.stdout.strip()], skipinitialspace=True))
+        item.values.update(zip(fields, row, strict=True))
+
+    attempt(item.failed, "nvidia-smi", ask)
+    if bench.on_cuda:
+        about = bench.torch.cuda.get_device_properties(bench.settings.device)
+        item.values |= {"memory": int(about.total_memory), "multiprocessors": int(about.multi_processor_count)}
+
+
+def _software(bench: Bench, item: Item) -> None:
+    import onnxruntime as ort
+
+    torch = bench.torch
+    item.values |= {
+        "torch's CUDA": torch.version.cuda,
+        "torch's cuDNN": str(torch.backends.cudnn.version()),
+        "torch sees CUDA": torch.cuda.is_available(),
+        "onnxruntime": ort.__version__,
+        "onnxruntime's CUDA": str(getattr(ort, "cuda_version", None)),
+        "onnxruntime's providers": ", ".join(ort.get_available_providers()),
+    }
+    if bench.settings.place == "cuda" and not torch.cuda.is_available():
+        attempt(item.failed, "torch on CUDA", torch.cuda.init)
+    item.skipped |= {name: reason for name, reason in bench.absent.items() if name in bench.settings.backends}
+
+
+def _try(bench: Bench, backend: str, wanted: Sequence[str], item: Item) -> None:
+    """Build, load and run patch-attention in fp16, and hold what it answers to the budget."""
+    if backend in bench.absent:
+        item.skipped[backend] = bench.absent[backend]
+        return
+    point = Point("fp16", SIDES[0], 1)
+    large = large_of(bench, patch_attention, point.precision)
+    images = point.images(bench)
+    truth = patch_truth(bench, large, images, point)
+    start = time.perf_counter()
+    bundle = large.deploy(bench.scratch("try"), *point.shapes, targets_of([backend]), item.failed, wanted)
+    if item.failed:
+        return
+    item.values["seconds to build"] = round(time.perf_counter() - start, 2)
+    item.values |= {f"sites fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
+    if (reason := why_unavailable(bundle, backend, bench.settings.device)) is not None:
+        item.failed["load"] = reason
+        return
+    with bench.stream(), ExitStack() as stack:
+        start = time.perf_counter()
+        session = attempt(
+            item.failed, "load", lambda: stack.enter_context(load(bundle.path, backend, device=bench.settings.device))
+        )
+        if session is None:
+            return
+        item.values["seconds to load"] = round(time.perf_counter() - start, 3)
+        feeds = {"NumPy": to_numpy("image", images)} | ({"torch": images} if bench.peers else {})
+        for kind, feed in feeds.items():
+            for turn in ("first", "third"):  # the third replays a graph, where there are graphs
+                start = time.perf_counter()
+                answered = attempt(item.failed, f"{backend}, {kind}, {turn} call", partial(session, feed))
+                if answered is None:
+                    break
+                bench.sync()
+                item.values[f"{kind}: ms of the {turn} call"] = round(1e3 * (time.perf_counter() - start), 2)
+                item.verdicts[f"{backend}, {kind}, {turn} call"] = truth.verdict(answered)
+                del answered
+                bench.run.save()
+                if turn == "first":
+                    attempt(item.failed, f"{backend}, {kind}, second call", partial(session, feed))
+
+
+def tests(bench: Bench) -> list[Task]:
+    """The tests that need a GPU, where the source is at hand."""
+    return [("pytest -m gpu", partial(_tests, bench))]
+
+
+def _tests(bench: Bench, item: Item) -> None:
+    root = Path(__file__).resolve().parents[2]
+    found = [
+        file for file in sorted((root / "tests").glob("test_*.py")) if "pytest.mark.gpu" in file.read_text("utf-8")
+    ]
+    files = [str(file.relative_to(root)) for file in found]
+    if not files:
+        item.skipped["pytest -m gpu"] = "there is no source checkout with tests here"
+        return
+    if importlib.util.find_spec("pytest") is None:
+        item.skipped["pytest -m gpu"] = "pytest is not installed"
+        return
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *files]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=max(bench.run.left, 5.0))
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        raise RuntimeError(f"pytest took more than {error.timeout:.0f} s; it said:\n{tail(said, 30)}") from None
+    lines = done.stdout.strip().splitlines()
+    item.values |= {"exit code": done.returncode, "summary": lines[-1] if lines else "it said nothing"}
+    if done.returncode != 0:
+        item.failed["pytest -m gpu"] = shortened(f"{tail(done.stdout, 60)}\n{tail(done.stderr)}")

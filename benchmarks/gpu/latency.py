@@ -1,0 +1,124 @@
+"""Patch-attention over tokens, batch and precision, against torch's ways of running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from attnforge.arrays import to_numpy
+from attnforge.benchmarks.gpu.bench import Bench
+from attnforge.benchmarks.gpu.contenders import Contender, Opened, enter, in_session, race, race_seconds
+from attnforge.benchmarks.gpu.large import large_of, targets_of
+from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
+from attnforge.benchmarks.gpu.records import COMPILE, EAGER, GRAPHED, SDPA, SIDES, Item, ours
+from attnforge.benchmarks.gpu.running import Task
+from attnforge.bundle import Bundle
+from attnforge.precision import precision_named
+from attnforge.runtime.backends import FLAVOURS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from attnforge.model.patch import PatchAttention
+
+
+def points() -> list[Point]:
+    """The grid, in order of worth."""
+    order = [("fp16", 1), ("fp32", 1), ("fp16", 8), ("fp16", 64), ("fp32", 8), ("bf16", 1), ("bf16", 8), ("fp32", 64)]
+    return [Point(precision, side, batch) for precision, batch in [*order, ("bf16", 64)] for side in SIDES]
+
+
+def latency(bench: Bench) -> list[Task]:
+    """Patch-attention over tokens, batch and precision, against torch's ways of running it."""
+    grid = points()
+    if bench.settings.quick:
+        grid = [p for p in grid if p.precision == "fp16" and p.batch <= 8 and p.side in (SIDES[0], SIDES[2])]
+        bench.leave_out("latency", [point.name for point in points() if point not in grid])
+    return [(point.name, partial(_latency, bench, point)) for point in grid]
+
+
+def _latency(bench: Bench, point: Point, item: Item) -> None:
+    large = large_of(bench, patch_attention, point.precision)
+    item.values |= {"tokens": point.tokens, "batch": point.batch, "precision": point.precision}
+    with bench.stream(), bench.products(precision_named(point.precision)), ExitStack() as stack:
+        images = point.images(bench)
+        truth = patch_truth(bench, large, images, point)
+        backends = bench.usable(item)
+        bundle = large.deploy(bench.scratch("latency"), *point.shapes, targets_of(backends), item.failed)
+        item.values |= {f"fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
+        ways = sessions_of(bench, stack, bundle, backends, images, point, item)
+        if bench.peers:
+            ways |= peers_of(bench, large.module, images, point)
+        entered: dict[str, Contender] = {}
+        for name, make in ways.items():  # torch's last: its allocator keeps what it was given
+            if (reason := too_large(bench, name, point)) is not None:
+                item.skipped[name] = reason
+            elif (one := enter(bench, item, name, make, truth)) is not None:
+                entered[name] = one
+        race(bench, item, entered, point.batch, race_seconds(bench))
+
+
+def sessions_of(
+    bench: Bench, stack: ExitStack, bundle: Bundle, backends: Sequence[str], images: Tensor, point: Point, item: Item
+) -> dict[str, Callable[[], Opened]]:
+    """attnforge's contenders: every backend on what lies on the device, TensorRT at batch 1 on NumPy arrays too."""
+    ways: dict[str, Callable[[], Opened]] = {}
+    array = to_numpy("image", images)
+    for backend in backends:
+        if backend in item.failed:  # its plan could not be built
+            continue
+        ways[backend] = partial(in_session, bench, stack, bundle, backend, [bench.feed(images)])
+        if bench.peers and point.batch == 1 and (backend in FLAVOURS or not bench.on_cuda):
+            ways[f"{backend}, NumPy in and out"] = partial(in_session, bench, stack, bundle, backend, [array])
+    return ways
+
+
+def peers_of(bench: Bench, module: nn.Module, images: Tensor, point: Point) -> dict[str, Callable[[], Opened]]:
+    """torch's ways of running the same module on the same images."""
+    torch = bench.torch
+    torch.compiler.reset()  # else it would stop compiling after some sizes
+
+    def compiled(mode: str | None) -> Opened:
+        run = torch.compile(module, dynamic=False, mode=mode)
+        return Opened(lambda: run(images))
+
+    ways: dict[str, Callable[[], Opened]] = {COMPILE: lambda: compiled(None)}
+    if point.batch == 1 and bench.on_cuda and not bench.settings.quick:
+        ways = {GRAPHED: lambda: compiled("reduce-overhead"), **ways}
+    ways[SDPA] = lambda: Opened(partial(with_sdpa(module), images))  # type: ignore[arg-type]
+    ways[EAGER] = lambda: Opened(partial(module, images))
+    return ways
+
+
+def with_sdpa(module: PatchAttention) -> nn.Module:
+    """The same weights around torch's own attention, where the module writes it out."""
+    import torch
+
+    from attnforge.model.attention import merge_heads, split_heads
+    from attnforge.model.patch import split_patches
+
+    class PatchAttentionSDPA(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.patch_size = module.attention, module.patch_size
+
+        def forward(self, image: Tensor) -> Tensor:
+            x, a = split_patches(image, self.patch_size), self.attention
+            q, k, v = (split_heads(project(x), a.num_heads) for project in (a.query_proj, a.key_proj, a.value_proj))
+            return merge_heads(torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=a.scale))
+
+    return PatchAttentionSDPA()
+
+
+def too_large(bench: Bench, name: str, point: Point) -> str | None:
+    """Why a contender that holds all scores is not tried, or None: it holds two of that size at once."""
+    free = bench.free()
+    unfused = name in (EAGER, COMPILE, GRAPHED) or (ours(name) and point.precision == "fp32")
+    if not unfused or free is None or 2 * point.score_bytes <= 0.6 * free:
+        return None
+    return (
+        f"its scores alone are {point.score_bytes / 2**30:.0f} GiB, of which it holds two, and {free / 2**30:.0f} GiB "
+        "of the device are free"
+    )

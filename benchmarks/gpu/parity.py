@@ -1,0 +1,222 @@
+"""Every registered model in every precision on every backend, and torch on the device beside them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnforge.arrays import Array, to_numpy, to_torch
+from attnforge.benchmarks.gpu.bench import Bench
+from attnforge.benchmarks.gpu.large import targets_of
+from attnforge.benchmarks.gpu.patch import patch_attention
+from attnforge.benchmarks.gpu.processes import supervise
+from attnforge.benchmarks.gpu.records import COMPILE, EAGER, WHOLE, Item, Results, Settings, Step, Verdict, capabilities
+from attnforge.benchmarks.gpu.running import (
+    NO_TIME,
+    UNDER_WAY,
+    OutOfTime,
+    Task,
+    attempt,
+    device_lost,
+    read,
+    write,
+)
+from attnforge.bundle import Bundle
+from attnforge.precision import precision_named
+from attnforge.runtime.backends import why_unavailable
+from attnforge.runtime.inputs import Shapes
+from attnforge.runtime.options import Memory
+from attnforge.runtime.parity import BackendReport, compare
+from attnforge.runtime.session import Session, load
+
+if TYPE_CHECKING:
+    from attnforge.model.registry import Example
+
+PRECISIONS_TRIED = ("fp16", "fp32", "bf16", "tf32")
+MODELS_FIRST = (
+    "vit", "patch-attention", "multi-head-attention", "transformer-encoder", "cross-attention",
+    "patch-attention-digits", "self-attention", "multi-head-self-attention",
+)  # fmt: skip
+COMPARED = ("vit", "patch-attention", "multi-head-attention")
+"""Models of which eager and torch.compile on the device are held to the budget, too."""
+
+
+def models() -> list[str]:
+    """Every registered model, the most important ones first."""
+    from attnforge.model.registry import MODELS
+
+    return list(dict.fromkeys([*MODELS_FIRST, *MODELS]))
+
+
+def keys_of(model: str, precisions: Sequence[str] = PRECISIONS_TRIED) -> list[str]:
+    found = [f"{model}, {precision}" for precision in precisions]
+    return found + ([f"{key}, torch" for key in found] if model in COMPARED else [])
+
+
+def chosen_keys(model: str, quick: bool) -> list[str]:
+    if not quick:
+        return keys_of(model)
+    return keys_of(model, PRECISIONS_TRIED[:2]) if model in MODELS_FIRST[:4] else []
+
+
+def parity(bench: Bench) -> list[Task]:
+    """Every registered model in every precision on every backend: a process a model, several at once."""
+    settings = bench.settings
+    workers = max(min(6, (os.cpu_count() or 1) // 2), 1)
+    threads = max((os.cpu_count() or 1) // workers, 1)
+    pool = ThreadPoolExecutor(workers)
+    tasks: list[Task] = []
+    for model in models():
+        keys = chosen_keys(model, settings.quick)
+        bench.leave_out("parity", [key for key in keys_of(model) if key not in keys])
+        if not keys:
+            continue
+        folder = bench.scratch(f"parity-{model}")
+        write(Results(steps={"environment": bench.run.results.steps.get("environment", Step())}), folder)
+        changed = {"out": str(folder), "scratch": str(folder), "ends": settings.ends - 1, "threads": threads}
+        own = settings.model_copy(update=changed)
+        done = pool.submit(supervise, own, f"model:{model}", group=False)
+        tasks += [(key, partial(_collect, bench, own, model, key, done)) for key in keys]
+    return tasks
+
+
+def _collect(bench: Bench, own: Settings, model: str, key: str, done: Future[None], item: Item) -> None:
+    """Wait for what a model's process has to say of one precision."""
+    while True:
+        ended = done.done()
+        record = read(own.out).steps.get(f"model:{model}", Step())
+        if key in record.items and (record.doing != key or ended):
+            for name in Item.model_fields:
+                setattr(item, name, getattr(record.items[key], name))
+            return
+        if ended:
+            if record.failed:
+                raise RuntimeError("; ".join(record.failed.values()))
+            raise OutOfTime(record.left_out.get(key) or record.left_out.get(WHOLE) or NO_TIME)
+        if bench.run.left < 0:
+            raise OutOfTime(UNDER_WAY if record.items else NO_TIME)
+        time.sleep(0.2)
+
+
+def parity_of(bench: Bench, model: str) -> list[Task]:
+    """One model: every precision on every backend, then torch's own ways on the device."""
+    bundles: dict[str, Bundle] = {}
+    tasks: list[Task] = []
+    for key in chosen_keys(model, bench.settings.quick):
+        precision = key.split(", ")[1]
+        do = _verify_torch if key.endswith(", torch") else _verify
+        tasks.append((key, partial(do, bench, model, precision, bundles)))
+    return tasks
+
+
+def _bundle(bench: Bench, model: str, precision: str, bundles: dict[str, Bundle]) -> Bundle:
+    """The model, deployed as a user would: once, whichever process needs it."""
+    from attnforge.export.deploy import deploy
+
+    folder = Path(bench.settings.scratch) / f"{model}-{precision}.bundle"
+    if precision not in bundles and folder.exists():
+        bundles[precision] = Bundle(folder)
+    if precision not in bundles:
+        module, args, shapes = small(model)
+        wanted = capabilities(bench.run.results)
+        targets = None if bench.settings.place == "cuda" else targets_of(bench.settings.backends)
+        bundles[precision] = deploy(
+            module, args, folder, shapes, precision, targets, model, compute_capabilities=wanted, tune=False
+        )
+    return bundles[precision]
+
+
+def small(model: str) -> Example:
+    """A registered model; the one of large images with small ones, for it is run in float64 on the CPU."""
+    from attnforge.model.registry import build_model
+
+    return patch_attention() if model == "patch-attention" else build_model(model)
+
+
+def _verify(bench: Bench, model: str, precision: str, bundles: dict[str, Bundle], item: Item) -> None:
+    bundle = _bundle(bench, model, precision, bundles)
+    item.values |= {f"fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
+    for backend in bench.settings.backends:
+        reason = bench.why_not.get(backend) or why_unavailable(bundle, backend, bench.settings.device)
+        if reason is not None:
+            item.skipped[backend] = reason
+            continue
+
+        def held(backend: str = backend) -> Verdict:
+            with load(bundle, backend, device=bench.settings.device) as session:
+                return verdict_of(compare(session))
+
+        if (verdict := attempt(item.failed, backend, held)) is not None:
+            item.verdicts[backend] = verdict
+        bench.run.save()
+        if item.failed and device_lost():
+            return
+
+
+def _verify_torch(bench: Bench, model: str, precision: str, bundles: dict[str, Bundle], item: Item) -> None:
+    """Eager and torch.compile on the device, held to the same budget on the same cases."""
+    from attnforge.eager import at_precision
+
+    if not bench.peers:
+        item.skipped["torch"] = "torch has no CUDA here"
+        return
+    torch, p = bench.torch, precision_named(precision)
+    bundle = _bundle(bench, model, precision, bundles)
+    module = at_precision(small(model).module, p).to(bench.device)
+    ways: dict[str, Callable[[], Callable[..., Any]]] = {
+        EAGER: lambda: module,
+        COMPILE: lambda: torch.compile(module, dynamic=True),
+    }
+    for name, make in ways.items():
+
+        def held(name: str = name, make: Callable[[], Callable[..., Any]] = make) -> Verdict:
+            torch.compiler.reset()
+            with bench.products(p), Session(bundle, OnDevice(bench, name, make())) as session:
+                return verdict_of(compare(session))
+
+        if (verdict := attempt(item.failed, name, held)) is not None:
+            item.verdicts[name] = verdict
+
+
+def verdict_of(report: BackendReport) -> Verdict:
+    reasons = [f"{one.case}, {one.output}: {one.reason}" for one in report.failures[:3]]
+    return Verdict(
+        passed=report.passed,
+        error=report.error,
+        budget=report.budget,
+        cases=report.cases,
+        reason="; ".join(reasons) or (None if report.passed else report.case),
+    )
+
+
+class OnDevice:
+    """A torch module on the device as a backend, on arrays of the host."""
+
+    gpu = None
+
+    def __init__(self, bench: Bench, name: str, module: Callable[..., Any]) -> None:
+        self.name, self._bench, self._module = name, bench, module
+
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        from attnforge.eager import as_written, named_outputs
+
+        bench = self._bench
+        tensors = [to_torch(np.array(array)).to(bench.device) for array in arrays]
+        with bench.torch.no_grad(), as_written():
+            results = named_outputs(self._module(*tensors))
+        return [to_numpy(name, tensor) for name, tensor in results.items()]
+
+    def memory(self) -> Memory:
+        return Memory()
+
+    def keep(self) -> None: ...
+
+    def close(self) -> None:
+        del self._module

@@ -1,0 +1,99 @@
+"""One process after the other: a step is one of its own, and what is left of it where that dies another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from attnforge.benchmarks.gpu.records import FATAL, WHOLE, Item, Settings, Step
+from attnforge.benchmarks.gpu.running import LEAST, LOST, NO_TIME, UNDER_WAY, read, shortened, tail, write
+
+TAKE = "--take"
+RESTARTS, GRACE = 6, 20.0
+"""How often a step that died goes on in a new process; seconds that a task may go on beyond the time."""
+
+
+def supervise(settings: Settings, name: str, group: bool = True) -> None:
+    """Take a step in a process of its own, and where that dies, what is left of it in another.
+
+    Args:
+        settings: for it.
+        name: of the step.
+        group: end everything that it started with it.
+    """
+    log = Path(settings.scratch) / f"{name.replace(':', '-')}.log"
+    for _ in range(1 + RESTARTS):
+        if settings.ends - time.time() < LEAST:
+            _leave_out(settings, name, NO_TIME)
+            return
+        code = _in_process(settings, name, log, group)
+        if code == 0:
+            return
+        if code is None:
+            _leave_out(settings, name, NO_TIME)
+            return
+        said = last_words(log.read_text(encoding="utf-8", errors="replace"))
+        record = read(settings.out).steps.get(name, Step())
+        if code != LOST:
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            _died(settings, name, f"its process {how}. Its log: {said}")
+            if record.doing is None:
+                return
+    _leave_out(settings, name, f"its step's process had died {1 + RESTARTS} times")
+
+
+def _in_process(settings: Settings, name: str, log: Path, group: bool) -> int | None:
+    """The exit code of a step's process; None where it was ended because the time was over."""
+    command = [sys.executable, "-m", "attnforge.benchmarks.gpu", TAKE, name, settings.model_dump_json()]
+    threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
+    with log.open("ab") as stream:
+        stream.truncate(0)
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+            env={**os.environ, **threads}, start_new_session=group,
+        )  # fmt: skip
+    try:
+        return child.wait(timeout=max(settings.ends + (GRACE if group else GRACE / 2) - time.time(), 1.0))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if group:
+            with suppress(ProcessLookupError):  # it has ended, and left nothing behind
+                os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+        child.wait()
+
+
+def _leave_out(settings: Settings, name: str, why: str) -> None:
+    """Note what a step had planned and did not end, or all of it where it had not come to plan."""
+    results = read(settings.out)
+    record = results.steps.setdefault(name, Step())
+    if record.doing is not None:
+        record.left_out[record.doing] = UNDER_WAY
+    for key in record.planned or [WHOLE]:
+        if key not in record.items:
+            record.left_out.setdefault(key, why)
+    record.doing = None
+    write(results, settings.out)
+
+
+def _died(settings: Settings, name: str, why: str) -> None:
+    results = read(settings.out)
+    record = results.steps.setdefault(name, Step())
+    if record.doing is None:
+        record.failed[WHOLE] = why
+    else:
+        record.items.setdefault(record.doing, Item()).failed[FATAL] = why
+        record.doing = None
+    write(results, settings.out)
+
+
+def last_words(log: str) -> str:
+    """What a process that died said last: from a little before where it was when it crashed, if it says that."""
+    place = log.rfind("Fatal Python error")
+    return shortened(tail(log, 30) if place < 0 else f"{tail(log[:place], 10)}\n{log[place:]}")

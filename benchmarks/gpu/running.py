@@ -1,0 +1,144 @@
+"""One process of the run: its tasks one after the other, what they say when they fail, and the files of results."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attnforge.benchmarks.gpu.claims import claims
+from attnforge.benchmarks.gpu.page import page
+from attnforge.benchmarks.gpu.records import FATAL, WHOLE, Item, Results, Settings, Step
+from attnforge.runtime.device import cuda_devices
+
+LOST = 75
+"""Exit code of a process whose device was lost to it."""
+
+NO_TIME, UNDER_WAY = "no time was left", "it was under way when the time was over"
+
+LEAST = 2.0
+"""Seconds below which no task is started."""
+
+T = TypeVar("T")
+Task = tuple[str, Callable[[Item], None]]
+
+
+class OutOfTime(Exception):
+    """A task that could not be begun."""
+
+
+def read(folder: str | Path) -> Results:
+    """What a folder holds, or nothing yet."""
+    file = Path(folder) / "gpu.json"
+    return Results.model_validate_json(file.read_bytes()) if file.is_file() else Results()
+
+
+def write(results: Results, folder: str | Path) -> None:
+    """Write figures and page, each whole or not at all."""
+    results.claims = claims(results)
+    texts = {"gpu.json": results.model_dump_json(indent=2) + "\n", "gpu.md": page(results)}
+    for name, text in texts.items():
+        file = Path(folder) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f"{file.suffix}.part")
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, file)
+
+
+@dataclass
+class Run:
+    """One process of the run: what it was told, and what was found so far."""
+
+    settings: Settings
+    results: Results
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.settings.ends - time.time()
+
+    def save(self) -> None:
+        write(self.results, self.settings.out)
+
+
+def step(run: Run, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
+    """Take a step's tasks in turn while there is time, and record each as it is done.
+
+    Tasks that are recorded already, by a process before this one, are passed over. One that raises is recorded in its
+    own words, and the next one is taken, in another process if the device was lost.
+    """
+    record = run.results.steps.setdefault(name, Step())
+    started, before = time.monotonic(), record.seconds
+    todo = attempt(record.failed, WHOLE, tasks) or ()
+    record.planned = [key for key, _ in todo]
+    for key, do in todo:
+        if key in record.items:
+            continue
+        if run.left < LEAST:
+            record.left_out[key] = NO_TIME
+            continue
+        item, start = Item(), time.monotonic()
+        record.items[key], record.doing = item, key
+        run.save()
+        try:
+            attempt(item.failed, WHOLE, partial(do, item))
+        except OutOfTime as why:
+            del record.items[key]
+            record.left_out[key] = str(why)
+        lost = bool(item.failed) and device_lost()
+        if lost:
+            item.failed[FATAL] = "the device was lost to its process"
+        item.seconds = item.seconds or time.monotonic() - start
+        record.doing, record.seconds = None, before + time.monotonic() - started
+        run.save()
+        if lost:
+            os._exit(LOST)
+    run.save()
+    return record
+
+
+def attempt(failed: dict[str, str], what: str, do: Callable[[], T]) -> T | None:
+    """The one place where a failure is let pass: what it said is kept, and the run goes on."""
+    log, place = _log()
+    try:
+        return do()
+    except OutOfTime:
+        raise
+    except Exception as error:
+        said = tail(log.read_bytes()[place:].decode(errors="replace")) if log is not None else ""
+        text = f"{type(error).__name__}: {error}" + (f"\nIts log: {said}" if said else "")
+        failed[what] = shortened(re.sub(r"\x1b\[[0-9;]*m", "", text))
+        return None
+
+
+def _log() -> tuple[Path | None, int]:
+    """The file that this process's standard error goes to, if it is one, and its length: libraries say there what
+    their errors leave out."""
+    about = os.fstat(2)
+    return (Path("/proc/self/fd/2"), about.st_size) if stat.S_ISREG(about.st_mode) else (None, 0)
+
+
+def shortened(text: str, limit: int = 3000) -> str:
+    """Beginning and end of a long text."""
+    text = text.strip()
+    return text if len(text) <= limit else f"{text[: limit // 2]}\n[…]\n{text[-limit // 2 :]}"
+
+
+def tail(text: str, lines: int = 15) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def device_lost() -> bool:
+    """Whether a kernel has left an error that makes every later CUDA call of this process fail."""
+    driver: Any = sys.modules.get("cuda.bindings.driver")
+    if driver is None or cuda_devices() == 0:
+        return False
+    not_initialized, no_context = 3, 201
+    return int(driver.cuCtxSynchronize()[0]) not in (0, not_initialized, no_context)

@@ -1,0 +1,489 @@
+"""The benchmark that needs a GPU, as far as that goes without one: what it refuses, records, concludes and writes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+
+from attnforge.benchmarks.gpu import __main__ as command
+from attnforge.benchmarks.gpu import claims, contenders, large, latency, page, parity, patch, processes, running
+from attnforge.benchmarks.gpu.bench import Bench
+from attnforge.benchmarks.gpu.records import (
+    COMPILE,
+    EAGER,
+    FATAL,
+    FLASH,
+    WHOLE,
+    Item,
+    Results,
+    Settings,
+    Spread,
+    Step,
+    Timing,
+    Verdict,
+    broken,
+    capabilities,
+)
+from attnforge.benchmarks.gpu.running import LOST, OutOfTime, Run, read, step, write
+from attnforge.bundle import Case
+from attnforge.precision import precision_named
+from attnforge.runtime.device import cuda_devices
+
+without_gpu = pytest.mark.skipif(cuda_devices() > 0, reason="there is a CUDA device")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """On the CPU, with time."""
+    settings = Settings(
+        out=str(tmp_path / "out"), scratch=str(tmp_path), ends=time.time() + 300, place="cpu",
+        backends=["onnxruntime-cpu"], quick=True,
+    )  # fmt: skip
+    return Run(settings, Results())
+
+
+def alike(ms: float) -> Spread:
+    return Spread(p50=ms, p90=1.5 * ms, p99=2 * ms)
+
+
+def timing(wall: float, device: float | None) -> Timing:
+    return Timing(
+        calls=100, wall_ms=alike(wall), device_ms=None if device is None else alike(device), host_ms=0.01,
+        per_second=1000 / wall, ready_seconds=0.5,
+    )  # fmt: skip
+
+
+def passed(error: float = 2e-4, reason: str | None = None) -> Verdict:
+    return Verdict(passed=reason is None, error=error, budget=1e-3, cases=12, reason=reason)
+
+
+# Without a device
+
+
+@without_gpu
+def test_without_a_device_it_says_so_in_one_line(tmp_path: Path) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "attnforge.benchmarks.gpu", "--out", str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert (done.returncode, len(lines), done.stdout) == (command.NO_DEVICE, 1, "")
+    assert lines[0].startswith("no CUDA device: nothing was run; ")
+    assert "| torch\n" not in done.stderr, "torch was imported for nothing"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_step_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="unknown step 'latence'; known: environment, tests, parity"):
+        command.main(only=["latence"])
+
+
+# One task after the other
+
+
+def test_a_task_that_raises_is_recorded_and_the_next_one_taken(run: Run) -> None:
+    def bad(item: Item) -> None:
+        item.values["so far"] = 1
+        raise ValueError("\x1b[31mno such kernel\x1b[0m")
+
+    def good(item: Item) -> None:
+        item.values["answer"] = 42
+
+    taken = step(run, "ceilings", lambda: [("bad", bad), ("good", good)])
+    assert taken.items["bad"].failed == {WHOLE: "ValueError: no such kernel"}
+    assert taken.items["bad"].values == {"so far": 1}
+    assert taken.items["good"].values == {"answer": 42} and not taken.items["good"].failed
+    assert taken.doing is None and read(run.settings.out) == run.results
+    assert "no such kernel" in (Path(run.settings.out) / "gpu.md").read_text(encoding="utf-8")
+
+
+def test_what_there_is_no_time_for_is_listed(run: Run) -> None:
+    def slow(item: Item) -> None:
+        run.settings.ends = time.time() + running.LEAST / 2
+
+    def unheard(item: Item) -> None:
+        raise AssertionError("taken after the end")
+
+    taken = step(run, "latency", lambda: [("first", slow), ("second", unheard), ("third", unheard)])
+    assert list(taken.items) == ["first"] and not taken.items["first"].failed
+    assert taken.left_out == {"second": "no time was left", "third": "no time was left"}
+    assert "- latency: no time was left (second; third)" in page.page(run.results)
+
+
+def test_a_task_may_say_that_its_time_is_over(run: Run) -> None:
+    def late(item: Item) -> None:
+        raise OutOfTime("it was under way")
+
+    taken = step(run, "parity", lambda: [("vit, fp16", late)])
+    assert taken.items == {} and taken.left_out == {"vit, fp16": "it was under way"}
+
+
+def test_a_step_that_cannot_begin_is_recorded(run: Run) -> None:
+    def tasks() -> list[running.Task]:
+        raise ImportError("no module named 'torch'")
+
+    taken = step(run, "parity", tasks)
+    assert taken.failed == {WHOLE: "ImportError: no module named 'torch'"} and taken.items == {}
+
+
+def test_what_a_process_before_this_one_did_is_not_done_again(run: Run) -> None:
+    run.results.steps["latency"] = Step(items={"a": Item(failed={FATAL: "its process died of SIGSEGV"})})
+    taken: list[str] = []
+
+    def task(key: str) -> running.Task:
+        return key, lambda item: taken.append(key)
+
+    step(run, "latency", lambda: [task("a"), task("b")])
+    assert taken == ["b"] and FATAL in run.results.steps["latency"].items["a"].failed
+
+
+LOUD = r"""
+import os
+from attnforge.benchmarks.gpu.running import attempt
+
+def load():
+    os.write(2, b"libcublas.so.13: cannot open\n")
+    raise RuntimeError("no provider")
+
+failed = {}
+os.write(2, b"what was said before\n")
+assert attempt(failed, "load", load) is None
+print(failed["load"])
+"""
+
+
+def test_what_libraries_print_is_kept_beside_the_error(tmp_path: Path) -> None:
+    """Standard error is a file, as it is in the processes of a run."""
+    with (tmp_path / "log").open("ab") as log:
+        done = subprocess.run([sys.executable, "-c", LOUD], stdout=subprocess.PIPE, stderr=log, text=True, timeout=60)
+    assert done.stdout == "RuntimeError: no provider\nIts log: libcublas.so.13: cannot open\n"
+
+
+def test_a_process_that_dies_takes_one_task_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies of a signal in the first task, loses the device in the second, and ends well."""
+    deaths = iter([(-signal.SIGSEGV, "first"), (LOST, None), (0, None)])
+
+    def process(settings: Settings, name: str, log: Path, group: bool) -> int:
+        code, doing = next(deaths)
+        results = read(settings.out)
+        record = results.steps.setdefault(name, Step())
+        record.doing = doing
+        if doing is not None:
+            record.items[doing] = Item(verdicts={"tensorrt_rtx": passed()})
+        write(results, settings.out)
+        log.write_text("Fatal Python error: Segmentation fault\n")
+        return code
+
+    monkeypatch.setattr(processes, "_in_process", process)
+    processes.supervise(run.settings, "latency")
+    taken = read(run.settings.out).steps["latency"]
+    said = "its process died of SIGSEGV. Its log: Fatal Python error: Segmentation fault"
+    assert taken.items["first"].failed == {FATAL: said}
+    assert taken.items["first"].verdicts["tensorrt_rtx"].passed, "what was found before is kept"
+    assert taken.doing is None and next(deaths, None) is None
+
+
+@pytest.mark.parametrize(("code", "failed", "left_out"), [(1, [WHOLE], []), (None, [], [WHOLE])])
+def test_a_process_that_never_began(
+    run: Run, monkeypatch: pytest.MonkeyPatch, code: int | None, failed: list[str], left_out: list[str]
+) -> None:
+    calls: list[str] = []
+
+    def process(settings: Settings, name: str, log: Path, group: bool) -> int | None:
+        calls.append(name)
+        log.write_text("ImportError: libcudart.so.13\n")
+        return code
+
+    monkeypatch.setattr(processes, "_in_process", process)
+    processes.supervise(run.settings, "parity")
+    taken = read(run.settings.out).steps["parity"]
+    assert calls == ["parity"] and (list(taken.failed), list(taken.left_out)) == (failed, left_out)
+
+
+def test_what_a_process_did_not_come_to_is_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def process(settings: Settings, name: str, log: Path, group: bool) -> None:
+        half = Step(planned=["a", "b", "c"], items={"a": Item(), "b": Item(values={"n": 1})}, doing="b")
+        write(Results(steps={name: half}), settings.out)
+
+    monkeypatch.setattr(processes, "_in_process", process)
+    processes.supervise(run.settings, "latency")
+    taken = read(run.settings.out).steps["latency"]
+    assert taken.left_out == {"b": "it was under way when the time was over", "c": "no time was left"}
+    assert taken.items["b"].values == {"n": 1} and taken.doing is None
+
+
+@without_gpu
+def test_the_whole_of_it_where_nothing_can_run_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are real; torch without CUDA computes on the CPU. Figures of other steps are kept with `only`."""
+    monkeypatch.setattr(command, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(command, "identity", lambda device: {"device": "a device"})
+    kept = Results(machine={"device": "a device"}, steps={"tests": Step(items={"pytest -m gpu": Item()})})
+    write(kept, tmp_path)
+    with pytest.raises(typer.Exit) as ended:
+        command.main(tmp_path, 100, only=["ceilings"])
+    results = read(tmp_path)
+    assert ended.value.exit_code == 0 and set(results.steps) == {"tests", "ceilings"}
+    assert list(results.steps["ceilings"].items) == [
+        "copy", "product fp16", "product bf16", "product tf32", "product fp32",
+    ]  # fmt: skip
+    assert not any(item.failed for item in results.steps["ceilings"].items.values())
+    assert page.ceilings_of(results)["copy"] > 0
+    assert "TFLOP/s" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+
+
+# What can be computed on the CPU
+
+
+def test_one_model_is_held_to_the_budget(run: Run) -> None:
+    tasks = dict(parity.parity_of(Bench(run), "multi-head-attention"))
+    assert list(tasks) == [
+        f"multi-head-attention, {which}" for which in ("fp16", "fp32", "fp16, torch", "fp32, torch")
+    ]  # fmt: skip
+    taken = step(run, "parity", lambda: [("multi-head-attention, fp32", tasks["multi-head-attention, fp32"])])
+    item = taken.items["multi-head-attention, fp32"]
+    assert not item.failed and item.verdicts["onnxruntime-cpu"].passed and item.verdicts["onnxruntime-cpu"].cases > 10
+
+
+def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        latency,
+        "peers_of",
+        lambda bench, module, images, point: {EAGER: lambda: contenders.Opened(partial(module, images))},
+    )
+    monkeypatch.setattr(latency, "race_seconds", lambda bench: 0.1)
+    point = patch.Point("fp32", 56, 2)
+    item = step(run, "latency", lambda: [(point.name, partial(latency._latency, Bench(run), point))]).items[point.name]
+    assert not item.failed and set(item.timings) == {"onnxruntime-cpu", EAGER}
+    assert all(verdict.passed for verdict in item.verdicts.values())
+    ours = item.timings["onnxruntime-cpu"]
+    assert ours.calls >= contenders.LEAST_ROUNDS and ours.per_second == pytest.approx(2000 / ours.wall_ms.p50)
+
+
+def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_path: Path) -> None:
+    """12,544 tokens, of which not one is computed on the CPU."""
+    failed: dict[str, str] = {}
+    point = patch.Point("fp16", 448, 8)
+    model = large.large_of(Bench(run), patch.patch_attention, point.precision)
+    bundle = model.deploy(tmp_path / "bundle", *point.shapes, ["onnxruntime", "tensorrt_rtx"], failed)
+    assert not failed and bundle.manifest.attention.fused == {"tensorrt_rtx": 1}
+    assert [spec.dims for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)] == [
+        [8, 3, 448, 448], [8, 12544, 192],
+    ]  # fmt: skip
+    assert bundle.manifest.targets["tensorrt_rtx"].engines[0].compute_capabilities == ["portable"]
+
+
+def test_a_wrong_answer_has_no_time(run: Run) -> None:
+    bench = Bench(run)
+    x = torch.linspace(-1, 1, 12).reshape(1, 3, 4)
+    truth = large.truth_of(bench, "case", precision_named("fp32"), torch.sin, torch.sin, [x])
+    ways: dict[str, Callable[[], torch.Tensor]] = {"right": lambda: x.sin(), "wrong": lambda: x.cos()}
+    item = Item()
+    entered = {
+        name: contenders.enter(bench, item, name, partial(contenders.Opened, call), truth)
+        for name, call in ways.items()
+    }
+    contenders.race(bench, item, {name: one for name, one in entered.items() if one is not None}, 1, 0.05)
+    assert list(item.timings) == ["right"]
+    assert not item.verdicts["wrong"].passed and item.skipped == {"wrong": "not timed, for its answer is wrong"}
+
+
+def test_the_truth_of_a_batch_is_that_of_its_samples(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "PLACES", 50)
+    seen: list[tuple[int, ...]] = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return 2 * x
+
+    x = torch.arange(4 * 30, dtype=torch.float16).reshape(4, 30)
+    truth = large.truth_of(Bench(run), "case", precision_named("fp16"), double, double, [x])
+    assert seen == [(1, 30)] * 8 and len(truth.places) == len(truth.exact) == 50
+    assert truth.verdict(2 * x).error == truth.verdict(2 * x.numpy()).error == 0
+    assert truth.verdict(2 * x.numpy()).passed and not truth.verdict(2 * x + 1).passed
+    assert truth.case == Case(name="case", sizes={}, kind="normal", seed=0)
+
+
+# What follows from the figures
+
+
+def test_percentiles() -> None:
+    assert contenders.spread([float(n) for n in range(100, 0, -1)]) == Spread(p50=50, p90=90, p99=99)
+    assert contenders.spread([3.0]) == Spread(p50=3, p90=3, p99=3)
+    assert contenders.spread([4.0, 1.0, 3.0, 2.0]) == Spread(p50=2, p90=4, p99=4)
+    assert page.ratio_text(alike(3), alike(4)) == "0.75" and page.ratio_text(alike(3), None) == "–"
+
+
+def test_the_grid() -> None:
+    points = latency.points()
+    assert [point.tokens for point in points[:4]] == [196, 1024, 3136, 12544]
+    assert {(p.precision, p.batch) for p in points} == {(p, b) for p in ("fp16", "fp32", "bf16") for b in (1, 8, 64)}
+    assert patch.Point("fp16", 448, 64).score_bytes == 64 * 3 * 12544**2 * 2
+
+
+def results() -> Results:
+    """Of a run in which TensorRT-RTX ran, but not everywhere."""
+    ran = {"tensorrt_rtx": passed()}
+    refused = {"onnxruntime-cuda": "no CUDAExecutionProvider"}
+    environment = {
+        "device": Item(values={"driver_version": "580.65"}),
+        "try tensorrt_rtx, portable": Item(
+            failed={"load": "UnavailableError: built for other compute capabilities\nits log"}
+        ),
+        "try tensorrt_rtx, CURRENT": Item(verdicts={"tensorrt_rtx, NumPy, first call": passed()}),
+    }
+    parity = {
+        "vit, fp16": Item(verdicts=ran, skipped=refused),
+        "vit, fp32": Item(
+            verdicts={"tensorrt_rtx": passed(2e-6, "error 2.00e-06 is over the budget")}, skipped=refused
+        ),
+        "vit, fp16, torch": Item(verdicts={EAGER: passed()}, failed={COMPILE: "RuntimeError: no C compiler"}),
+    }
+    where: dict[str, Any] = {"precision": "fp16", "batch": 1}
+    latency = {
+        "fp16, batch 1, 196 tokens": Item(
+            values={**where, "tokens": 196},
+            timings={"tensorrt_rtx": timing(0.1, 0.05), EAGER: timing(0.4, 0.3), COMPILE: timing(0.08, 0.06)},
+            skipped={"tensorrt": "not installed"},
+        ),
+        "fp16, batch 1, 12544 tokens": Item(
+            values={**where, "tokens": 12544},
+            timings={"tensorrt_rtx": timing(1.0, 0.9), COMPILE: timing(1.25, 1.2)},
+            failed={EAGER: "OutOfMemoryError: CUDA out of memory"},
+        ),
+    }
+    alone: dict[str, Any] = {"tokens": 12544, "batch": 1, "heads": 3, "head_size": 64, "precision": "fp16"}
+    attention = {
+        "12544 tokens": Item(values=alone, timings={"tensorrt_rtx": timing(0.7, 0.6), FLASH: timing(0.6, 0.4)})
+    }
+    return Results(
+        command="python -m attnforge.benchmarks.gpu --seconds 100",
+        date="2026-11-20T00:00:00+00:00",
+        machine={"device": "NVIDIA H200", "CUDA of the driver": "13.0", "torch": "2.11.0"},
+        steps={
+            "environment": Step(items=environment),
+            "parity": Step(items=parity, left_out={"bert, fp16": "no time was left"}),
+            "ceilings": Step(items={"product fp16": Item(values={"size": 8192, "tflops": 800.0})}),
+            "attention": Step(items=attention),
+            "latency": Step(items=latency),
+        },
+    )
+
+
+def test_the_last_words_of_a_process() -> None:
+    log = "loaded\nterminate called: out of range\nFatal Python error: Aborted\n\n  File a, line 1 in run\n"
+    assert processes.last_words("noise\n" * 50 + log) == "noise\n" * 8 + log.strip()
+    assert processes.last_words("noise\n" * 50 + "ImportError: x") == "noise\n" * 29 + "ImportError: x"
+
+
+def test_claims() -> None:
+    found = {claim.text: claim for claim in claims.claims(results())}
+    every = "every model in every precision is within the parity budget on "
+    rtx = found[f"{every}tensorrt_rtx"]
+    assert rtx.holds is False
+    assert rtx.because == "1 of 2 that ran are; outside it: vit, fp32; not measured: 1, as bert, fp16: no time was left"
+    cuda = found[f"{every}onnxruntime-cuda"]
+    assert cuda.holds is None and cuda.because == "no CUDAExecutionProvider"
+    half = found["fp16, batch 1: the fastest attnforge session takes at most half the time of torch eager"]
+    assert half.holds is None, "it holds where it was measured, and was not measured everywhere"
+    assert half.because == (
+        "196 tokens (tensorrt_rtx) 0.25×; 12544 tokens not measured: torch eager: OutOfMemoryError: CUDA out of memory"
+    )
+    faster = found["fp16, batch 1: the fastest attnforge session is faster than torch.compile"]
+    assert faster.holds is False
+    assert faster.because == "196 tokens (tensorrt_rtx) 1.25×; 12544 tokens (tensorrt_rtx) 0.80×"
+    flash = next(claim for text, claim in found.items() if text.startswith("attention alone at 12544 tokens"))
+    assert flash.holds is False and flash.because == "tensorrt_rtx 0.600 ms, flash 0.400 ms: 1.50×"
+    fp32 = found["fp32, batch 1: the fastest attnforge session is faster than torch.compile"]
+    assert fp32.holds is None and fp32.because == "nothing of it ran"
+
+
+def test_claims_that_hold() -> None:
+    every = Results(steps={"parity": Step(items={"vit, fp16": Item(verdicts={"onnxruntime-cuda": passed()})})})
+    assert claims.parity_claim(every, "onnxruntime-cuda").holds is True
+    every.steps["parity"].items["vit, fp32"] = Item(failed={"onnxruntime-cuda": "DeviceError: lost"})
+    assert claims.parity_claim(every, "onnxruntime-cuda").holds is False
+    near = results()
+    near.steps["attention"].items["12544 tokens"].timings["tensorrt_rtx"] = timing(0.5, 0.48)
+    assert claims.attention_claim(near).holds is True
+    assert all(claim.holds is None for claim in claims.claims(Results()))
+
+
+def test_wrong_answers_are_those_of_attnforge_alone() -> None:
+    given = results()
+    given.steps["parity"].items["vit, fp16, torch"].verdicts[COMPILE] = passed(1, "far off")
+    assert claims.wrong_answers(given) == ["parity, vit, fp32, tensorrt_rtx: error 2.00e-06 is over the budget"]
+
+
+@pytest.mark.parametrize(("code", "ends"), [(0, 0), (1, 1), (None, 0)])
+def test_a_run_whose_tests_failed_is_no_success(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int | None,
+    ends: int,
+) -> None:
+    """None: there was no time for pytest to end."""
+
+    def take(settings: Settings, name: str) -> None:
+        ended = {} if code is None else {"exit code": code, "summary": "2 failed, 9 passed"}
+        write(Results(steps={name: Step(items={"pytest -m gpu": Item(values=ended)})}), settings.out)
+
+    monkeypatch.setattr(command, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(command, "identity", lambda device: {"device": "a device"})
+    monkeypatch.setattr(command, "supervise", take)
+    with pytest.raises(typer.Exit) as ended:
+        command.main(tmp_path, only=["tests"])
+    assert ended.value.exit_code == ends
+    assert ("failed: tests, pytest -m gpu: 2 failed, 9 passed" in capsys.readouterr().out) == (ends == 1)
+
+
+def test_plans_are_built_for_what_worked() -> None:
+    given = results()
+    assert capabilities(given) == ["CURRENT"] and broken(given, "tensorrt_rtx") is None
+    tried = given.steps["environment"].items
+    tried["try tensorrt_rtx, CURRENT"].failed[FATAL] = "its process died of SIGSEGV"
+    assert capabilities(given) == []
+    said = "it did not work when it was tried: UnavailableError: built for other compute capabilities"
+    assert broken(given, "tensorrt_rtx") == said and broken(given, "tensorrt") is None
+
+
+def test_the_page_is_made_of_the_figures_alone(tmp_path: Path) -> None:
+    write(results(), tmp_path)
+    kept = read(tmp_path)
+    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert text == page.page(kept)
+    for said in (
+        "NVIDIA H200; CUDA of the driver 13.0, torch 2.11.0",
+        "`python -m attnforge.benchmarks.gpu --seconds 100`",
+        "| tensorrt_rtx, portable | does not work | load: UnavailableError: built for other compute capabilities |",
+        "| tensorrt_rtx, CURRENT | works |",
+        "| vit, fp16 | 2.0e-04 / 1.0e-03 | 2.0e-04 / 1.0e-03 | **failed** |",
+        "| vit, fp32 | **2.0e-06 / 1.0e-03** | – | – |",
+        "| tensorrt_rtx | 0.050 / 0.075 / 0.100 | 0.100 / 0.150 / 0.200 | 0.25 | 10000 |",
+        "| torch.compile | 0.060 / 0.090 / 0.120 | 0.080 / 0.120 / 0.160 | 0.20 |",
+        "| 12544 | tensorrt_rtx | 0.600 / 0.900 / 1.200 | 1.50 | 201.4 TFLOP/s (25% of the most) | 32 GB/s |",
+        "Not timed: tensorrt: not installed",
+        "**parity: vit, fp16, torch: torch.compile**\n\n```\nRuntimeError: no C compiler\n```",
+        "built for other compute capabilities\nits log\n```",
+        "outside the parity budget: error 2.00e-06 is over the budget",
+        "- overhead: not taken",
+        "- parity: no time was left (bert, fp16)",
+        "| not measured |",
+    ):
+        assert said in text, said
+
+
+def test_figures_that_are_no_numbers_are_kept(tmp_path: Path) -> None:
+    bad = Verdict(passed=False, error=float("nan"), budget=float("inf"), reason="NaN at 3 places")
+    write(Results(steps={"parity": Step(items={"vit, fp16": Item(verdicts={"tensorrt_rtx": bad})})}), tmp_path)
+    kept = read(tmp_path).steps["parity"].items["vit, fp16"].verdicts["tensorrt_rtx"]
+    assert np.isnan(kept.error) and kept.budget == float("inf")
