@@ -272,7 +272,7 @@ def judge(
 
 
 def _element(case: Case, flat: int, got: Array, eager: Array, truth: Array) -> Element:
-    numbers = (float(array[flat]) for array in (got, eager, truth))
+    numbers = (float(array.reshape(-1)[flat]) for array in (got, eager, truth))
     first, second, third = (number if math.isfinite(number) else None for number in numbers)
     return Element(case=case.name, index=[flat], got=first, eager=second, float64=third)
 

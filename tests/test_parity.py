@@ -168,6 +168,8 @@ def test_cosine_noise_and_quantiles_of_the_error() -> None:
     assert found.worst is not None and found.worst.index == [2]
     assert (found.worst.got, found.worst.eager, found.worst.float64) == (0.5, 0.0, 0.0)
     assert found.worst.text("y") == "y[2] is 0.5, where float64 has 0 and eager 0"
+    square = [array.reshape(2, 2) for array in (got, truth, truth)]
+    assert judged(*square) == found  # of whatever shape: places count in order
     exact = judged(truth, truth, truth)
     assert exact.snr_db is None and exact.cosine == pytest.approx(1.0) and exact.quantiles["max"] == 0.0
     nothing = judged(np.zeros(3), np.zeros(3), np.zeros(3))

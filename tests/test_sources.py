@@ -103,7 +103,7 @@ def test_an_old_export_is_recognised_and_held_to_its_graph(
     """Its weights in a file of their own, as above 2 GiB."""
     fused = {"onnxruntime": 1} | ({"tensorrt_rtx": 1} if precision == "fp16" else {})
     bundle = attnforge.deploy(
-        exported, None, tmp_path / "bundle", RANGES, precision, list(fused), one_file_limit=10_000
+        exported, None, tmp_path / "bundle", RANGES, precision, list(fused), one_file_limit=10_000, tune=False
     )
     manifest = bundle.manifest
     assert manifest.precision == (precision or "fp32")
