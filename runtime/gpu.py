@@ -242,8 +242,14 @@ class Outputs:
         self._lock = threading.Lock()
         self._idle: Recent[tuple[int, int], list[Block]] = Recent(SIZES_KEPT)
 
-    def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream) -> StridedMemoryView:
+    def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream | None) -> StridedMemoryView:
+        """Memory for an output that is read on `stream`; where that is not known, memory that nobody gets again."""
         size = max(math.prod(shape) * dtype.itemsize, 1)
+        if stream is None:
+            alone = self._allocated(size)
+            return StridedMemoryView.from_buffer(
+                Buffer.from_handle(alone.address, size, owner=alone), shape, dtype=dtype
+            )
         key = size, int(stream.handle)
         with self._lock:
             idle = self._idle.get(key)
@@ -337,7 +343,7 @@ def call(
         results = [
             _target(order, spec, out[spec.name], shape, feeds)
             if spec.name in out
-            else backend.outputs.lend(shape, np.dtype(spec.dtype), run_on if own is None else own)
+            else backend.outputs.lend(shape, np.dtype(spec.dtype), own)
             for spec, shape in zip(outputs, backend.output_shapes(shapes), strict=True)
         ]
         order.before()

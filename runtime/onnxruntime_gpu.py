@@ -51,7 +51,9 @@ class OnnxRuntimeGpu:
         self._weights = weights_of(bundle.file(file))
         ort.preload_dlls()  # the CUDA libraries that torch or NVIDIA's wheels brought, where there are some
         with self.gpu.current():
-            providers = provider_options(bundle, backend, options, int(self.gpu.stream.handle))
+            # its alone: while ONNX Runtime captures a graph there, nobody else may touch it
+            self._stream: Stream = self.gpu.device.create_stream()
+            providers = provider_options(bundle, backend, options, int(self._stream.handle))
             self._session: Any = ort.InferenceSession(
                 str(bundle.file(file)), session_options(options.threads), providers=[*providers, "CPUExecutionProvider"]
             )
@@ -80,18 +82,16 @@ class OnnxRuntimeGpu:
         results: Sequence[StridedMemoryView],
         stream: Stream,
     ) -> Event:
-        own = self.gpu.stream
+        own = self._stream
         with self._lock:
-            if stream != own:
-                own.wait(stream)
+            own.wait(stream)
             static = self._static_of(shapes) if self._graphs else None
             if static is None:
                 self._run(feeds, results)
             else:
                 self._replays.submit(self._replay, static, feeds, results).result()
             event = own.record()
-        if stream != own:
-            stream.wait(event)
+        stream.wait(event)
         return event
 
     def output_shapes(self, shapes: Shapes) -> Sequence[tuple[int, ...]]:
@@ -147,7 +147,7 @@ class OnnxRuntimeGpu:
     def _replay(
         self, static: _Static, feeds: Sequence[StridedMemoryView | Array], results: Sequence[StridedMemoryView]
     ) -> None:
-        check, handle = self.gpu.check, int(self.gpu.stream.handle)
+        check, handle = self.gpu.check, int(self._stream.handle)
         with self.gpu.current():
             for feed, block in zip(feeds, static.inputs, strict=True):
                 if isinstance(feed, np.ndarray):

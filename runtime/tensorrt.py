@@ -400,8 +400,12 @@ class _Lane:
         context = owner.new_context(self._activations, specialized=True)
         owner.select(context, call.profile, stream)
         owner.set_shapes(context, call.shapes)
-        self._enqueue(context, call, stream)  # compiles, and settles what a first run settles, before the capture
-        stream.sync()
+        try:
+            self._enqueue(context, call, stream)  # compiles, and settles what a first run settles, before the capture
+            stream.sync()
+        except BaseException:
+            callers.wait(stream)  # for what was enqueued before it failed
+            raise
         if not owner.capturable(context, stream):
             log.info("%s cannot be captured in a CUDA graph; it is enqueued at every call", owner.name)
             owner.graphs = False
@@ -481,7 +485,7 @@ def _recorder(trt: ModuleType) -> Any:
         def clear(self) -> None:
             self._said.clear()
 
-        def num_errors(self) -> int:
+        def get_num_errors(self) -> int:  # what TensorRT calls, though its bindings offer `num_errors`
             return len(self._said)
 
         def get_error_code(self, index: int) -> Any:

@@ -5,7 +5,7 @@ types from a checker; they are laid out for it here."""
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -56,9 +56,10 @@ def test_every_function_of_the_driver_exists() -> None:
 def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `types/cuda/core`, the signatures, and `attnforge`, as it is installed."""
     pytest.importorskip("mypy")
-    found = importlib.util.find_spec("cuda.core")
-    if found is None or found.origin is None or not (shipped := Path(found.origin).with_name("cu13")).is_dir():
-        pytest.skip("cuda-core with its signatures is not installed")
+    try:
+        shipped = Path(str(importlib.metadata.distribution("cuda-core").locate_file("cuda/core/cu13")))
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("cuda-core is not installed")
     folder = tmp_path_factory.mktemp("typed")
     core = folder / "types" / "cuda" / "core"
     shutil.copytree(shipped, core, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
