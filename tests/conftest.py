@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import attnforge
+from attnforge.arrays import Array
 from attnforge.bundle import MANIFEST, Bundle, Manifest, write_manifest
 from attnforge.model import Example, build_model
 from attnforge.runtime.device import cuda_devices
@@ -92,6 +94,19 @@ def small_example() -> Example:
         "kinds": None,
     }
     return Example(module, args, shapes)
+
+
+def small_inputs(batch: int = 3, tokens: int = 4, length: int = 8, seed: int = 0) -> dict[str, Array]:
+    """Inputs of :class:`Small`, by name."""
+    rng = np.random.default_rng(seed)
+    padding = np.zeros((batch, length), bool)
+    padding[0, 2:] = True
+    return {
+        "x": rng.standard_normal((batch, tokens, 16), np.float32),
+        "memory": rng.standard_normal((batch, length, 16), np.float32),
+        "padding": padding,
+        "kinds": rng.integers(-2, 3, 16),
+    }
 
 
 @pytest.fixture(scope="session")

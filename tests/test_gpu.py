@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import rewrite, small_example
+from conftest import small_inputs as arrays
 from torch import Tensor
 
 import attnforge
@@ -26,18 +27,6 @@ from attnforge.runtime.backends import FLAVOURS, ON_GPU
 pytestmark = pytest.mark.gpu
 needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch has no CUDA")
 SHAPES = [(4, 9, 12), (1, 2, 2), (3, 7, 10), (4, 9, 12), (2, 5, 6)]
-
-
-def arrays(batch: int = 3, tokens: int = 4, length: int = 8, seed: int = 0) -> dict[str, Array]:
-    rng = np.random.default_rng(seed)
-    padding = np.zeros((batch, length), bool)
-    padding[0, 2:] = True
-    return {
-        "x": rng.standard_normal((batch, tokens, 16), np.float32),
-        "memory": rng.standard_normal((batch, length, 16), np.float32),
-        "padding": padding,
-        "kinds": rng.integers(-2, 3, 16),
-    }
 
 
 def on_device(inputs: dict[str, Array], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import small_example
+from conftest import small_inputs as arrays
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -32,18 +33,6 @@ Small = Callable[[str], Bundle]
 @pytest.fixture(scope="module")
 def session(small: Small) -> Session:
     return attnforge.load(small("fp32"), "onnxruntime-cpu")
-
-
-def arrays(batch: int = 3, tokens: int = 4, length: int = 8, seed: int = 0) -> dict[str, Array]:
-    rng = np.random.default_rng(seed)
-    padding = np.zeros((batch, length), bool)
-    padding[0, 2:] = True
-    return {
-        "x": rng.standard_normal((batch, tokens, 16), np.float32),
-        "memory": rng.standard_normal((batch, length, 16), np.float32),
-        "padding": padding,
-        "kinds": rng.integers(-2, 3, 16),
-    }
 
 
 def eager(inputs: dict[str, Array]) -> Array:
