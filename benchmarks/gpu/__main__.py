@@ -50,7 +50,7 @@ STEPS: dict[str, Callable[[Bench], list[Task]]] = {
 
 def main(
     out: Annotated[Path, typer.Option(help="Where to write gpu.json and gpu.md.")] = RESULTS,
-    seconds: Annotated[float, typer.Option(help="What all of it may take.")] = 480,
+    seconds: Annotated[float, typer.Option(help="What all of it may take, but for some seconds.")] = 450,
     quick: Annotated[bool, typer.Option(help="Fewer models, sizes and precisions.")] = False,
     device: Annotated[int, typer.Option(help="Number of the CUDA device.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="A step; repeat. Figures of the others are kept.")] = None,
