@@ -21,6 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from attnforge.errors import BundleError, UsageError
 
 SCHEMA_VERSION = 1
+FLAVOURS = ("tensorrt", "tensorrt_rtx")
+PORTABLE = "portable"
+"""What a TensorRT-RTX plan is for unless told otherwise: every NVIDIA GPU from Ampere on."""
+
 MANIFEST = "manifest.json"
 CANONICAL = "canonical.onnx"
 REFERENCE_OUTPUTS = "reference/outputs.safetensors"

@@ -7,8 +7,9 @@ import os
 import platform
 from typing import Any
 
+from attnforge.bundle import FLAVOURS
 from attnforge.export.deploy import TARGETS, tool_versions, why_not_buildable
-from attnforge.runtime.backends import BACKENDS, FLAVOURS, why_no_provider
+from attnforge.runtime.backends import BACKENDS, why_no_provider
 from attnforge.runtime.device import cuda_devices
 
 

@@ -7,16 +7,15 @@ those that are missing or altered go.
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 from pathlib import Path
 
 from attnforge import cache
-from attnforge.bundle import MANIFEST, Bundle, Certificate, Unfused, sha256
+from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, Bundle, Certificate, Unfused, sha256
 from attnforge.errors import BundleError, UnavailableError
 from attnforge.export import engine
-from attnforge.runtime.backends import FLAVOURS, engine_for
+from attnforge.runtime.backends import engine_for
 from attnforge.runtime.device import compute_capability, cuda_devices, device_name
 
 
@@ -37,15 +36,23 @@ def rebuilt(bundle: str | os.PathLike[str] | Bundle, backend: str, device: int =
                 raise UnavailableError(f"no CUDA device to build {flavour}'s plan for; plans run on NVIDIA GPUs only")
             continue
         capability = compute_capability(device)
-        if not fits(opened, flavour, capability):
-            opened = rebuild(opened, flavour, capability, device)
+        try:
+            if not fits(opened, flavour, capability):
+                opened = rebuild(opened, flavour, capability, device)
+        except UnavailableError:  # that TensorRT is not installed
+            if backend == flavour:
+                raise
     return opened
 
 
 def fits(bundle: Bundle, flavour: str, capability: str) -> bool:
-    """Whether the bundle holds an unaltered plan for this version and device."""
+    """Whether the bundle holds an unaltered plan for this version and device.
+
+    Raises:
+        UnavailableError: that TensorRT is not installed.
+    """
     whole = [record for record in bundle.manifest.targets[flavour].engines if _is_whole(bundle, record.file)]
-    version = importlib.import_module(flavour).__version__
+    version = engine.load_tensorrt(flavour).__version__
     return bool(whole) and not isinstance(engine_for(whole, version, capability), str)
 
 
@@ -75,10 +82,10 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
     plan = engine.build(
         bundle.file(record.model), flavour, manifest.inputs, manifest.precision, wanted, further, timings, device
     )
-    name = f"tensorrt/engine.{flavour}-{plan.version}-{engine.PORTABLE if portable else capability.lower()}.plan"
+    name = f"tensorrt/engine.{flavour}-{plan.version}-{PORTABLE if portable else capability.lower()}.plan"
     kept = [one for one in record.engines if _is_whole(bundle, one.file) and one.file != name]
     gone = {one.file for one in record.engines} - {one.file for one in kept} - {name}
-    record.engines = [*kept, plan.record(name, flavour, [engine.PORTABLE if portable else capability])]
+    record.engines = [*kept, plan.record(name, flavour, [PORTABLE if portable else capability])]
     manifest.attention = certified(manifest.attention, flavour, plan)
     for file in gone:
         del manifest.files[file]

@@ -224,10 +224,10 @@ def _attention_precision(name: str | None, precision: Precision, chosen: list[st
             f"attention is to be {name} in a bundle that is {precision.name} throughout; leave the attention precision "
             "out, or deploy in fp32 or tf32"
         )
-    if not set(chosen) & set(engine.FLAVOURS):
+    if not set(chosen) & set(b.FLAVOURS):
         raise UsageError(
             f"attention is to be {name} for TensorRT, and only {', '.join(chosen)} is built; add a target "
-            f"({', '.join(engine.FLAVOURS)}), or leave the attention precision out"
+            f"({', '.join(b.FLAVOURS)}), or leave the attention precision out"
         )
     return PRECISIONS[name]
 
@@ -327,7 +327,7 @@ def _for_tensorrt(
     file = f"tensorrt/engine.{flavour}.plan"
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(plan.data)
-    built_for = ["CURRENT" if flavour == "tensorrt" else name for name in (capabilities or [engine.PORTABLE])]
+    built_for = ["CURRENT" if flavour == "tensorrt" else name for name in (capabilities or [b.PORTABLE])]
     record.engines = [plan.record(file, flavour, [compute_capability(0) if c == "CURRENT" else c for c in built_for])]
     built.records[flavour], built.lowered[flavour], built.plans[flavour] = record, lowered, plan
 

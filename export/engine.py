@@ -20,10 +20,6 @@ from attnforge.bundle import DimSpec, Engine, Range, TensorSpec
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.builder import Answer, Layer, Request
 
-FLAVOURS = ("tensorrt", "tensorrt_rtx")
-PORTABLE = "portable"
-"""What a TensorRT-RTX plan is built for unless told otherwise: every NVIDIA GPU from Ampere on."""
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from attnforge.bundle import Bundle, Engine
+from attnforge.bundle import FLAVOURS, PORTABLE, Bundle, Engine
 from attnforge.errors import UnavailableError
 from attnforge.runtime.device import compute_capability, cuda_devices
 from attnforge.runtime.options import Options
@@ -24,8 +24,6 @@ BACKENDS = ("tensorrt", "tensorrt_rtx", "onnxruntime-tensorrt", "onnxruntime-cud
 """The one that `auto` likes best first."""
 
 ON_GPU = BACKENDS[:4]
-FLAVOURS = ("tensorrt", "tensorrt_rtx")
-PORTABLE = "portable"
 PROVIDERS = {"onnxruntime-tensorrt": "TensorrtExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
 
 

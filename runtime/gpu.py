@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
@@ -35,6 +35,9 @@ ALIGNMENT = 256
 LEGACY_STREAMS, PER_THREAD_STREAM = (0, 1), 2
 """Addresses of the legacy default stream: no graph can be captured on it, and TensorRT halts the device there."""
 
+
+Feed: TypeAlias = StridedMemoryView | Array
+"""An input: where it lies on the device, or an array of the host."""
 
 STICKY = {
     f"CUDA_ERROR_{name}"
@@ -298,11 +301,7 @@ class GpuBackend(Protocol):
     def outputs(self) -> Outputs: ...
 
     def submit(
-        self,
-        feeds: Sequence[StridedMemoryView | Array],
-        shapes: Shapes,
-        results: Sequence[StridedMemoryView],
-        stream: Stream,
+        self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
         """Enqueue a run on `stream`; the event is done when it is."""
 
@@ -335,7 +334,7 @@ def call(
         own = gpu.current_stream(library) if stream is None else gpu.stream_of(stream)
         run_on = gpu.stream if own is None or gpu.is_legacy(own) else own
         order = _Order(gpu, run_on, None if stream is None else own)
-        feeds: list[StridedMemoryView | Array] = [
+        feeds: list[Feed] = [
             order.view(f"input {spec.name!r}", value) if on_gpu(value) else on_host(spec, value)
             for spec, value in zip(inputs, given, strict=True)
         ]
@@ -405,7 +404,7 @@ def _contiguous(library: str, value: Any) -> Any:
 
 
 def _target(
-    order: _Order, spec: TensorSpec, value: Any, shape: tuple[int, ...], feeds: Sequence[StridedMemoryView | Array]
+    order: _Order, spec: TensorSpec, value: Any, shape: tuple[int, ...], feeds: Sequence[Feed]
 ) -> StridedMemoryView:
     what = f"the array to write output {spec.name!r} to"
     if not on_gpu(value):

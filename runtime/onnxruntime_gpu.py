@@ -16,11 +16,11 @@ from cuda.core.utils import StridedMemoryView
 
 from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.bundle import Bundle, TensorSpec
+from attnforge.bundle import FLAVOURS, Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.reference import cases, shape_of
-from attnforge.runtime.backends import FLAVOURS, PROVIDERS
-from attnforge.runtime.gpu import Block, Gpu, Outputs, bytes_of
+from attnforge.runtime.backends import PROVIDERS
+from attnforge.runtime.gpu import Block, Feed, Gpu, Outputs, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.onnxruntime import BFLOAT16_ONNX, bind_host_input, host_value, session_options, weights_of
 from attnforge.runtime.options import Memory, Options
@@ -76,11 +76,7 @@ class OnnxRuntimeGpu:
         return results
 
     def submit(
-        self,
-        feeds: Sequence[StridedMemoryView | Array],
-        shapes: Shapes,
-        results: Sequence[StridedMemoryView],
-        stream: Stream,
+        self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
         own = self._stream
         with self._lock:
@@ -133,7 +129,7 @@ class OnnxRuntimeGpu:
         except Exception as error:  # ONNX Runtime's own have no class in common
             raise self.gpu.failure(f"{self.name}: {error}") from error
 
-    def _run(self, feeds: Sequence[StridedMemoryView | Array], results: Sequence[StridedMemoryView]) -> None:
+    def _run(self, feeds: Sequence[Feed], results: Sequence[StridedMemoryView]) -> None:
         binding = self._binding()
         for spec, feed in zip(self._inputs, feeds, strict=True):
             if isinstance(feed, np.ndarray):
@@ -144,9 +140,7 @@ class OnnxRuntimeGpu:
             binding.bind_output(spec.name, *self._place(spec, view.shape, view.ptr))
         self._execute(binding, NO_GRAPH, wait=False)
 
-    def _replay(
-        self, static: _Static, feeds: Sequence[StridedMemoryView | Array], results: Sequence[StridedMemoryView]
-    ) -> None:
+    def _replay(self, static: _Static, feeds: Sequence[Feed], results: Sequence[StridedMemoryView]) -> None:
         check, handle = self.gpu.check, int(self._stream.handle)
         with self.gpu.current():
             for feed, block in zip(feeds, static.inputs, strict=True):

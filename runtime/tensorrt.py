@@ -35,7 +35,7 @@ from attnforge.bundle import Bundle, Engine
 from attnforge.errors import DeviceError, InputError, UnavailableError
 from attnforge.runtime.backends import engine_for
 from attnforge.runtime.device import compute_capability, device_name
-from attnforge.runtime.gpu import ALIGNMENT, Block, Gpu, Outputs, bytes_of
+from attnforge.runtime.gpu import ALIGNMENT, Block, Feed, Gpu, Outputs, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.pool import Pool, Recent
@@ -137,11 +137,7 @@ class TensorRT:
             ]
 
     def submit(
-        self,
-        feeds: Sequence[StridedMemoryView | Array],
-        shapes: Shapes,
-        results: Sequence[StridedMemoryView],
-        stream: Stream,
+        self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
         with self._lanes.borrow(lambda lane: lane.last_stream == int(stream.handle)) as lane:
             return lane.submit(feeds, shapes, results, stream)
@@ -320,11 +316,7 @@ class _Lane:
         return results
 
     def submit(
-        self,
-        feeds: Sequence[StridedMemoryView | Array],
-        shapes: Shapes,
-        results: Sequence[StridedMemoryView],
-        stream: Stream,
+        self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
         """Enqueue a run on arrays of the device; outputs are written where `results` lie."""
         uploads, moves, addresses = [], [], []

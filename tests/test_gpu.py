@@ -19,10 +19,10 @@ from torch import Tensor
 import attnforge
 from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.bundle import Bundle, Manifest
+from attnforge.bundle import FLAVOURS, Bundle, Manifest
 from attnforge.errors import BundleError, InputError, UnavailableError
 from attnforge.runtime import Session
-from attnforge.runtime.backends import FLAVOURS, ON_GPU
+from attnforge.runtime.backends import ON_GPU
 
 pytestmark = pytest.mark.gpu
 needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch has no CUDA")

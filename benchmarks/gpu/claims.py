@@ -19,7 +19,8 @@ from attnforge.benchmarks.gpu.records import (
     first_line,
     ours,
 )
-from attnforge.runtime.backends import BACKENDS, FLAVOURS, ON_GPU
+from attnforge.bundle import FLAVOURS
+from attnforge.runtime.backends import BACKENDS, ON_GPU
 
 
 def wrong_answers(results: Results) -> list[str]:

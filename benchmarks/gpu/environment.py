@@ -21,7 +21,8 @@ from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
 from attnforge.benchmarks.gpu.records import SIDES, Item
 from attnforge.benchmarks.gpu.running import Task, attempt, shortened, tail
 from attnforge.benchmarks.report import machine
-from attnforge.runtime.backends import PORTABLE, why_unavailable
+from attnforge.bundle import PORTABLE
+from attnforge.runtime.backends import why_unavailable
 from attnforge.runtime.session import load
 
 

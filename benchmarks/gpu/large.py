@@ -15,9 +15,19 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.gpu.bench import Bench
 from attnforge.benchmarks.gpu.records import Verdict, capabilities
 from attnforge.benchmarks.gpu.running import attempt
-from attnforge.bundle import Bundle, Case, Certificate, Manifest, Source, TargetRecord, TensorSpec, write_manifest
+from attnforge.bundle import (
+    FLAVOURS,
+    PORTABLE,
+    Bundle,
+    Case,
+    Certificate,
+    Manifest,
+    Source,
+    TargetRecord,
+    TensorSpec,
+    write_manifest,
+)
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.backends import FLAVOURS, PORTABLE
 from attnforge.runtime.device import compute_capability
 from attnforge.runtime.parity import judge
 

@@ -14,9 +14,8 @@ from attnforge.benchmarks.gpu.large import large_of, targets_of
 from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
 from attnforge.benchmarks.gpu.records import COMPILE, EAGER, GRAPHED, SDPA, SIDES, Item, ours
 from attnforge.benchmarks.gpu.running import Task
-from attnforge.bundle import Bundle
+from attnforge.bundle import FLAVOURS, Bundle
 from attnforge.precision import precision_named
-from attnforge.runtime.backends import FLAVOURS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

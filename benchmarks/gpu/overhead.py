@@ -16,8 +16,7 @@ from attnforge.benchmarks.gpu.large import Large, large_of, targets_of
 from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
 from attnforge.benchmarks.gpu.records import SIDES, Item, Verdict
 from attnforge.benchmarks.gpu.running import LEAST, Task
-from attnforge.bundle import Bundle
-from attnforge.runtime.backends import FLAVOURS
+from attnforge.bundle import FLAVOURS, Bundle
 from attnforge.runtime.session import load
 
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from attnforge.bundle import Record
-from attnforge.runtime.backends import BACKENDS, PORTABLE
+from attnforge.bundle import PORTABLE, Record
+from attnforge.runtime.backends import BACKENDS
 
 COMMAND = "python -m attnforge.benchmarks.gpu"
 
