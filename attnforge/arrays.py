@@ -18,6 +18,11 @@ CUDA_DEVICES = (2, 13)
 """What `__dlpack_device__` says of memory that a GPU computes on: its own, and managed memory."""
 
 
+def is_floating(array: Array) -> bool:
+    """Whether an array's numbers are floating-point ones, of NumPy's own types or bfloat16."""
+    return np.issubdtype(array.dtype, np.floating) or array.dtype == BFLOAT16
+
+
 def library_of(value: object) -> str:
     """Name of the package that an array's type is from, such as `numpy`, `torch`, `cupy` or `jaxlib`."""
     return "torch" if is_torch(value) else type(value).__module__.partition(".")[0]

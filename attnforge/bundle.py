@@ -52,13 +52,19 @@ class DimSpec(Record):
 
 
 class TensorSpec(Record):
-    """An input or output. `low` and `high` bound an integer input's example, and so the reference inputs."""
+    """An input or output.
+
+    Attributes:
+        low, high: bounds of an integer input's example, and so of the reference inputs.
+        excludes: of a floating-point input that is a mask, the number that it adds where a key is excluded.
+    """
 
     name: str
     dtype: str
     dims: list[int | DimSpec]
     low: int | None = None
     high: int | None = None
+    excludes: float | Literal["-inf"] | None = None
 
     def text(self) -> str:
         return f"{self.dtype}[{', '.join(str(d) if isinstance(d, int) else d.text for d in self.dims)}]"
@@ -179,24 +185,75 @@ class TargetRecord(Record):
     engines: list[Engine] = []
 
 
+Kind = Literal["example", "data", "normal", "uniform", "scaled", "outliers", "constant", "denormal", "extremes"]
+Masks = Literal["random", "all", "none", "one", "all but one", "ragged"]
+
+
 class Case(Record):
     """One reference case: inputs that can be made again, and where the outputs to compare with are.
 
     Attributes:
         sizes: what each symbol stands for.
-        kind: how floating-point inputs are drawn; "example" are the inputs that the model was deployed with.
+        kind: how floating-point inputs are drawn (:func:`attnforge.reference.make_inputs`); "example" are the inputs
+            that the model was deployed with, "data" real ones that came with it.
+        masks: how masks are drawn.
+        spread: by output, the largest relative and absolute error of eager's further draws of its rounding.
         scale: factor on floating-point inputs.
     """
 
     name: str
     sizes: dict[str, int]
-    kind: Literal["normal", "large", "constant", "example"]
+    kind: Kind
+    masks: Masks = "random"
     scale: float = 1.0
     seed: int
+    spread: dict[str, tuple[float, float]] = {}
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether a model is meant to take such inputs, rather than to be tried by them."""
+        return self.kind in ("example", "data", "normal", "uniform")
+
+
+class Region(Record):
+    """What stayed in fp32: operators of one module, and the evidence that they have to."""
+
+    module: str
+    nodes: list[str]
+    why: str
+
+
+class Mixed(Record):
+    """How precisions were chosen (`precision="auto"`): a 16-bit one, and fp32 where the budget demands it.
+
+    Attributes:
+        low: the 16-bit precision.
+        max_error: relative error on ordinary inputs that was to be met; `exactly` where it was asked for, else the most
+            that twice eager's own is taken for.
+        error: the largest that was found, in the emulation of 16-bit storage.
+        regions: what stayed in fp32.
+        low_flops: share of the floating-point operations of matrix products and attention that are 16-bit.
+        trials: how many assignments were evaluated.
+        steps: what was tried in order, and what came of it.
+    """
+
+    low: str
+    max_error: float
+    exactly: bool
+    error: float
+    regions: list[Region]
+    low_flops: float
+    trials: int
+    steps: list[str]
 
 
 class Manifest(Record):
-    """What a bundle holds."""
+    """What a bundle holds.
+
+    Attributes:
+        precision: of everything, or the 16-bit one of a bundle that has `mixed` ones.
+        metric: what the task is measured by, over the cases of real data; `least` is what it must reach.
+    """
 
     schema_version: Annotated[int, Field(strict=True)] = SCHEMA_VERSION
     name: str
@@ -211,6 +268,9 @@ class Manifest(Record):
     targets: dict[str, TargetRecord]
     skipped: dict[str, str] = {}
     cases: list[Case]
+    mixed: Mixed | None = None
+    metric: str | None = None
+    least: float | None = None
     files: dict[str, str] = {}
 
 

@@ -31,12 +31,26 @@ class Precision:
         """Whether the dtype is a 16-bit one, the only kind that TensorRT has fused attention kernels for."""
         return self.dtype.itemsize == 2
 
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        return float(ml_dtypes.finfo(self.dtype).max)  # type: ignore[no-untyped-call]
+
+    @property
+    def smallest_normal(self) -> float:
+        """The least positive number that has all bits of the mantissa."""
+        return float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff: the largest relative error of rounding a normal number."""
+        return float(2.0 ** -(self.mantissa_bits + 1))
+
     def ulp(self, magnitude: float) -> float:
         """Distance between neighbouring numbers at `magnitude`."""
         if not np.isfinite(magnitude) or magnitude == 0:
             return 0.0
-        smallest = float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
-        return float(2.0 ** (np.floor(np.log2(max(magnitude, smallest))) - self.mantissa_bits))
+        return float(2.0 ** (np.floor(np.log2(max(magnitude, self.smallest_normal))) - self.mantissa_bits))
 
 
 PRECISIONS = {

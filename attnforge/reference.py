@@ -7,47 +7,83 @@ Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle hol
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
+import ml_dtypes
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.bundle import Case, DimSpec, TensorSpec
+from attnforge.bundle import Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.errors import UnknownNameError
 
 SAMPLED = 32_768
 
 
+OUTLIERS = 60.0
+"""How far a channel stands out: "emergent features" of transformers are up to sixty times the others
+(LLM.int8(), https://arxiv.org/abs/2208.07339)."""
+
+KINDS: tuple[tuple[Kind, float], ...] = (
+    ("uniform", 1.0),
+    ("scaled", 0.1),
+    ("scaled", 16.0),
+    ("scaled", 100.0),
+    ("outliers", 1.0),
+    ("constant", 1.0),
+    ("denormal", 1.0),
+    ("extremes", 1.0),
+)
+MASKS: tuple[Masks, ...] = ("all", "none", "one", "all but one", "ragged")
+
+
 def cases(inputs: list[TensorSpec]) -> list[Case]:
-    """The sweep: the example; every kind of input at its sizes; normal input at the smallest, the largest, odd and
-    prime sizes inside the profile, and with one dim small while the others are large, and the reverse."""
+    """The sweep: the example; normal input at its sizes, at the corners of the profile and at odd and prime sizes
+    inside it; of floating-point inputs every kind, and of masks every kind."""
     symbols: dict[str, DimSpec] = {}
     for spec in inputs:
         for dim in spec.dims:
             if isinstance(dim, DimSpec):
                 symbols.setdefault(dim.symbol, _of_symbol(dim))
     opt, low, high = ({s: int(getattr(d, bound) or 0) for s, d in symbols.items()} for bound in ("opt", "min", "max"))
-    found = [Case(name="example", sizes=opt, kind="example", seed=0)]
-    for kind, scale in (("normal", 1.0), ("large", 16.0), ("constant", 1.0)):
-        found.append(Case(name=f"{kind}-opt", sizes=opt, kind=kind, scale=scale, seed=len(found)))  # type: ignore[arg-type]
-    if not symbols:
-        found.append(Case(name="normal-again", sizes={}, kind="normal", seed=len(found)))
-        return found
     odd = {s: _between(d, lambda n: n % 2 == 1, 0.4) for s, d in symbols.items()}
     prime = {s: _between(d, _is_prime, 0.7) for s, d in symbols.items()}
-    shapes = {"smallest": low, "largest": high, "odd": odd, "prime": prime}
-    if len(symbols) > 1:
-        first = next(iter(symbols))
-        shapes["first-small"] = {**prime, first: low[first]}
-        shapes["first-large"] = {**low, first: high[first]}
-    seen = [opt]
+    shapes = {"opt": opt, "smallest": low, "largest": high, "odd": odd, "prime": prime}
+    for symbol in symbols if len(symbols) > 1 else ():
+        shapes[f"small-{symbol}"] = {**high, symbol: low[symbol]}
+    found = [Case(name="example", sizes=opt, kind="example", seed=0)]
+
+    def add(name: str, sizes: dict[str, int], kind: Kind = "normal", scale: float = 1, masks: Masks = "random") -> None:
+        found.append(Case(name=name, sizes=sizes, kind=kind, scale=scale, masks=masks, seed=len(found)))
+
     for name, sizes in shapes.items():
-        if sizes not in seen:
-            seen.append(sizes)
-            found.append(Case(name=f"normal-{name}", sizes=sizes, kind="normal", seed=len(found)))
-    if odd != opt:
-        found.append(Case(name="large-odd", sizes=odd, kind="large", scale=16.0, seed=len(found)))
-        found.append(Case(name="constant-odd", sizes=odd, kind="constant", seed=len(found)))
+        if sizes not in [case.sizes for case in found[1:]]:
+            add(f"normal-{name}", sizes)
+    if not symbols:
+        add("normal-again", opt)
+    if any(_is_floating(spec) and spec.excludes is None for spec in inputs):
+        for kind, scale in KINDS:
+            add(f"{kind}-{scale:g}" if kind == "scaled" else kind, odd, kind, scale)
+    if any(_is_mask(spec) for spec in inputs):
+        for masks in MASKS:
+            add(f"mask-{masks.replace(' ', '-')}", prime, masks=masks)
     return found
+
+
+def _is_floating(spec: TensorSpec) -> bool:
+    return spec.dtype not in ("bool",) and not np.issubdtype(np.dtype(spec.dtype), np.integer)
+
+
+def _is_mask(spec: TensorSpec) -> bool:
+    """Whether an input says what may be attended to: booleans, numbers from 0 to 1, or what is added to scores."""
+    return spec.dtype == "bool" or spec.excludes is not None or (spec.low, spec.high) == (0, 1)
+
+
+def excluded_by(example: Array) -> float | Literal["-inf"] | None:
+    """The number by which a floating-point input excludes keys, where the example holds it and zeros alone."""
+    numbers = np.unique(example.astype(np.float64)) if example.size else np.zeros(0)
+    if len(numbers) != 2 or numbers[1] != 0 or numbers[0] > -1e3:
+        return None
+    return float(numbers[0]) if np.isfinite(numbers[0]) else "-inf"
 
 
 def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
@@ -83,35 +119,82 @@ def shape_of(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else d.factor * sizes[d.symbol] for d in spec.dims)
 
 
-def make_inputs(case: Case, inputs: list[TensorSpec], example: Mapping[str, Array]) -> dict[str, Array]:
+def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array]) -> dict[str, Array]:
     """The inputs of `case`, in the dtypes of the model.
 
-    Floating-point: standard normal times `case.scale`, or all ones. Integers: uniform over the example's range.
-    Booleans: three quarters True at random, the first row of the last dim all False and, where there is another, the
-    last all True, so that masks of either sense have rows that attend to nothing and rows that attend to all.
+    Floating-point ones are standard normal, or by the case's kind: `scaled`, normal times `case.scale`; `uniform`, from
+    -1 to 1; `outliers`, normal with one channel (place in the last dim) in sixty-four :data:`OUTLIERS` times as large;
+    `constant`, ones; `denormal`, normal times a quarter of the dtype's least normal number; `extremes`, normal with
+    one number in sixty-one `case.scale` times the dtype's largest or least. Whole numbers are uniform over the
+    example's range.
+
+    Masks are drawn by the case's `masks`, True or 1 or not excluded: three quarters at random, with the first row of
+    the last dim all False and, where there is another, the last all True; `all`; `none`; in every row `one`, or `all
+    but one`; or a `ragged` beginning of every row. They are of either sense, so every kind means something to each.
+
+    Args:
+        case: what to make.
+        inputs: the model's.
+        stored: the example by input, and real data by `case/input`.
     """
     if case.kind == "example":
-        return dict(example)
+        return {spec.name: stored[spec.name] for spec in inputs}
+    if case.kind == "data":
+        return {spec.name: stored[data_key(case, spec.name)] for spec in inputs}
     rng = np.random.Generator(np.random.PCG64(case.seed))
-    made: dict[str, Array] = {}
-    for spec in inputs:
-        shape, dtype = shape_of(spec, case.sizes), np.dtype(spec.dtype)
-        if dtype == np.bool_:
-            mask = np.asarray(rng.random(shape) < 0.75)
-            rows = mask.reshape(-1, shape[-1]) if shape else mask.reshape(1, 1)
-            rows[0] = False
-            if len(rows) > 1:
-                rows[-1] = True
-            made[spec.name] = mask
-        elif np.issubdtype(dtype, np.integer):
-            made[spec.name] = np.asarray(rng.integers(spec.low or 0, spec.high or 0, shape, endpoint=True)).astype(
-                dtype
-            )
-        elif case.kind == "constant":
-            made[spec.name] = np.ones(shape, dtype)
-        else:
-            made[spec.name] = np.asarray(case.scale * rng.standard_normal(shape, np.float32)).astype(dtype)
+    return {spec.name: _made(case, spec, rng) for spec in inputs}
+
+
+def data_key(case: Case, name: str) -> str:
+    """Name under which an input of a case of real data is stored."""
+    return f"{case.name}/{name}"
+
+
+def labels_key(case: Case) -> str:
+    """Name under which the labels of a case of real data are stored."""
+    return f"labels/{case.name}"
+
+
+def _made(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
+    shape, dtype = shape_of(spec, case.sizes), np.dtype(spec.dtype)
+    if dtype == np.bool_ or spec.excludes is not None or (_is_mask(spec) and case.masks != "random"):
+        mask = _mask(case.masks, shape, rng)
+        if spec.excludes is not None:
+            return np.where(mask, 0.0, float(spec.excludes)).astype(dtype)
+        return mask.astype(dtype)
+    if not _is_floating(spec):
+        return np.asarray(rng.integers(spec.low or 0, spec.high or 0, shape, endpoint=True)).astype(dtype)
+    if case.kind == "constant":
+        return np.ones(shape, dtype)
+    if case.kind == "uniform":
+        return np.asarray(rng.uniform(-1, 1, shape)).astype(dtype)
+    limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    factor = {"denormal": float(limits.smallest_normal) / 4, "scaled": case.scale}.get(case.kind, 1.0)
+    drawn = np.asarray(factor * rng.standard_normal(shape, np.float32))
+    if case.kind == "outliers" and shape:
+        drawn[..., rng.choice(shape[-1], -(-shape[-1] // 64), replace=False)] *= OUTLIERS
+    made = drawn.astype(dtype)
+    if case.kind == "extremes" and made.size:
+        few = rng.choice(made.size, -(-made.size // 61), replace=False)
+        made.reshape(-1)[few] = np.copysign(case.scale * float(limits.max), drawn.reshape(-1)[few])
     return made
+
+
+def _mask(masks: Masks, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    if masks in ("all", "none"):
+        return np.full(shape, masks == "all")
+    size = shape[-1] if shape else 1
+    if masks == "random":
+        mask = np.asarray(rng.random(shape) < 0.75)
+        rows = mask.reshape(-1, size)
+        rows[0] = False
+        if len(rows) > 1:
+            rows[-1] = True
+        return mask
+    place = np.arange(size)
+    chosen = rng.integers(0, size, (*shape[:-1], 1))
+    row = {"one": place == chosen, "all but one": place != chosen, "ragged": place <= chosen}[masks]
+    return np.asarray(row.reshape(shape))
 
 
 def sampled(array: Array, case: Case) -> Array:

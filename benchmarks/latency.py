@@ -24,8 +24,9 @@ from attnforge.bundle import Bundle, Case, Record
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
 from attnforge.precision import Precision
 from attnforge.runtime.backends import BACKENDS, why_unavailable
+from attnforge.runtime.budget import judge
 from attnforge.runtime.inputs import checked
-from attnforge.runtime.parity import budget_precision, judge
+from attnforge.runtime.parity import budget_precision
 from attnforge.runtime.session import load
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from attnforge.eager import as_written, at_precision, first_line, in_float64, ou
 from attnforge.errors import CaptureError
 from attnforge.export.repair import repair
 from attnforge.precision import Precision
+from attnforge.reference import excluded_by
 
 OPSET = 23
 """The first opset with the Attention operator."""
@@ -206,6 +207,8 @@ def _spec(value: ir.Value, dims: list[int | DimSpec], example: Tensor | None = N
     spec = TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=dims)
     if example is not None and example.numel() and not example.is_floating_point() and example.dtype != torch.bool:
         spec.low, spec.high = int(example.min()), int(example.max())
+    if example is not None and example.is_floating_point():
+        spec.excludes = excluded_by(to_numpy(spec.name, example))
     return spec
 
 

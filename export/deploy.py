@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
@@ -20,11 +21,12 @@ from torch.export import ExportedProgram
 import attnforge
 from attnforge import bundle as b
 from attnforge import cache, reference
+from attnforge.arrays import is_floating, to_numpy
 from attnforge.errors import BuildError, UnavailableError, UnfusedError, UnknownNameError, UsageError
 from attnforge.export import engine
 from attnforge.export.canonicalize import Site, canonicalize
 from attnforge.export.capture import Captured, DynamicShapes, capture
-from attnforge.export.expected import write_reference
+from attnforge.export.expected import Data, write_reference
 from attnforge.export.graph import Imported, import_graph
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -34,6 +36,8 @@ from attnforge.export.program import load_program, open_program
 from attnforge.export.saving import LIMIT, Shelf
 from attnforge.precision import PRECISIONS, Precision, precision_named
 from attnforge.runtime.device import compute_capability, device_name
+from attnforge.runtime.inputs import by_name
+from attnforge.runtime.metrics import metric_named
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
@@ -53,6 +57,10 @@ def deploy(
     profiles: Sequence[Mapping[str, b.Range]] = (),
     attention_precision: str | None = None,
     require_fused: Sequence[str] = (),
+    data: Sequence[Sequence[Any]] = (),
+    labels: Sequence[Any] = (),
+    metric: str | None = None,
+    least: float | None = None,
     tune: bool = True,
     force: bool = False,
     one_file_limit: int = LIMIT,
@@ -80,6 +88,11 @@ def deploy(
             attention alone in it, between casts. All else stays as it is, ONNX Runtime's model too.
         require_fused: targets that must run every attention site as one fused kernel; where one does not, nothing is
             written.
+        data: real inputs, each as `args` are, of any sizes that the dynamic shapes allow: cases to be verified too.
+            They and their outputs are kept in the bundle.
+        labels: of each of `data`, what is right for its samples.
+        metric: what the task is measured by on `data`, `accuracy` or `cosine`, whenever the bundle is verified.
+        least: what the metric must reach; by default it may fall short of float64's twice as far as eager does.
         tune: measure on this machine which form of each site ONNX Runtime runs fastest on its CPU, for some seconds;
             without it rules choose, and the same module gives the same bundle on every machine.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
@@ -105,6 +118,7 @@ def deploy(
         captured, origin = _captured(module, args, dynamic_shapes, precision)
         p = captured.precision
         attention = _attention_precision(attention_precision, p, chosen)
+        real = _data(captured.inputs, data, labels, metric)
         progress("canonicalize")
         sites = canonicalize(captured.model)
         shelf.save(captured.model, b.CANONICAL)
@@ -125,7 +139,7 @@ def deploy(
         certificate = certify(built)
         _hold_to(require_fused, certificate)
         progress("reference")
-        cases = write_reference(folder, captured, attention)
+        cases = write_reference(folder, captured, attention, real)
         manifest = b.Manifest(
             name=name or (Path(origin.name).stem if origin.kind != "module" else origin.name.rpartition(".")[2]),
             precision=p.name,
@@ -139,6 +153,8 @@ def deploy(
             targets=built.records,
             skipped={**skipped, **built.refused},
             cases=cases,
+            metric=metric,
+            least=least,
         )
         b.write_manifest(folder, manifest)
     return b.Bundle(out)
@@ -165,6 +181,29 @@ def _captured(
     if args is None:
         raise UsageError(f"no example inputs were given; {type(model).__name__} needs them to be exported")
     return capture(model, args, dynamic_shapes, precision_named(precision or "fp32")), origin
+
+
+def _data(inputs: list[b.TensorSpec], data: Sequence[Sequence[Any]], labels: Sequence[Any], metric: str | None) -> Data:
+    """Real inputs by name, in the dtypes of the model.
+
+    Raises:
+        UsageError: labels that are not one for each, or a metric without what it needs.
+        InputError: inputs that the model does not take.
+    """
+    if labels and len(labels) != len(data):
+        raise UsageError(f"{len(labels)} labels were given for {len(data)} inputs; give one for each")
+    if metric is not None:
+        if not data:
+            raise UsageError(f"{metric} is measured on real inputs; give some as data")
+        metric_named(metric, bool(labels))
+    made = [
+        {
+            spec.name: array.astype(spec.dtype) if is_floating(array) else array
+            for spec, array in ((spec, to_numpy(spec.name, value)) for spec, value in zip(inputs, one, strict=True))
+        }
+        for one in ([by_name(inputs, values).values() for values in data])
+    ]
+    return Data(made, [np.asarray(to_numpy("labels", one)) for one in labels])
 
 
 def _recorded(ranges: Mapping[str, tuple[int, int, int]] | None) -> dict[str, str | int | float | bool]:

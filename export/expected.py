@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -10,9 +11,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from attnforge import reference
-from attnforge.arrays import BFLOAT16, Array
+from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.precision import Precision
+from attnforge.runtime.budget import FAR_OFF, relative_error
+from attnforge.runtime.inputs import shapes_of
 
 
 class Expected(Protocol):
@@ -22,6 +25,7 @@ class Expected(Protocol):
     """
 
     inputs: list[TensorSpec]
+    precision: Precision
 
     @property
     def reference(self) -> str: ...
@@ -36,49 +40,123 @@ class Expected(Protocol):
     def at(self, precision: Precision) -> Expected: ...
 
 
-def write_reference(folder: Path, source: Expected, attention: Precision | None = None) -> list[Case]:
+@dataclass(frozen=True)
+class Data:
+    """Real inputs, a case each, and labels where the task has some.
+
+    Attributes:
+        inputs: by name.
+        labels: of each case's samples.
+    """
+
+    inputs: Sequence[Mapping[str, Array]] = ()
+    labels: Sequence[Array] = ()
+
+
+def write_reference(
+    folder: Path, source: Expected, attention: Precision | None = None, data: Data | None = None
+) -> list[Case]:
     """Run every case through the source at the bundle's precision and in float64; keep the outputs.
 
     Args:
         folder: of the bundle.
         source: what the outputs are of.
         attention: the precision of attention alone, where it is another. Eager cannot be told to compute attention
-            alone so; all of it runs at that precision, as the yardstick of :mod:`attnforge.runtime.parity`.
+            alone so; all of it runs at that precision, as the yardstick of :mod:`attnforge.runtime.budget`.
+        data: what else to run, after the cases that are made from seeds.
 
     Returns:
-        the cases, as they were run.
+        the cases.
     """
-    example = source.example
+    stored, cases = stored_of(source, data or Data())
     low = source.at(attention) if attention is not None else None
     kept: dict[str, Array] = {}
-    cases = []
-    for wanted in reference.cases(source.inputs):
-        case, inputs, eager = _run_finite(wanted, source, example)
-        truth = source.exact(inputs)
+    for case in cases:
+        if case.kind == "extremes":
+            case.scale = _borne(case, source)
+        inputs = reference.make_inputs(case, source.inputs, stored)
+        eager, truth = source.eager(inputs), source.exact(inputs)
         for output, value in eager.items():
             for which, array in (("eager", value), ("float64", truth[output])):
                 kept[reference.key(case, output, which)] = np.ascontiguousarray(reference.sampled(array, case))
+        if not case.is_ordinary:
+            case.spread = _spread(case, inputs, low or source)
         if low is not None and attention is not None:
-            rounded = {n: a.astype(attention.dtype) if a.dtype.kind == "f" else a for n, a in inputs.items()}
+            rounded = {n: a.astype(attention.dtype) if is_floating(a) else a for n, a in inputs.items()}
             for output, value in low.eager(rounded).items():
                 array = reference.sampled(value, case)
                 kept[reference.key(case, output, attention.name)] = np.ascontiguousarray(array)
-        cases.append(case)
     (folder / "reference").mkdir()
     save_file(kept, folder / REFERENCE_OUTPUTS)
     # Every bfloat16 is a float32, and the file format has no word for NumPy's bfloat16.
-    stored = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in example.items()}
-    save_file({name: np.ascontiguousarray(array) for name, array in stored.items()}, folder / REFERENCE_EXAMPLE)
+    held = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in stored.items()}
+    save_file({name: np.ascontiguousarray(array) for name, array in held.items()}, folder / REFERENCE_EXAMPLE)
     return cases
 
 
-def _run_finite(
-    case: Case, source: Expected, example: Mapping[str, Array]
-) -> tuple[Case, dict[str, Array], dict[str, Array]]:
-    """Run a case in eager. A large one that overflows eager says nothing about a backend, so it is halved."""
-    while True:
-        inputs = reference.make_inputs(case, source.inputs, example)
-        eager = source.eager(inputs)
-        if case.kind != "large" or case.scale <= 1 or all(bool(np.isfinite(a).all()) for a in eager.values()):
-            return case, inputs, eager
-        case = case.model_copy(update={"scale": case.scale / 2})
+def stored_of(source: Expected, data: Data) -> tuple[dict[str, Array], list[Case]]:
+    """What the bundle keeps of inputs, the example and real data with its labels, and all cases."""
+    stored, cases = dict(source.example), reference.cases(source.inputs)
+    for i, inputs in enumerate(data.inputs):
+        shapes = shapes_of(source.inputs, (), *((array.shape, array.dtype) for array in inputs.values()))
+        case = Case(name=f"data-{i}", sizes=dict(shapes.sizes), kind="data", seed=len(cases))
+        cases.append(case)
+        stored |= {reference.data_key(case, name): array for name, array in inputs.items()}
+        if data.labels:
+            stored[reference.labels_key(case)] = data.labels[i]
+    return stored, cases
+
+
+DRAWS = 8
+"""How often eager's rounding is drawn again."""
+
+
+def _spread(case: Case, inputs: Mapping[str, Array], source: Expected) -> dict[str, tuple[float, float]]:
+    """The largest errors of eager on the same inputs moved to neighbouring numbers. Where inputs are hard, so that two
+    scores nearly tie, say, eager's error is one draw from a wide distribution, and a backend's another; a few draws
+    show how wide."""
+    rng = np.random.Generator(np.random.PCG64([case.seed, DRAWS]))
+    found: dict[str, tuple[float, float]] = {}
+    for _ in range(DRAWS):
+        moved = {name: _neighbours(array, rng).astype(source.precision.dtype) if is_floating(array) else array
+                 for name, array in inputs.items()}  # fmt: skip
+        eager, truth = source.eager(moved), source.exact(moved)
+        for output, value in eager.items():
+            finite = np.isfinite(value) & np.isfinite(truth[output])
+            given, exact = value[finite].astype(np.float64), truth[output][finite]
+            before = found.get(output, (0.0, 0.0))
+            largest = float(np.max(np.abs(given - exact), initial=0.0))
+            found[output] = max(before[0], relative_error(given, exact)), max(before[1], largest)
+    return found
+
+
+def _neighbours(array: Array, rng: np.random.Generator) -> Array:
+    """Each number replaced by the next larger or smaller one of its dtype, or left, at random; zeros are left."""
+    toward = np.array([-np.inf, np.inf], array.dtype)[rng.integers(0, 2, array.shape)]
+    moved = np.nextafter(array, toward, dtype=array.dtype)
+    keep = ~np.isfinite(moved) | (array == 0) | (rng.random(array.shape) < 1 / 3)
+    return np.where(keep, array, moved)
+
+
+MARGIN = 16
+"""How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
+
+
+def _borne(case: Case, source: Expected) -> float:
+    """How large the extremes may be, relative to the dtype's largest number, for eager to be right; where it overflows
+    on the way, what comes out depends on the order of its sums, and says nothing about a backend."""
+    scale, step = 1.0, 4.0 if source.precision.largest < 1e5 else 256.0
+    while scale * source.precision.largest > 1:
+        inputs = reference.make_inputs(case.model_copy(update={"scale": scale}), source.inputs, {})
+        eager, truth = source.eager(inputs), source.exact(inputs)
+        if all(_sound(value, truth[output], source.precision) for output, value in eager.items()):
+            return scale / MARGIN
+        scale /= step
+    return scale
+
+
+def _sound(eager: Array, truth: Array, precision: Precision) -> bool:
+    finite = np.isfinite(truth) & (np.abs(truth) <= precision.largest)
+    return bool(np.isfinite(eager[finite]).all()) and (
+        relative_error(eager[finite].astype(np.float64), truth[finite]) <= FAR_OFF * precision.floor
+    )

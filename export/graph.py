@@ -24,7 +24,7 @@ from onnx_ir.passes import common
 from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 from onnxscript import optimizer, version_converter
 
-from attnforge.arrays import BFLOAT16, Array, to_numpy
+from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, DimSpec, TensorSpec
 from attnforge.errors import CaptureError, UsageError
 from attnforge.export.capture import OPSET, output_dims
@@ -33,7 +33,7 @@ from attnforge.export.original import Original
 from attnforge.export.precision import DOUBLE, FLOAT, FLOATS, LOW, retype
 from attnforge.export.repair import repair
 from attnforge.precision import Precision, precision_named
-from attnforge.reference import make_inputs, shape_of
+from attnforge.reference import excluded_by, make_inputs, shape_of
 
 Ranges = Mapping[str, tuple[int, int, int]]
 """Least, most usual and largest size of every dynamic dim, by the name that the graph has for it."""
@@ -273,7 +273,7 @@ def _example(inputs: list[TensorSpec], given: Sequence[Any] | Mapping[str, Any] 
     example: dict[str, Array] = {}
     for spec in inputs:
         array = to_numpy(spec.name, given[spec.name])
-        if np.issubdtype(array.dtype, np.floating) or array.dtype == BFLOAT16:
+        if is_floating(array):
             array = array.astype(spec.dtype)
         opt = shape_of(spec, {d.symbol: d.opt or 1 for d in spec.dims if isinstance(d, DimSpec)})
         if array.dtype != np.dtype(spec.dtype) or array.shape != opt:
@@ -283,6 +283,8 @@ def _example(inputs: list[TensorSpec], given: Sequence[Any] | Mapping[str, Any] 
             )
         if np.issubdtype(array.dtype, np.integer) and array.size:
             spec.low, spec.high = int(array.min()), int(array.max())
+        elif array.dtype != np.bool_:
+            spec.excludes = excluded_by(array)
         example[spec.name] = array
     return example
 

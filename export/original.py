@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 
-from attnforge.arrays import BFLOAT16, Array
+from attnforge.arrays import Array, is_floating
 from attnforge.errors import BuildError
 from attnforge.export.exact import NoDoublePath, to_double
 from attnforge.export.precision import DOUBLE, FLOATS, LOW, retype, round_results
@@ -137,8 +137,7 @@ def _evaluate(evaluator: ReferenceEvaluator, feeds: dict[str, Array], reason: st
 
 def _wider(array: Array, dtype: Any) -> Array:
     """Floats as `dtype`; of what is wider or no float, the array itself."""
-    floating = np.issubdtype(array.dtype, np.floating) or array.dtype == BFLOAT16
-    return array.astype(dtype) if floating and array.dtype.itemsize < np.dtype(dtype).itemsize else array
+    return array.astype(dtype) if is_floating(array) and array.dtype.itemsize < np.dtype(dtype).itemsize else array
 
 
 def _first(error: BaseException) -> str:

@@ -1,23 +1,10 @@
-"""Parity: is what was deployed the same function?
-
-`r` are the outputs of the same weights in float64, `e` those of eager at the bundle's precision, `b` the backend's.
-`error(t) = ‖t − r‖ / ‖r‖`, in float64. A backend passes where `error(b) ≤ max(2·error(e), floor)` and `max|b − r| ≤
-2·max|e − r| + 4 ulp(max|r|)`, and where its NaN and infinity positions are eager's: a kernel may err about as much as
-the plain arithmetic of its own precision does, and no more. The rule is that of FlashAttention's own tests
-(https://github.com/Dao-AILab/flash-attention).
-
-A backend whose attention alone is computed at a lower precision than the bundle's (`attention_precision`) is held to
-the floor and the ulp of that precision, and `e` is eager of the whole module at it: fp32 eager says nothing about what
-16 bits do to large scores, and no eager module can be told to compute its attention alone so. Where NaN and infinity
-may be is still fp32 eager's to say, and a case in which the lower eager overflows and fp32 does not is held to the
-error of fp32.
-"""
+"""Parity: is what was deployed the same function? Every backend over every reference case, held to the budget
+(:mod:`.budget`), and where there is real data with labels, the task's metric (:mod:`.metrics`)."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,59 +16,20 @@ from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case,
 from attnforge.errors import UnknownNameError
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends import BACKENDS, why_unavailable
+from attnforge.runtime.budget import FAR_OFF, QUANTILES, Allowed, Comparison, Element, judge
+from attnforge.runtime.metrics import Metric, MetricReport, Scores, chosen_metric
 from attnforge.runtime.session import Session, load
-
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-
-
-class Element(Record):
-    """The number that is furthest from float64's, and where it stands; None for what is not finite."""
-
-    case: str
-    index: list[int]
-    got: float | None
-    eager: float | None
-    float64: float | None
-
-    def text(self, output: str) -> str:
-        numbers = ("not finite" if one is None else f"{one:.9g}" for one in (self.got, self.float64, self.eager))
-        got, exact, eager = numbers
-        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
-        return f"{output}{where} is {got}, where float64 has {exact} and eager {eager}"
-
-
-class Comparison(Record):
-    """One output of one case. `error`, `eager_error` and `budget` are relative; `max_…` are absolute.
-
-    Attributes:
-        cosine: of the angle between the outputs and float64's, as vectors.
-        snr_db: signal to noise: 20·log10(‖r‖ / ‖b − r‖); None where there is no noise.
-        quantiles: of |b − r| / max|r|, over the output's numbers.
-        worst: the element that is off most, or the first that is not finite where eager's is, or the reverse.
-    """
-
-    case: str
-    output: str
-    passed: bool
-    error: float
-    eager_error: float
-    budget: float
-    max_error: float
-    max_budget: float
-    cosine: float | None = None
-    snr_db: float | None = None
-    quantiles: dict[str, float] = {}  # noqa: RUF012  (pydantic copies defaults)
-    worst: Element | None = None
-    reason: str | None = None
 
 
 class OutputReport(Record):
-    """How one output did over all cases: the least cosine and signal to noise, the largest quantiles of the error, and
-    the element that is furthest off for the budget of its case."""
+    """How one output did over all cases: the least cosine and signal to noise, the largest quantiles of the error,
+    how many numbers are off by how much, and the element that is furthest off for the budget of its case."""
 
     cosine: float | None
     snr_db: float | None
     quantiles: dict[str, float]
+    errors: list[int] = []  # noqa: RUF012
+    eager_errors: list[int] = []  # noqa: RUF012
     worst: Element | None
 
     def text(self, output: str) -> str:
@@ -92,7 +40,12 @@ class OutputReport(Record):
 
 
 class BackendReport(Record):
-    """How a backend did over all cases; the errors are those of the case closest to its budget, or furthest over it."""
+    """How a backend did over all cases; the errors are those of the case closest to its budget, or furthest over it.
+
+    Attributes:
+        comparisons: of every output of every case, `failures` those that did not pass.
+        reason: why it did not pass though no case failed.
+    """
 
     passed: bool
     error: float
@@ -101,13 +54,19 @@ class BackendReport(Record):
     case: str
     cases: int
     failures: list[Comparison]
+    comparisons: list[Comparison] = []  # noqa: RUF012
     outputs: dict[str, OutputReport] = {}  # noqa: RUF012
+    metric: MetricReport | None = None
+    reason: str | None = None
 
 
 class Report(Record):
     """What :func:`verify` found. It passes where some backend ran and every one that ran passed.
 
-    `reference` says what float64 and "eager" are: the torch module, or the graph that a bundle was deployed from.
+    Attributes:
+        reference: what float64 and "eager" are: the torch module, or the graph that a bundle was deployed from.
+        cases: what was run, with sizes and seeds.
+        warnings: what holds of the model at this precision, however faithfully it was deployed.
     """
 
     passed: bool
@@ -117,10 +76,17 @@ class Report(Record):
     reference: str
     backends: dict[str, BackendReport]
     skipped: dict[str, str]
+    cases: list[Case] = []  # noqa: RUF012
+    warnings: list[str] = []  # noqa: RUF012
 
 
 def verify(
-    bundle: str | os.PathLike[str] | Bundle, backends: Sequence[str] | None = None, *, module: Any = None
+    bundle: str | os.PathLike[str] | Bundle,
+    backends: Sequence[str] | None = None,
+    *,
+    module: Any = None,
+    metric: str | Metric | None = None,
+    least: float | None = None,
 ) -> Report:
     """Run every reference case on every backend that this machine can run, and hold the outputs to the parity budget.
 
@@ -128,6 +94,10 @@ def verify(
         bundle: its folder. Nothing else is needed: no torch, no source.
         backends: by default every deployed one that this machine can run.
         module: the torch module, to hold eager on this machine to the budget as well.
+        metric: what the task is measured by, over the real data that the bundle was deployed with: `accuracy`,
+            `cosine`, or a function from outputs by name and labels to a number, the larger the better. By default the
+            bundle's own, if it has one.
+        least: what the metric must reach; by default it may fall short of float64's twice as far as eager does.
 
     Raises:
         BundleError: no whole, unaltered bundle is there.
@@ -138,6 +108,7 @@ def verify(
     for name in backends or ():
         if name not in (*BACKENDS, "eager"):
             raise UnknownNameError("backend", name, (*BACKENDS, "eager"))
+    scores = chosen_metric(opened, metric, least)
     reports: dict[str, BackendReport] = {}
     skipped: dict[str, str] = {}
     wanted = list(backends or BACKENDS) + (["eager"] if module is not None and not backends else [])
@@ -147,7 +118,7 @@ def verify(
             skipped[name] = reason
             continue
         with load(opened, name, module=module) as session:
-            reports[name] = compare(session)
+            reports[name] = compare(session, scores)
     return Report(
         passed=bool(reports) and all(report.passed for report in reports.values()),
         bundle=str(opened.path),
@@ -156,39 +127,77 @@ def verify(
         reference=opened.manifest.reference,
         backends=reports,
         skipped=skipped,
+        cases=opened.manifest.cases,
+        warnings=_warnings(opened.manifest, reports),
     )
 
 
-def compare(session: Session) -> BackendReport:
-    """Hold one session to the budget over every reference case of its bundle."""
+def compare(session: Session, scores: Scores | None = None) -> BackendReport:
+    """Hold one session to the budget over every reference case of its bundle, and to a metric over those of data."""
     bundle = session.bundle
     manifest, precision = bundle.manifest, budget_precision(bundle.manifest, session.backend)
     outputs = load_file(bundle.file(REFERENCE_OUTPUTS))
-    example = example_inputs(bundle)
+    stored = stored_inputs(bundle)
+    allowed = allowed_by(manifest)
     found: list[Comparison] = []
     for case in manifest.cases:
-        results = session.run(reference.make_inputs(case, manifest.inputs, example))
+        results = session.run(reference.make_inputs(case, manifest.inputs, stored))
+        if scores is not None:
+            scores.add(case, results, outputs)
         for name, array in results.items():
             got = reference.sampled(array, case).astype(np.float64)
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
             low = outputs[reference.key(case, name, precision.name)] if precision.name != manifest.precision else None
-            verdict = judge(case, name, got, eager.astype(np.float64), truth, precision, low)
+            verdict = judge(case, name, got, eager.astype(np.float64), truth, precision, low, allowed)
             found.append(_placed(verdict, case, array.shape))
     if not found:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
         )
     worst = max(found, key=lambda c: (not c.passed, c.error / c.budget))
+    measured = scores.report() if scores is not None else None
+    reason = _no_proof(found) or (measured.reason if measured is not None else None)
     return BackendReport(
-        passed=all(c.passed for c in found),
+        passed=reason is None and all(c.passed for c in found),
         error=worst.error,
         eager_error=worst.eager_error,
         budget=worst.budget,
         case=worst.case,
         cases=len(manifest.cases),
         failures=[c for c in found if not c.passed],
+        comparisons=found,
         outputs={name: _summary([c for c in found if c.output == name]) for name in {c.output: None for c in found}},
+        metric=measured,
+        reason=reason,
     )
+
+
+def _no_proof(found: Sequence[Comparison]) -> str | None:
+    """Of an output that has no finite number in any case nothing is known."""
+    for output in {c.output: None for c in found}:
+        if not any(c.compared for c in found if c.output == output) and any(c.max_budget for c in found):
+            return f"of {output} no finite number was compared in any case"
+    return None
+
+
+def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[str]:
+    """What eager's own precision does to the model, by the ordinary cases."""
+    ordinary = {case.name for case in manifest.cases if case.is_ordinary}
+    every = [c for report in reports.values() for c in report.comparisons if c.case in ordinary]
+    precision, found = precision_named(manifest.precision), []
+    remedy = "attnforge diagnose says where it begins, and deploy --precision auto what has to stay fp32"
+    if lost := next((c for c in every if c.overflowed), None):
+        found.append(
+            f"{precision.name} does not hold this model: in {lost.case}, eager has NaN or infinity at "
+            f"{lost.overflowed} places of {lost.output} where float64 has numbers; {remedy}"
+        )
+    poor = max(every, key=lambda c: c.eager_error, default=None)
+    if poor is not None and poor.eager_error > FAR_OFF * precision.floor and manifest.mixed is None:
+        found.append(
+            f"{precision.name} drifts: in {poor.case}, eager itself is {poor.eager_error:.1e} off float64 in "
+            f"{poor.output}, and a backend may be twice that; {remedy}"
+        )
+    return found
 
 
 def _placed(found: Comparison, case: Case, shape: tuple[int, ...]) -> Comparison:
@@ -206,6 +215,8 @@ def _summary(found: Sequence[Comparison]) -> OutputReport:
         cosine=min((c.cosine for c in found if c.cosine is not None), default=None),
         snr_db=min((c.snr_db for c in found if c.snr_db is not None), default=None),
         quantiles={name: max(c.quantiles.get(name, 0.0) for c in found) for name in QUANTILES},
+        errors=[sum(bin) for bin in zip(*(c.errors for c in found), strict=False)],
+        eager_errors=[sum(bin) for bin in zip(*(c.eager_errors for c in found), strict=False)],
         worst=furthest.worst,
     )
 
@@ -216,81 +227,19 @@ def budget_precision(manifest: Manifest, backend: str) -> Precision:
     return precision_named((record and record.attention_precision) or manifest.precision)
 
 
-def example_inputs(bundle: Bundle) -> dict[str, Array]:
-    """The inputs that the model was deployed with."""
+def allowed_by(manifest: Manifest) -> Allowed | None:
+    """What a bundle that chose its own precisions may err by."""
+    return Allowed(manifest.mixed.max_error, manifest.mixed.exactly) if manifest.mixed is not None else None
+
+
+def stored_inputs(bundle: Bundle) -> dict[str, Array]:
+    """The inputs that the model was deployed with: its example's by name, real data's by case and name."""
     stored = load_file(bundle.file(REFERENCE_EXAMPLE))
-    return {spec.name: stored[spec.name].astype(spec.dtype) for spec in bundle.manifest.inputs}
-
-
-def judge(
-    case: Case,
-    output: str,
-    got: Array,
-    eager: Array,
-    truth: Array,
-    precision: Precision,
-    yardstick: Array | None = None,
-) -> Comparison:
-    """One output against eager and float64, all as float64 arrays of one shape.
-
-    `yardstick` is whose error to allow twice, by default eager's.
-    """
-    reason = worst = None
-    if got.shape != truth.shape:
-        shape = f"{got.size} numbers where float64 eager has {truth.size}"
-        return Comparison(
-            case=case.name, output=output, passed=False, error=1.0, eager_error=0.0, budget=precision.floor,
-            max_error=0.0, max_budget=0.0, reason=shape,
-        )  # fmt: skip
-    for what, test in (("NaN", np.isnan), ("+infinity", np.isposinf), ("-infinity", np.isneginf)):
-        differ = np.flatnonzero(test(got) != test(eager))
-        if differ.size and reason is None:
-            reason = f"{what} at {differ.size} places where eager has none, or the other way round"
-            worst = _element(case, int(differ[0]), got, eager, truth)
-    if yardstick is not None and np.isfinite(yardstick[np.isfinite(eager)]).all():
-        eager = np.where(np.isfinite(eager), yardstick, eager).astype(np.float64)
-    finite = np.isfinite(got) & np.isfinite(eager) & np.isfinite(truth)
-    if worst is None and finite.any():
-        off = np.abs(np.subtract(got, truth, where=finite, out=np.zeros_like(truth)))
-        worst = _element(case, int(np.argmax(off)), got, eager, truth)
-    got, eager, truth = got[finite], eager[finite], truth[finite]
-    error, eager_error = relative_error(got, truth), relative_error(eager, truth)
-    budget = max(2 * eager_error, precision.floor)
-    largest = float(np.max(np.abs(truth), initial=0.0))
-    max_error = float(np.max(np.abs(got - truth), initial=0.0))
-    max_budget = 2 * float(np.max(np.abs(eager - truth), initial=0.0)) + 4 * precision.ulp(largest)
-    if reason is None and error > budget:
-        reason = f"error {error:.2e} is over the budget of {budget:.2e}"
-    if reason is None and max_error > max_budget:
-        reason = f"one element is off by {max_error:.2e}, over the budget of {max_budget:.2e}"
-    return Comparison(
-        case=case.name, output=output, passed=reason is None, error=error, eager_error=eager_error, budget=budget,
-        max_error=max_error, max_budget=max_budget, cosine=_cosine(got, truth),
-        snr_db=-20 * math.log10(error) if error > 0 and truth.any() else None,
-        quantiles=_quantiles(np.abs(got - truth) / (largest or 1.0)), worst=worst, reason=reason,
-    )  # fmt: skip
-
-
-def _element(case: Case, flat: int, got: Array, eager: Array, truth: Array) -> Element:
-    numbers = (float(array.reshape(-1)[flat]) for array in (got, eager, truth))
-    first, second, third = (number if math.isfinite(number) else None for number in numbers)
-    return Element(case=case.name, index=[flat], got=first, eager=second, float64=third)
-
-
-def _cosine(got: Array, truth: Array) -> float | None:
-    norms = float(np.linalg.norm(got)) * float(np.linalg.norm(truth))
-    return float(np.dot(got.ravel(), truth.ravel())) / norms if norms > 0 else None
-
-
-def _quantiles(errors: Array) -> dict[str, float]:
-    if errors.size == 0:
-        return {}
-    return {
-        name: float(value) for name, value in zip(QUANTILES, np.quantile(errors, [*QUANTILES.values()]), strict=True)
+    dtypes = {spec.name: spec.dtype for spec in bundle.manifest.inputs}
+    data = {
+        reference.data_key(case, name): dtype
+        for case in bundle.manifest.cases
+        if case.kind == "data"
+        for name, dtype in dtypes.items()
     }
-
-
-def relative_error(got: Array, truth: Array) -> float:
-    """`‖got − truth‖ / ‖truth‖`; the absolute norm where the truth is all zeros."""
-    norm = float(np.linalg.norm(truth))
-    return float(np.linalg.norm(got - truth)) / (norm or 1.0)
+    return {key: stored[key].astype(dtype) for key, dtype in {**dtypes, **data}.items()}

@@ -38,7 +38,7 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.precision import precision_named
-from attnforge.runtime.parity import judge
+from attnforge.runtime.budget import judge
 
 BATCH, TOKENS, MEMORY = 2, 12, 7  # of the examples
 HEADS, HEAD_DIM, WIDTH = 4, 16, 64

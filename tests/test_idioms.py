@@ -22,8 +22,9 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.precision import precision_named
 from attnforge.reference import cases, make_inputs
+from attnforge.runtime.budget import relative_error
 from attnforge.runtime.onnxruntime import OnnxRuntime
-from attnforge.runtime.parity import compare, relative_error
+from attnforge.runtime.parity import compare
 from attnforge.runtime.session import Session
 
 

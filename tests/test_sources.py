@@ -25,7 +25,7 @@ from attnforge.export.original import Original
 from attnforge.export.precision import FLOAT, retype
 from attnforge.export.program import open_program
 from attnforge.precision import precision_named
-from attnforge.runtime.parity import relative_error
+from attnforge.runtime.budget import relative_error
 
 RANGES = {"batch": (1, 2, 3), "height": (8, 24, 40), "width": (8, 16, 16)}
 FP32 = precision_named("fp32")

@@ -28,8 +28,8 @@ from attnforge.bundle import (
     write_manifest,
 )
 from attnforge.precision import Precision, precision_named
+from attnforge.runtime.budget import judge
 from attnforge.runtime.device import compute_capability
-from attnforge.runtime.parity import judge
 
 if TYPE_CHECKING:
     from torch import Tensor

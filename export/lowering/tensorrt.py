@@ -207,7 +207,7 @@ def _halved(op: Builder, query: ir.Value) -> ir.Value:
     else:
         odd = op.Mod(op.Shape(query, start=2, end=3), constant(op, [2]))
         pads = op.Concat(constant(op, [0] * 6), odd, constant(op, [0]), axis=0)
-        query = like(op.Pad(query, pads), query)
+        query = _resized(op.Pad(query, pads), query, 2, ir.SymbolicDim(f"even_{n.value}"))
     halves = op.Reshape(query, constant(op, [2, 1, -1, int(d)]))  # type: ignore[arg-type]
     half = (n + 1) // 2 if isinstance(n, int) else ir.SymbolicDim(f"half_{n.value}")
     assert query.dtype is not None
