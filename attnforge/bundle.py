@@ -197,7 +197,8 @@ class Case(Record):
         kind: how floating-point inputs are drawn (:func:`attnforge.reference.make_inputs`); "example" are the inputs
             that the model was deployed with, "data" real ones that came with it.
         masks: how masks are drawn.
-        spread: by output, the largest relative and absolute error of eager's further draws of its rounding.
+        spread: by output, the largest relative and absolute error of eager's further draws of its rounding: on
+            neighbouring inputs, or on other ordinary ones.
         scale: factor on floating-point inputs.
     """
 

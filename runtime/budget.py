@@ -2,11 +2,13 @@
 
 `r` are the outputs of the same weights in float64, `e` those of eager at the bundle's precision, `b` the backend's.
 `error(t) = ‖t − r‖ / ‖r‖`, in float64. An output passes where `error(b) ≤ max(2·error(e), floor)` and `max|b − r| ≤
-2·max|e − r| + 4 ulp(max|r|)`: a kernel may err about as much as the plain arithmetic of its own precision does, and no
-more. The rule is that of FlashAttention's own tests (https://github.com/Dao-AILab/flash-attention). On inputs that try
-a model rather than serve it, eager's error is the largest of a few, on neighbouring inputs (`Case.spread`). Where all
-of `r` is below the dtype's normal numbers, whose spacing no longer shrinks with them, the 4 ulp of every element are
-what the norm has, too.
+2·max|e − r| + max(4 ulp(max|r|), floor·max|r|)`: a kernel may err about as much as the plain arithmetic of its own
+precision does, and no more. The rule is that of FlashAttention's own tests
+(https://github.com/Dao-AILab/flash-attention). What one number may always be off by is no less, relative to the
+largest, than what all are in the norm; 4 ulp are less than that in fp32 alone. On inputs that try a model rather than
+serve it, eager's error is the largest of a few, on neighbouring inputs, and of outputs of few numbers the largest over
+all ordinary inputs (`Case.spread`). Where all of `r` is below the dtype's normal numbers, whose spacing no longer
+shrinks with them, the 4 ulp of every element are what the norm has, too.
 
 NaN and infinity are compared by position, and each number must be eager's or float64's, rounded to the output's dtype:
 
@@ -147,14 +149,14 @@ def judge(
     off, truth = np.abs(got[both] - truth[both]), truth[both]
     error = relative_error(got[both], truth)
     largest = float(np.max(np.abs(truth), initial=0.0))
-    max_error, four_ulp = float(np.max(off, initial=0.0)), 4 * precision.ulp(largest)
+    max_error, least = float(np.max(off, initial=0.0)), max(4 * precision.ulp(largest), precision.floor * largest)
     drawn, max_drawn = case.spread.get(output, (0.0, 0.0))
     budget = max(2 * eager_error, 2 * drawn, precision.floor)
-    max_budget = 2 * max(float(np.max(eager_off, initial=0.0)), max_drawn) + four_ulp
+    max_budget = 2 * max(float(np.max(eager_off, initial=0.0)), max_drawn) + least
     if 0 < largest < precision.smallest_normal:
-        budget = max(budget, four_ulp * math.sqrt(truth.size) / float(np.linalg.norm(truth)))
+        budget = max(budget, least * math.sqrt(truth.size) / float(np.linalg.norm(truth)))
     if allowed is not None and case.is_ordinary and (allowed.exactly or places.overflowed or budget > allowed.error):
-        budget, max_budget = allowed.error, 2 * allowed.error * largest + four_ulp
+        budget, max_budget = allowed.error, 2 * allowed.error * largest + least
     if reason is None and error > budget:
         reason = f"error {error:.2e} is over the budget of {budget:.2e}"
     if reason is None and max_error > max_budget:
