@@ -4,6 +4,7 @@ function, still fused, and how fast.
     bundle = attnforge.deploy(module, args, "bundle/", dynamic_shapes=…, precision="fp16")
     session = attnforge.load("bundle/")
     report = attnforge.verify("bundle/")
+    finding = attnforge.diagnose("bundle/").finding
     latency = attnforge.benchmark("bundle/")
 
 Names are imported when they are first used: loading and running a bundle imports no torch.
@@ -18,16 +19,18 @@ if TYPE_CHECKING:
     from attnforge.benchmarks.latency import benchmark
     from attnforge.bundle import Bundle
     from attnforge.export.deploy import deploy
+    from attnforge.export.diagnosis.diagnose import diagnose
     from attnforge.runtime import Session, load, verify
 
 __version__ = "0.1.0"
-__all__ = ["Bundle", "Session", "benchmark", "deploy", "load", "verify"]
+__all__ = ["Bundle", "Session", "benchmark", "deploy", "diagnose", "load", "verify"]
 
 _HOME = {
     "Bundle": "attnforge.bundle",
     "Session": "attnforge.runtime",
     "benchmark": "attnforge.benchmarks.latency",
     "deploy": "attnforge.export.deploy",
+    "diagnose": "attnforge.export.diagnosis.diagnose",
     "load": "attnforge.runtime",
     "verify": "attnforge.runtime",
 }

@@ -27,6 +27,9 @@ PORTABLE = "portable"
 
 MANIFEST = "manifest.json"
 CANONICAL = "canonical.onnx"
+PLAIN = "plain.onnx"
+"""The graph as it was exported; the weights that the canonical one has too are inputs."""
+
 REFERENCE_OUTPUTS = "reference/outputs.safetensors"
 REFERENCE_EXAMPLE = "reference/example.safetensors"
 

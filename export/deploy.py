@@ -33,7 +33,7 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.program import load_program, open_program
-from attnforge.export.saving import LIMIT, Shelf
+from attnforge.export.saving import LIMIT, Shelf, save_beside
 from attnforge.precision import PRECISIONS, Precision, precision_named
 from attnforge.runtime.device import compute_capability, device_name
 from attnforge.runtime.inputs import by_name
@@ -120,8 +120,10 @@ def deploy(
         attention = _attention_precision(attention_precision, p, chosen)
         real = _data(captured.inputs, data, labels, metric)
         progress("canonicalize")
+        plain = captured.model.clone()
         sites = canonicalize(captured.model)
         shelf.save(captured.model, b.CANONICAL)
+        save_beside(plain, folder / b.PLAIN, captured.model)
         engine.profiles_of(captured.inputs, profiles)  # refused before anything is built
         built = _Built(folder, shelf, captured, sites)
         for target in chosen:

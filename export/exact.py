@@ -127,14 +127,15 @@ def erf(op: Builder, x: ir.Value) -> ir.Value:
     gaussian = 2 / math.sqrt(math.pi) * np.exp(-(points**2))
     series = [np.array([math.erf(p) for p in points])]
     series += [(-1) ** k * h * gaussian / math.factorial(k + 1) for k, h in enumerate(hermite)]
-    inside = op.Clip(x, _number(op, -reach), _number(op, reach))
+    nowhere = op.IsNaN(x)
+    inside = op.Clip(op.Where(nowhere, _number(op, 0), x), _number(op, -reach), _number(op, reach))
     place = op.Round(op.Mul(inside, _number(op, steps)))
     offset = op.Sub(inside, op.Div(place, _number(op, steps)))
     index = op.Add(op.Cast(place, to=ir.DataType.INT64.value), constant(op, reach * steps))
     result = op.Gather(constant(op, series[-1], DOUBLE), index)
     for coefficients in reversed(series[:-1]):
         result = op.Add(op.Mul(result, offset), op.Gather(constant(op, coefficients, DOUBLE), index))
-    return result
+    return op.Where(nowhere, x, result)
 
 
 def _number(op: Builder, number: float) -> ir.Value:

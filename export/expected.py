@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -74,7 +75,7 @@ def write_reference(
     few = _Few([])
     for case in cases:
         if case.kind == "extremes":
-            case.scale = _borne(case, source)
+            case.scale = min(_borne(case, one) for one in (source, low) if one is not None)
         inputs = reference.make_inputs(case, source.inputs, stored)
         eager, truth = source.eager(inputs), source.exact(inputs)
         for output, value in eager.items():
@@ -85,8 +86,7 @@ def write_reference(
         else:
             few.add(case, eager, truth)
         if low is not None and attention is not None:
-            rounded = {n: a.astype(attention.dtype) if is_floating(a) else a for n, a in inputs.items()}
-            for output, value in low.eager(rounded).items():
+            for output, value in low.eager(_in(inputs, attention)).items():
                 array = reference.sampled(value, case)
                 kept[reference.key(case, output, attention.name)] = np.ascontiguousarray(array)
     few.spread()
@@ -122,8 +122,10 @@ def _spread(case: Case, inputs: Mapping[str, Array], source: Expected) -> dict[s
     rng = np.random.Generator(np.random.PCG64([case.seed, DRAWS]))
     found: dict[str, tuple[float, float]] = {}
     for _ in range(DRAWS):
-        moved = {name: _neighbours(array, rng).astype(source.precision.dtype) if is_floating(array) else array
-                 for name, array in inputs.items()}  # fmt: skip
+        moved = _in(
+            {n: _neighbours(array, rng) if is_floating(array) else array for n, array in inputs.items()},
+            source.precision,
+        )
         eager, truth = source.eager(moved), source.exact(moved)
         for output, value in eager.items():
             finite = np.isfinite(value) & np.isfinite(truth[output])
@@ -162,6 +164,12 @@ class _Few:
             case.spread = {**case.spread, output: (error, largest * max(one[3] / (one[4] or 1) for one in same))}
 
 
+def _in(inputs: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
+    """Inputs at another precision."""
+    with np.errstate(over="ignore"):
+        return {name: a.astype(precision.dtype) if is_floating(a) else a for name, a in inputs.items()}
+
+
 def _neighbours(array: Array, rng: np.random.Generator) -> Array:
     """Each number replaced by the next larger or smaller one of its dtype, or left, at random; zeros are left."""
     toward = np.array([-np.inf, np.inf], array.dtype)[rng.integers(0, 2, array.shape)]
@@ -175,12 +183,13 @@ MARGIN = 16
 
 
 def _borne(case: Case, source: Expected) -> float:
-    """How large the extremes may be, relative to the dtype's largest number, for eager to be right; where it overflows
-    on the way, what comes out depends on the order of its sums, and says nothing about a backend."""
-    scale, step = 1.0, 4.0 if source.precision.largest < 1e5 else 256.0
-    while scale * source.precision.largest > 1:
+    """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right; where
+    it overflows on the way, what comes out depends on the order of its sums, and says nothing about a backend."""
+    largest = max(float(ml_dtypes.finfo(spec.dtype).max) for spec in source.inputs if "float" in spec.dtype)  # type: ignore[no-untyped-call]
+    scale, step = source.precision.largest / largest, 4.0 if source.precision.largest < 1e5 else 256.0
+    while scale * largest > 1:
         inputs = reference.make_inputs(case.model_copy(update={"scale": scale}), source.inputs, {})
-        eager, truth = source.eager(inputs), source.exact(inputs)
+        eager, truth = source.eager(_in(inputs, source.precision)), source.exact(inputs)
         if all(_sound(value, truth[output], source.precision) for output, value in eager.items()):
             return scale / MARGIN
         scale /= step

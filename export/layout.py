@@ -480,8 +480,9 @@ def insert(
 
 
 def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Let `new` stand wherever `old` stood, under its name if it is an output of the graph."""
+    """Let `new` stand wherever `old` stood, under its name, so that it is found again; an input's or output's own name
+    stays."""
     like(new, old)
-    if old.is_graph_output():
+    if old.is_graph_output() or (new.producer() is not None and not new.is_graph_output()):
         old.name, new.name = f"{old.name}/replaced", old.name
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -62,34 +63,60 @@ def widen(model: ir.Model) -> bool:
     return True
 
 
-def retype(model: ir.Model, sources: Collection[ir.DataType], target: ir.DataType) -> None:
+def retype(
+    model: ir.Model, sources: Collection[ir.DataType], target: ir.DataType, *, least_stays_least: bool = True
+) -> None:
     """Make every tensor of one of the types `sources` one of type `target`, in place: inputs, outputs, weights,
     constants, and the types that casts and operators name in attributes. What an operator takes in fp32 whatever its
     data's type stays fp32, and so does what is made for it alone.
 
     Numbers beyond the range of `target` become its largest: the least number of a type stands for minus infinity where
     a mask is added, but infinity itself would make NaN of a query without keys.
+
+    Args:
+        model: is changed.
+        sources: the types to replace.
+        target: by which.
+        least_stays_least: whether a lone number that is the least of its type becomes the least of a wider one, for it
+            stands for minus infinity, and must swallow whatever it is added to there too.
     """
     kept = _kept_in_fp32(model.graph)
+    to = _To(frozenset(sources), target, least_stays_least)
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
         if value not in kept:
-            _retype_value(value, sources, target)
+            _retype_value(value, to)
     for node in model.graph:
-        _retype_node(node, sources, target, fp32=any(output in kept for output in node.outputs))
+        _retype_node(node, to, fp32=any(output in kept for output in node.outputs))
         for output in node.outputs:
             if output not in kept:
-                _retype_value(output, sources, target)
+                _retype_value(output, to)
 
 
-def round_results(model: ir.Model) -> None:
+@dataclass(frozen=True)
+class _To:
+    sources: frozenset[ir.DataType]
+    target: ir.DataType
+    least_stays_least: bool = True
+
+
+def round_results(model: ir.Model, but: Collection[ir.Value] = ()) -> dict[str, str]:
     """Let every 16-bit operator of `model` compute in fp32 and its result be rounded to its type, in place. Inputs and
     outputs become fp32.
 
     So ONNX Runtime itself runs 16-bit operators that it has no kernels for; for bf16 it has to be written out.
+
+    Args:
+        model: is changed.
+        but: what is not rounded.
+
+    Returns:
+        for every tensor that is rounded, the name of what it is then; its own is that of what is rounded.
     """
-    graph = model.graph
-    low = {output: output.dtype for node in graph for output in node.outputs if output.dtype in LOW}
-    retype(model, LOW, FLOAT)
+    graph, stored = model.graph, {}
+    low = {
+        output: output.dtype for node in graph for output in node.outputs if output.dtype in LOW and output not in but
+    }
+    retype(model, LOW, FLOAT, least_stays_least=False)
     for output, dtype in low.items():
         users, node = list(output.uses()), output.producer()
         assert node is not None and dtype is not None
@@ -100,6 +127,8 @@ def round_results(model: ir.Model) -> None:
         for user, index in users:
             user.replace_input_with(index, again.outputs[0])
         graph.insert_after(node, [rounded, again])
+        stored[str(output.name)] = str(again.outputs[0].name)
+    return stored
 
 
 def _kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
@@ -129,29 +158,29 @@ def _made_of(values: list[ir.Value]) -> set[ir.Value]:
     return cone
 
 
-def _retype_value(value: ir.Value, sources: Collection[ir.DataType], target: ir.DataType) -> None:
-    if value.dtype in sources:
-        value.type = ir.TensorType(target)
-    if value.const_value is not None and value.const_value.dtype in sources:
-        value.const_value = retyped(value.const_value, target)
+def _retype_value(value: ir.Value, to: _To) -> None:
+    if value.dtype in to.sources:
+        value.type = ir.TensorType(to.target)
+    if value.const_value is not None and value.const_value.dtype in to.sources:
+        value.const_value = _retyped(value.const_value, to)
 
 
-def _retype_node(node: ir.Node, sources: Collection[ir.DataType], target: ir.DataType, fp32: bool) -> None:
+def _retype_node(node: ir.Node, to: _To, fp32: bool) -> None:
     if fp32:
         return
-    numbers = {t.value for t in sources}
+    target, numbers = to.target, {t.value for t in to.sources}
     for name, attribute in list(node.attributes.items()):
-        if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in sources:
-            node.attributes[name] = ir.AttrTensor(name, retyped(attribute.value, target))
+        if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in to.sources:
+            node.attributes[name] = ir.AttrTensor(name, _retyped(attribute.value, to))
         elif name in ("to", "dtype", *_INNER) and attribute.type == ir.AttributeType.INT:
             wider = target.bitwidth > ir.DataType(attribute.value).bitwidth
             if attribute.value in numbers and (wider or name not in _INNER):
                 node.attributes[name] = ir.AttrInt64(name, target.value)
     # These give fp32 by default, and no attribute says so.
-    if node.domain == "" and FLOAT in sources:
+    if node.domain == "" and FLOAT in to.sources:
         if node.op_type == "Constant" and (value := _number(node)) is not None:
             node.attributes.clear()
-            node.attributes["value"] = ir.AttrTensor("value", retyped(ir.tensor(value), target))
+            node.attributes["value"] = ir.AttrTensor("value", _retyped(ir.tensor(value), to))
         elif node.op_type == "ConstantOfShape" and "value" not in node.attributes:
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, target.numpy()), dtype=target))
         elif node.op_type in ("RandomNormal", "RandomUniform") and "dtype" not in node.attributes:
@@ -167,25 +196,25 @@ def _number(node: ir.Node) -> Array | None:
 
 
 def retyped(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
-    """`tensor` in another type; a large one is made when it is asked for, so that weights are not held twice.
+    """`tensor` in another type; a large one is made when it is asked for, so that weights are not held twice."""
+    return _retyped(tensor, _To(frozenset(), target))
 
-    A lone number that is the least of its type becomes the least of a wider one: it stands for minus infinity, and
-    must swallow whatever it is added to there too.
-    """
+
+def _retyped(tensor: ir.TensorProtocol, to: _To) -> ir.TensorProtocol:
     if tensor.nbytes < _LARGE:
-        return _retyped(tensor, target)
+        return _numbers_retyped(tensor, to)
     return ir.LazyTensor(
-        lambda: _retyped(tensor, target), dtype=target, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name
+        lambda: _numbers_retyped(tensor, to), dtype=to.target, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name
     )
 
 
-def _retyped(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
-    numbers = tensor.numpy()
+def _numbers_retyped(tensor: ir.TensorProtocol, to: _To) -> ir.TensorProtocol:
+    numbers, target = tensor.numpy(), to.target
     least = float(ml_dtypes.finfo(target.numpy()).min)  # type: ignore[no-untyped-call]
     own = float(ml_dtypes.finfo(numbers.dtype).min)  # type: ignore[no-untyped-call]
     if own > least:
         wider = numbers.astype(target.numpy())
-        if numbers.size == 1 and float(numbers.reshape(())) == own:
+        if to.least_stays_least and numbers.size == 1 and float(numbers.reshape(())) == own:
             wider = np.full_like(wider, least)
         return ir.tensor(wider, dtype=target, name=tensor.name)
     with np.errstate(over="ignore"):

@@ -81,3 +81,30 @@ class Shelf:
 
 def _weights(model: ir.Model) -> Iterator[ir.Value]:
     yield from model.graph.initializers.values()
+
+
+def save_beside(model: ir.Model, file: Path, other: ir.Model) -> None:
+    """Write `model` to `file` without the weights that `other` has too: they are inputs there, by their names."""
+    light = model.clone()
+    for name, value in list(light.graph.initializers.items()):
+        held = other.graph.initializers.get(name)
+        tensor = value.const_value
+        if held is None or tensor is None or held.const_value is not tensor or tensor.nbytes < _SMALL:
+            continue
+        del light.graph.initializers[name]
+        value.const_value, value.type = None, ir.TensorType(tensor.dtype)
+        value.shape = ir.Shape(tensor.shape.numpy())
+        light.graph.inputs.append(value)
+    save(light, file)
+
+
+def load_beside(file: Path, other: ir.Model) -> ir.Model:
+    """What :func:`save_beside` wrote, with the weights of `other`."""
+    model = ir.load(file)
+    for value in list(model.graph.inputs):
+        held = other.graph.initializers.get(str(value.name))
+        if held is not None:
+            model.graph.inputs.remove(value)
+            value.const_value = held.const_value
+            model.graph.register_initializer(value)
+    return model

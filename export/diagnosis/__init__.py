@@ -1,0 +1,1 @@
+"""Where a deployment first goes wrong, and why."""

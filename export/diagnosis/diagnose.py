@@ -1,0 +1,251 @@
+"""A bundle examined: first whether its graphs are one function, then which tensor loses what its precision cannot hold.
+
+Nothing but the bundle is needed. Eager is the exported graph run operator by operator on ONNX Runtime's CPU, each
+result stored in the bundle's precision; that it is the eager that the bundle was held against is checked on the way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from attnforge import reference
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Record
+from attnforge.errors import UnavailableError, UnknownNameError
+from attnforge.export.diagnosis.causes import Blame, Cause, blame
+from attnforge.export.diagnosis.graphs import line_of, module_of, sites_of, stages, written_out
+from attnforge.export.diagnosis.measure import Measured, Run, measure
+from attnforge.export.diagnosis.rewrites import first_parting, write_reproduction
+from attnforge.export.exact import NoDoublePath
+from attnforge.runtime.budget import relative_error
+from attnforge.runtime.parity import BackendReport, stored_inputs, verify
+
+SHOWN = 12
+"""Tensors that a diagnosis lists, those that make errors largest."""
+
+LARGE = 2**22
+"""Numbers of inputs above which another case is examined, where there is one that tells as much."""
+
+
+class TensorReport(Record):
+    """A tensor and its relative errors; see :mod:`attnforge.export.diagnosis.measure`. None for what is not finite."""
+
+    tensor: str
+    operator: str
+    module: str
+    line: str | None
+    largest: float
+    error: float | None
+    error_in: float | None
+    explained: float | None
+    own: float | None
+    amplification: float | None
+
+
+class Finding(Record):
+    """Where a deployment first goes wrong, and why.
+
+    Attributes:
+        cause: `rewrite`: a graph is another function than the one that it was made from; else what the precision does:
+            `overflow`, `underflow`, `norm` (of the squares in a norm), `cancellation`, `softmax` (of scores so large
+            that their rounding decides), `accumulation`, `operator` (an operator computes something else), or
+            `rounding`: nothing but what the precision costs.
+        stage: the graph that it is in.
+        tensor, operator, module, line: where; None where it is no single tensor's doing.
+        evidence: the numbers that prove it.
+        error_without: the final error where this tensor alone is exact.
+        rule: of a rewrite, what was rewritten.
+        reproduction: files that show it.
+    """
+
+    cause: Cause
+    stage: str
+    evidence: str
+    tensor: str | None = None
+    operator: str | None = None
+    module: str | None = None
+    line: str | None = None
+    error_without: float | None = None
+    rule: str | None = None
+    reproduction: list[str] = []  # noqa: RUF012
+
+    def text(self) -> str:
+        where = f" at {self.module}, {self.operator} {self.tensor}" if self.tensor else ""
+        return f"{self.cause}{where}: {self.evidence}"
+
+
+class Diagnosis(Record):
+    """What :func:`diagnose` found.
+
+    Attributes:
+        case: that was examined, and why this one.
+        failing: backends that fail verification.
+        error: the final relative error of eager at the bundle's precision, emulated.
+        eager_error: the same of the eager that the bundle was held against.
+        same_function: pairs of graphs that are one function in float64.
+        tensors: those that make errors largest.
+        roundings: how many tensors were examined.
+    """
+
+    bundle: str
+    name: str
+    precision: str
+    case: str
+    why: str
+    failing: list[str]
+    finding: Finding
+    error: float | None
+    eager_error: float | None
+    same_function: list[str]
+    tensors: list[TensorReport]
+    examined: int
+
+
+def diagnose(
+    bundle: str | os.PathLike[str] | Bundle,
+    backends: Sequence[str] | None = None,
+    *,
+    case: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+) -> Diagnosis:
+    """Say where a deployment first goes wrong, and why; of one that does not, what its precision costs most.
+
+    Args:
+        bundle: its folder.
+        backends: to verify first, by default all that can run here.
+        case: to examine; by default the one that fails, or is nearest to its budget.
+        out: folder for the files that reproduce a wrong rewrite; by default `BUNDLE.diagnosis` beside the bundle.
+
+    Raises:
+        BundleError: no whole, unaltered bundle is there.
+        UnknownNameError: no such backend or case.
+        UnavailableError: an operator of the model is not computed in float64 here.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    manifest = opened.manifest
+    report = verify(opened, backends)
+    failing = [name for name, one in report.backends.items() if not one.passed]
+    chosen, why = _choose(manifest.cases, list(report.backends.values()), case)
+    feeds = reference.make_inputs(chosen, manifest.inputs, stored_inputs(opened))
+    graphs = stages(opened)
+    canonical = next(stage.model for stage in graphs if stage.name == "canonical")
+    folder = Path(out) if out is not None else opened.path.with_name(f"{opened.path.name}.diagnosis")
+    try:
+        parting = first_parting(graphs, feeds, manifest.attention)
+        analysed = written_out(canonical, sites_of(manifest.attention))
+        run = measure(analysed, feeds)
+    except NoDoublePath as error:
+        raise UnavailableError(f"{manifest.name} cannot be examined: {error} is not computed in float64") from error
+    if parting is not None:
+        files = write_reproduction(parting, feeds, folder)
+        finding = Finding(
+            cause="rewrite",
+            stage=parting.after.name,
+            evidence=f"in float64, {parting.tensor} of the {parting.after.name} graph is {parting.difference:.1e} off the "
+            f"{parting.before.name} graph's, of the same inputs: {parting.rule}",
+            tensor=parting.tensor,
+            operator=_operator(parting.after.model, parting.tensor),
+            module=parting.module,
+            rule=parting.rule,
+            reproduction=[str(file) for file in files],
+        )
+    else:
+        finding = _finding(blame(analysed, run, feeds))
+    names = [stage.name for stage in graphs]
+    return Diagnosis(
+        bundle=str(opened.path),
+        name=manifest.name,
+        precision=manifest.precision,
+        case=chosen.name,
+        why=why,
+        failing=failing,
+        finding=finding,
+        error=_finite(run.error),
+        eager_error=_eager_error(opened, chosen),
+        same_function=names if parting is None else names[: names.index(parting.after.name)],
+        tensors=[_reported(one) for one in _telling(run)],
+        examined=len(run.tensors),
+    )
+
+
+def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str | None) -> tuple[Case, str]:
+    by_name = {case.name: case for case in cases}
+    if named is not None:
+        if named not in by_name:
+            raise UnknownNameError("case", named, by_name)
+        return by_name[named], "asked for"
+    found = [c for report in reports for c in report.comparisons]
+    small = {c.case for c in found if c.compared <= LARGE} or set(by_name)
+    if failing := [c for c in found if not c.passed]:
+        ordinary = [c for c in failing if by_name[c.case].is_ordinary and c.case in small] or failing
+        worst = max(ordinary, key=lambda c: c.error / c.budget)
+        return by_name[worst.case], f"it fails: {worst.reason}"
+    ordinary = [c for c in found if by_name[c.case].is_ordinary and c.case in small] or found
+    if not ordinary:
+        return cases[0], "no backend ran"
+    worst = max(ordinary, key=lambda c: (c.overflowed, c.eager_error))
+    if worst.overflowed:
+        return by_name[worst.case], f"eager overflows at {worst.overflowed} places"
+    return by_name[worst.case], f"nothing fails, and eager errs most here: {worst.eager_error:.1e}"
+
+
+def _finding(found: Blame) -> Finding:
+    one = found.measured
+    if one is None:
+        return Finding(cause=found.cause, stage="eager", evidence=found.evidence)
+    return Finding(
+        cause=found.cause,
+        stage="eager",
+        evidence=found.evidence,
+        tensor=one.name,
+        operator=one.node.op_type,
+        module=module_of(one.node),
+        line=line_of(one.node),
+        error_without=_finite(found.error_without),
+    )
+
+
+def _operator(model: object, tensor: str) -> str | None:
+    return next((n.op_type for n in model.graph for v in n.outputs if v.name == tensor), None)  # type: ignore[attr-defined]
+
+
+def _eager_error(bundle: Bundle, case: Case) -> float | None:
+    stored = load_file(bundle.file(REFERENCE_OUTPUTS))
+    errors = []
+    for spec in bundle.manifest.outputs:
+        eager, truth = (stored[reference.key(case, spec.name, which)] for which in ("eager", "float64"))
+        finite = np.isfinite(truth)
+        if not np.isfinite(eager[finite]).all():
+            return None
+        errors.append(relative_error(eager[finite].astype(np.float64), truth[finite]))
+    return max(errors, default=None)
+
+
+def _telling(run: Run) -> list[Measured]:
+    """The tensors that say most: where numbers are lost, or errors made larger, in the order of the graph."""
+    ranked = sorted(run.tensors, key=lambda m: (-m.lost, -(m.explained - m.error_in if m.lost == 0 else 0)))[:SHOWN]
+    chosen = {m.name for m in ranked}
+    return [m for m in run.tensors if m.name in chosen]
+
+
+def _reported(one: Measured) -> TensorReport:
+    return TensorReport(
+        tensor=one.name,
+        operator=one.node.op_type,
+        module=module_of(one.node),
+        line=line_of(one.node),
+        largest=one.largest,
+        error=_finite(one.error),
+        error_in=_finite(one.error_in),
+        explained=_finite(one.explained),
+        own=_finite(one.own),
+        amplification=_finite(one.amplification),
+    )
+
+
+def _finite(number: float | None) -> float | None:
+    return None if number is None or not np.isfinite(number) else float(number)

@@ -1,0 +1,87 @@
+"""The graphs of a bundle, from what was exported to what is deployed, and what they are asked for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.bundle import CANONICAL, PLAIN, Bundle, Certificate
+from attnforge.export.canonicalize import Site
+from attnforge.export.layout import insert, replace_value
+from attnforge.export.lowering.attention import attentions
+from attnforge.export.lowering.onnxruntime import candidates_for
+from attnforge.export.saving import load_beside
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A graph on the way.
+
+    Attributes:
+        name: `plain`, as it was exported; `canonical`; or what it was lowered for.
+        model: at its own types.
+    """
+
+    name: str
+    model: ir.Model
+
+
+def stages(bundle: Bundle) -> list[Stage]:
+    """The graphs of a bundle: plain where the bundle has it, canonical, and each that is lowered from it."""
+    canonical = ir.load(bundle.file(CANONICAL))
+    found = [Stage("canonical", canonical)]
+    if PLAIN in bundle.manifest.files:
+        found.insert(0, Stage("plain", load_beside(bundle.file(PLAIN), canonical)))
+    for target, record in bundle.manifest.targets.items():
+        if not any(stage.name == target for stage in found) and record.model not in _files(bundle, found):
+            found.append(Stage(target, ir.load(bundle.file(record.model))))
+    return found
+
+
+def _files(bundle: Bundle, found: list[Stage]) -> set[str]:
+    return {bundle.manifest.targets[s.name].model for s in found if s.name in bundle.manifest.targets}
+
+
+def sites_of(certificate: Certificate) -> list[Site]:
+    """The canonical sites, as :func:`~attnforge.export.canonicalize.canonicalize` found them."""
+    return [Site(d.site, d.written_as, f"{d.site}/Attention", d.form) for d in certificate.details if d.canonical]
+
+
+def written_out(canonical: ir.Model, sites: list[Site]) -> ir.Model:
+    """A copy whose attention is products around a softmax, so that the scores are in sight."""
+    model = canonical.clone()
+    for site, attention in attentions(model, sites):
+        products = candidates_for(site.name, attention)[0]
+        result = insert(model.graph, attention.node, lambda op, emit=products.emit, a=attention: emit(op, a))  # type: ignore[misc]
+        replace_value(attention.output, result)
+    RemoveUnusedNodesPass()(model)
+    return model
+
+
+def module_of(node: ir.Node) -> str:
+    """Qualified name of the module that a node stands in, from the exporter's metadata; of what lowering wrote, the
+    site's; of a graph without metadata, the node's own."""
+    scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
+    if len(scopes) > 1:
+        classes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "[]"))
+        return scopes[-2] or (classes[-2].rpartition(".")[2] if len(classes) > 1 else "the model")
+    name = node.name or node.op_type
+    return name.partition("/Attention/")[0].removesuffix("/Softmax") if "/" in name else name
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]+)')
+
+
+def line_of(node: ir.Node) -> str | None:
+    """The author's line of code that a node comes from: `model.py:41: return x * scale`."""
+    frames = list(_FRAME.finditer(node.metadata_props.get("pkg.torch.onnx.stack_trace", "")))
+    if not frames:
+        return None
+    own = [frame for frame in frames if "/torch/" not in frame["file"].replace("\\", "/")]
+    last = (own or frames)[-1]
+    return f"{PurePath(last['file']).name}:{last['line']}: {last['code'].strip()}"
