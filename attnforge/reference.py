@@ -128,8 +128,8 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
     one number in sixty-one `case.scale` times the dtype's largest or least. Whole numbers are uniform over the
     example's range.
 
-    Masks are drawn by the case's `masks`, True or 1 or not excluded: three quarters at random, with the first row of
-    the last dim all False and, where there is another, the last all True; `all`; `none`; in every row `one`, or `all
+    Masks are drawn by the case's `masks`, True or 1 or not excluded: three quarters at random, and of
+    several rows (of the last dim) one all False and one all True; `all`; `none`; in every row `one`, or `all
     but one`; or a `ragged` beginning of every row. They are of either sense, so every kind means something to each.
 
     Args:
@@ -172,7 +172,7 @@ def _made(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
     factor = {"denormal": float(limits.smallest_normal) / 4, "scaled": case.scale}.get(case.kind, 1.0)
     drawn = np.asarray(factor * rng.standard_normal(shape, np.float32))
     if case.kind == "outliers" and shape:
-        drawn[..., rng.choice(shape[-1], -(-shape[-1] // 64), replace=False)] *= OUTLIERS
+        drawn[..., rng.choice(shape[-1], -(-shape[-1] // 64), replace=False)] *= OUTLIERS * case.scale
     made = drawn.astype(dtype)
     if case.kind == "extremes" and made.size:
         few = rng.choice(made.size, -(-made.size // 61), replace=False)
@@ -187,9 +187,9 @@ def _mask(masks: Masks, shape: tuple[int, ...], rng: np.random.Generator) -> Arr
     if masks == "random":
         mask = np.asarray(rng.random(shape) < 0.75)
         rows = mask.reshape(-1, size)
-        rows[0] = False
-        if len(rows) > 1:
-            rows[-1] = True
+        if len(rows) > 1:  # which ones, the seed says: a fault in the first or last sample alone must show somewhere
+            none, all_of_it = rng.choice(len(rows), 2, replace=False)
+            rows[none], rows[all_of_it] = False, True
         return mask
     place = np.arange(size)
     chosen = rng.integers(0, size, (*shape[:-1], 1))

@@ -1,5 +1,5 @@
-"""What a TensorRT plan of a bundle computes, emulated on the CPU: each operator in fp32 and its result rounded to what it
-is stored in, but for the scores of fused attention, which its kernel holds in fp32.
+"""What a TensorRT plan of a bundle computes, emulated on the CPU: each operator in fp32 and its result rounded to what
+it is stored in, but for the scores of fused attention, which its kernel holds in fp32.
 
 It is no GPU: the order of sums is another, and so are kernels' own approximations.
 """

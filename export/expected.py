@@ -15,6 +15,7 @@ from attnforge import reference
 from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.precision import Precision
+from attnforge.reference import OUTLIERS
 from attnforge.runtime.budget import FAR_OFF, relative_error
 from attnforge.runtime.inputs import shapes_of
 
@@ -78,11 +79,15 @@ def write_reference(
             case.scale = min(_borne(case, one) for one in (source, low) if one is not None)
         inputs = reference.make_inputs(case, source.inputs, stored)
         eager, truth = source.eager(inputs), source.exact(inputs)
+        while case.kind in ("scaled", "outliers") and case.scale > 1 / OUTLIERS and _overflows(eager, truth, source):
+            case.scale /= 2  # what overflows eager says nothing about a backend
+            inputs = reference.make_inputs(case, source.inputs, stored)
+            eager, truth = source.eager(inputs), source.exact(inputs)
         for output, value in eager.items():
             for which, array in (("eager", value), ("float64", truth[output])):
                 kept[reference.key(case, output, which)] = np.ascontiguousarray(reference.sampled(array, case))
         if not case.is_ordinary:
-            case.spread = _spread(case, inputs, low or source)
+            case.spread = _spread(case, inputs, source, low or source)
         else:
             few.add(case, eager, truth)
         if low is not None and attention is not None:
@@ -115,18 +120,18 @@ DRAWS = 8
 """How often eager's rounding is drawn again."""
 
 
-def _spread(case: Case, inputs: Mapping[str, Array], source: Expected) -> dict[str, tuple[float, float]]:
-    """The largest errors of eager on the same inputs moved to neighbouring numbers. Where inputs are hard, so that two
-    scores nearly tie, say, eager's error is one draw from a wide distribution, and a backend's another; a few draws
-    show how wide."""
+def _spread(
+    case: Case, inputs: Mapping[str, Array], source: Expected, yardstick: Expected
+) -> dict[str, tuple[float, float]]:
+    """The largest errors of the yardstick's eager on the same inputs moved to neighbouring numbers. Where inputs are
+    hard, so that two scores nearly tie, say, eager's error is one draw from a wide distribution, and a backend's
+    another; a few draws show how wide."""
     rng = np.random.Generator(np.random.PCG64([case.seed, DRAWS]))
+    rounded = _in(inputs, yardstick.precision)
     found: dict[str, tuple[float, float]] = {}
     for _ in range(DRAWS):
-        moved = _in(
-            {n: _neighbours(array, rng) if is_floating(array) else array for n, array in inputs.items()},
-            source.precision,
-        )
-        eager, truth = source.eager(moved), source.exact(moved)
+        moved = {name: _neighbours(array, rng) if is_floating(array) else array for name, array in rounded.items()}
+        eager, truth = yardstick.eager(moved), source.exact(moved)
         for output, value in eager.items():
             finite = np.isfinite(value) & np.isfinite(truth[output])
             given, exact = value[finite].astype(np.float64), truth[output][finite]
@@ -194,6 +199,14 @@ def _borne(case: Case, source: Expected) -> float:
             return scale / MARGIN
         scale /= step
     return scale
+
+
+def _overflows(eager: Mapping[str, Array], truth: Mapping[str, Array], source: Expected) -> bool:
+    largest = source.precision.largest
+    return any(
+        not np.isfinite(value[np.isfinite(truth[output]) & (np.abs(truth[output]) <= largest)]).all()
+        for output, value in eager.items()
+    )
 
 
 def _sound(eager: Array, truth: Array, precision: Precision) -> bool:

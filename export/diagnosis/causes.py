@@ -104,8 +104,8 @@ def _out_of_range(run: Run) -> Blame | None:
             return Blame(
                 zero,
                 _of_norm_or(zero, "underflow"),
-                f"{zero.zeroed:.0%} of {zero.name} are below what its type holds and become zero; {one.name} divides by "
-                f"them: {one.lost} numbers are lost",
+                f"{zero.zeroed:.0%} of {zero.name} are below what its type holds and become zero; {one.name} divides "
+                f"by them: {one.lost} numbers are lost",
             )
         return Blame(one, "operator", f"{one.name} has {one.lost} numbers that are not finite, of inputs that are")
     return None
@@ -189,8 +189,8 @@ def _of_the_operator(run: Run) -> Blame | None:
             return Blame(
                 one,
                 "operator",
-                f"{one.name} is {one.own:.1e} off what {one.node.op_type} gives in float64 on the same inputs, which is "
-                f"{one.own / one.unit:.0f} unit roundoffs: no rounding",
+                f"{one.name} is {one.own:.1e} off what {one.node.op_type} gives in float64 on the same inputs, which "
+                f"is {one.own / one.unit:.0f} unit roundoffs: no rounding",
             )
     return None
 
@@ -254,10 +254,7 @@ def _why_amplified(one: Measured, run: Run) -> tuple[Cause, str]:
         operand = max(float(np.linalg.norm(np.broadcast_to(x, run.exact[one.name].shape))) for x in inputs)
         condition = operand / (norm or 1.0)
         if condition >= AMPLIFIES:
-            kind: Cause = "cancellation"
-            return kind, (
-                f"{one.name} is the difference of numbers {condition:.0f} times as large as itself, so {grew}"
-            )
+            return "cancellation", f"{one.name} is a difference of numbers {condition:.0f} times as large, so {grew}"
     if node.op_type in ("MatMul", "Gemm", "ReduceSum", "ReduceMean", "LayerNormalization", "InstanceNormalization"):
         largest = float(np.max(np.abs(one_exact), initial=0.0))
         return "cancellation", f"{one.name} is a sum whose terms cancel (it reaches {largest:.3g}): {grew}"
@@ -275,8 +272,8 @@ def _why_softmax(one: Measured, run: Run, scores: Array, grew: str) -> tuple[Cau
     text = f"its scores reach {reach:.3g}, where its type's numbers are {spacing:.2g} apart"
     if peak < SATURATED and reach > AMPLIFIES * max(spread, 1e-30):
         return "cancellation", (
-            f"{text}, and differ by {spread:.2g} only: the softmax subtracts the largest, and what is left is rounding; "
-            f"{grew}"
+            f"{text}, and differ by {spread:.2g} only: the softmax subtracts the largest, and what is left is "
+            f"rounding; {grew}"
         )
     one_hot = f"the largest weight is {peak:.2f} on average"
     return "softmax", f"{text}, and weights change by that factor of e; {one_hot}: {grew}"
@@ -298,8 +295,8 @@ def _accumulated(run: Run) -> Blame:
     return Blame(
         half,
         "accumulation",
-        f"{len(rounded)} roundings add up to {run.error / smallest:.0f} unit roundoffs, and no tensor makes an error much "
-        f"larger; half of it is there at {half.name}",
+        f"{len(rounded)} roundings add up to {run.error / smallest:.0f} unit roundoffs, and no tensor makes an error "
+        f"much larger; half of it is there at {half.name}",
     )
 
 

@@ -88,7 +88,7 @@ class Diagnosis(Record):
         eager_error: the same of the eager that the bundle was held against.
         same_function: pairs of graphs that are one function in float64.
         tensors: those that make errors largest.
-        roundings: how many tensors were examined.
+        examined: how many tensors were looked at.
     """
 
     bundle: str
@@ -103,6 +103,11 @@ class Diagnosis(Record):
     same_function: list[str]
     tensors: list[TensorReport]
     examined: int
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every backend passes, the graphs are one function, and the precision costs rounding alone."""
+        return not self.failing and self.finding.cause == "rounding"
 
 
 def diagnose(
@@ -145,8 +150,8 @@ def diagnose(
         finding = Finding(
             cause="rewrite",
             stage=parting.after.name,
-            evidence=f"in float64, {parting.tensor} of the {parting.after.name} graph is {parting.difference:.1e} off the "
-            f"{parting.before.name} graph's, of the same inputs: {parting.rule}",
+            evidence=f"in float64, {parting.tensor} of the {parting.after.name} graph is {parting.difference:.1e} off "
+            f"the {parting.before.name} graph's, of the same inputs: {parting.rule}",
             tensor=parting.tensor,
             operator=_operator(parting.after.model, parting.tensor),
             module=parting.module,
@@ -167,7 +172,7 @@ def diagnose(
         error=_finite(run.error),
         eager_error=_eager_error(opened, chosen),
         same_function=names if parting is None else names[: names.index(parting.after.name)],
-        tensors=[_reported(one) for one in _telling(run)],
+        tensors=[_reported(one) for one in _telling(run, finding.tensor)],
         examined=len(run.tensors),
     )
 
@@ -225,10 +230,12 @@ def _eager_error(bundle: Bundle, case: Case) -> float | None:
     return max(errors, default=None)
 
 
-def _telling(run: Run) -> list[Measured]:
-    """The tensors that say most: where numbers are lost, or errors made larger, in the order of the graph."""
-    ranked = sorted(run.tensors, key=lambda m: (-m.lost, -(m.explained - m.error_in if m.lost == 0 else 0)))[:SHOWN]
-    chosen = {m.name for m in ranked}
+def _telling(run: Run, blamed: str | None) -> list[Measured]:
+    """The tensors that say most, in the order of the graph: the one that is to blame, the first where numbers are lost,
+    and those where errors are made larger."""
+    lost = [m for m in run.tensors if m.lost][: SHOWN // 2]
+    larger = sorted((m for m in run.tensors if not m.lost), key=lambda m: m.error_in - m.explained)
+    chosen = [name for name in dict.fromkeys([blamed, *(m.name for m in [*lost, *larger])]) if name is not None][:SHOWN]
     return [m for m in run.tensors if m.name in chosen]
 
 

@@ -19,6 +19,7 @@ from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Certificate
 from attnforge.export.diagnosis.graphs import Stage, module_of
 from attnforge.export.exact import NoDoublePath
+from attnforge.export.precision import FLOAT, LOW, retype
 from attnforge.export.saving import save
 from attnforge.export.trace import Runner, Tensors, computed, in_float64
 
@@ -153,8 +154,8 @@ def _rule(before: Stage, after: Stage, region: Sequence[ir.Node], certificate: C
 
 
 def write_reproduction(parting: Parting, feeds: Mapping[str, Array], folder: Path) -> list[Path]:
-    """Write what is needed to see the fault: `after.onnx`, the piece that is wrong; `before.onnx`, the same piece before
-    it was rewritten; and `inputs.npz`, which both take.
+    """Write what is needed to see the fault: `after.onnx`, the piece that is wrong; `before.onnx`, the same piece
+    before it was rewritten; and `inputs.npz`, which both take.
 
     Args:
         parting: what to show.
@@ -163,10 +164,11 @@ def write_reproduction(parting: Parting, feeds: Mapping[str, Array], folder: Pat
     """
     folder.mkdir(parents=True, exist_ok=True)
     after, inputs = _piece(parting.after.model, parting.tensor, parting.inputs)
-    shared = [name for name in inputs if name in {v for v in computed(parting.before.model)} | set(feeds)]
+    shared = [name for name in inputs if name in set(computed(parting.before.model)) | set(feeds)]
     before, others = _piece(parting.before.model, parting.tensor, shared)
     names = list(dict.fromkeys([*inputs, *others]))
     held = _tensors(parting.before.model, names, feeds)
+    _of_one_type(before, after)
     save(after, folder / "after.onnx")
     save(before, folder / "before.onnx")
     dtypes = {str(v.name): v.dtype for model in (before, after) for v in model.graph.inputs}
@@ -174,8 +176,16 @@ def write_reproduction(parting: Parting, feeds: Mapping[str, Array], folder: Pat
         name: array.astype(dtype.numpy()) if is_floating(array) and (dtype := dtypes.get(name)) is not None else array
         for name, array in held.items()
     }
-    np.savez(folder / "inputs.npz", **{n: a for n, a in arrays.items()})  # type: ignore[arg-type]
+    np.savez(folder / "inputs.npz", **arrays)  # type: ignore[arg-type]
     return [folder / name for name in ("before.onnx", "after.onnx", "inputs.npz")]
+
+
+def _of_one_type(before: ir.Model, after: ir.Model) -> None:
+    """Both pieces in fp32 where one is, so that they take the same inputs."""
+    types = [{v.dtype for v in model.graph.inputs} for model in (before, after)]
+    if types[0] != types[1]:
+        for model in (before, after):
+            retype(model, LOW, FLOAT, least_stays_least=False)
 
 
 def _piece(model: ir.Model, tensor: str, inputs: Sequence[str]) -> tuple[ir.Model, list[str]]:

@@ -222,7 +222,8 @@ def _joined(op: Builder, result: ir.Value, rows: ir.Value, pair: str) -> ir.Valu
         return _sliced(op, result, 0, constant(op, [1]), 1)
     joined = op.Reshape(result, constant(op, [1, 1, -1, int(d)]))  # type: ignore[arg-type]
     assert result.dtype is not None
-    typed(joined, result.dtype, [1, 1, n, d])
+    even = n + n % 2 if isinstance(n, int) else ir.SymbolicDim(f"even_{n.value}")
+    typed(joined, result.dtype, [1, 1, even, d])
     if isinstance(n, int) and n % 2 == 0:
         return joined
     return _sliced(op, joined, 2, op.Shape(rows, start=2, end=3), n)

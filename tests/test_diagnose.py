@@ -1,0 +1,164 @@
+"""diagnose: where models that break on purpose break, and why; and that a wrong rewrite is told from rounding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from broken import BROKEN, healthy, made
+from conftest import rewrite
+from torch import nn
+from typer.testing import CliRunner
+
+import attnforge
+from attnforge.bundle import Bundle
+from attnforge.cli import app
+from attnforge.errors import UnknownNameError
+from attnforge.export.diagnosis.diagnose import Diagnosis, diagnose
+
+TARGETS = ("onnxruntime", "tensorrt_rtx")
+
+
+def deployed(make: Callable[[], nn.Module], precision: str, folder: Path) -> Bundle:
+    module, args, shapes = made(make)
+    return attnforge.deploy(module, args, folder, shapes, precision, TARGETS, tune=False)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_breaks_is_found_and_why(name: str, tmp_path: Path) -> None:
+    broken = BROKEN[name]
+    found = diagnose(deployed(broken.make, broken.precision, tmp_path / "b"), case="example")
+    finding = found.finding
+    assert (finding.cause, finding.module, finding.operator) == (broken.cause, broken.module, broken.operator), finding
+    assert finding.stage == "eager" and not found.healthy
+    assert found.same_function == ["plain", "canonical", *TARGETS]
+    assert finding.error_without is None or (found.error is not None and finding.error_without < found.error / 2)
+    assert any(one.tensor == finding.tensor for one in found.tensors), "it is among those listed"
+    if finding.line is not None:
+        assert finding.line.startswith("broken.py:")
+
+
+def test_a_healthy_model_is_told_so(tmp_path: Path) -> None:
+    found = diagnose(deployed(healthy, "fp16", tmp_path / "b"))
+    assert found.healthy and found.finding.cause == "rounding" and found.finding.tensor is None
+    assert found.error is not None and found.eager_error is not None
+    assert found.error == pytest.approx(found.eager_error, rel=0.5), "the emulated eager is the eager of torch"
+    assert 30 < found.examined < 200 and len(found.tensors) == 12
+
+
+def test_weights_that_the_precision_does_not_hold(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        module = healthy()
+        module.steps[0].mlp[0].bias.data[0] = 1e5  # type: ignore[index, union-attr]
+        return module
+
+    finding = diagnose(deployed(make, "fp16", tmp_path / "b")).finding
+    assert finding.cause == "overflow" and "weights steps.0.mlp.0.bias" in finding.evidence
+
+
+# A graph that is another function
+
+
+def altered(bundle: Bundle, file: str, change: Callable[[ir.Model], None]) -> Diagnosis:
+    model = ir.load(bundle.path / file)
+    change(model)
+    ir.save(model, bundle.path / file)
+    return diagnose(rewrite(bundle.path))
+
+
+def another_scale(model: ir.Model) -> None:
+    node = next(n for n in model.graph if n.op_type == "MultiHeadAttention")
+    node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * 1.01)
+
+
+def shown(found: Diagnosis) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What the pieces that reproduce a fault give, before and after."""
+    before, after, inputs = found.finding.reproduction
+    arrays = np.load(inputs)
+    results = []
+    for file in (before, after):
+        session = ort.InferenceSession(file, providers=["CPUExecutionProvider"])
+        results.append(session.run(None, {one.name: arrays[one.name] for one in session.get_inputs()}))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_wrong_lowering_is_named(precision: str, tmp_path: Path) -> None:
+    found = altered(deployed(healthy, precision, tmp_path / "b"), "onnxruntime/model.onnx", another_scale)
+    finding = found.finding
+    assert finding.cause == "rewrite" and finding.stage == "onnxruntime" and finding.module == "steps.0.attention"
+    assert str(finding.rule).startswith("lowering for onnxruntime: Attention to com.microsoft::MultiHeadAttention")
+    assert found.same_function == ["plain", "canonical"] and found.failing == (
+        ["onnxruntime-cpu"] if precision == "fp32" else found.failing
+    )
+    nodes = [node.op_type for node in ir.load(finding.reproduction[1]).graph]
+    assert nodes.count("MultiHeadAttention") == 1 and len(nodes) < 20, "the site alone"
+    before, after = shown(found)
+    assert not np.allclose(before[0], after[0], rtol=1e-4)
+
+
+def test_a_wrong_canonical_graph_is_named(tmp_path: Path) -> None:
+    def change(model: ir.Model) -> None:
+        node = [n for n in model.graph if n.op_type == "Attention"][1]
+        node.attributes["scale"] = ir.AttrFloat32("scale", 0.3)
+
+    found = altered(deployed(healthy, "fp32", tmp_path / "b"), "canonical.onnx", change)
+    assert found.finding.cause == "rewrite" and found.finding.stage == "canonical"
+    assert found.finding.module == "steps.1.attention"
+    assert str(found.finding.rule).startswith("canonicalize: MatMul·") and found.same_function == ["plain"]
+
+
+def test_a_wrong_form_for_tensorrt_is_named_though_nothing_runs_it(tmp_path: Path) -> None:
+    def change(model: ir.Model) -> None:
+        node = next(n for n in model.graph if n.op_type == "Softmax")
+        node.attributes["axis"] = ir.AttrInt64("axis", 2)
+
+    found = altered(deployed(healthy, "fp16", tmp_path / "b"), "tensorrt/model.onnx", change)
+    assert found.failing == [] and not found.healthy
+    assert found.finding.stage == "tensorrt_rtx" and found.finding.module == "steps.0.attention"
+    before, after = shown(found)
+    assert not np.allclose(before[0], after[0], rtol=1e-2)
+
+
+def test_altered_weights_are_named(tmp_path: Path) -> None:
+    def change(model: ir.Model) -> None:
+        weight = model.graph.initializers["steps.1.mlp.0.bias"]
+        assert weight.const_value is not None
+        numbers = weight.const_value.numpy().copy()
+        numbers[7] *= 1.5
+        weight.const_value = ir.tensor(numbers, name=weight.name)
+
+    found = altered(deployed(healthy, "fp32", tmp_path / "b"), "onnxruntime/model.onnx", change)
+    assert found.finding.rule == "the weights steps.1.mlp.0.bias differ at 1 of 256 places, first at [7]"
+    assert found.finding.module == "steps.1.mlp.0"
+
+
+def test_another_operator_is_named(tmp_path: Path) -> None:
+    def change(model: ir.Model) -> None:
+        node = next(n for n in model.graph if n.op_type == "Gelu")
+        node.attributes["approximate"] = ir.AttrString("approximate", "tanh")
+
+    found = altered(deployed(healthy, "fp32", tmp_path / "b"), "onnxruntime/model.onnx", change)
+    assert found.finding.module == "steps.0.mlp.1" and "Gelu (node_gelu) has other attributes" in str(
+        found.finding.rule
+    )
+
+
+# The command
+
+
+def test_the_command(tmp_path: Path) -> None:
+    broken = deployed(BROKEN["residual stream"].make, "fp16", tmp_path / "broken")
+    fine = deployed(healthy, "fp16", tmp_path / "fine")
+    ran = CliRunner().invoke(app, ["diagnose", str(broken.path), "--json"])
+    assert ran.exit_code == 1 and json.loads(ran.stdout)["finding"]["cause"] == "overflow"
+    ran = CliRunner().invoke(app, ["diagnose", str(fine.path)])
+    assert ran.exit_code == 0 and "no tensor is to blame" in ran.stdout
+    assert "plain = canonical = onnxruntime" in ran.stdout
+    with pytest.raises(UnknownNameError, match="unknown case 'none'"):
+        diagnose(fine, case="none")
