@@ -1,4 +1,4 @@
-"""The command line: `attnforge models | deploy | run | verify | bench | inspect | doctor`.
+"""The command line: `attnforge models | deploy | run | verify | diagnose | bench | inspect | doctor`.
 
 Every command takes `--json`: one JSON document on standard output, everything else on standard error. The exit code is
 0 only where what was asked holds, 1 where a check failed or a build was refused, and 2 where what was asked cannot be
@@ -24,7 +24,8 @@ import attnforge
 from attnforge.errors import AttnforgeError, UnfusedError, UsageError
 
 if TYPE_CHECKING:
-    from attnforge.bundle import Bundle, Certificate, SiteTarget
+    from attnforge.bundle import Bundle, Certificate, Mixed, SiteTarget
+    from attnforge.export.diagnosis.diagnose import Diagnosis
 
 app = typer.Typer(
     name="attnforge",
@@ -96,7 +97,8 @@ def deploy(
         Path | None, typer.Option("--out", help="Folder to write; by default MODEL-PRECISION.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="fp32, tf32, fp16 or bf16; by default fp32, and a file's own.")
+        str | None,
+        typer.Option(help="fp32, tf32, fp16, bf16, or auto to have it chosen; by default fp32, and a file's own."),
     ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeat. All by default.")
@@ -121,6 +123,17 @@ def deploy(
         list[str] | None,
         typer.Option(help="A target that must run every attention site fused; repeat. Else nothing is written."),
     ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option(help="For precision auto, the relative error allowed; by default twice fp16 eager's."),
+    ] = None,
+    data: Annotated[
+        bool, typer.Option(help="Keep real inputs, where the model has some, as cases to be verified too.")
+    ] = True,
+    metric: Annotated[
+        str | None, typer.Option(help="accuracy or cosine: what the task is measured by on that data.")
+    ] = None,
+    least: Annotated[float | None, typer.Option(help="What the metric must reach.")] = None,
     tune: Annotated[
         bool,
         typer.Option(help="Measure here which form of attention ONNX Runtime's CPU runs fastest; else rules choose."),
@@ -136,7 +149,9 @@ def deploy(
 
     Example: `attnforge deploy my_models:encoder -o num_layers=6 --target onnxruntime`
 
-    Example: `attnforge deploy vit --precision fp16 --require-fused tensorrt_rtx`
+    Example: `attnforge deploy vit --precision auto --require-fused tensorrt_rtx`
+
+    Example: `attnforge deploy patch-attention-digits --precision auto --metric accuracy`
 
     Example: `attnforge deploy vit --profile batch=1:1:1 --profile batch=8:8:8`
 
@@ -145,11 +160,13 @@ def deploy(
     Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
     """
     from attnforge.export.deploy import deploy as deploy_model
+    from attnforge.model.data import Real, real_data
     from attnforge.sources import given
 
     with _stages(as_json) as progress:
         progress(f"build {model}")
         example, source = given(model, _options(option), weights, _ranges(dim))
+        real = real_data(model, example) if data else Real()
         name, default = (
             (Path(model).stem, "own") if source is None else (Path(model.rpartition(":")[2]).resolve().name, "fp32")
         )
@@ -166,6 +183,11 @@ def deploy(
                 profiles=[_ranges(text.split(","), "--profile") for text in profile or ()],
                 attention_precision=attention_precision,
                 require_fused=require_fused or (),
+                data=real.inputs,
+                labels=real.labels,
+                metric=metric,
+                least=least,
+                max_error=max_error,
                 tune=tune,
                 force=force,
                 source=source,
@@ -234,18 +256,39 @@ def run(
 
 
 @app.command()
-def verify(bundle: BundleArgument, backend: Backends = None, as_json: Json = False) -> None:
+def verify(
+    bundle: BundleArgument,
+    backend: Backends = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Measure the task too, on the bundle's real data: accuracy or cosine.")
+    ] = None,
+    least: Annotated[float | None, typer.Option(help="What the metric must reach; by default about float64's.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the page.")] = False,
+    as_json: Json = False,
+) -> None:
     """Hold every backend that this machine can run to the parity budget, against eager in float64.
 
     Needs the bundle alone: no torch, no source. Exits with 1 where a backend misses the budget or none could run.
 
     Example: `attnforge verify vit-fp16`
+
+    Example: `attnforge verify vit-fp16 --html vit-fp16.html`
     """
+    if html is not None:
+        from attnforge.page import check_page
+
+        check_page(html, force)
     with _stages(as_json) as progress:
         progress(f"verify {bundle}")
-        report = attnforge.verify(bundle, backend)
+        report = attnforge.verify(bundle, backend, metric=metric, least=least)
+        if html is not None:
+            from attnforge.page import write_page
+
+            progress(f"write {html}")
+            write_page(report, bundle, html, force=force)
     if as_json:
-        _print_json(report.model_dump())
+        _print_json(report.model_dump() | ({"page": str(html)} if html is not None else {}))
     else:
         table = Table("backend", "", "error", "eager's", "budget", "worst case", "cases", box=None, header_style="bold")
         for name, r in report.backends.items():
@@ -255,15 +298,53 @@ def verify(bundle: BundleArgument, backend: Backends = None, as_json: Json = Fal
         for name, r in report.backends.items():
             for output, one in r.outputs.items():
                 out.print(f"[dim]{name} {escape(one.text(output))}[/]", soft_wrap=True)
+            if r.metric is not None:
+                out.print(f"{name} {escape(r.metric.text())}", soft_wrap=True)
         for name, r in report.backends.items():
             for failure in r.failures:
                 out.print(f"[red]{name}[/] {failure.case}, {failure.output}: {failure.reason}")
                 if failure.worst is not None:
                     out.print(f"  {escape(failure.worst.text(failure.output))}", soft_wrap=True)
+            if r.reason is not None:
+                out.print(f"[red]{name}[/] {escape(r.reason)}", soft_wrap=True)
+        for warning in report.warnings:
+            out.print(f"[yellow]{escape(warning)}[/]", soft_wrap=True)
         for name, reason in report.skipped.items():
             out.print(f"[dim]{name} did not run: {escape(reason)}[/]", soft_wrap=True)
         out.print(f"[dim]held against {escape(report.reference)}, and against float64[/]", soft_wrap=True)
+        if html is not None:
+            out.print(f"page: {escape(str(html))}", soft_wrap=True)
     if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diagnose(
+    bundle: BundleArgument,
+    backend: Backends = None,
+    case: Annotated[
+        str | None, typer.Option(help="The case to examine; by default the one that fails, or errs most.")
+    ] = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Where to write what reproduces a wrong rewrite.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say where a deployment first goes wrong, and why: which rewrite, or which tensor at which precision.
+
+    Needs the bundle alone. Exits with 1 where a backend fails verification, a graph is not the function that it was
+    made from, or the precision loses numbers.
+
+    Example: `attnforge diagnose vit-fp16`
+    """
+    with _stages(as_json) as progress:
+        progress(f"diagnose {bundle}")
+        found = attnforge.diagnose(bundle, backend, case=case, out=out_folder)
+    if as_json:
+        _print_json(found.model_dump())
+    else:
+        _print_diagnosis(found)
+    if not found.healthy:
         raise typer.Exit(1)
 
 
@@ -407,6 +488,8 @@ def _print_bundle(bundle: Bundle) -> None:
             plain = f"{record.without.layers} layers, activations {_megabytes(record.without.activation_memory)}"
             out.print(f"  attention alone in {record.attention_precision}; without that {plain}")
     out.print(f"reference: {escape(manifest.reference)}, and float64", soft_wrap=True)
+    if manifest.mixed is not None:
+        _print_mixed(manifest.mixed)
     _print_sites(attention)
     for name, record in manifest.targets.items():
         if record.tuning is not None:
@@ -416,8 +499,43 @@ def _print_bundle(bundle: Bundle) -> None:
         out.print(f"[dim]not built for {target}: {escape(reason)}[/]", soft_wrap=True)
 
 
+def _print_mixed(mixed: Mixed) -> None:
+    share = f"{mixed.low_flops:.1%} of the operations of products in {mixed.low}"
+    out.print(f"precisions chosen: {share}; error {mixed.error:.1e}, {mixed.trials} assignments tried")
+    for region in mixed.regions:
+        out.print(f"  fp32 in {escape(region.module)}: {escape(', '.join(region.nodes))}", soft_wrap=True)
+        out.print(f"[dim]    {escape(region.why)}[/]", soft_wrap=True)
+
+
 def _megabytes(size: int | None) -> str:
     return "not told" if size is None else f"{size / 1e6:.1f} MB"
+
+
+def _print_diagnosis(found: Diagnosis) -> None:
+    colour = "green" if found.healthy else "red"
+    out.print(f"[{colour}]{escape(found.finding.text())}[/]", soft_wrap=True)
+    if found.finding.line is not None:
+        out.print(f"  {escape(found.finding.line)}", soft_wrap=True)
+    if found.finding.error_without is not None and found.error is not None:
+        out.print(
+            f"  with this tensor exact, the final error is {found.finding.error_without:.1e}, not {found.error:.1e}"
+        )
+    for file in found.finding.reproduction:
+        out.print(f"  written: {escape(file)}", soft_wrap=True)
+    table = Table("tensor", "module", "largest", "error in", "error", "times", box=None, header_style="bold")
+    for one in found.tensors:
+        numbers = (f"{one.largest:.3g}", _error(one.error_in), _error(one.error))
+        table.add_row(f"{one.operator} {one.tensor}", one.module, *numbers, f"{one.amplification or 0:.1f}")
+    out.print(table)
+    same = " = ".join(found.same_function)
+    out.print(
+        f"[dim]{found.examined} tensors of case {found.case} ({escape(found.why)}); in float64, {same}[/]",
+        soft_wrap=True,
+    )
+
+
+def _error(error: float | None) -> str:
+    return "lost" if error is None else f"{error:.1e}"
 
 
 def _print_sites(attention: Certificate) -> None:

@@ -124,8 +124,8 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
 
     Floating-point ones are standard normal, or by the case's kind: `scaled`, normal times `case.scale`; `uniform`, from
     -1 to 1; `outliers`, normal with one channel (place in the last dim) in sixty-four :data:`OUTLIERS` times as large;
-    `constant`, ones; `denormal`, normal times a quarter of the dtype's least normal number; `extremes`, normal with
-    one number in sixty-one `case.scale` times the dtype's largest or least. Whole numbers are uniform over the
+    `constant`, ones; `denormal`, normal times `case.scale` times a quarter of the dtype's least normal number;
+    `extremes`, normal with one number in sixty-one `case.scale` times the dtype's largest or least. Whole numbers are uniform over the
     example's range.
 
     Masks are drawn by the case's `masks`, True or 1 or not excluded: three quarters at random, and of
@@ -169,7 +169,7 @@ def _made(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
     if case.kind == "uniform":
         return np.asarray(rng.uniform(-1, 1, shape)).astype(dtype)
     limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    factor = {"denormal": float(limits.smallest_normal) / 4, "scaled": case.scale}.get(case.kind, 1.0)
+    factor = {"denormal": case.scale * float(limits.smallest_normal) / 4, "scaled": case.scale}.get(case.kind, 1.0)
     drawn = np.asarray(factor * rng.standard_normal(shape, np.float32))
     if case.kind == "outliers" and shape:
         drawn[..., rng.choice(shape[-1], -(-shape[-1] // 64), replace=False)] *= OUTLIERS * case.scale

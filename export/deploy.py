@@ -6,8 +6,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from attnforge.errors import BuildError, UnavailableError, UnfusedError, Unknown
 from attnforge.export import engine
 from attnforge.export.canonicalize import Site, canonicalize
 from attnforge.export.capture import Captured, DynamicShapes, capture
-from attnforge.export.expected import Data, write_reference
+from attnforge.export.expected import Data, Expected, write_reference
 from attnforge.export.graph import Imported, import_graph
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -34,10 +35,11 @@ from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.program import load_program, open_program
 from attnforge.export.saving import LIMIT, Shelf, save_beside
+from attnforge.export.search import AUTOMATIC, Budget, choose
 from attnforge.precision import PRECISIONS, Precision, precision_named
 from attnforge.runtime.device import compute_capability, device_name
 from attnforge.runtime.inputs import by_name
-from attnforge.runtime.metrics import metric_named
+from attnforge.runtime.metrics import Scores, metric_named
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
@@ -61,6 +63,7 @@ def deploy(
     labels: Sequence[Any] = (),
     metric: str | None = None,
     least: float | None = None,
+    max_error: float | None = None,
     tune: bool = True,
     force: bool = False,
     one_file_limit: int = LIMIT,
@@ -77,7 +80,9 @@ def deploy(
         dynamic_shapes: of a module, `torch.export`'s own; every Dim needs a `max`. Min, example and max become
             TensorRT's profile. Of a graph, `{dim: (min, opt, max)}` for every dynamic dim of its inputs; of a
             program, for those without a bound or that are to have another.
-        precision: `fp32`, `tf32`, `fp16` or `bf16`; by default fp32, and of a graph or program its own.
+        precision: `fp32`, `tf32`, `fp16` or `bf16`; by default fp32, and of a graph or program its own. `auto` (or
+            `auto-fp16`, `auto-bf16`) chooses: 16 bits, and fp32 for the operators that need it, with inputs and outputs
+            in fp32; what stayed fp32, and why, is in the manifest.
         targets: of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that can be built on this machine. A
             builder that refuses one which was asked for by name is an error, else the manifest says why it is missing.
         name: of the deployed model; by default the class's.
@@ -93,6 +98,8 @@ def deploy(
         labels: of each of `data`, what is right for its samples.
         metric: what the task is measured by on `data`, `accuracy` or `cosine`, whenever the bundle is verified.
         least: what the metric must reach; by default it may fall short of float64's twice as far as eager does.
+        max_error: for `auto`, the relative error that is allowed on ordinary inputs; by default twice that of eager at
+            fp16, and no more than 1e-2. Where a metric is given and this is not, the metric is what has to be met.
         tune: measure on this machine which form of each site ONNX Runtime runs fastest on its CPU, for some seconds;
             without it rules choose, and the same module gives the same bundle on every machine.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
@@ -108,22 +115,31 @@ def deploy(
         BuildError: a builder refused.
         UnfusedError: a target of `require_fused` leaves a site unfused, or the model has no site.
     """
-    if precision is not None:
-        precision_named(precision)
+    automatic = _automatic(precision, max_error, attention_precision)
     chosen, skipped = choose_targets(targets)
     _check_required(require_fused, chosen, skipped)
     with b.writing(out, force) as folder:
         shelf = Shelf(folder, min(one_file_limit, LIMIT))
         progress("export")
-        captured, origin = _captured(module, args, dynamic_shapes, precision)
+        captured, origin = _captured(module, args, dynamic_shapes, "fp32" if automatic else precision)
         p = captured.precision
         attention = _attention_precision(attention_precision, p, chosen)
         real = _data(captured.inputs, data, labels, metric)
         progress("canonicalize")
         plain = captured.model.clone()
         sites = canonicalize(captured.model)
+        source_of_truth: Expected = captured
+        mixed = None
+        if automatic:
+            progress("choose precisions")
+            budget = Budget(max_error, partial(_scores, metric, real, least) if metric is not None else None)
+            found = choose(captured.model, sites, captured, automatic, budget, real)
+            source_of_truth, mixed = found.source, found.mixed
+            captured = replace(captured, model=found.model, precision=found.source.precision)
+            p = captured.precision
         shelf.save(captured.model, b.CANONICAL)
-        save_beside(plain, folder / b.PLAIN, captured.model)
+        if mixed is None:  # its weights are others than the canonical graph's
+            save_beside(plain, folder / b.PLAIN, captured.model)
         engine.profiles_of(captured.inputs, profiles)  # refused before anything is built
         built = _Built(folder, shelf, captured, sites)
         for target in chosen:
@@ -141,7 +157,7 @@ def deploy(
         certificate = certify(built)
         _hold_to(require_fused, certificate)
         progress("reference")
-        cases = write_reference(folder, captured, attention, real)
+        cases = write_reference(folder, source_of_truth, attention, real)
         manifest = b.Manifest(
             name=name or (Path(origin.name).stem if origin.kind != "module" else origin.name.rpartition(".")[2]),
             precision=p.name,
@@ -150,11 +166,12 @@ def deploy(
             source=source or origin,
             inputs=captured.inputs,
             outputs=captured.outputs,
-            reference=captured.reference,
+            reference=source_of_truth.reference,
             attention=certificate,
             targets=built.records,
             skipped={**skipped, **built.refused},
             cases=cases,
+            mixed=mixed,
             metric=metric,
             least=least,
         )
@@ -183,6 +200,30 @@ def _captured(
     if args is None:
         raise UsageError(f"no example inputs were given; {type(model).__name__} needs them to be exported")
     return capture(model, args, dynamic_shapes, precision_named(precision or "fp32")), origin
+
+
+def _automatic(precision: str | None, max_error: float | None, attention: str | None) -> tuple[str, ...]:
+    """The 16-bit precisions to choose from, where precisions are to be chosen.
+
+    Raises:
+        UnknownNameError: no such precision.
+        UsageError: an error that cannot be allowed, or one without a choice.
+    """
+    if precision is not None and precision not in AUTOMATIC and precision not in PRECISIONS:
+        raise UnknownNameError("precision", precision, (*PRECISIONS, *AUTOMATIC))
+    if max_error is not None:
+        if precision not in AUTOMATIC:
+            raise UsageError(f"a largest error of {max_error:g} is for precision auto, not {precision or 'fp32'}")
+        if not 0 < max_error < 1:
+            raise UsageError(f"the largest error is {max_error:g}; give a relative one, between 0 and 1")
+    if attention is not None and precision in AUTOMATIC:
+        raise UsageError("attention is given a precision of its own, and precision auto chooses it; leave one out")
+    return AUTOMATIC.get(precision or "", ())
+
+
+def _scores(metric: str, data: Data, least: float | None) -> Scores:
+    labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}
+    return Scores(metric, metric_named(metric, bool(data.labels)), labels, least)
 
 
 def _data(inputs: list[b.TensorSpec], data: Sequence[Sequence[Any]], labels: Sequence[Any], metric: str | None) -> Data:

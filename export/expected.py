@@ -75,6 +75,8 @@ def write_reference(
     kept: dict[str, Array] = {}
     few = _Few([])
     for case in cases:
+        if case.kind == "denormal":  # at the precision, where that is less than the inputs'
+            case.scale = source.precision.smallest_normal / _limits(source, "smallest_normal")
         if case.kind == "extremes":
             case.scale = min(_borne(case, one) for one in (source, low) if one is not None)
         inputs = reference.make_inputs(case, source.inputs, stored)
@@ -91,7 +93,7 @@ def write_reference(
         else:
             few.add(case, eager, truth)
         if low is not None and attention is not None:
-            for output, value in low.eager(_in(inputs, attention)).items():
+            for output, value in low.eager(at_precision(inputs, attention)).items():
                 array = reference.sampled(value, case)
                 kept[reference.key(case, output, attention.name)] = np.ascontiguousarray(array)
     few.spread()
@@ -127,7 +129,7 @@ def _spread(
     hard, so that two scores nearly tie, say, eager's error is one draw from a wide distribution, and a backend's
     another; a few draws show how wide."""
     rng = np.random.Generator(np.random.PCG64([case.seed, DRAWS]))
-    rounded = _in(inputs, yardstick.precision)
+    rounded = at_precision(inputs, yardstick.precision)
     found: dict[str, tuple[float, float]] = {}
     for _ in range(DRAWS):
         moved = {name: _neighbours(array, rng) if is_floating(array) else array for name, array in rounded.items()}
@@ -169,7 +171,7 @@ class _Few:
             case.spread = {**case.spread, output: (error, largest * max(one[3] / (one[4] or 1) for one in same))}
 
 
-def _in(inputs: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
+def at_precision(inputs: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
     """Inputs at another precision."""
     with np.errstate(over="ignore"):
         return {name: a.astype(precision.dtype) if is_floating(a) else a for name, a in inputs.items()}
@@ -190,15 +192,21 @@ MARGIN = 16
 def _borne(case: Case, source: Expected) -> float:
     """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right; where
     it overflows on the way, what comes out depends on the order of its sums, and says nothing about a backend."""
-    largest = max(float(ml_dtypes.finfo(spec.dtype).max) for spec in source.inputs if "float" in spec.dtype)  # type: ignore[no-untyped-call]
+    largest = _limits(source, "max")
     scale, step = source.precision.largest / largest, 4.0 if source.precision.largest < 1e5 else 256.0
     while scale * largest > 1:
         inputs = reference.make_inputs(case.model_copy(update={"scale": scale}), source.inputs, {})
-        eager, truth = source.eager(_in(inputs, source.precision)), source.exact(inputs)
+        eager, truth = source.eager(at_precision(inputs, source.precision)), source.exact(inputs)
         if all(_sound(value, truth[output], source.precision) for output, value in eager.items()):
             return scale / MARGIN
         scale /= step
     return scale
+
+
+def _limits(source: Expected, which: str) -> float:
+    """A limit of the inputs' floating-point dtype."""
+    dtype = next(spec.dtype for spec in source.inputs if "float" in spec.dtype)
+    return float(getattr(ml_dtypes.finfo(dtype), which))  # type: ignore[no-untyped-call]
 
 
 def _overflows(eager: Mapping[str, Array], truth: Mapping[str, Array], source: Expected) -> bool:

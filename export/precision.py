@@ -80,7 +80,7 @@ def retype(
         least_stays_least: whether a lone number that is the least of its type becomes the least of a wider one, for it
             stands for minus infinity, and must swallow whatever it is added to there too.
     """
-    kept = _kept_in_fp32(model.graph)
+    kept = kept_in_fp32(model.graph)
     to = _To(frozenset(sources), target, least_stays_least)
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
         if value not in kept:
@@ -131,7 +131,7 @@ def round_results(model: ir.Model, but: Collection[ir.Value] = ()) -> dict[str, 
     return stored
 
 
-def _kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
+def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
     """What operators take in fp32, and what is computed to become a whole number (a size, a position), which 16 bits
     would change; with all that it is made of, where that is neither an input nor used for anything else."""
     kept: set[ir.Value] = set()

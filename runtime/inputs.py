@@ -100,12 +100,12 @@ def checked(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Arra
 
 def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     try:
-        return tuple(dim if isinstance(dim, int) else dim.factor * _size(dim.symbol, sizes) for dim in spec.dims)
+        return tuple(dim if isinstance(dim, int) else dim.factor * size_of(dim.symbol, sizes) for dim in spec.dims)
     except (KeyError, NotImplementedError, ZeroDivisionError):
         return None
 
 
-def _size(symbol: str, sizes: Mapping[str, int]) -> int:
+def size_of(symbol: str, sizes: Mapping[str, int]) -> int:
     """What a symbol, or an expression of symbols such as `rows*columns`, stands for.
 
     Raises:

@@ -133,7 +133,7 @@ def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | No
         )
     stored = load_file(bundle.file(REFERENCE_EXAMPLE))
     labels = {case.name: stored.get(reference.labels_key(case)) for case in cases}
-    return Scores(name, metric_named(metric, labelled=None not in labels.values()), labels, least)
+    return Scores(name, metric_named(metric, labelled=all(one is not None for one in labels.values())), labels, least)
 
 
 def metric_named(metric: str | Metric, labelled: bool) -> Metric:

@@ -14,7 +14,10 @@ EXPECTED = (
     "attnforge/py.typed",
     "attnforge/model/weights/patch-attention-digits.safetensors",
     "attnforge/export/lowering/tensorrt.py",
+    "attnforge/export/diagnosis/causes.py",
     "attnforge/runtime/session.py",
+    "attnforge/runtime/weights.py",
+    "attnforge/templates/verify.html",
     "attnforge/benchmarks/latency.py",
 )
 USE = """

@@ -284,18 +284,18 @@ def _accumulated(run: Run) -> Blame:
     if half is None:
         return Blame(None, "rounding", "no tensor has as much as half of the final error")
     rounded = [m for m in run.tensors if m.own > 0]
-    smallest = min((m.unit for m in rounded), default=half.unit)
-    if run.error <= FEW_UNITS * smallest:
+    unit = max((m.unit for m in rounded), default=half.unit)
+    if run.error <= FEW_UNITS * unit:
         return Blame(
             None,
             "rounding",
-            f"the final error of {run.error:.1e} is {run.error / smallest:.0f} unit roundoffs after {len(rounded)} "
+            f"the final error of {run.error:.1e} is {run.error / unit:.0f} unit roundoffs after {len(rounded)} "
             "roundings: what this precision costs, and no tensor is to blame",
         )
     return Blame(
         half,
         "accumulation",
-        f"{len(rounded)} roundings add up to {run.error / smallest:.0f} unit roundoffs, and no tensor makes an error "
+        f"{len(rounded)} roundings add up to {run.error / unit:.0f} unit roundoffs, and no tensor makes an error "
         f"much larger; half of it is there at {half.name}",
     )
 

@@ -7,7 +7,7 @@ Of a tensor `y = f(x)`: `y₆₄` where everything is float64, `y` as it is stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -70,15 +70,15 @@ class Run:
     error: float
 
 
-def measure(model: ir.Model, feeds: Mapping[str, Array]) -> Run:
-    """Run `model` on `feeds` in all three ways.
+def measure(model: ir.Model, feeds: Mapping[str, Array], unrounded: Collection[ir.Value] = ()) -> Run:
+    """Run `model` on `feeds` in all three ways; what is `unrounded` is never stored in 16 bits.
 
     Raises:
         NoDoublePath: an operator that is not computed in double.
     """
     names = computed(model)
     exact = in_float64(model, names)(feeds)
-    stored = {name: wide(array) for name, array in at_own_precision(model, names)(feeds).items()}
+    stored = {name: wide(array) for name, array in at_own_precision(model, names, unrounded=unrounded)(feeds).items()}
     used = [name for name in names if _value(model, name).uses()]
     explained = in_float64(model, names, used)({**{n: wide(a) for n, a in feeds.items()}, **stored})
     found: dict[str, Measured] = {}

@@ -1,0 +1,60 @@
+"""Real inputs of the registered models that have some: handwritten digits with their labels, and photographs.
+
+All of it comes with scikit-learn (`pip install attnforge[data]`); without it no model has any.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnforge.errors import UnavailableError
+from attnforge.model.digits import load_digits_split
+from attnforge.model.registry import Example
+
+
+class Real(NamedTuple):
+    """Inputs by position, and labels of each one's samples where the task has some."""
+
+    inputs: tuple[tuple[Tensor, ...], ...] = ()
+    labels: tuple[Tensor, ...] = ()
+
+
+def real_data(name: str, example: Example) -> Real:
+    """Real inputs for a model, as far as they are at hand.
+
+    Args:
+        name: of a registered model; others have none.
+        example: of it. Photographs are as large as its image.
+    """
+    try:
+        if name == "patch-attention-digits":
+            split = load_digits_split()
+            return Real(((split.test_images,),), (split.test_labels,))
+        if name in ("patch-attention", "vit"):
+            height, width = example.args[0].shape[-2:]
+            return Real(tuple((photograph[None],) for photograph in photographs(height, width)))
+    except UnavailableError:
+        pass
+    return Real()
+
+
+def photographs(height: int, width: int) -> Tensor:
+    """scikit-learn's two sample photographs (2, 3, height, width) float32 in [0, 1], cropped about their middle to that
+    shape and resized. Raises UnavailableError without scikit-learn."""
+    try:
+        from sklearn.datasets import load_sample_images
+    except ImportError as error:
+        raise UnavailableError(
+            "the photographs need scikit-learn, which is not installed; pip install scikit-learn"
+        ) from error
+    images = torch.stack([torch.tensor(image) for image in load_sample_images().images]).permute(0, 3, 1, 2) / 255
+    rows, columns = images.shape[-2:]
+    scale = min(rows / height, columns / width)
+    tall, wide = int(height * scale), int(width * scale)
+    top, left = (rows - tall) // 2, (columns - wide) // 2
+    cropped = images[..., top : top + tall, left : left + wide]
+    return F.interpolate(cropped, (height, width), mode="bilinear", antialias=True, align_corners=False).clamp(0, 1)

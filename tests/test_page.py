@@ -1,0 +1,571 @@
+"""The page of a verification: the attention weights that it shows, what it says, and how a browser shows it."""
+
+from __future__ import annotations
+
+import html.parser
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from conftest import rewrite, small_example
+from torch import Tensor, nn
+from torch.export import Dim
+from typer.testing import CliRunner
+
+import attnforge
+from attnforge import charts
+from attnforge.arrays import Array
+from attnforge.bundle import Bundle, Kind, Masks
+from attnforge.charts import Mark
+from attnforge.cli import app
+from attnforge.errors import UnavailableError, UsageError
+from attnforge.export.lowering.onnxruntime import GROUP_QUERY, MULTI_HEAD, ONE_HEAD
+from attnforge.export.lowering.tuning import Choice
+from attnforge.model import build_model
+from attnforge.page import KINDS, MASKS, check_page, write_page
+from attnforge.runtime import weights as looking
+from attnforge.runtime.budget import BINS
+from attnforge.runtime.metrics import MetricReport
+from attnforge.runtime.parity import Report
+from attnforge.runtime.weights import SiteWeights, attention_weights, patch_grid
+
+PRODUCTS = "MatMul·Softmax·MatMul"
+Pages = dict[str, tuple[Report, str, Path]]
+
+
+# --- attention weights ------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Four heads of 16, whose scale fp32 holds as it is, on keys of four heads or fewer; a mask of (queries, keys)."""
+
+    def __init__(self, key_heads: int = 4, is_causal: bool = False) -> None:
+        super().__init__()
+        self.key_heads, self.is_causal = key_heads, is_causal
+        self.query, self.key, self.value = (nn.Linear(32, 16 * heads) for heads in (4, key_heads, key_heads))
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        return [f(x).unflatten(-1, (-1, 16)).transpose(1, 2) for f in (self.query, self.key, self.value)]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = self.parts(x)
+        result: Tensor = nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=self.is_causal, enable_gqa=self.key_heads != 4
+        )
+        return result.transpose(1, 2).flatten(2)
+
+    def weights(self, x: Tensor, mask: Tensor | None = None) -> Array:
+        """Of the first sample, in float64."""
+        query, key, _ = self.double().parts(x.double())
+        scores = query @ key.repeat_interleave(4 // self.key_heads, 1).transpose(-2, -1) / 4
+        if self.is_causal:
+            scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return np.asarray(scores.softmax(-1).detach()[0])
+
+
+class Always:
+    """A tuner that measures nothing and chooses one form."""
+
+    form, spent = "", 0.0
+
+    def __init__(self, sizes: object) -> None: ...
+
+    def choose(self, attention: object, candidates: list[Any], ruled: Choice) -> Choice:
+        assert self.form in [candidate.form for candidate in candidates]
+        return Choice(self.form, "asked for")
+
+
+def deployed_as(
+    form: str, module: Attends, masked: bool, out: Path, precision: str, patch: pytest.MonkeyPatch
+) -> tuple[Bundle, tuple[Tensor, ...]]:
+    patch.setattr("attnforge.export.deploy.Tuner", type("Chosen", (Always,), {"form": form}))
+    args: tuple[Tensor, ...] = (torch.randn(2, 7, 32),)
+    tokens: Any = Dim("tokens", min=2, max=16)
+    shapes: tuple[Any, ...] = ({0: Dim("batch", min=1, max=4), 1: tokens},)
+    if masked:
+        args = (*args, (torch.rand(7, 7) < 0.6) | torch.eye(7, dtype=torch.bool))
+        shapes = (*shapes, {0: tokens, 1: tokens})
+    return attnforge.deploy(module, args, out, shapes, precision, ["onnxruntime"], force=True), args
+
+
+@pytest.mark.parametrize(
+    ("form", "key_heads", "is_causal", "masked"),
+    [
+        (PRODUCTS, 4, False, False),
+        (PRODUCTS, 4, False, True),
+        (PRODUCTS, 2, True, False),
+        (MULTI_HEAD, 4, False, False),
+        (MULTI_HEAD, 2, False, True),
+        (MULTI_HEAD, 4, True, False),
+        (ONE_HEAD, 4, False, False),
+        (ONE_HEAD, 2, True, False),
+        (ONE_HEAD, 4, False, True),
+        ("Attention", 4, False, False),
+        ("Attention", 2, False, True),
+        ("Attention", 2, True, False),
+        (GROUP_QUERY, 2, True, False),
+    ],
+)
+def test_weights_are_those_of_torch(
+    form: str, key_heads: int, is_causal: bool, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    module = Attends(key_heads, is_causal)
+    bundle, args = deployed_as(form, module, masked, tmp_path / "bundle", "fp32", monkeypatch)
+    found = attention_weights(bundle)
+    assert (found.left_out, found.no_exact, found.case.name) == ({}, None, "example")
+    (one,) = found
+    assert (one.form, one.is_held, one.samples) == (form, form == PRODUCTS, 2)
+    truth = module.weights(*args)
+    assert one.exact is not None
+    np.testing.assert_allclose(one.exact, truth, rtol=0, atol=1e-14)
+    for near in (one.eager, one.deployed):
+        np.testing.assert_allclose(near, truth, rtol=0, atol=3e-7)
+        np.testing.assert_allclose(near.sum(-1), 1, rtol=0, atol=1e-6)
+
+
+def test_eager_is_rounded_and_deployed_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp16 and bf16 ONNX Runtime's CPU computes in fp32; eager's error is that of the precision."""
+    torch.manual_seed(2)
+    for precision, unit in (("fp16", 2.0**-11), ("bf16", 2.0**-8)):
+        bundle, _ = deployed_as(MULTI_HEAD, Attends(), False, tmp_path / "bundle", precision, monkeypatch)
+        (one,) = attention_weights(bundle)
+        assert one.exact is not None
+        assert 0.05 * unit < np.abs(one.eager - one.exact).max() < 8 * unit
+        assert np.abs(one.deployed - one.exact).max() < 3e-7
+
+
+def test_a_query_without_keys_has_no_weights(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return ((x @ x.transpose(-2, -1)).masked_fill(~mask, -torch.inf).softmax(-1) @ x).nan_to_num()
+
+    mask = torch.ones(2, 5, 5, dtype=torch.bool)
+    mask[0, 3] = False
+    bundle = attnforge.deploy(
+        Bare(), (torch.randn(2, 5, 8), mask), tmp_path / "bare", None, "fp32", ["onnxruntime"], tune=False
+    )
+    (one,) = attention_weights(bundle)
+    assert one.exact is not None
+    for weights in (one.exact, one.eager, one.deployed):
+        np.testing.assert_allclose(weights.sum(-1), [[1, 1, 1, 0, 1]], atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Two sites on images of 4 × 4 patches, on ONNX Runtime alone."""
+    module, args, shapes = build_model("patch-attention-digits")
+    out = tmp_path_factory.mktemp("page") / "digits"
+    return attnforge.deploy(module, args, out, shapes, "fp16", ["onnxruntime"], name="digits", tune=False)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Two heads that attend to a padded memory, on ONNX Runtime alone."""
+    module, args, shapes = small_example()
+    out = tmp_path_factory.mktemp("page") / "small"
+    return attnforge.deploy(module, args, out, shapes, "fp32", ["onnxruntime"], name="small", tune=False)
+
+
+@pytest.fixture(scope="module")
+def faulty(digits: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same, with the scale of its second site off by 1%."""
+    folder = Path(shutil.copytree(digits.path, tmp_path_factory.mktemp("faulty") / "bundle"))
+    file = folder / "onnxruntime/model.onnx"
+    model = ir.load(file)
+    node = next(node for node in model.graph if node.name == "attentions.1/MultiHeadAttention")
+    node.attributes["scale"] = ir.AttrFloat32("scale", 1.01 * node.attributes["scale"].as_float())
+    ir.save(model, file)
+    return rewrite(folder)
+
+
+def off(one: SiteWeights) -> float:
+    assert one.exact is not None
+    return float(np.abs(one.deployed - one.exact).max())
+
+
+def test_a_fault_in_the_deployed_graph_shows(digits: Bundle, faulty: Bundle) -> None:
+    clean, broken = ({one.site: off(one) for one in attention_weights(bundle)} for bundle in (digits, faulty))
+    assert broken["attentions.0"] == clean["attentions.0"] < 1e-5
+    assert clean["attentions.1"] < 1e-5 < 1e-3 < broken["attentions.1"]
+
+
+def test_what_is_left_out_says_why(
+    digits: Bundle, small: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, args, shapes = build_model("additive-attention")
+    additive = attnforge.deploy(module, args, tmp_path / "additive", shapes, "fp32", ["onnxruntime"], tune=False)
+    found = attention_weights(additive)
+    assert not list(found) and "the keys differ by query" in next(iter(found.left_out.values()))
+    folder = Path(shutil.copytree(small.path, tmp_path / "copy"))
+    found = attention_weights(rewrite(folder, lambda manifest: manifest.targets.pop("onnxruntime")))
+    assert not list(found) and "no ONNX Runtime model" in next(iter(found.left_out.values()))
+    monkeypatch.setattr(looking, "MOST_IN_ALL", 4 * 16 * 16)
+    found = attention_weights(digits)
+    assert [one.site for one in found] == ["attentions.0"] and "enough" in found.left_out["attentions.1"]
+    monkeypatch.setattr(looking, "MOST_SCORES", 100)
+    found = attention_weights(digits)
+    assert not list(found) and "4 × 16 × 16" in found.left_out["attentions.0"]
+
+
+def test_patches_of_an_image() -> None:
+    def grid(*given: int) -> tuple[int, ...] | None:
+        found = patch_grid(*given)
+        return found and (found.rows, found.columns, found.side, found.extra)
+
+    assert grid(8, 8, 16) == (4, 4, 2, 0)
+    assert grid(32, 48, 24) == (4, 6, 8, 0)
+    assert grid(32, 32, 65) == (8, 8, 4, 1)
+    assert grid(224, 224, 197) == (14, 14, 16, 1)
+    assert grid(32, 32, 50) is None and grid(32, 32, 2) is None and grid(30, 50, 17) is None
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+def test_maps_of_many_tokens_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "MOST_CELLS", 2)
+    values = np.array([[1.0, 3, 5, 7, 9], [1, 3, 5, 7, 9], [-8, 0, 0, 0, 0]])
+    np.testing.assert_allclose(charts.pooled(values), [[3, 8], [-8 / 3, 0]])
+    np.testing.assert_allclose(charts.pooled(values, extreme=True), [[5, 9], [-8, 0]])
+    assert charts.pooled(values[:2, :2]) is not None
+
+
+def test_charts_bear_what_a_report_may_hold() -> None:
+    zero, one = [0] * BINS, [7, *[0] * (BINS - 2), 1]
+    for errors, eager, allowed in ((one, zero, None), (zero, one, (1e-30, 1e30)), (one, one, (1e-3, 1e-3))):
+        assert charts.histogram("b", errors, eager, allowed, "alt").src.startswith("data:image/svg+xml;base64,")
+    exact = Mark(r"no $\frac{ formula", 0.0, 0.0, 1e-6, True, True)
+    infinite = Mark("lost", 1.0, 0.0, 1e-3, False, False)
+    for marks in ([exact], [exact, infinite], [infinite]):
+        assert charts.by_case("b", marks, "alt").height > 100
+        assert charts.by_size("b", marks, [5, 5000][: len(marks)], "$tokens", "alt").alt == "alt"
+    gone = charts.heatmap(np.full((3, 4), np.nan), 0.0, "alt")
+    assert gone.src.startswith("data:image/png;base64,")
+
+
+# --- what the page says -----------------------------------------------------------------------------------------------
+
+
+class Parsed(html.parser.HTMLParser):
+    """Tags with their attributes, the text between them, and the rows of every table by its class."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.tables: dict[str, list[list[str]]] = {}
+        self._rows: list[list[str]] = []
+        self._in_cell = False
+        self.feed(text)
+        for rows in self.tables.values():
+            rows[:] = [[cell.strip() for cell in row] for row in rows]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.append((tag, given))
+        if tag == "table":
+            self._rows = self.tables.setdefault(given.get("class") or "", [])
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("th", "td"):
+            self._rows[-1].append("")
+            self._in_cell = True
+        elif tag == "data" and self._in_cell:
+            self._rows[-1][-1] += f"={given['value']} "
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("th", "td"):
+            self._in_cell = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._in_cell:
+            self._rows[-1][-1] += data
+
+
+def written(report: Report, bundle: Bundle, file: Path) -> str:
+    return write_page(report, bundle, file).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def pages(small: Bundle, digits: Bundle, faulty: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    """Of a bundle that passes, one of images, and one that fails: the report, the page and its file."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = {}
+    for name, bundle in {"small": small, "digits": digits, "faulty": faulty}.items():
+        report = attnforge.verify(bundle, ["onnxruntime-cpu"])
+        made[name] = report, written(report, bundle, folder / f"{name}.html"), folder / f"{name}.html"
+    return made
+
+
+@pytest.mark.parametrize("name", ["small", "digits", "faulty"])
+def test_numbers_are_the_reports(name: str, pages: Pages) -> None:
+    report, text, _ = pages[name]
+    ((backend, found),) = report.backends.items()
+    parsed = Parsed(text)
+    head, *rows = parsed.tables["cases"]
+    assert len(rows) == len(found.comparisons)
+    for row, one in zip(rows, found.comparisons, strict=True):
+        cells = dict(zip(head, row, strict=True))
+        case = next(case for case in report.cases if case.name == one.case)
+        assert cells["Case"] == one.case and cells["Verdict"] == ("passed" if one.passed else "FAILED")
+        for column, number in (("Error", one.error), ("Eager’s", one.eager_error), ("Budget", one.budget)):
+            exact, shown = cells[column].removeprefix("=").split()
+            assert float(exact) == number and shown == (f"{number:.1e}" if number else "0")
+        assert cells["Cosine"] == f"{one.cosine:.9f}" and cells["Seed"] == str(case.seed)
+        assert cells["Sizes"] == ", ".join(f"{symbol} {size}" for symbol, size in case.sizes.items())
+        assert cells["Kind of input"].startswith(case.kind)
+        assert cells.get("Masks", "random") == case.masks
+    summary = parsed.tables[""][1]
+    assert summary[:2] == [backend, "passed" if found.passed else "FAILED"]
+    for cell, number in zip(summary[2:5], (found.error, found.eager_error, found.budget), strict=True):
+        assert cell == f"={number} {number:.1e}"
+    assert summary[6:] == [found.case, str(len(report.cases))]
+    worst = next(iter(found.outputs.values())).worst
+    assert worst is not None and worst.got is not None
+    assert f"[{', '.join(map(str, worst.index))}]" in text and f"{worst.got:.9g}" in text
+
+
+def test_a_failure_says_so_and_names_the_case(pages: Pages) -> None:
+    report, text, _ = pages["faulty"]
+    found = report.backends["onnxruntime-cpu"]
+    assert not report.passed and found.failures
+    said = " ".join(Parsed(text).text.split())
+    assert "digits in fp16: FAILED" in said and "does not compute the same function" in said
+    assert f"fails {len({c.case for c in found.failures})} of {found.cases} cases" in said
+    furthest = max(found.failures, key=lambda c: c.error / c.budget)
+    assert f"{furthest.case}, output {furthest.output}: {furthest.reason}" in said
+    sites = {row[0]: row for row in Parsed(text).tables["sites"]}
+    assert float(sites["attentions.1"][2].removeprefix("=").split()[0]) > 1e-3
+    assert "digits in fp16: passed" in " ".join(Parsed(pages["digits"][1]).text.split())
+
+
+def test_images_have_attention_laid_over_them(pages: Pages) -> None:
+    alts = [attrs["alt"] or "" for tag, attrs in Parsed(pages["digits"][1]).tags if tag == "img"]
+    over = [alt for alt in alts if "over the image, 4 × 4 patches of 2 pixels" in alt]
+    assert len(over) == 6  # two sites: eager, deployed, difference
+    assert not any("over the image" in (a.get("alt") or "") for _, a in Parsed(pages["small"][1]).tags)
+
+
+def test_every_kind_of_input_and_mask_is_explained() -> None:
+    assert set(KINDS) == set(get_args(Kind)) and set(MASKS) == set(get_args(Masks))
+
+
+def test_the_page_needs_nothing_else_and_can_be_read_aloud(pages: Pages) -> None:
+    for _, text, _ in pages.values():
+        parsed = Parsed(text)
+        assert not {"script", "iframe", "object", "embed"} & {tag for tag, _ in parsed.tags}
+        for _, attrs in parsed.tags:
+            for name in ("src", "href", "srcset", "action"):
+                assert (attrs.get(name) or "data:").startswith("data:")
+        style = re.sub(r"data:[\w/+;]*base64,[\w/+=]*", "", text)
+        assert "url(" not in style and "@import" not in style and "http" not in style
+        assert parsed.tags[0] == ("html", {"lang": "en"}) or ("html", {"lang": "en"}) in parsed.tags
+        levels = [int(tag[1]) for tag, _ in parsed.tags if re.fullmatch(r"h[1-6]", tag)]
+        assert levels[0] == 1 and levels.count(1) == 1
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+        images = [attrs for tag, attrs in parsed.tags if tag == "img"]
+        assert len(images) > 6 and all(len(attrs["alt"] or "") > 20 for attrs in images)
+        assert len({attrs["alt"] for attrs in images}) > 5
+
+
+def test_hostile_names_are_text(small: Bundle, pages: Pages, tmp_path: Path) -> None:
+    hostile = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>"
+    report = pages["small"][0]
+    found = report.backends["onnxruntime-cpu"]
+    changed = report.model_copy(
+        update={
+            "name": hostile,
+            "bundle": hostile,
+            "reference": hostile,
+            "warnings": [hostile],
+            "skipped": {hostile: hostile},
+            "backends": {hostile: found.model_copy(update={"reason": hostile, "case": hostile})},
+        }
+    )
+    text = written(changed, small, tmp_path / "page.html")
+    parsed = Parsed(text)
+    assert "script" not in {tag for tag, _ in parsed.tags}
+    assert not any("onerror" in attrs for _, attrs in parsed.tags)
+    assert hostile in parsed.text and hostile not in text
+
+
+def test_warnings_metrics_and_what_did_not_run_are_said(small: Bundle, pages: Pages, tmp_path: Path) -> None:
+    report = pages["small"][0]
+    metric = MetricReport(
+        name="accuracy", value=0.875, eager=0.9375, float64=0.96875, least=0.91, samples=32, passed=False,
+        reason="accuracy is 0.875, under the 0.91 that it has to reach",
+    )  # fmt: skip
+    found = report.backends["onnxruntime-cpu"].model_copy(
+        update={"metric": metric, "reason": metric.reason, "passed": False}
+    )
+    changed = report.model_copy(
+        update={
+            "passed": False,
+            "backends": {"onnxruntime-cpu": found},
+            "warnings": ["fp16 drifts"],
+            "skipped": {"tensorrt": "no CUDA device"},
+        }
+    )
+    said = " ".join(Parsed(written(changed, small, tmp_path / "page.html")).text.split())
+    assert "Warning. fp16 drifts" in said and "tensorrt: no CUDA device" in said
+    assert metric.text() in said and metric.reason is not None and said.count(metric.reason) == 2
+    nothing = report.model_copy(update={"passed": False, "backends": {}, "skipped": {"tensorrt": "no CUDA device"}})
+    said = " ".join(Parsed(written(nothing, small, tmp_path / "none.html")).text.split())
+    assert "No backend could run on this machine" in said and "FAILED" in said
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # importing it raises
+import attnforge
+from attnforge.page import write_page
+report = attnforge.verify(sys.argv[1], ["onnxruntime-cpu"])
+print(write_page(report, sys.argv[1], sys.argv[2]))
+assert "matplotlib.pyplot" not in sys.modules
+"""
+
+
+def test_a_page_needs_no_torch(digits: Bundle, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(digits.path), str(tmp_path / "new/page.html")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "new/page.html").is_file()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_written_is_said_first(digits: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify(*_: object, **__: object) -> Report:
+        raise AssertionError("verified before it was known that a page can be written")
+
+    monkeypatch.setattr(attnforge, "verify", verify, raising=False)
+    taken = tmp_path / "taken.html"
+    taken.write_text("mine")
+    run = CliRunner().invoke
+    assert isinstance(error := run(app, ["verify", str(digits.path), "--html", str(taken)]).exception, UsageError)
+    assert "--force" in str(error) and taken.read_text() == "mine"
+    assert isinstance(run(app, ["verify", str(digits.path), "--html", str(tmp_path)]).exception, UsageError)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    error = run(app, ["verify", str(digits.path), "--html", str(tmp_path / "new.html")]).exception
+    assert isinstance(error, UnavailableError) and "pip install attnforge[report]" in str(error)
+    with pytest.raises(UnavailableError):
+        check_page(tmp_path / "new.html")
+
+
+def test_the_command_writes_a_page(digits: Bundle, faulty: Bundle, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    arguments = ["verify", "-b", "onnxruntime-cpu", "--html", str(file)]
+    done = CliRunner().invoke(app, [*arguments, str(digits.path), "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["page"] == str(file)
+    assert "digits in fp16: passed" in file.read_text(encoding="utf-8")
+    done = CliRunner().invoke(app, [*arguments, str(faulty.path), "--force"])
+    assert done.exit_code == 1 and str(file) in "".join(done.output.split())
+    assert "digits in fp16: FAILED" in file.read_text(encoding="utf-8")
+
+
+def test_the_command_takes_a_metric_and_says_reasons(
+    small: Bundle, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(small.path)
+    error = CliRunner().invoke(app, ["verify", path, "--metric", "accuracy", "--least", "0.9"]).exception
+    assert isinstance(error, UsageError) and "real data" in str(error)
+    metric = MetricReport(
+        name="accuracy", value=0.5, eager=0.75, float64=0.75, least=0.7, samples=4, passed=False, reason="too low"
+    )
+    report = pages["small"][0]
+    found = report.backends["onnxruntime-cpu"].model_copy(update={"metric": metric, "reason": "too low"})
+    changed = report.model_copy(update={"backends": {"onnxruntime-cpu": found}, "warnings": ["fp16 drifts"]})
+    given: dict[str, object] = {}
+    monkeypatch.setattr(attnforge, "verify", lambda *_, **named: given.update(named) or changed, raising=False)
+    done = CliRunner().invoke(app, ["verify", path, "--metric", "cosine", "--least", "0.5"])
+    assert given == {"metric": "cosine", "least": 0.5}
+    for text in (metric.text(), "onnxruntime-cpu too low", "fp16 drifts"):
+        assert text in done.output
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--window-size=1280,900"),
+)
+SEEN = """
+const root = document.documentElement, verdict = document.querySelector('.verdict').getBoundingClientRect();
+return {
+  scroll: root.scrollWidth, client: root.clientWidth, width: window.innerWidth, height: window.innerHeight,
+  verdict: [verdict.top, verdict.bottom, verdict.width],
+  heading: document.querySelector('h1').getBoundingClientRect().bottom,
+  pictures: [...document.querySelectorAll('img, svg')].map(p => {
+    const box = p.getBoundingClientRect();
+    return [box.width, box.height, box.right, p.naturalWidth, p.complete, p.alt];
+  }),
+  wide: [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll')
+    && e.getBoundingClientRect().right > root.clientWidth + 1).map(e => e.outerHTML.slice(0, 80)),
+  text: document.body.innerText,
+  ground: getComputedStyle(document.body).backgroundColor,
+};
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if CHROMIUM is None or CHROMEDRIVER is None:
+        pytest.skip("chromium and chromedriver are not installed (apt-get install chromium chromium-driver)")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
+    driver.get("about:blank")
+    driver.get_log("performance")  # what a new browser shows first
+    yield driver
+    driver.quit()
+
+
+@pytest.mark.parametrize("name", ["small", "digits", "faulty"])
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_a_browser_shows_it(name: str, width: int, height: int, browser: Any, pages: Pages) -> None:
+    report, _, file = pages[name]
+    screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    grounds = set()
+    for scheme in ("dark", "light"):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        browser.get(file.as_uri())
+        grounds.add(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+    assert len(grounds) == 2
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    assert file.as_uri() in asked and all(url.startswith(("data:", file.as_uri())) for url in asked)
+    seen = browser.execute_script(SEEN)
+    assert (seen["width"], seen["height"]) == (width, height)
+    assert seen["scroll"] <= seen["client"] and seen["wide"] == []
+    top, bottom, across = seen["verdict"]
+    assert 0 <= seen["heading"] < top < bottom < height and across > 0.8 * width - 60
+    first = "passed" if report.passed else "FAILED"
+    assert f"in {report.precision}: {first}" in seen["text"][:200]
+    assert len(seen["pictures"]) > 6
+    for shown, tall, right, natural, complete, alt in seen["pictures"]:
+        assert shown > 150 and tall > 100 and right <= width and natural > 0 and complete and alt
