@@ -125,12 +125,12 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
     Floating-point ones are standard normal, or by the case's kind: `scaled`, normal times `case.scale`; `uniform`, from
     -1 to 1; `outliers`, normal with one channel (place in the last dim) in sixty-four :data:`OUTLIERS` times as large;
     `constant`, ones; `denormal`, normal times `case.scale` times a quarter of the dtype's least normal number;
-    `extremes`, normal with one number in sixty-one `case.scale` times the dtype's largest or least. Whole numbers are uniform over the
-    example's range.
+    `extremes`, normal with one number in sixty-one `case.scale` times the dtype's largest or least. Whole numbers are
+    uniform over the example's range.
 
-    Masks are drawn by the case's `masks`, True or 1 or not excluded: three quarters at random, and of
-    several rows (of the last dim) one all False and one all True; `all`; `none`; in every row `one`, or `all
-    but one`; or a `ragged` beginning of every row. They are of either sense, so every kind means something to each.
+    Masks are drawn by the case's `masks`, True or 1 or not excluded: three quarters at random, and of several rows (of
+    the last dim) one all False and one all True; `all`; `none`; in every row `one`, or `all but one`; or a `ragged`
+    beginning of every row. They are of either sense, so every kind means something to each.
 
     Args:
         case: what to make.

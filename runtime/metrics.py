@@ -47,7 +47,7 @@ def accuracy(outputs: Outputs, labels: Array) -> float:
 
 
 def cosine(outputs: Outputs, labels: Array) -> float:
-    """Mean cosine between the rows (last dim) of the first output and those of the labels: of embeddings, say."""
+    """Mean cosine between the rows (last dim) of the first output and those of float64's: of embeddings, say."""
     given, wanted = _first(outputs).astype(np.float64), np.asarray(labels, np.float64)
     norms = np.linalg.norm(given, axis=-1) * np.linalg.norm(wanted, axis=-1)
     return float(np.mean(np.sum(given * wanted, axis=-1) / np.where(norms > 0, norms, 1)))
@@ -81,7 +81,7 @@ class Scores:
             for which in ("float64", "eager")
         )
         labels = self.labels[case.name]
-        wanted = _first(truth) if labels is None else labels
+        wanted = _first(truth) if labels is None or self.metric is cosine else labels
         values = [float(self.metric(one, wanted)) for one in (results, eager, truth)]
         first = _first(results)
         self.found.append((len(first) if first.ndim else 1, values[0], values[1], values[2]))

@@ -38,8 +38,8 @@ TARGET = "onnxruntime"
 FORMS = ("Softmax", "MultiHeadAttention", "Attention", "GroupQueryAttention")
 """How the name of the node ends that a site was lowered to, after the site's own."""
 
-MOST_SCORES, MOST_IN_ALL = 2**23, 2**26
-"""How many weights of one sample are looked at: of one site (64 MiB in float64), and of all."""
+MOST_SCORES, MOST_IN_ALL = 2**25, 2**26
+"""How many weights of one sample are looked at: of one site (256 MiB in float64), and of all."""
 
 
 @dataclass(frozen=True)

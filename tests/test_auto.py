@@ -1,0 +1,288 @@
+"""precision="auto": 16 bits but where the budget demands fp32, attention fused all the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from broken import BROKEN, DIM, TOKENS, Block, Shifted, Stack, healthy, made
+from torch import Tensor, nn
+from torch.export import Dim
+from typer.testing import CliRunner
+
+import attnforge
+from attnforge.bundle import Bundle, Mixed
+from attnforge.cli import app
+from attnforge.errors import BuildError, UnknownNameError, UsageError
+from attnforge.export.emulation import Emulated
+from attnforge.export.mixed import assign, flops_of, operators
+from attnforge.model import build_model
+from attnforge.runtime.parity import compare
+from attnforge.runtime.session import Session
+
+FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
+TARGETS = ("onnxruntime", "tensorrt_rtx")
+
+
+def chosen(make: Callable[[], nn.Module], folder: Path, precision: str = "auto", **options: object) -> Bundle:
+    module, args, shapes = made(make)
+    return attnforge.deploy(module, args, folder, shapes, precision, TARGETS, tune=False, **options)  # type: ignore[arg-type]
+
+
+def of(bundle: Bundle) -> Mixed:
+    assert bundle.manifest.mixed is not None
+    return bundle.manifest.mixed
+
+
+def holds(bundle: Bundle) -> None:
+    """The bundle is within its budget deployed, and as TensorRT would store it; and its parts tell of its types."""
+    assert attnforge.verify(bundle).passed
+    report = compare(Session(bundle, Emulated(bundle)))
+    assert report.passed, report.failures
+    mixed, manifest = of(bundle), bundle.manifest
+    assert mixed.error <= mixed.max_error and manifest.precision == mixed.low
+    assert {spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} == {"float32"}
+    canonical = ir.load(bundle.file("canonical.onnx"))
+    high = {name for region in mixed.regions for name in region.nodes}
+    assert high == {
+        str(node.name)
+        for node in canonical.graph
+        if node.op_type != "Cast" and node.name in high and node.outputs[0].dtype == FLOAT
+    }
+
+
+# Models that break on purpose
+
+
+@pytest.mark.parametrize("precision", ["auto", "auto-fp16"])
+@pytest.mark.parametrize("name", [name for name, broken in BROKEN.items() if broken.saved])
+def test_what_breaks_is_saved(name: str, precision: str, tmp_path: Path) -> None:
+    bundle = chosen(BROKEN[name].make, tmp_path / "b", precision)
+    holds(bundle)
+    assert of(bundle).low_flops >= 0.8
+    attention = bundle.manifest.attention
+    assert attention.sites > 0
+    if name == "unscaled, head of 512":
+        assert (
+            attention.fused["tensorrt_rtx"] == 0 and "larger than the fused kernels take" in attention.unfused[0].reason
+        )
+    else:
+        assert attention.fused["tensorrt_rtx"] == attention.sites
+
+
+def test_what_stays_in_fp32_and_why(tmp_path: Path) -> None:
+    mixed = of(chosen(BROKEN["residual stream"].make, tmp_path / "b", "auto-fp16"))
+    modules = [region.module for region in mixed.regions]
+    assert "steps.2" in modules and "steps.0" not in modules and "steps.0.mlp.0" not in modules
+    stream = next(region for region in mixed.regions if region.module == "steps.2")
+    assert "beyond the range of fp16" in stream.why
+    assert mixed.steps[0].startswith("all in 16 bits: 0 of") and "numbers are lost" in mixed.steps[0]
+
+
+def test_a_healthy_model_stays_in_16_bits(tmp_path: Path) -> None:
+    bundle = chosen(healthy, tmp_path / "b")
+    holds(bundle)
+    mixed = of(bundle)
+    assert (mixed.low, mixed.regions, mixed.low_flops, mixed.trials) == ("fp16", [], 1.0, 1)
+
+
+def test_a_vit_stays_in_16_bits(tmp_path: Path) -> None:
+    module, args, shapes = build_model("vit")
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "auto", TARGETS, tune=False)
+    holds(bundle)
+    assert of(bundle).regions == [] and bundle.manifest.attention.fused["tensorrt_rtx"] == 2
+
+
+def test_what_was_raised_for_nothing_is_lowered_again(tmp_path: Path) -> None:
+    """An offset that is taken away again needs two operators in fp32, and no others of a deep model."""
+    make = lambda: Stack(Block(), Shifted(100.0), Block(), Block())  # noqa: E731
+    mixed = of(chosen(make, tmp_path / "b", "auto-fp16"))
+    assert {region.module for region in mixed.regions} == {"steps.1"} and mixed.low_flops == 1.0
+
+
+# The budget
+
+
+def test_a_smaller_error_takes_more_of_fp32(tmp_path: Path) -> None:
+    loose = of(chosen(healthy, tmp_path / "loose", max_error=2e-3))
+    bundle = chosen(healthy, tmp_path / "tight", max_error=3e-4)
+    tight = of(bundle)
+    holds(bundle)
+    assert loose.regions == [] and tight.regions and tight.error <= 3e-4 < loose.error
+    assert tight.low_flops <= loose.low_flops and len(tight.regions) > 2
+    assert (tight.max_error, tight.exactly, loose.exactly) == (3e-4, True, True)
+
+
+def test_an_error_that_fp32_misses_too_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="even all in fp32 misses the budget"):
+        chosen(healthy, tmp_path / "b", max_error=1e-9)
+    assert not (tmp_path / "b").exists()
+
+
+def test_bf16(tmp_path: Path) -> None:
+    bundle = chosen(healthy, tmp_path / "b", "auto-bf16")
+    holds(bundle)
+    assert of(bundle).low == bundle.manifest.precision == "bf16" and of(bundle).regions == []
+
+
+def test_what_cannot_be_meant(tmp_path: Path) -> None:
+    module, args, _ = made(healthy)
+    for options, error, message in (
+        ({"precision": "automatic"}, UnknownNameError, "unknown precision 'automatic'"),
+        ({"precision": "fp16", "max_error": 1e-2}, UsageError, "is for precision auto, not fp16"),
+        ({"precision": "auto", "max_error": 2.0}, UsageError, "give a relative one, between 0 and 1"),
+        ({"precision": "auto", "attention_precision": "fp16"}, UsageError, "leave one out"),
+        ({"metric": "accuracy"}, UsageError, "measured on real inputs"),
+        ({"metric": "accuracy", "data": [args]}, UsageError, "accuracy needs labels"),
+        ({"data": [args], "labels": []}, None, ""),
+        ({"data": [args], "labels": [torch.zeros(2)] * 2}, UsageError, "2 labels were given for 1 inputs"),
+    ):
+        if error is None:
+            continue
+        with pytest.raises(error, match=message):
+            attnforge.deploy(module, args, tmp_path / "b", None, **options)  # type: ignore[arg-type]
+        assert not (tmp_path / "b").exists()
+
+
+# A task
+
+
+class Classifier(nn.Module):
+    """Of means, with classes that are close to one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(DIM, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x).mean(1))
+
+
+def classified(folder: Path, precision: str, **options: object) -> tuple[Bundle, Tensor]:
+    module = made(Classifier).module
+    images = torch.randn(64, TOKENS, DIM, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        labels = module(images).argmax(-1)
+    shapes = {"x": {0: Dim("batch", min=1, max=64)}}
+    bundle = attnforge.deploy(
+        module, (images[:2],), folder, shapes, precision, ["onnxruntime"], tune=False, data=[(images,)],
+        labels=[labels], metric="accuracy", **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return bundle, labels
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "auto"])
+def test_accuracy_is_measured_over_real_data(precision: str, tmp_path: Path) -> None:
+    bundle, labels = classified(tmp_path / "b", precision)
+    report = attnforge.verify(bundle)
+    metric = report.backends["onnxruntime-cpu"].metric
+    assert report.passed and metric is not None and metric.name == "accuracy"
+    assert metric.samples == 64 and metric.float64 == 1.0 and metric.value >= metric.least
+    assert any(case.kind == "data" and case.sizes == {"batch": 64} for case in bundle.manifest.cases)
+    with attnforge.load(bundle) as session:
+        stored = attnforge.runtime.parity.stored_inputs(bundle)["data-0/x"]
+        found = session(stored).argmax(-1)
+    assert metric.value == np.mean(found == labels.numpy())
+
+
+def test_a_metric_that_is_missed_fails(tmp_path: Path) -> None:
+    bundle, _ = classified(tmp_path / "b", "fp32")
+    report = attnforge.verify(bundle, least=1.01)
+    assert not report.passed and report.backends["onnxruntime-cpu"].failures == []
+    assert report.backends["onnxruntime-cpu"].reason == "accuracy is 1, under the 1.01 that it has to reach"
+    cosine = attnforge.verify(bundle, metric="cosine").backends["onnxruntime-cpu"].metric
+    assert cosine is not None and cosine.value == pytest.approx(1), "held to float64, not to labels"
+
+    def share_of_class_0(outputs: dict[str, np.ndarray], labels: np.ndarray) -> float:
+        return float(np.mean(outputs["output"].argmax(-1) == 0))
+
+    own = attnforge.verify(bundle, metric=share_of_class_0).backends["onnxruntime-cpu"].metric
+    assert own is not None and own.name == "share_of_class_0" and own.value == own.float64
+    with pytest.raises(UnknownNameError, match="unknown metric 'f1'"):
+        attnforge.verify(bundle, metric="f1")
+
+
+def test_a_metric_in_place_of_an_error(tmp_path: Path) -> None:
+    bundle, _ = classified(tmp_path / "b", "auto", least=0.9)
+    assert of(bundle).regions == [] and of(bundle).exactly
+    assert attnforge.verify(bundle).passed
+
+
+def test_cosine_of_embeddings_without_labels(tmp_path: Path) -> None:
+    module, args, _ = made(healthy)
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", None, "fp16", ["onnxruntime"], data=[args], metric="cosine", tune=False
+    )
+    metric = attnforge.verify(bundle).backends["onnxruntime-cpu"].metric
+    assert metric is not None and metric.passed and metric.float64 == pytest.approx(1) and 1 - metric.value < 1e-5
+
+
+def test_a_metric_needs_data(tmp_path: Path) -> None:
+    module, args, _ = made(healthy)
+    bundle = attnforge.deploy(module, args, tmp_path / "b", None, "fp32", ["onnxruntime"], tune=False)
+    with pytest.raises(UsageError, match="deployed without; give it to deploy"):
+        attnforge.verify(bundle, metric="cosine")
+    with pytest.raises(UsageError, match="none was named"):
+        attnforge.verify(bundle, least=0.5)
+
+
+# Types
+
+
+def test_types_of_a_mixed_graph(tmp_path: Path) -> None:
+    module, args, _ = made(healthy)
+    bundle = attnforge.deploy(module, args, tmp_path / "b", None, "fp32", ["onnxruntime"], tune=False)
+    model = ir.load(bundle.file("canonical.onnx"))
+    names = [str(node.name) for node in operators(model)]
+    assert not any(node.op_type in ("Reshape", "Transpose", "Slice") for node in operators(model))
+    high = next(name for name in names if "layer_norm" in name)
+    assign(model, FLOAT16, [high])
+    for node in model.graph:
+        types = {v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype in (FLOAT, FLOAT16)}
+        if node.op_type == "Cast":
+            assert types == {FLOAT, FLOAT16}
+        else:
+            assert types <= ({FLOAT} if node.name == high else {FLOAT16})
+    assert [v.dtype for v in (*model.graph.inputs, *model.graph.outputs)] == [FLOAT, FLOAT]
+    assert model.graph.outputs[0].name == "output"
+
+
+def test_operations_are_counted() -> None:
+    def value(*shape: int) -> ir.Value:
+        return ir.Value(shape=ir.Shape(shape), type=ir.TensorType(FLOAT))
+
+    def node(op_type: str, *inputs: ir.Value, result: ir.Value) -> ir.Node:
+        made = ir.node(op_type, list(inputs))
+        made.outputs[0].shape, made.outputs[0].type = result.shape, result.type
+        return made
+
+    product = node("MatMul", value(2, 5, 8), value(8, 3), result=value(2, 5, 3))
+    assert flops_of(product, {}) == 2 * 2 * 5 * 8 * 3
+    attention = node(
+        "Attention", value(1, 4, 10, 16), value(1, 4, 20, 16), value(1, 4, 20, 8), result=value(1, 4, 10, 8)
+    )
+    assert flops_of(attention, {}) == 2 * 4 * 10 * 20 * (16 + 8)
+    convolution = node("Conv", value(1, 3, 8, 8), value(16, 3, 2, 2), result=value(1, 16, 4, 4))
+    assert flops_of(convolution, {}) == 2 * 16 * 16 * 3 * 4
+    assert flops_of(node("Add", value(3), value(3), result=value(3)), {}) == 0
+
+
+# The command
+
+
+def test_the_command(tmp_path: Path) -> None:
+    arguments = ["patch-attention-digits", "--precision", "auto", "--metric", "accuracy", "--no-tune"]
+    out = str(tmp_path / "b")
+    ran = CliRunner().invoke(app, ["deploy", *arguments, "--target", "onnxruntime", "--out", out, "--json"])
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    assert told["mixed"]["low"] == "fp16" and told["metric"] == "accuracy"
+    ran = CliRunner().invoke(app, ["verify", out, "--json"])
+    metric = json.loads(ran.stdout)["backends"]["onnxruntime-cpu"]["metric"]
+    assert ran.exit_code == 0 and metric["samples"] == 450 and metric["value"] > 0.98
+    assert "precisions chosen: 100.0%" in CliRunner().invoke(app, ["inspect", out]).stdout
