@@ -161,12 +161,13 @@ def deploy(
     """
     from attnforge.export.deploy import deploy as deploy_model
     from attnforge.model.data import Real, real_data
+    from attnforge.model.registry import MODELS
     from attnforge.sources import given
 
     with _stages(as_json) as progress:
         progress(f"build {model}")
         example, source = given(model, _options(option), weights, _ranges(dim))
-        real = real_data(model, example) if data else Real()
+        real = real_data(model, example.args or ()) if data and model in MODELS else Real()
         name, default = (
             (Path(model).stem, "own") if source is None else (Path(model.rpartition(":")[2]).resolve().name, "fp32")
         )

@@ -19,7 +19,7 @@ from attnforge.errors import UnavailableError, UsageError
 from attnforge.precision import precision_named
 from attnforge.runtime.budget import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
 from attnforge.runtime.parity import BackendReport, OutputReport, Report, budget_precision
-from attnforge.runtime.weights import AttentionWeights, PatchGrid, SiteWeights, attention_weights, patch_grid
+from attnforge.weights import AttentionWeights, PatchGrid, SiteWeights, attention_weights, patch_grid
 
 TEMPLATE = "verify.html"
 

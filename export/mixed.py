@@ -140,7 +140,7 @@ def flops_of(node: ir.Node, sizes: Mapping[str, int]) -> float:
         return 2.0 * batch * heads * n_q * n_k * (d_k + d_v)
     if node.op_type == "Conv":
         return 2.0 * results * math.prod(shapes[1][1:])
-    if node.op_type == "Gemm" and node.attributes.get_int("transA", 0):
+    if node.op_type == "Gemm" and node.attributes.get_int("transA") == 1:
         return 2.0 * results * shapes[0][0]
     return 2.0 * results * shapes[0][-1]
 

@@ -5,6 +5,7 @@ All of it comes with scikit-learn (`pip install attnforge[data]`); without it no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn import functional as F
 
 from attnforge.errors import UnavailableError
 from attnforge.model.digits import load_digits_split
-from attnforge.model.registry import Example
 
 
 class Real(NamedTuple):
@@ -23,19 +23,19 @@ class Real(NamedTuple):
     labels: tuple[Tensor, ...] = ()
 
 
-def real_data(name: str, example: Example) -> Real:
+def real_data(name: str, args: Sequence[Tensor]) -> Real:
     """Real inputs for a model, as far as they are at hand.
 
     Args:
         name: of a registered model; others have none.
-        example: of it. Photographs are as large as its image.
+        args: its example inputs. Photographs are as large as their image.
     """
     try:
         if name == "patch-attention-digits":
             split = load_digits_split()
             return Real(((split.test_images,),), (split.test_labels,))
         if name in ("patch-attention", "vit"):
-            height, width = example.args[0].shape[-2:]
+            height, width = args[0].shape[-2:]
             return Real(tuple((photograph[None],) for photograph in photographs(height, width)))
     except UnavailableError:
         pass

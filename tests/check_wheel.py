@@ -16,7 +16,7 @@ EXPECTED = (
     "attnforge/export/lowering/tensorrt.py",
     "attnforge/export/diagnosis/causes.py",
     "attnforge/runtime/session.py",
-    "attnforge/runtime/weights.py",
+    "attnforge/weights.py",
     "attnforge/templates/verify.html",
     "attnforge/benchmarks/latency.py",
 )

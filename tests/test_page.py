@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import attnforge
 from attnforge import charts
+from attnforge import weights as looking
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Kind, Masks
 from attnforge.charts import Mark
@@ -33,11 +34,10 @@ from attnforge.export.lowering.onnxruntime import GROUP_QUERY, MULTI_HEAD, ONE_H
 from attnforge.export.lowering.tuning import Choice
 from attnforge.model import build_model
 from attnforge.page import KINDS, MASKS, check_page, write_page
-from attnforge.runtime import weights as looking
 from attnforge.runtime.budget import BINS
 from attnforge.runtime.metrics import MetricReport
 from attnforge.runtime.parity import Report
-from attnforge.runtime.weights import SiteWeights, attention_weights, patch_grid
+from attnforge.weights import SiteWeights, attention_weights, patch_grid
 
 PRODUCTS = "MatMul·Softmax·MatMul"
 Pages = dict[str, tuple[Report, str, Path]]
