@@ -528,6 +528,8 @@ def _print_diagnosis(found: Diagnosis) -> None:
         numbers = (f"{one.largest:.3g}", _error(one.error_in), _error(one.error))
         table.add_row(f"{one.operator} {one.tensor}", one.module, *numbers, f"{one.amplification or 0:.1f}")
     out.print(table)
+    for backend, reason in found.not_traced.items():
+        out.print(f"[dim]{backend}'s own tensors could not be looked at: {escape(reason)}[/]", soft_wrap=True)
     same = " = ".join(found.same_function)
     out.print(
         f"[dim]{found.examined} tensors of case {found.case} ({escape(found.why)}); in float64, {same}[/]",

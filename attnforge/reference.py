@@ -1,7 +1,7 @@
 """Reference cases: which inputs a deployed model is judged on, and how to make them again without torch.
 
 Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle holds outputs only; an output of more than
-:data:`SAMPLED` numbers is kept at that many recorded places.
+:data:`SAMPLED` numbers is kept at that many recorded places, and in sums of :data:`BLOCK` numbers each.
 """
 
 from __future__ import annotations
@@ -210,7 +210,23 @@ def places(size: int, case: Case) -> Array | None:
     return np.sort(np.random.Generator(np.random.PCG64([case.seed, size])).choice(size, SAMPLED, replace=False))
 
 
+BLOCK = 64
+"""How many numbers of an output that is kept in part are summed up to one."""
+
+
+def blocks(array: Array, case: Case) -> Array | None:
+    """Of an output that is kept in part, the sums of every :data:`BLOCK` numbers, in float64, with signs that the
+    case's seed decides: no number of it is left unseen. None where all of it is kept."""
+    if array.size <= SAMPLED:
+        return None
+    signs = np.random.Generator(np.random.PCG64([case.seed, array.size, BLOCK])).integers(0, 2, array.size) * 2 - 1
+    signed = array.reshape(-1).astype(np.float64) * signs
+    with np.errstate(invalid="ignore"):  # of infinities of both signs
+        return np.add.reduceat(signed, np.arange(0, array.size, BLOCK))
+
+
 def key(case: Case, output: str, which: str) -> str:
     """Name under which an output of a case stands in the reference file; `which` is `eager`, `float64`, or the name of
-    the precision that attention alone is computed in, for eager of the whole module at it."""
+    the precision that attention alone is computed in, for eager of the whole module at it; of what is kept in part, the
+    sums of blocks have `/blocks` behind that."""
     return f"{case.name}/{output}/{which}"

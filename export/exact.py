@@ -38,13 +38,17 @@ class NoDoublePath(Exception):
     """An operator that cannot be computed in double here, by its name."""
 
 
-def to_double(model: ir.Model) -> None:
+def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
     """Make every float tensor of `model` double, in place, and write out what ONNX Runtime does not compute in double.
+
+    Args:
+        model: is changed.
+        least_stays_least: as :func:`~attnforge.export.precision.retype` has it.
 
     Raises:
         NoDoublePath: an operator in a form that is not written out here.
     """
-    retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
+    retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE, least_stays_least=least_stays_least)
     inline_functions(model)
     for node in list(model.graph):
         if node.domain == "" and node.op_type in _NORMALIZATIONS:
@@ -76,7 +80,7 @@ def _written(graph: ir.Graph, node: ir.Node, write: Write) -> list[ir.Value]:
         results.extend(write(op, node))
         return results[0]
 
-    insert(graph, node, build)
+    insert(graph, node, build, stem=f"{node.name or node.op_type}/in double")  # a lowering has used the node's own name
     return results
 
 

@@ -87,15 +87,13 @@ def write_reference(
             eager, truth = source.eager(inputs), source.exact(inputs)
         for output, value in eager.items():
             for which, array in (("eager", value), ("float64", truth[output])):
-                kept[reference.key(case, output, which)] = np.ascontiguousarray(reference.sampled(array, case))
+                kept |= _kept(array, case, reference.key(case, output, which))
         if not case.is_ordinary:
             case.spread = _spread(case, inputs, source, low or source)
-        else:
-            few.add(case, eager, truth)
+        few.add(case, eager, truth)
         if low is not None and attention is not None:
             for output, value in low.eager(at_precision(inputs, attention)).items():
-                array = reference.sampled(value, case)
-                kept[reference.key(case, output, attention.name)] = np.ascontiguousarray(array)
+                kept |= _kept(value, case, reference.key(case, output, attention.name))
     few.spread()
     (folder / "reference").mkdir()
     save_file(kept, folder / REFERENCE_OUTPUTS)
@@ -103,6 +101,12 @@ def write_reference(
     held = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in stored.items()}
     save_file({name: np.ascontiguousarray(array) for name, array in held.items()}, folder / REFERENCE_EXAMPLE)
     return cases
+
+
+def _kept(array: Array, case: Case, key: str) -> dict[str, Array]:
+    sums = reference.blocks(array, case)
+    kept = {key: np.ascontiguousarray(reference.sampled(array, case))}
+    return kept if sums is None else {**kept, f"{key}/blocks": sums}
 
 
 def stored_of(source: Expected, data: Data) -> tuple[dict[str, Array], list[Case]]:
@@ -150,7 +154,7 @@ more than twice one time in fifty."""
 
 @dataclass(frozen=True)
 class _Few:
-    """Eager's errors of outputs of few numbers on ordinary inputs, which are draws of one kind: case, output, relative
+    """Eager's errors of outputs of few numbers, which on ordinary inputs are draws of one kind: case, output, relative
     error, absolute error, largest number."""
 
     found: list[tuple[Case, str, float, float, float]]
@@ -164,11 +168,13 @@ class _Few:
                 self.found.append((case, output, relative_error(given, exact), float(off), float(largest)))
 
     def spread(self) -> None:
-        """Let every such case have the largest of them."""
+        """Let every case have at least the largest of the ordinary ones."""
         for case, output, *_, largest in self.found:
-            same = [one for one in self.found if one[1] == output]
-            error = max(one[2] for one in same)
-            case.spread = {**case.spread, output: (error, largest * max(one[3] / (one[4] or 1) for one in same))}
+            same = [one for one in self.found if one[1] == output and one[0].is_ordinary]
+            error = max((one[2] for one in same), default=0.0)
+            share = max((one[3] / (one[4] or 1) for one in same), default=0.0)
+            drawn, off = case.spread.get(output, (0.0, 0.0))
+            case.spread = {**case.spread, output: (max(drawn, error), max(off, largest * share))}
 
 
 def at_precision(inputs: Mapping[str, Array], precision: Precision) -> dict[str, Array]:

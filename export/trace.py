@@ -93,7 +93,7 @@ def _give(model: ir.Model, value: ir.Value, name: str) -> None:
 
 
 def in_float64(model: ir.Model, names: Sequence[str], given: Collection[str] = ()) -> Runner:
-    """`model` in float64, its weights' values as they are.
+    """`model` in float64, all numbers of it as they are.
 
     Args:
         model: is not touched.
@@ -107,7 +107,7 @@ def in_float64(model: ir.Model, names: Sequence[str], given: Collection[str] = (
     double = model.clone()
     outputs = {str(v.name): v for node in double.graph for v in node.outputs}
     double.graph.outputs[:] = [outputs[name] for name in names]  # so that each keeps its name when it is written out
-    to_double(double)
+    to_double(double, least_stays_least=False)
     return Runner(double, names, given)
 
 

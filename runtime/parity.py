@@ -149,7 +149,14 @@ def compare(session: Session, scores: Scores | None = None) -> BackendReport:
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
             low = outputs[reference.key(case, name, precision.name)] if precision.name != manifest.precision else None
             verdict = judge(case, name, got, eager.astype(np.float64), truth, precision, low, allowed)
-            found.append(_placed(verdict, case, array.shape))
+            verdict = _placed(verdict, case, array.shape)
+            if verdict.passed and (sums := reference.blocks(array, case)) is not None:
+                which = ("eager", "float64", precision.name)
+                kept = [outputs.get(f"{reference.key(case, name, one)}/blocks") for one in which]
+                assert kept[0] is not None and kept[1] is not None
+                low = kept[2] if precision.name != manifest.precision else None
+                verdict = _by_blocks(verdict, judge(case, name, sums, kept[0], kept[1], precision, low, allowed))
+            found.append(verdict)
     if not found:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
@@ -197,6 +204,15 @@ def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[
             f"{precision.name} drifts: in {poor.case}, eager itself is {poor.eager_error:.1e} off float64 in "
             f"{poor.output}, and a backend may be twice that; {remedy}"
         )
+    return found
+
+
+def _by_blocks(found: Comparison, sums: Comparison) -> Comparison:
+    """A comparison of an output that is kept in part, with what sums over all of it say."""
+    if not sums.passed:
+        first = sums.worst.index[0] * reference.BLOCK if sums.worst is not None else 0
+        found.passed = False
+        found.reason = f"among the numbers {first} to {first + reference.BLOCK - 1}, by their signed sum: {sums.reason}"
     return found
 
 

@@ -246,7 +246,11 @@ def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"precision": "int8"}, UnknownNameError, "unknown precision 'int8'; known: bf16, fp16, fp32, tf32"),
+        (
+            {"precision": "int8"},
+            UnknownNameError,
+            "unknown precision 'int8'; known: auto, auto-bf16, auto-fp16, bf16, fp16, fp32, tf32",
+        ),
         ({"targets": ["onnx"]}, UnknownNameError, "unknown target 'onnx'; known: onnxruntime, tensorrt, tensorrt_rtx"),
         ({"targets": []}, UsageError, "no target was given"),
         ({"targets": ["tensorrt"]}, UnavailableError, r"pip install attnforge\[tensorrt\]"),

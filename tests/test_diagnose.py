@@ -149,6 +149,46 @@ def test_another_operator_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_cast_in_the_deployed_graph_alone_is_found_in_the_backends_own_tensors(tmp_path: Path) -> None:
+    """In float64 a cast is none, so the graphs are one function: what the backend computes shows it."""
+
+    def change(model: ir.Model) -> None:
+        node = next(n for n in model.graph if n.op_type == "Gelu")
+        value = node.outputs[0]
+        users = list(value.uses())
+        narrow = ir.node("Cast", [value], {"to": ir.DataType.FLOAT16.value}, name="narrow")
+        wide = ir.node("Cast", narrow.outputs, {"to": ir.DataType.FLOAT.value}, name="wide")
+        for cast, dtype in ((narrow, ir.DataType.FLOAT16), (wide, ir.DataType.FLOAT)):
+            cast.outputs[0].name, cast.outputs[0].type = f"{cast.name}:0", ir.TensorType(dtype)
+            cast.outputs[0].shape = value.shape
+        for user, index in users:
+            user.replace_input_with(index, wide.outputs[0])
+        model.graph.insert_after(node, [narrow, wide])
+
+    found = altered(deployed(healthy, "fp32", tmp_path / "b"), "onnxruntime/model.onnx", change)
+    finding = found.finding
+    assert found.same_function == ["plain", "canonical", *TARGETS] and found.failing == ["onnxruntime-cpu"]
+    assert (finding.cause, finding.stage, finding.module) == ("operator", "onnxruntime-cpu", "steps.0.mlp.2"), finding
+    assert "it is stored in float16" in finding.evidence
+
+
+def test_tensors_of_a_backend_are_beside_those_of_eager(tmp_path: Path) -> None:
+    found = diagnose(deployed(healthy, "fp16", tmp_path / "b"))
+    assert found.not_traced == {}
+    told = [one for one in found.tensors if "onnxruntime-cpu" in one.deployed]
+    assert told, "the graphs have names in common"
+    for one in told:
+        assert one.error is not None and 0 <= (one.deployed["onnxruntime-cpu"] or 0) < one.error, "it computes in fp32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_tensors_of_tensorrt_rtx(precision: str, tmp_path: Path) -> None:
+    found = diagnose(deployed(healthy, precision, tmp_path / "b"), ["tensorrt_rtx"])
+    assert found.healthy and found.not_traced == {}
+    assert any("tensorrt_rtx" in one.deployed for one in found.tensors)
+
+
 # The command
 
 

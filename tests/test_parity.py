@@ -542,3 +542,27 @@ def test_the_reference_holds_both_truths(small: Small) -> None:
         error = relative_error(eager.astype(np.float64), truth)
         if case.is_ordinary and case.name != "mask-all":
             assert 0 < error < 0.02  # half precision, and no more than that
+
+
+@pytest.mark.parametrize("what", [100.0, np.nan])
+def test_no_number_of_a_large_output_is_left_unseen(what: float, tmp_path: Path) -> None:
+    """Of an output that is kept in part, a number that is not kept is in a sum that is."""
+    bundle = attnforge.deploy(nn.Linear(16, 8), (torch.randn(9001, 16),), tmp_path / "b", targets=["onnxruntime"])
+    case = next(case for case in bundle.manifest.cases if case.kind == "normal")
+    kept = reference.places(9001 * 8, case)
+    assert kept is not None
+    missing = int(np.setdiff1d(np.arange(9001 * 8), kept)[4321])
+
+    class Off(Session):
+        def run(self, values: Any, **options: Any) -> dict[str, Any]:
+            results = super().run(values, **options)
+            results["output"].reshape(-1)[missing] = what
+            return results
+
+    with attnforge.load(bundle) as session:
+        assert compare(session).passed
+        session.__class__ = Off
+        report = compare(session)
+    assert not report.passed
+    start = missing // reference.BLOCK * reference.BLOCK
+    assert f"among the numbers {start} to {start + reference.BLOCK - 1}" in str(report.failures[0].reason)

@@ -231,10 +231,11 @@ def error_with_exact(model: ir.Model, run: Run, feeds: Mapping[str, Array], name
     if name in outputs:
         return 0.0
     results = at_own_precision(model, outputs, [name])({**feeds, name: run.exact[name]})
-    return max(_error(results[output].astype(np.float64), run.exact[output]) for output in outputs)
+    return max(error_of(results[output].astype(np.float64), run.exact[output]) for output in outputs)
 
 
-def _error(got: Array, exact: Array) -> float:
+def error_of(got: Array, exact: Array) -> float:
+    """Relative error over what is finite in float64; infinite where something there is not."""
     finite = np.isfinite(exact)
     if not np.isfinite(got[finite]).all():
         return np.inf

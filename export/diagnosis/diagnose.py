@@ -7,20 +7,24 @@ result stored in the bundle's precision; that it is the eager that the bundle wa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from attnforge import reference
+from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Record
+from attnforge.eager import first_line
 from attnforge.errors import UnavailableError, UnknownNameError
-from attnforge.export.diagnosis.causes import Blame, Cause, blame
-from attnforge.export.diagnosis.graphs import line_of, module_of, sites_of, stages, written_out
+from attnforge.export.diagnosis.causes import Blame, Cause, blame, error_of
+from attnforge.export.diagnosis.deployed import stored_low, tensors_on
+from attnforge.export.diagnosis.graphs import line_of, module_of, stages
 from attnforge.export.diagnosis.measure import Measured, Run, measure
 from attnforge.export.diagnosis.rewrites import first_parting, write_reproduction
 from attnforge.export.exact import NoDoublePath
+from attnforge.precision import precision_named
 from attnforge.runtime.budget import relative_error
 from attnforge.runtime.parity import BackendReport, stored_inputs, verify
 
@@ -32,7 +36,8 @@ LARGE = 2**22
 
 
 class TensorReport(Record):
-    """A tensor and its relative errors; see :mod:`attnforge.export.diagnosis.measure`. None for what is not finite."""
+    """A tensor and its relative errors; see :mod:`attnforge.export.diagnosis.measure`. None for what is not finite.
+    `deployed` has those of the backends that ran it, where their graphs have the tensor."""
 
     tensor: str
     operator: str
@@ -44,6 +49,7 @@ class TensorReport(Record):
     explained: float | None
     own: float | None
     amplification: float | None
+    deployed: dict[str, float | None] = {}  # noqa: RUF012
 
 
 class Finding(Record):
@@ -54,7 +60,7 @@ class Finding(Record):
             `overflow`, `underflow`, `norm` (of the squares in a norm), `cancellation`, `softmax` (of scores so large
             that their rounding decides), `accumulation`, `operator` (an operator computes something else), or
             `rounding`: nothing but what the precision costs.
-        stage: the graph that it is in.
+        stage: the graph or the backend that it is in; `eager` for what the precision does to the model as written.
         tensor, operator, module, line: where; None where it is no single tensor's doing.
         evidence: the numbers that prove it.
         error_without: the final error where this tensor alone is exact.
@@ -89,6 +95,7 @@ class Diagnosis(Record):
         same_function: pairs of graphs that are one function in float64.
         tensors: those that make errors largest.
         examined: how many tensors were looked at.
+        not_traced: backends whose own tensors could not be looked at, and why.
     """
 
     bundle: str
@@ -103,6 +110,7 @@ class Diagnosis(Record):
     same_function: list[str]
     tensors: list[TensorReport]
     examined: int
+    not_traced: dict[str, str] = {}  # noqa: RUF012
 
     @property
     def healthy(self) -> bool:
@@ -137,11 +145,10 @@ def diagnose(
     chosen, why = _choose(manifest.cases, list(report.backends.values()), case)
     feeds = reference.make_inputs(chosen, manifest.inputs, stored_inputs(opened))
     graphs = stages(opened)
-    canonical = next(stage.model for stage in graphs if stage.name == "canonical")
+    analysed = next(stage.model for stage in graphs if stage.name == "canonical")
     folder = Path(out) if out is not None else opened.path.with_name(f"{opened.path.name}.diagnosis")
     try:
         parting = first_parting(graphs, feeds, manifest.attention)
-        analysed = written_out(canonical, sites_of(manifest.attention))
         run = measure(analysed, feeds)
     except NoDoublePath as error:
         raise UnavailableError(f"{manifest.name} cannot be examined: {error} is not computed in float64") from error
@@ -160,6 +167,9 @@ def diagnose(
         )
     else:
         finding = _finding(blame(analysed, run, feeds))
+    on_backends, not_traced = _on_backends(opened, list(report.backends), feeds, run)
+    if parting is None and (wrong := _of_a_backend(opened, failing, on_backends, run)) is not None:
+        finding = wrong
     names = [stage.name for stage in graphs]
     return Diagnosis(
         bundle=str(opened.path),
@@ -172,7 +182,8 @@ def diagnose(
         error=_finite(run.error),
         eager_error=_eager_error(opened, chosen),
         same_function=names if parting is None else names[: names.index(parting.after.name)],
-        tensors=[_reported(one) for one in _telling(run, finding.tensor)],
+        tensors=[_reported(one, on_backends) for one in _telling(run, finding.tensor)],
+        not_traced=not_traced,
         examined=len(run.tensors),
     )
 
@@ -239,7 +250,54 @@ def _telling(run: Run, blamed: str | None) -> list[Measured]:
     return [m for m in run.tensors if m.name in chosen]
 
 
-def _reported(one: Measured) -> TensorReport:
+def _on_backends(
+    bundle: Bundle, backends: Sequence[str], feeds: Mapping[str, Array], run: Run
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """By backend the relative errors of its own tensors; and why of some there are none."""
+    found: dict[str, dict[str, float]] = {}
+    reasons: dict[str, str] = {}
+    for backend in backends:
+        try:
+            tensors = tensors_on(bundle, backend, feeds, list(run.exact))
+        except Exception as error:  # a builder that takes no such outputs must not cost the rest of the diagnosis
+            reasons[backend] = first_line(error)
+            continue
+        found[backend] = {
+            name: error_of(got, run.exact[name]) for name, got in tensors.items() if got.shape == run.exact[name].shape
+        }
+    return found, reasons
+
+
+def _of_a_backend(
+    bundle: Bundle, failing: Sequence[str], on_backends: Mapping[str, Mapping[str, float]], run: Run
+) -> Finding | None:
+    """The first tensor that a failing backend computes much worse than eager at the bundle's precision does."""
+    precision = precision_named(bundle.manifest.precision)
+    for backend in failing:
+        errors = on_backends.get(backend, {})
+        for one in run.tensors:
+            if errors.get(one.name, 0.0) <= max(WORSE * one.error, WORSE * precision.unit):
+                continue
+            low = stored_low(bundle, backend, one.name)
+            stored = f"; on its way it is stored in {low.lower()}" if low is not None and not precision.is_low else ""
+            return Finding(
+                cause="operator",
+                stage=backend,
+                evidence=f"{backend} computes {one.name} {errors[one.name]:.1e} off float64, where eager at "
+                f"{precision.name} is {one.error:.1e} off, though the graphs are one function in float64{stored}",
+                tensor=one.name,
+                operator=one.node.op_type,
+                module=module_of(one.node),
+                line=line_of(one.node),
+            )
+    return None
+
+
+WORSE = 8.0
+"""How many times eager's error a backend's tensor must have to be the one that it computes wrong."""
+
+
+def _reported(one: Measured, on_backends: Mapping[str, Mapping[str, float]]) -> TensorReport:
     return TensorReport(
         tensor=one.name,
         operator=one.node.op_type,
@@ -251,6 +309,7 @@ def _reported(one: Measured) -> TensorReport:
         explained=_finite(one.explained),
         own=_finite(one.own),
         amplification=_finite(one.amplification),
+        deployed={name: _finite(errors[one.name]) for name, errors in on_backends.items() if one.name in errors},
     )
 
 

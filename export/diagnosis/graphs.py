@@ -24,7 +24,8 @@ class Stage:
 
     Attributes:
         name: `plain`, as it was exported; `canonical`; or what it was lowered for.
-        model: at its own types.
+        model: at its own types; of the canonical graph, with its attention as products around a softmax, for what the
+            operator leaves open stands in its metadata.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Stage:
 def stages(bundle: Bundle) -> list[Stage]:
     """The graphs of a bundle: plain where the bundle has it, canonical, and each that is lowered from it."""
     canonical = ir.load(bundle.file(CANONICAL))
-    found = [Stage("canonical", canonical)]
+    found = [Stage("canonical", written_out(canonical, sites_of(bundle.manifest.attention)))]
     if PLAIN in bundle.manifest.files:
         found.insert(0, Stage("plain", load_beside(bundle.file(PLAIN), canonical)))
     for target, record in bundle.manifest.targets.items():

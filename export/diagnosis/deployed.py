@@ -1,0 +1,90 @@
+"""What a backend computes on the way, tensor by tensor: the deployed graph with these as further outputs, run by the
+backend itself. What is inside an attention site is not shown, so that it stays fused."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+
+from attnforge.arrays import Array
+from attnforge.bundle import FLAVOURS, Bundle, TargetRecord, TensorSpec, write_manifest
+from attnforge.export import engine
+from attnforge.export.capture import output_dims
+from attnforge.export.precision import LOW
+from attnforge.export.saving import save
+from attnforge.export.trace import Tensors, computed, wide
+from attnforge.runtime.session import load
+
+
+def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:
+    """The tensors of these names, as far as the deployed graph has them, as `backend` computes them, in float64.
+
+    Args:
+        bundle: deployed for the backend, which can run here.
+        backend: for a TensorRT a plan is built, with these as outputs.
+        feeds: inputs by name.
+        names: of tensors.
+
+    Raises:
+        AttnforgeError: the backend cannot build or run it.
+    """
+    target = backend if backend in FLAVOURS else "onnxruntime"
+    record = bundle.manifest.targets[target]
+    file = (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model
+    model = ir.load(bundle.file(file))
+    shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
+    with tempfile.TemporaryDirectory(prefix="attnforge-") as folder:
+        path = Path(folder)
+        made = TargetRecord(model="model.onnx", cuda_model="model.onnx" if record.cuda_model else None)
+        save(model, path / made.model)
+        if target in FLAVOURS:
+            manifest = bundle.manifest
+            plan = engine.build(path / made.model, target, manifest.inputs, manifest.precision, ("CURRENT",))
+            (path / "engine.plan").write_bytes(plan.data)
+            made.engines = [plan.record("engine.plan", target, record.engines[0].compute_capabilities)]
+        manifest = bundle.manifest.model_copy(deep=True)
+        manifest.targets, manifest.cases, manifest.files = {target: made}, [], {}
+        manifest.outputs = [_spec(value, manifest.inputs) for value in model.graph.outputs]
+        write_manifest(path, manifest)
+        with load(Bundle(path), backend, cache=False) as session:
+            results = session.run(dict(feeds))
+    return {name: wide(results[name]) for name in shown}
+
+
+def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
+    """The 16-bit type that the deployed graph casts a tensor to on its way, where it does."""
+    target = backend if backend in FLAVOURS else "onnxruntime"
+    model = ir.load(bundle.file(bundle.manifest.targets[target].model))
+    value = next((v for node in model.graph for v in node.outputs if v.name == tensor), None)
+    todo, seen = [value.producer()] if value is not None else [], 0
+    while todo and seen < _NEAR:
+        node, seen = todo.pop(0), seen + 1
+        if node is None:
+            continue
+        if node.op_type == "Cast" and node.outputs[0].dtype in LOW:
+            return str(node.outputs[0].dtype)
+        todo += [v.producer() for v in node.inputs if v is not None]
+    return None
+
+
+_NEAR = 8
+"""Nodes before a tensor among which a cast is said to be on its way."""
+
+
+def _show(model: ir.Model, names: Collection[str], sites: Collection[str]) -> list[str]:
+    """Make tensors outputs of `model`; which of `names` it has."""
+    there = set(computed(model))
+    inside = tuple(f"{site}/" for site in sites)
+    outputs = {str(value.name) for value in model.graph.outputs}
+    shown = [name for name in names if name in there and not name.startswith(inside)]
+    values = {str(v.name): v for node in model.graph for v in node.outputs}
+    model.graph.outputs.extend(values[name] for name in shown if name not in outputs)
+    return shown
+
+
+def _spec(value: ir.Value, inputs: list[TensorSpec]) -> TensorSpec:
+    assert value.name is not None and value.dtype is not None
+    return TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=output_dims(value, inputs))

@@ -1,0 +1,1267 @@
+"""Seeded faults: what may go wrong between a module and what is deployed, put into deployed graphs one at a time.
+
+`python tests/faults.py` deploys the subjects, gives every fault to `attnforge.verify`, and writes the table in
+`docs/faults.md`. What a fault does is measured apart from `verify`: the altered graph and the unaltered one run in
+float64 over the bundle's cases, and the difference is the effect. A fault is
+
+- `caught`, where verify fails;
+- `no effect`, where the float64 outputs do not differ by more than :data:`NOTHING` in any case, and that can be proven;
+- `below rounding`, where they differ by no more than the budget allows there, in every case: what eager's own
+  arithmetic does to the same numbers is as large;
+- an `ESCAPE` where it passes all the same, `UNSEEN` where no case shows it though others would, and a `FALSE ALARM`
+  where it has no effect and fails: none of these may be.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from conftest import rewrite
+from torch.export import Dim
+
+import attnforge
+from attnforge import reference
+from attnforge.arrays import Array
+from attnforge.bundle import Bundle
+from attnforge.export.exact import to_double
+from attnforge.export.layout import Builder, constant, insert
+from attnforge.model import Example, build_model
+from attnforge.runtime.budget import Comparison, relative_error
+from attnforge.runtime.parity import BackendReport, stored_inputs
+
+NOTHING = 1e-12
+PAGE = Path("docs/faults.md")
+PRECISIONS = {
+    "encoder": ("fp32", "fp16", "bf16"),
+    "causal": ("fp32", "fp16"),
+    "vit": ("fp32", "fp16"),
+    "cross": ("fp32", "fp16", "bf16"),
+}
+"""The subjects, and the precisions that they are deployed in."""
+
+FP16, BF16 = ir.DataType.FLOAT16, ir.DataType.BFLOAT16
+USUAL_TOKENS, MOST_TOKENS, MOST_BATCH, CLIPPED = 16, 24, 4, 16
+
+
+# --- subjects ---------------------------------------------------------------------------------------------------------
+
+
+def subject(name: str) -> Example:
+    """A registered model, small, with the weights of one that has learnt: norms and biases are not what they are
+    initialised to, and attention prefers some keys."""
+    batch, tokens = Dim("batch", min=1, max=MOST_BATCH), Dim("tokens", min=1, max=MOST_TOKENS)
+    sequence = {0: batch, 1: tokens}
+    shapes: Any = {"tokens": sequence, "key_padding_mask": sequence}
+    if name == "encoder":
+        module, args, _ = build_model("transformer-encoder")
+    elif name == "causal":
+        module, args, _ = build_model("transformer-encoder", num_layers=1, is_causal=True)
+    elif name == "vit":
+        module, args, _ = build_model("vit", num_layers=1)
+        shapes = {"image": {0: batch}}
+    else:
+        module, args, _ = build_model("cross-attention", embed_dim=64, memory_dim=48)
+        keys = {0: batch, 1: Dim("keys", min=1, max=MOST_TOKENS)}
+        shapes = {"query": sequence, "memory": keys, "key_padding_mask": keys}
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if parameter.ndim == 1 or key == "class_token":
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
+            elif key.endswith("query_proj.weight"):
+                parameter.mul_(4)
+    if name != "vit":
+        args = tuple(arg[:, -USUAL_TOKENS:] for arg in args)
+    return Example(module, args, shapes)
+
+
+def deploy(name: str, precision: str, folder: Path) -> Bundle:
+    module, args, shapes = subject(name)
+    return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)
+
+
+# --- altering a graph -------------------------------------------------------------------------------------------------
+
+
+class NotThere(Exception):
+    """What a fault is to alter is not in the graph, or the alteration changed nothing."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`x W + b`: its weight (in, out; of a Gemm as it stands), its bias, and what comes out."""
+
+    weight: ir.Value
+    bias: ir.Value
+    output: ir.Value
+
+
+@dataclass(frozen=True)
+class Products:
+    """Attention as it is written out: `MatMul·(Where·)Softmax·MatMul(·Where)`."""
+
+    scores: ir.Node
+    fill: ir.Node | None
+    softmax: ir.Node
+    context: ir.Node
+    guard: ir.Node | None
+
+
+PARTS = {
+    "query": "attention.query_proj",
+    "key": "attention.key_proj",
+    "value": "attention.value_proj",
+    "output": "attention.output_proj",
+    "up": "feed_forward.linear1",
+    "down": "feed_forward.linear2",
+    "patches": "embedding",
+    "head": "head",
+}
+
+Build = Callable[[Builder, ir.Value], ir.Value]
+
+
+class Graph:
+    """A deployed graph to be altered in place: its parts, and what puts something before or behind one."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.graph = model.graph
+        self._changes = 0
+
+    def nodes(self, op_type: str) -> list[ir.Node]:
+        return [node for node in self.graph if node.op_type == op_type]
+
+    def node(self, op_type: str, i: int = 0) -> ir.Node:
+        found = self.nodes(op_type)
+        if not -len(found) <= i < len(found):
+            raise NotThere(f"{op_type} number {i} of {len(found)}")
+        return found[i]
+
+    def weight(self, ending: str, i: int = 0) -> ir.Value:
+        """The weight whose name ends so, by number in the order of layers."""
+        found = sorted(name for name in self.graph.initializers if f".{name}".endswith(f".{ending}"))
+        if i >= len(found):
+            raise NotThere(f"{ending} number {i} of {len(found)}")
+        return self.graph.initializers[found[i]]
+
+    def linear(self, part: str, layer: int = 0) -> Linear:
+        bias = self.weight(f"{PARTS[part]}.bias", layer)
+        (user,) = self.users(bias)
+        product = user if user.op_type == "Gemm" else producer(other(user, bias))
+        weight = product.inputs[1]
+        assert weight is not None
+        return Linear(weight, bias, user.outputs[0])
+
+    @property
+    def mask(self) -> ir.Value:
+        return self.input("key_padding_mask")
+
+    def input(self, name: str) -> ir.Value:
+        for value in self.graph.inputs:
+            if value.name == name:
+                return value
+        raise NotThere(name)
+
+    @property
+    def fused(self) -> ir.Node | None:
+        """The fused attention node, where the graph has its attention so."""
+        return next(iter(self.nodes("MultiHeadAttention")), None)
+
+    @property
+    def sites(self) -> list[Products]:
+        found = []
+        for softmax in self.nodes("Softmax"):
+            before = producer(softmax.inputs[0])
+            fill = before if before.op_type == "Where" else None
+            scores = producer(fill.inputs[1]) if fill is not None else before
+            (context,) = self.users(softmax.outputs[0])
+            guard = next((user for user in self.users(context.outputs[0]) if user.op_type == "Where"), None)
+            found.append(Products(scores, fill, softmax, context, guard))
+        if not found:
+            raise NotThere("attention as products")
+        return found
+
+    def masked(self) -> Iterator[tuple[ir.Node, ir.Node]]:
+        """Of every site the Where that fills scores, and the one that gives zeros to a query without keys."""
+        for site in self.sites:
+            if site.fill is None or site.guard is None:
+                raise NotThere("a mask")
+            yield site.fill, site.guard
+
+    def users(self, value: ir.Value) -> list[ir.Node]:
+        return [use.node for use in value.uses()]
+
+    def set(self, value: ir.Value, array: Array) -> None:
+        """Let a weight, or the output of a Constant, be `array`."""
+        before = numbers(value)
+        array = np.asarray(array).astype(before.dtype)
+        if array.shape != before.shape or np.array_equal(array, before):
+            raise NotThere(f"a change of {value.name}")
+        node = value.producer()
+        if node is None:
+            value.const_value = ir.tensor(array, name=value.name)
+        else:
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(array))
+            value.const_value = None
+
+    def behind(self, value: ir.Value, build: Build) -> None:
+        """Let what `build` makes of `value` stand in its place for all that use it."""
+        uses, node, is_output = list(value.uses()), value.producer(), value.is_graph_output()
+        at = next(iter(self.graph)) if node is None else node
+        made = self._insert(at, value, build, after=node is not None)
+        for user, index in uses:
+            user.replace_input_with(index, made)
+        if is_output:
+            value.name, made.name = f"{value.name}/before", value.name
+            self.graph.outputs[list(self.graph.outputs).index(value)] = made
+        elif not uses:
+            raise NotThere(f"a user of {value.name}")
+        self.graph.sort()
+
+    def before(self, node: ir.Node, index: int, build: Build) -> None:
+        """Let `node` alone have what `build` makes of its input `index`."""
+        value = node.inputs[index]
+        assert value is not None
+        node.replace_input_with(index, self._insert(node, value, build))
+        self.graph.sort()
+
+    def _insert(self, at: ir.Node, value: ir.Value, build: Build, after: bool = False) -> ir.Value:
+        self._changes += 1
+        made = insert(self.graph, at, lambda op: build(op, value), after, stem=f"fault/{self._changes}")
+        made.type = made.type or value.type
+        return made
+
+    def replace(self, old: ir.Value, new: ir.Value) -> None:
+        """Let every user of `old` have `new`."""
+        uses = [(user, index) for user, index in old.uses() if new not in user.outputs]
+        if not uses:
+            raise NotThere(f"a user of {old.name}")
+        for user, index in uses:
+            user.replace_input_with(index, new)
+
+
+def producer(value: ir.Value | None) -> ir.Node:
+    node = value.producer() if value is not None else None
+    if node is None:
+        raise NotThere("the node that makes a value")
+    return node
+
+
+def other(node: ir.Node, value: ir.Value) -> ir.Value:
+    """The one of two inputs that is not `value`."""
+    (found,) = [one for one in node.inputs if one is not value]
+    assert found is not None
+    return found
+
+
+def numbers(value: ir.Value) -> Array:
+    node = value.producer()
+    tensor = value.const_value if node is None else node.attributes["value"].as_tensor()
+    if tensor is None:
+        raise NotThere(f"numbers of {value.name}")
+    return tensor.numpy()
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    node = value.producer() if value is not None else None
+    return node is not None and node.op_type == "Constant"
+
+
+def float_constant(op: Builder, like: ir.Value, data: Any) -> ir.Value:
+    assert like.dtype is not None
+    return constant(op, data, like.dtype)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+Alter = Callable[[Graph], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake.
+
+    Attributes:
+        what: in one line.
+        alter: makes it.
+        subjects: that it is put into.
+        is_inert: whether the function stays the same, provably.
+        not_in: the precisions in which there is nothing to alter.
+    """
+
+    name: str
+    family: str
+    what: str
+    alter: Alter
+    subjects: tuple[str, ...]
+    is_inert: bool = False
+    not_in: tuple[str, ...] = ()
+
+
+# Scores
+
+
+def factor(g: Graph) -> ir.Value:
+    """What the queries of the first site are multiplied by."""
+    multiplied = producer(g.sites[0].scores.inputs[0])
+    found = next((value for value in multiplied.inputs if is_constant(value)), None)
+    if multiplied.op_type != "Mul" or found is None:
+        raise NotThere("a scale")
+    return found
+
+
+def rescaled(change: Callable[[float], float]) -> Alter:
+    """The scale of the first site's scores, changed."""
+
+    def alter(g: Graph) -> None:
+        if (node := g.fused) is not None:
+            scale = node.attributes.get_float("scale", 0.0) or 0.0
+            node.attributes["scale"] = ir.AttrFloat32("scale", change(scale))
+        else:
+            g.set(factor(g), np.asarray(change(float(numbers(factor(g))))))
+
+    return alter
+
+
+def scale_behind_softmax(g: Graph) -> None:
+    scale = float(numbers(factor(g)))
+    g.set(factor(g), np.asarray(1.0))
+    g.behind(g.sites[0].softmax.outputs[0], lambda op, x: op.Mul(x, float_constant(op, x, scale)))
+
+
+def softmax_over(axis: int) -> Alter:
+    def alter(g: Graph) -> None:
+        g.sites[0].softmax.attributes["axis"] = ir.AttrInt64("axis", axis)
+
+    return alter
+
+
+def softmax_twice(g: Graph) -> None:
+    g.behind(g.sites[0].softmax.outputs[0], lambda op, x: op.Softmax(x, axis=-1))
+
+
+# Masks
+
+
+def mask_becomes(build: Build) -> Alter:
+    """What the deployed graph takes for its padding mask, True where a key is padding."""
+    return lambda g: g.behind(g.mask, build)
+
+
+def allowed_becomes(build: Build, *layers: int) -> Alter:
+    """Where a query of some layers may attend, True where it may: `(B, 1, 1 or n_q, n_k)`."""
+
+    def alter(g: Graph) -> None:
+        fills = [fill for fill, _ in g.masked()]
+        for layer in layers or range(len(fills)):
+            g.before(fills[layer], 0, build)
+
+    return alter
+
+
+def rolled(op: Builder, x: ir.Value, axis: int) -> ir.Value:
+    """`x` with its first place along `axis` moved behind the last."""
+    zero, one, end = constant(op, [0]), constant(op, [1]), constant(op, [np.iinfo(np.int64).max])
+    where = constant(op, [axis])
+    return op.Concat(op.Slice(x, one, end, where), op.Slice(x, zero, one, where), axis=axis)
+
+
+def place(op: Builder, x: ir.Value, axis: int, shape: list[int]) -> tuple[ir.Value, ir.Value]:
+    """0, 1, … along one axis of `x`, in a shape of four dims, and the last of these."""
+    size = op.Squeeze(op.Shape(x, start=axis, end=axis + 1))
+    return op.Reshape(op.Range(constant(op, 0), size, constant(op, 1)), constant(op, shape)), op.Sub(
+        size, constant(op, 1)
+    )
+
+
+def also_head(op: Builder, allowed: ir.Value) -> ir.Value:
+    return op.Or(allowed, constant(op, [[[[False]], [[True]], [[False]], [[False]]]], ir.DataType.BOOL))
+
+
+def also_last_sample(op: Builder, allowed: ir.Value) -> ir.Value:
+    return op.Or(allowed, op.Equal(*place(op, allowed, 0, [-1, 1, 1, 1])))
+
+
+def also_last_row(g: Graph) -> None:
+    for site in g.sites:
+        assert site.fill is not None
+        scores = site.scores.outputs[0]
+        g.before(site.fill, 0, lambda op, x, s=scores: op.Or(x, op.Equal(*place(op, s, 2, [1, 1, -1, 1]))))  # type: ignore[misc]
+
+
+def only_first_keys(op: Builder, allowed: ir.Value) -> ir.Value:
+    places, _ = place(op, allowed, 3, [1, 1, 1, -1])
+    return op.And(allowed, op.Less(places, constant(op, CLIPPED)))
+
+
+def of_first_sample(op: Builder, mask: ir.Value) -> ir.Value:
+    first = op.Slice(mask, constant(op, [0]), constant(op, [1]), constant(op, [0]))
+    return op.Expand(first, op.Shape(mask))
+
+
+def without_first_key(op: Builder, mask: ir.Value) -> ir.Value:
+    places, _ = place(op, mask, 1, [1, -1])
+    return op.And(mask, op.Greater(places, constant(op, 0)))
+
+
+def nowhere(op: Builder, mask: ir.Value) -> ir.Value:
+    return op.And(mask, constant(op, False, ir.DataType.BOOL))
+
+
+def fill_with(number: float) -> Alter:
+    def alter(g: Graph) -> None:
+        for fill, _ in g.masked():
+            assert fill.inputs[2] is not None
+            g.set(fill.inputs[2], np.asarray(number))
+
+    return alter
+
+
+def without_guard(g: Graph) -> None:
+    for site in g.sites:
+        assert site.guard is not None
+        g.replace(site.guard.outputs[0], site.context.outputs[0])
+
+
+def zeros_for_one_key(g: Graph) -> None:
+    for fill, guard in g.masked():
+        allowed = fill.inputs[0]
+        assert allowed is not None
+
+        def lone(op: Builder, silent: ir.Value, allowed: ir.Value = allowed) -> ir.Value:
+            count = op.ReduceSum(op.Cast(allowed, to=ir.DataType.INT64.value), constant(op, [-1]), keepdims=1)
+            return op.Or(silent, op.Equal(count, constant(op, 1)))
+
+        g.before(guard, 0, lone)
+
+
+def mask_behind_softmax(g: Graph) -> None:
+    """Weights are zeroed and not made to sum to one again."""
+    for site in g.sites:
+        assert site.fill is not None and site.softmax.inputs[0] is site.fill.outputs[0]
+        allowed = site.fill.inputs[0]
+        site.softmax.replace_input_with(0, site.scores.outputs[0])
+        g.behind(
+            site.softmax.outputs[0],
+            lambda op, x, allowed=allowed: op.Where(allowed, x, float_constant(op, x, 0.0)),  # type: ignore[misc]
+        )
+
+
+def diagonal(k: int) -> Alter:
+    """The causal triangle, moved by `k` keys."""
+    return lambda g: g.before(g.node("Trilu"), 1, lambda op, x: op.Add(x, constant(op, k)))
+
+
+def upper(g: Graph) -> None:
+    g.node("Trilu").attributes["upper"] = ir.AttrInt64("upper", 1)
+
+
+def not_causal(g: Graph) -> None:
+    node = g.node("Trilu")
+    assert node.inputs[0] is not None
+    g.replace(node.outputs[0], node.inputs[0])
+
+
+def from_the_last_key(g: Graph) -> None:
+    def aligned(op: Builder, k: ir.Value) -> ir.Value:
+        rows, columns = (op.Squeeze(op.Shape(g.node("Trilu").inputs[0], start=i, end=i + 1)) for i in (0, 1))
+        return op.Add(k, op.Sub(columns, rows))
+
+    g.before(g.node("Trilu"), 1, aligned)
+
+
+# Heads
+
+EXCHANGED = [1, 0, 2, 3]
+
+
+def heads_exchanged(of: str) -> Alter:
+    """Two heads of the queries, or of what attention gives, in each other's place."""
+
+    def alter(g: Graph) -> None:
+        if (node := g.fused) is not None:
+            width = node.inputs[0].shape[-1]  # type: ignore[union-attr,index]
+            assert isinstance(width, int)
+            columns = np.arange(width).reshape(4, -1)[EXCHANGED].ravel()
+
+            def exchange(op: Builder, x: ir.Value) -> ir.Value:
+                return op.Gather(x, constant(op, columns), axis=2)
+
+            g.before(node, 0, exchange) if of == "query" else g.behind(node.outputs[0], exchange)
+            return
+        site = g.sites[0]
+
+        def exchange_apart(op: Builder, x: ir.Value) -> ir.Value:
+            return op.Gather(x, constant(op, EXCHANGED), axis=1)
+
+        if of == "query":
+            g.before(site.scores, 0, exchange_apart)
+        else:
+            g.behind(site.context.outputs[0], exchange_apart)
+
+    return alter
+
+
+def heads_interleaved(g: Graph) -> None:
+    """The columns of the queries are read as (d, heads) where they are (heads, d)."""
+    query = g.linear("query").output
+    assert query.shape is not None and isinstance(query.shape[-1], int)
+    columns = np.arange(query.shape[-1]).reshape(-1, 4).T.ravel()
+    g.behind(query, lambda op, x: op.Gather(x, constant(op, columns), axis=2))
+
+
+def query_not_transposed(g: Graph) -> None:
+    """(B, n, H, d) becomes (B, H, n, d) by a reshape."""
+    node = producer(g.sites[0].scores.inputs[0])
+    while node.op_type != "Transpose":
+        node = producer(node.inputs[0])
+    source = node.inputs[0]
+    g.behind(node.outputs[0], lambda op, x: op.Reshape(source, op.Shape(x)))
+
+
+def output_not_transposed(g: Graph) -> None:
+    """(B, H, n, d) becomes (B, n, H·d) by a reshape."""
+    if (node := g.fused) is not None:
+
+        def mixed(op: Builder, x: ir.Value) -> ir.Value:
+            apart = op.Transpose(op.Reshape(x, constant(op, [0, 0, 4, -1])), perm=[0, 2, 1, 3])
+            return op.Reshape(apart, op.Shape(x))
+
+        g.behind(node.outputs[0], mixed)
+        return
+    site = g.sites[0]
+    assert site.guard is not None
+    (transposed,) = g.users(site.guard.outputs[0])
+    (merged,) = g.users(transposed.outputs[0])
+    g.behind(merged.outputs[0], lambda op, x: op.Reshape(transposed.inputs[0], op.Shape(x)))
+
+
+def one_key_head(g: Graph) -> None:
+    g.before(g.sites[0].scores, 1, lambda op, x: op.Gather(x, constant(op, [0, 0, 0, 0]), axis=1))
+
+
+def half_the_heads(g: Graph) -> None:
+    node = g.node("MultiHeadAttention")
+    node.attributes["num_heads"] = ir.AttrInt64("num_heads", 2)
+
+
+def head_lost(g: Graph) -> None:
+    mask = [[[[1.0]], [[1.0]], [[1.0]], [[0.0]]]]
+    g.behind(g.sites[0].context.outputs[0], lambda op, x: op.Mul(x, float_constant(op, x, mask)))
+
+
+# Weights
+
+
+def transposed(part: str, layer: int = 0) -> Alter:
+    def alter(g: Graph) -> None:
+        weight = g.linear(part, layer).weight
+        g.set(weight, numbers(weight).T)
+
+    return alter
+
+
+def exchanged(first: str, second: str, layers: tuple[int, int] = (0, 0)) -> Alter:
+    """Weights and biases of two projections in each other's place."""
+
+    def alter(g: Graph) -> None:
+        one, two = g.linear(first, layers[0]), g.linear(second, layers[1])
+        swap(g, one.weight, two.weight)
+        swap(g, one.bias, two.bias)
+
+    return alter
+
+
+def swap(g: Graph, one: ir.Value, two: ir.Value) -> None:
+    before = numbers(one)
+    g.set(one, numbers(two))
+    g.set(two, before)
+
+
+ELEMENT = {"sign": -1.0, "zero": 0.0, "half more": 1.5, "1%": 1.01}
+SAID = {"sign": "has the other sign", "zero": "is zero", "half more": "is 1.5 times as large", "1%": "is 1% off"}
+
+
+def element(weight: Callable[[Graph], ir.Value], change: str, row: int | None = None) -> Alter:
+    """The largest number of a weight, or of a row of it, changed."""
+
+    def alter(g: Graph) -> None:
+        value = weight(g)
+        array = numbers(value).copy()
+        part = array if row is None else array[row]
+        part[np.unravel_index(np.abs(part).argmax(), part.shape)] *= ELEMENT[change]
+        g.set(value, array)
+
+    return alter
+
+
+def of(part: str, layer: int = 0) -> Callable[[Graph], ir.Value]:
+    return lambda g: g.linear(part, layer).weight
+
+
+def gain(i: int) -> Callable[[Graph], ir.Value]:
+    return lambda g: required(g.node("LayerNormalization", i).inputs[1])
+
+
+def shift(i: int) -> Callable[[Graph], ir.Value]:
+    return lambda g: required(g.node("LayerNormalization", i).inputs[2])
+
+
+def bias_of(part: str, layer: int = 0) -> Callable[[Graph], ir.Value]:
+    return lambda g: g.linear(part, layer).bias
+
+
+def named(ending: str) -> Callable[[Graph], ir.Value]:
+    return lambda g: g.weight(ending)
+
+
+def required(value: ir.Value | None) -> ir.Value:
+    if value is None:
+        raise NotThere("an input")
+    return value
+
+
+def times(weight: Callable[[Graph], ir.Value], factor: float) -> Alter:
+    def alter(g: Graph) -> None:
+        g.set(weight(g), numbers(weight(g)) * factor)
+
+    return alter
+
+
+def rounded_weights(dtype: ir.DataType) -> Alter:
+    def alter(g: Graph) -> None:
+        for value in g.graph.initializers.values():
+            array = numbers(value)
+            if array.dtype == np.float32 and array.ndim == 2:
+                value.const_value = ir.tensor(array.astype(dtype.numpy()).astype(np.float32), name=value.name)
+
+    return alter
+
+
+def layers_exchanged(g: Graph) -> None:
+    for part in ("query", "key", "value", "output", "up", "down"):
+        exchanged(part, part, (0, 1))(g)
+    for which in (gain, shift):
+        for i in (0, 1):
+            swap(g, which(i)(g), which(i + 2)(g))
+
+
+def first_layer_twice(g: Graph) -> None:
+    for part in ("query", "key", "value", "output", "up", "down"):
+        one, two = g.linear(part, 0), g.linear(part, 1)
+        g.set(two.weight, numbers(one.weight))
+        g.set(two.bias, numbers(one.bias))
+
+
+def layer_left_out(g: Graph) -> None:
+    """What the first layer gives is what the last norm gets."""
+    third, last = g.node("LayerNormalization", 2), g.node("LayerNormalization", -1)
+    last.replace_input_with(0, third.inputs[0])
+
+
+# Residuals, norms, activations
+
+
+def sum_of(g: Graph, part: str, layer: int) -> tuple[ir.Node, ir.Value, ir.Value]:
+    """The Add behind a branch, what goes round the branch, and the branch."""
+    branch = g.linear(part, layer).output
+    adds = [user for user in g.users(branch) if user.op_type == "Add"]
+    if len(adds) != 1:
+        raise NotThere(f"a residual around {part}")
+    return adds[0], other(adds[0], branch), branch
+
+
+def residual(part: str, how: str, layer: int = 0) -> Alter:
+    def alter(g: Graph) -> None:
+        add, around, branch = sum_of(g, part, layer)
+        if how == "dropped":
+            g.replace(add.outputs[0], branch)
+        elif how == "branch dropped":
+            g.replace(add.outputs[0], around)
+        else:
+            g.behind(add.outputs[0], lambda op, x: op.Add(x, around))
+
+    return alter
+
+
+def epsilon(number: float, i: int = 0) -> Alter:
+    def alter(g: Graph) -> None:
+        g.node("LayerNormalization", i).attributes["epsilon"] = ir.AttrFloat32("epsilon", number)
+
+    return alter
+
+
+def no_mean(g: Graph) -> None:
+    """A norm that divides by the root of the mean square, and subtracts no mean."""
+    node = g.node("LayerNormalization")
+    x, scale, bias = (required(value) for value in node.inputs)
+
+    def root_mean_square(op: Builder, normed: ir.Value) -> ir.Value:
+        square = op.ReduceMean(op.Mul(x, x), constant(op, [-1]), keepdims=1)
+        root = op.Sqrt(op.Add(square, float_constant(op, x, 1e-5)))
+        return op.Add(op.Mul(op.Div(x, root), scale), bias)
+
+    g.behind(node.outputs[0], root_mean_square)
+
+
+def norm_behind(g: Graph) -> None:
+    """x + norm(attention(x)) for x + attention(norm(x))."""
+    node = g.node("LayerNormalization")
+    x, scale, bias = (required(value) for value in node.inputs)
+    g.replace(node.outputs[0], x)
+    g.behind(g.linear("output").output, lambda op, y: op.LayerNormalization(y, scale, bias, axis=-1, epsilon=1e-5))
+
+
+def norm_left_out(i: int) -> Alter:
+    def alter(g: Graph) -> None:
+        node = g.node("LayerNormalization", i)
+        if node.outputs[0].is_graph_output():
+            g.behind(node.outputs[0], lambda op, y: op.Identity(node.inputs[0]))
+        else:
+            g.replace(node.outputs[0], required(node.inputs[0]))
+
+    return alter
+
+
+def norms_exchanged(g: Graph) -> None:
+    swap(g, gain(0)(g), gain(1)(g))
+    swap(g, shift(0)(g), shift(1)(g))
+
+
+def activation(build: Build) -> Alter:
+    def alter(g: Graph) -> None:
+        node = g.node("Gelu")
+        g.behind(node.outputs[0], lambda op, y: build(op, required(node.inputs[0])))
+
+    return alter
+
+
+def quick_gelu(op: Builder, x: ir.Value) -> ir.Value:
+    return op.Mul(x, op.Sigmoid(op.Mul(x, float_constant(op, x, 1.702))))
+
+
+def tanh_gelu(g: Graph) -> None:
+    g.node("Gelu").attributes["approximate"] = ir.AttrString("approximate", "tanh")
+
+
+# Casts
+
+KEPT = "faults.to"
+"""On a cast that float64 must not lose: the type that it casts to."""
+
+
+def through(dtype: ir.DataType) -> Build:
+    """A value rounded to a narrower type, and widened again."""
+
+    def cast(op: Builder, x: ir.Value) -> ir.Value:
+        assert x.dtype is not None
+        narrow = op.Cast(x, to=dtype.value)
+        narrow.type = ir.TensorType(dtype)
+        producer(narrow).metadata_props[KEPT] = str(dtype.value)
+        return op.Cast(narrow, to=x.dtype.value)
+
+    return cast
+
+
+def round_trip(value: Callable[[Graph], ir.Value], dtype: ir.DataType) -> Alter:
+    return lambda g: g.behind(value(g), through(dtype))
+
+
+def norm_input(dtype: ir.DataType) -> Alter:
+    return lambda g: g.before(g.node("LayerNormalization"), 0, through(dtype))
+
+
+def scores(g: Graph) -> ir.Value:
+    return g.sites[0].scores.outputs[0]
+
+
+def softmax_weights(g: Graph) -> ir.Value:
+    return g.sites[0].softmax.outputs[0]
+
+
+def residual_stream(g: Graph) -> ir.Value:
+    return sum_of(g, "output", 0)[0].outputs[0]
+
+
+def result(g: Graph) -> ir.Value:
+    """The output, before it is narrowed to 16 bits."""
+    output = g.graph.outputs[0]
+    node = producer(output)
+    return required(node.inputs[0]) if node.op_type == "Cast" else output
+
+
+# Positions, images, batches
+
+
+def moved_rows(g: Graph) -> None:
+    table = g.weight("positions.table")
+    g.set(table, np.roll(numbers(table), -1, axis=0))
+
+
+def no_later_rows(g: Graph) -> None:
+    """Every token from some place on has the position of that place."""
+    table = g.weight("positions.table")
+    rows = np.minimum(np.arange(len(numbers(table))), CLIPPED - 1)
+    g.set(table, numbers(table)[rows])
+
+
+def last_token(g: Graph) -> None:
+    gather = g.nodes("Gather")[-1]
+    g.before(gather, 1, lambda op, x: op.Sub(x, constant(op, 1)))
+
+
+def grid_permuted(perm: list[int]) -> Alter:
+    """How the pixels of patches are laid out."""
+
+    def alter(g: Graph) -> None:
+        node = next((one for one in g.nodes("Transpose") if len(one.attributes["perm"].as_ints()) == 6), None)
+        if node is None or list(node.attributes["perm"].as_ints()) == perm:
+            raise NotThere("patches")
+        node.attributes["perm"] = ir.AttrInt64s("perm", perm)
+
+    return alter
+
+
+def channels_swapped(g: Graph) -> None:
+    g.behind(g.input("image"), lambda op, x: op.Gather(x, constant(op, [2, 1, 0]), axis=1))
+
+
+def keys_of_another(at_most: bool) -> Alter:
+    """Every sample attends to the keys of the next; or the last alone, and in the largest batch alone."""
+
+    def alter(g: Graph) -> None:
+        node, index = (g.fused, 1) if g.fused is not None else (g.sites[0].scores, 1)
+        assert node is not None
+
+        def others(op: Builder, keys: ir.Value) -> ir.Value:
+            moved = rolled(op, keys, 0)
+            if not at_most:
+                return moved
+            places, _ = place(op, keys, 0, [-1, *[1] * (len(keys.shape or ()) - 1)])
+            return op.Where(op.Equal(places, constant(op, MOST_BATCH - 1)), moved, keys)
+
+        g.before(node, index, others)
+
+    return alter
+
+
+def last_zero(g: Graph) -> None:
+    """The very last number of what is given is zero."""
+
+    def build(op: Builder, x: ir.Value) -> ir.Value:
+        flat = op.Reshape(x, constant(op, [-1]))
+        count = op.Squeeze(op.Shape(flat))
+        places = op.Range(constant(op, 1), op.Add(count, constant(op, 1)), constant(op, 1))
+        return op.Reshape(op.Where(op.Equal(places, count), float_constant(op, x, 0.0), flat), op.Shape(x))
+
+    g.behind(result(g), build)
+
+
+# The list
+
+ENCODER, CAUSAL, VIT, CROSS = "encoder", "causal", "vit", "cross"
+TOKENS, PRODUCTS = (ENCODER, CAUSAL), (ENCODER, CROSS)
+
+FAULTS: list[Fault] = []
+
+INERT = {
+    "key-bias-dropped": "adds one number to all scores of a query",
+    "key-bias-twice": "adds one number to all scores of a query",
+    "fill-1e4": "exp(-1e4) is zero, where no score is as large",
+    "causal-at-the-end": "there are as many keys as queries",
+}
+"""Faults that change no function, or none that has ordinary scores, and why."""
+
+NOT_IN = {"matrices-fp16": ("fp16", "bf16"), "matrices-bf16": ("bf16",)}
+"""Faults that alter nothing in some precisions, whose weights are such numbers already, or very nearly."""
+
+
+def family(name: str, *faults: tuple[str, str, Alter, tuple[str, ...] | str]) -> None:
+    for title, what, alter, subjects in faults:
+        where = (subjects,) if isinstance(subjects, str) else subjects
+        FAULTS.append(Fault(title, name, what, alter, where, title in INERT, NOT_IN.get(title, ())))
+
+
+family(
+    "scale",
+    ("scale-1%", "scores 1% too large", rescaled(lambda s: s * 1.01), (ENCODER, VIT, CROSS)),
+    ("scale-0.1%", "scores 0.1% too large", rescaled(lambda s: s * 1.001), (ENCODER, VIT, CROSS)),
+    ("scale-by-d", "1/d for 1/√d", rescaled(lambda s: s * s), (ENCODER, VIT, CROSS)),
+    ("scale-by-width", "1/√(all heads) for 1/√(one)", rescaled(lambda s: s / 2), (ENCODER, VIT, CROSS)),
+    ("scale-missing", "1 for 1/√d", rescaled(lambda s: 1.0), (ENCODER, VIT, CROSS)),
+    ("scale-late", "the softmax's weights scaled, not the scores", scale_behind_softmax, PRODUCTS),
+)
+family(
+    "softmax",
+    ("softmax-queries", "over the queries", softmax_over(-2), PRODUCTS),
+    ("softmax-heads", "over the heads", softmax_over(1), PRODUCTS),
+    ("softmax-twice", "of the softmax", softmax_twice, PRODUCTS),
+)
+family(
+    "mask",
+    ("padding-shifted", "moved by one key", mask_becomes(lambda op, m: rolled(op, m, 1)), (ENCODER, CAUSAL, CROSS)),
+    ("padding-inverted", "True and False exchanged", mask_becomes(lambda op, m: op.Not(m)), (ENCODER, CAUSAL, CROSS)),
+    ("padding-ignored", "nothing is padding", mask_becomes(nowhere), (ENCODER, CAUSAL, CROSS)),
+    ("padding-first-sample", "all samples have the first one's", mask_becomes(of_first_sample), PRODUCTS),
+    ("padding-first-key", "the first key is never padding", mask_becomes(without_first_key), PRODUCTS),
+    ("padding-one-head", "ignored by one head", allowed_becomes(also_head), PRODUCTS),
+    ("padding-one-sample", "ignored for the last sample", allowed_becomes(also_last_sample), PRODUCTS),
+    (
+        "padding-one-layer",
+        "ignored in the second layer",
+        allowed_becomes(lambda op, a: op.Or(a, op.Not(a)), 1),
+        ENCODER,
+    ),
+    ("mask-last-row", "one row too few: ignored by the last query", also_last_row, (ENCODER, CAUSAL, CROSS)),
+    ("mask-late", "weights zeroed behind the softmax", mask_behind_softmax, PRODUCTS),
+    ("fill-1e4", "-1e4 where -inf is meant", fill_with(-1e4), (ENCODER, CAUSAL, CROSS)),
+    ("fill-10", "-10 where -inf is meant", fill_with(-10.0), PRODUCTS),
+    ("empty-rows-nan", "NaN for queries without keys, where eager has zeros", without_guard, (ENCODER, CAUSAL, CROSS)),
+    ("one-key-zeros", "zeros for queries with one key", zeros_for_one_key, PRODUCTS),
+    ("causal-excludes-itself", "a token does not see itself", diagonal(-1), CAUSAL),
+    ("causal-one-more", "a token sees the next", diagonal(1), CAUSAL),
+    ("causal-upper", "a token sees the later ones", upper, CAUSAL),
+    ("causal-ignored", "a token sees all", not_causal, CAUSAL),
+    ("causal-at-the-end", "counted from the last key, where there are as many as queries", from_the_last_key, CAUSAL),
+)
+family(
+    "heads",
+    ("query-heads", "two heads exchanged in the queries", heads_exchanged("query"), (ENCODER, VIT, CROSS)),
+    ("output-heads", "two heads exchanged in the output", heads_exchanged("output"), (ENCODER, VIT, CROSS)),
+    ("query-interleaved", "columns of the queries read as (d, heads)", heads_interleaved, (ENCODER, VIT, CROSS)),
+    ("query-reshaped", "heads split by a reshape without a transpose", query_not_transposed, PRODUCTS),
+    ("output-reshaped", "heads joined by a reshape without a transpose", output_not_transposed, (ENCODER, VIT, CROSS)),
+    ("one-key-head", "all heads have the first one's keys", one_key_head, PRODUCTS),
+    ("heads-halved", "half as many heads, twice as wide", half_the_heads, VIT),
+    ("head-lost", "the last head gives zeros", head_lost, PRODUCTS),
+)
+family(
+    "transposed",
+    ("query-transposed", "the query's weight", transposed("query"), (ENCODER, VIT, CROSS)),
+    ("value-transposed", "the value's weight", transposed("value"), (ENCODER, VIT)),
+    ("output-transposed", "the output projection's weight", transposed("output"), (ENCODER, VIT, CROSS)),
+    ("last-transposed", "the second layer's key weight", transposed("key", 1), ENCODER),
+    ("key-value", "key and value exchanged", exchanged("key", "value"), (ENCODER, VIT, CROSS)),
+    ("query-key", "query and key exchanged", exchanged("query", "key"), (ENCODER, CAUSAL, VIT)),
+)
+for part, subjects in {
+    "query": (ENCODER, VIT, CROSS),
+    "key": (ENCODER, VIT, CROSS),
+    "value": (ENCODER, VIT, CROSS),
+    "output": (ENCODER, VIT, CROSS),
+    "up": (ENCODER, VIT),
+    "down": (ENCODER, VIT),
+    "patches": (VIT,),
+}.items():
+    family("one number", (f"{part}-sign", f"of {part}'s weight {SAID['sign']}", element(of(part), "sign"), subjects))
+    for change, what in SAID.items():
+        if change != "sign":
+            title = f"{part}-{change.replace(' ', '-')}"
+            family("one number", (title, f"of {part}'s weight {what}", element(of(part), change), subjects[:1]))
+family(
+    "one number",
+    ("last-output-sign", "of the second output projection, sign", element(of("output", 1), "sign"), ENCODER),
+    ("last-down-1%", "of the last weight, 1% off", element(of("down", 1), "1%"), ENCODER),
+    ("gain-half-more", "of the first norm's gain, ×1.5", element(gain(0), "half more"), (ENCODER, VIT)),
+    ("gain-1%", "of the first norm's gain, 1% off", element(gain(0), "1%"), (ENCODER, VIT)),
+    ("last-gain-1%", "of the last norm's gain, 1% off", element(gain(-1), "1%"), (ENCODER, VIT)),
+    ("query-bias-sign", "of the query's bias, sign", element(bias_of("query"), "sign"), (ENCODER, CROSS)),
+    ("output-bias-1%", "of the output's bias, 1% off", element(bias_of("output"), "1%"), (ENCODER, CROSS)),
+    ("head-sign", "of the classifier's weight, sign", element(of("head"), "sign"), VIT),
+    ("embedding-sign", "of one token's embedding, sign", element(named("embedding.weight"), "sign", 500), ENCODER),
+    (
+        "first-position-sign",
+        "of the first position, sign",
+        element(named("positions.table"), "sign", 0),
+        (ENCODER, VIT),
+    ),
+    (
+        "last-position-sign",
+        "of the last position that is used, sign",
+        element(named("positions.table"), "sign", MOST_TOKENS - 1),
+        ENCODER,
+    ),
+    ("class-token-sign", "of the class token, sign", element(named("class_token"), "sign"), VIT),
+    ("last-number", "the last number of the output is zero", last_zero, (ENCODER, CAUSAL, VIT, CROSS)),
+)
+family(
+    "bias",
+    *(
+        (f"{part}-bias-dropped", f"{part}'s is left out", times(bias_of(part), 0.0), subjects)
+        for part, subjects in {
+            "query": (ENCODER, VIT, CROSS),
+            "key": (ENCODER, VIT, CROSS),
+            "value": (ENCODER, VIT, CROSS),
+            "output": (ENCODER, VIT, CROSS),
+            "up": (ENCODER,),
+            "down": (ENCODER,),
+        }.items()
+    ),
+    ("norm-bias-dropped", "the first norm's is left out", times(shift(0), 0.0), (ENCODER, VIT)),
+    ("last-norm-bias-dropped", "the last norm's is left out", times(shift(-1), 0.0), ENCODER),
+    ("key-bias-twice", "the key's is added twice", times(bias_of("key"), 2.0), ENCODER),
+    ("value-bias-twice", "the value's is added twice", times(bias_of("value"), 2.0), (ENCODER, CROSS)),
+    ("output-bias-twice", "the output's is added twice", times(bias_of("output"), 2.0), (ENCODER, CROSS)),
+)
+family(
+    "norm",
+    ("epsilon-1e-6", "1e-6 for 1e-5", epsilon(1e-6), ENCODER),
+    ("epsilon-1e-12", "1e-12 for 1e-5", epsilon(1e-12), (ENCODER, VIT)),
+    ("epsilon-1e-3", "1e-3 for 1e-5", epsilon(1e-3), (ENCODER, VIT)),
+    ("last-epsilon-1e-3", "1e-3 for 1e-5, in the last norm", epsilon(1e-3, -1), ENCODER),
+    ("norm-mean", "the mean is not subtracted", no_mean, (ENCODER, VIT)),
+    ("norm-unbiased", "the variance divided by n - 1", times(gain(0), math.sqrt(127 / 128)), (ENCODER, VIT)),
+    ("norm-behind", "behind the attention, not before it", norm_behind, (ENCODER, VIT)),
+    ("norm-left-out", "the first is left out", norm_left_out(0), (ENCODER, VIT)),
+    ("last-norm-left-out", "the last is left out", norm_left_out(-1), (ENCODER, VIT)),
+    ("norms-exchanged", "the first and second have each other's weights", norms_exchanged, (ENCODER, VIT)),
+)
+family(
+    "branches",
+    ("residual-dropped", "around attention", residual("output", "dropped"), (ENCODER, VIT)),
+    ("residual-doubled", "around attention", residual("output", "doubled"), (ENCODER, VIT)),
+    ("last-residual-dropped", "around the last feed-forward layer", residual("down", "dropped", 1), ENCODER),
+    ("branch-dropped", "the first feed-forward layer is left out", residual("down", "branch dropped"), (ENCODER, VIT)),
+    ("layers-exchanged", "the second before the first", layers_exchanged, ENCODER),
+    ("layer-twice", "the first in the second's place", first_layer_twice, ENCODER),
+    ("layer-left-out", "the second is left out", layer_left_out, ENCODER),
+)
+family(
+    "activation",
+    ("gelu-tanh", "tanh's approximation for erf", tanh_gelu, (ENCODER, VIT)),
+    ("gelu-quick", "x·sigmoid(1.702 x) for GELU", activation(quick_gelu), (ENCODER, VIT)),
+    ("gelu-relu", "ReLU for GELU", activation(lambda op, x: op.Relu(x)), (ENCODER, VIT)),
+)
+family(
+    "early cast",
+    *(
+        (f"{what.replace(' ', '-')}-{name}", f"{what} in {name}", alter, PRODUCTS if value else TOKENS)
+        for name, dtype in (("fp16", FP16), ("bf16", BF16))
+        for what, value, alter in (
+            ("scores", True, round_trip(scores, dtype)),
+            ("softmax weights", True, round_trip(softmax_weights, dtype)),
+            ("residual stream", False, round_trip(residual_stream, dtype)),
+            ("norm input", False, norm_input(dtype)),
+            ("output", True, round_trip(result, dtype)),
+            ("matrices", True, rounded_weights(dtype)),
+        )
+    ),
+)
+family(
+    "positions",
+    ("positions-moved", "off by one", moved_rows, (ENCODER, VIT)),
+    ("positions-absent", "there are none", times(named("positions.table"), 0.0), (ENCODER, VIT)),
+    ("positions-clipped", f"right for {CLIPPED} tokens, one and the same for more", no_later_rows, ENCODER),
+)
+family(
+    "image",
+    ("class-token-last", "the last patch is classified", last_token, VIT),
+    ("class-token-absent", "the class token is zeros", times(named("class_token"), 0.0), VIT),
+    ("patches-transposed", "rows and columns of the grid exchanged", grid_permuted([0, 4, 2, 1, 3, 5]), VIT),
+    ("pixels-transposed", "rows and columns inside of patches exchanged", grid_permuted([0, 2, 4, 1, 5, 3]), VIT),
+    ("pixels-channels-last", "pixels before channels", grid_permuted([0, 2, 4, 3, 5, 1]), VIT),
+    ("channels-swapped", "blue for red", channels_swapped, VIT),
+)
+family(
+    "batch and size",
+    ("keys-of-next", "every sample has the next one's keys", keys_of_another(False), (ENCODER, VIT, CROSS)),
+    (
+        "keys-of-next-at-most",
+        "the last of the largest batch has the first one's",
+        keys_of_another(True),
+        (ENCODER, VIT),
+    ),
+    ("keys-clipped", f"right for {CLIPPED} keys, later ones unseen", allowed_becomes(only_first_keys), PRODUCTS),
+)
+
+
+# --- what becomes of them ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault in one subject at one precision.
+
+    Attributes:
+        effect, allowed: the relative error in float64 on `case`, and the budget there.
+        verdict: see the top of this module.
+        case: on which verify found it furthest over the budget, or where it passes, on which its effect is largest for
+            the budget.
+    """
+
+    fault: Fault
+    subject: str
+    precision: str
+    effect: float
+    allowed: float
+    verdict: str
+    case: str
+
+
+class Bench:
+    """A deployed subject into which faults are put, one at a time.
+
+    Attributes:
+        unaltered: what verify says of it as it is.
+    """
+
+    def __init__(self, bundle: Bundle, name: str, folder: Path) -> None:
+        self.name, self.precision = name, bundle.manifest.precision
+        self._folder = Path(shutil.copytree(bundle.path, folder))
+        self._file = self._folder / bundle.manifest.targets["onnxruntime"].model
+        self._model = ir.load(bundle.path / bundle.manifest.targets["onnxruntime"].model)
+        manifest, stored = bundle.manifest, stored_inputs(bundle)
+        self._inputs = {case.name: reference.make_inputs(case, manifest.inputs, stored) for case in manifest.cases}
+        self.unaltered = verified(bundle)
+        self._budgets = {c.case: c for c in self.unaltered.comparisons}
+        self._truth = dict(self.exact(self._model.clone()))
+
+    def exact(self, model: ir.Model, cases: Collection[str] | None = None) -> Iterator[tuple[str, Array]]:
+        """The output of a graph in float64, by case, all of them by default. A fault's own casts are kept."""
+        to_double(model)
+        for node in model.graph:
+            if (to := node.metadata_props.get(KEPT)) is not None:
+                node.attributes["to"] = ir.AttrInt64("to", int(to))
+                node.outputs[0].type = ir.TensorType(ir.DataType(int(to)))
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
+        for case in cases or self._inputs:
+            feeds = {name: wide(array) for name, array in self._inputs[case].items()}
+            (output,) = session.run(None, feeds)
+            yield case, output
+
+    def tried(self, fault: Fault) -> Row:
+        """Put it in, measure what it does, and ask verify.
+
+        Raises:
+            NotThere: the graph has no place for it, or is what it was.
+        """
+        model = self._model.clone()
+        before = ir.to_proto(model).SerializeToString(deterministic=True)
+        fault.alter(Graph(model))
+        if ir.to_proto(model).SerializeToString(deterministic=True) == before:
+            raise NotThere(f"{fault.name} changed nothing in {self.name}")
+        ir.save(model, self._file)
+        report = verified(rewrite(self._folder))
+        caught = {max(report.failures, key=over).case} if report.failures else None
+        effects = [self._effect(case, output) for case, output in self.exact(model, caught)]
+        case, relative, share = max(effects, key=lambda one: one[2])
+        nothing = all(effect <= NOTHING for _, effect, _ in effects)
+        if not report.passed:
+            verdict = "FALSE ALARM" if nothing else "caught"
+        elif nothing:
+            verdict = "no effect" if fault.is_inert else "UNSEEN"
+        else:
+            verdict = "below rounding" if share <= 1 else "ESCAPE"
+        return Row(fault, self.name, self.precision, relative, self._budgets[case].budget, verdict, case)
+
+    def _effect(self, case: str, output: Array) -> tuple[str, float, float]:
+        """The relative effect on a case, and its share of the budget."""
+        truth, budget = self._truth[case], self._budgets[case]
+        if not np.array_equal(np.isfinite(output), finite := np.isfinite(truth)):
+            return case, math.inf, math.inf
+        relative = relative_error(output[finite], truth[finite])
+        largest = float(np.max(np.abs(output[finite] - truth[finite]), initial=0.0))
+        share = max(relative / budget.budget, largest / budget.max_budget if budget.max_budget else math.inf * largest)
+        return case, relative, share if largest else 0.0
+
+
+def over(found: Comparison) -> float:
+    """How far a comparison is over its budget; what is not finite where it should be is furthest."""
+    if found.error <= found.budget and found.max_error <= found.max_budget:
+        return math.inf
+    return max(found.error / found.budget, found.max_error / found.max_budget if found.max_budget else math.inf)
+
+
+def wide(array: Array) -> Array:
+    """Floats in float64."""
+    return array.astype(np.float64) if array.dtype.kind not in "biu" else array
+
+
+def verified(bundle: Bundle) -> BackendReport:
+    return attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+
+
+class Faults:
+    """The subjects as they are asked for, deployed once, and what becomes of the faults in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.bench = functools.cache(self._bench)
+        self.rows = functools.cache(self._rows)
+
+    def _bench(self, name: str, precision: str) -> Bench:
+        bundle = deploy(name, precision, self._folder / f"{name}-{precision}")
+        return Bench(bundle, name, self._folder / f"{name}-{precision}-altered")
+
+    def _rows(self, name: str, precision: str) -> list[Row]:
+        faults = [fault for fault in FAULTS if name in fault.subjects and precision not in fault.not_in]
+        return [self.bench(name, precision).tried(fault) for fault in faults]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+START, END = "<!-- faults: by python tests/faults.py -->", "<!-- /faults -->"
+VERDICTS = ("caught", "below rounding", "no effect")
+NEVER = ("UNSEEN", "ESCAPE", "FALSE ALARM")
+
+
+def page_of(rows: list[Row]) -> str:
+    """The counts, what verify lets pass, and every fault in every subject."""
+    lines = ["| precision | " + " | ".join((*VERDICTS, *NEVER)) + " |", "|" + "---|" * 7]
+    for precision in ("fp32", "fp16", "bf16"):
+        verdicts = [row.verdict for row in rows if row.precision == precision]
+        lines.append(f"| {precision} | " + " | ".join(str(verdicts.count(v)) for v in (*VERDICTS, *NEVER)) + " |")
+    lines += ["", f"{len(FAULTS)} faults, put in {len(rows)} times.", "", "What passes:", ""]
+    lines += table([row for row in rows if row.verdict != "caught"])
+    lines += ["", "<details><summary>What is caught</summary>", ""]
+    lines += table([row for row in rows if row.verdict == "caught"])
+    return "\n".join([*lines, "", "</details>"])
+
+
+def table(rows: list[Row]) -> list[str]:
+    lines = ["| kind | fault | what | model | precision | effect | allowed | verdict | case |", "|" + "---|" * 9]
+    for row in rows:
+        effect = "NaN" if math.isinf(row.effect) else f"{row.effect:.1e}"
+        verdict = f"{row.verdict}: {INERT[row.fault.name]}" if row.verdict == "no effect" else row.verdict
+        lines.append(
+            f"| {row.fault.family} | {row.fault.name} | {row.fault.what} | {row.subject} | {row.precision} | {effect} "
+            f"| {row.allowed:.1e} | {verdict} | {row.case} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Try every fault in every subject at every precision, and write the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        faults = Faults(Path(folder))
+        rows = [row for name, precisions in PRECISIONS.items() for p in precisions for row in faults.rows(name, p)]
+    rows.sort(key=lambda row: [fault.name for fault in FAULTS].index(row.fault.name))
+    page = PAGE.read_text(encoding="utf-8")
+    head, start, rest = page.partition(START)
+    _, end, tail = rest.partition(END)
+    if not (start and end):
+        raise SystemExit(f"{PAGE} has no place for the table: put {START} and {END} where it belongs")
+    PAGE.write_text(f"{head}{START}\n{page_of(rows)}\n{END}{tail}", encoding="utf-8")
+    wrong = [row for row in rows if row.verdict in NEVER]
+    for row in wrong:
+        print(f"{row.verdict}: {row}")
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

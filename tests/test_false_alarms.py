@@ -1,0 +1,58 @@
+"""Models that are deployed rightly pass, whatever they are: a few of those that the benchmark draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attnforge.benchmarks import false_alarms
+from attnforge.benchmarks.false_alarms import Outcome, draw, make, summary, table, tried
+from attnforge.bundle import Case
+from attnforge.precision import precision_named
+from attnforge.runtime.budget import judge
+
+SEEDS = range(1000, 1016)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_right_is_not_rejected(seed: int) -> None:
+    outcome = tried(draw(seed))
+    assert outcome.refused is None and not outcome.not_held, outcome.text()
+    assert outcome.comparisons and outcome.rejected == {}, outcome.text()
+
+
+def test_seeds_draw_every_kind_and_precision() -> None:
+    recipes = [draw(seed) for seed in SEEDS]
+    assert {recipe.kind for recipe in recipes} == set(false_alarms.KINDS)
+    assert {recipe.precision for recipe in recipes} == set(false_alarms.PRECISIONS)
+
+
+def test_a_seed_is_always_the_same_model() -> None:
+    one, other = make(draw(7)), make(draw(7))
+    assert draw(7) == draw(7) != draw(8)
+    for first, second in zip(
+        (*one.module.parameters(), *one.args), (*other.module.parameters(), *other.args), strict=True
+    ):
+        assert torch.equal(first, second)
+
+
+def test_what_is_said_of_them() -> None:
+    """A rejection comes with its recipe; what eager's precision does not hold is none, nor is what is refused."""
+    truth, case = np.ones(8), Case(name="normal-opt", sizes={}, kind="normal", seed=1)
+
+    def judged(got: float, eager: float) -> list[false_alarms.Comparison]:
+        return [judge(case, "output", truth * got, truth * eager, truth, precision_named("fp32"))]
+
+    found = [
+        Outcome(draw(0), comparisons={"onnxruntime": judged(1.0, 1.0)}),
+        Outcome(draw(1), comparisons={"onnxruntime": judged(1.1, 1.0)}),
+        Outcome(draw(2), comparisons={"onnxruntime": judged(np.inf, np.inf)}),
+        Outcome(draw(3), refused="no"),
+    ]
+    figures = summary(found)
+    assert figures["deployed"] == 2 and [one["seed"] for one in figures["rejected"]] == [1]
+    assert figures["rejected"][0]["cases"][0].startswith("normal-opt/output: error 1.00e-01 is over the budget")
+    assert [one["seed"] for one in figures["not_held"]] == [2] and figures["refused"][0]["why"] == "no"
+    text = table({**figures, "command": "run"})
+    assert "2 models" in text and "1 rejected" in text

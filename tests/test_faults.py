@@ -1,0 +1,66 @@
+"""Every seeded fault is caught by `verify`, or is measured to be no fault at this precision: see :mod:`faults`."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from faults import FAULTS, INERT, NEVER, PRECISIONS, Faults, Graph, NotThere, softmax_twice
+
+TESTED = [(name, p) for name, precisions in PRECISIONS.items() for p in precisions if p in ("fp32", "fp16")]
+"""Of the sixteen bits one kind: `python tests/faults.py` tries both."""
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize(("name", "precision"), TESTED)
+def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
+    """What is neither without effect nor hidden by rounding fails, and what has no effect passes."""
+    assert faults.bench(name, precision).unaltered.passed
+    rows = faults.rows(name, precision)
+    assert [row for row in rows if row.verdict in NEVER] == []
+    assert {row.fault.name for row in rows if row.verdict == "no effect"} <= set(INERT)
+    assert {row.fault.family for row in rows if row.verdict == "caught"} >= {"mask", "heads", "one number"} - (
+        {"heads"} if name == "causal" else {"mask"} if name == "vit" else set()
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_many_are_caught(faults: Faults, precision: str) -> None:
+    caught = [row for name, p in TESTED if p == precision for row in faults.rows(name, p) if row.verdict == "caught"]
+    assert len({row.fault.name for row in caught}) >= 40
+
+
+def test_in_fp32_all_are_caught_but_those_that_change_no_function(faults: Faults) -> None:
+    """Nothing that changes the function is hidden by the rounding of fp32: not 1% of one weight, nor an epsilon."""
+    passed = {
+        row.fault.name for name, p in TESTED if p == "fp32" for row in faults.rows(name, p) if row.verdict != "caught"
+    }
+    assert passed == set(INERT)
+
+
+def test_faults_have_names_of_their_own() -> None:
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names) >= 60
+    assert set(INERT) <= set(names)
+    assert {name for fault in FAULTS for name in fault.subjects} == set(PRECISIONS)
+
+
+def test_a_fault_that_finds_nothing_to_alter_says_so(faults: Faults) -> None:
+    x = ir.Value(name="x", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.FLOAT))
+    node = ir.node("Relu", [x])
+    node.outputs[0].name = "y"
+    model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 23}), ir_version=10)
+    with pytest.raises(NotThere, match="attention as products"):
+        softmax_twice(Graph(model))
+    by_name = {fault.name: fault for fault in FAULTS}
+    for name in ("padding-ignored", "causal-upper", "query-sign", "epsilon-1e-6", "patches-transposed", "gelu-tanh"):
+        with pytest.raises(NotThere):
+            by_name[name].alter(Graph(model))
+    graph = Graph(model)
+    weight = ir.Value(name="w", const_value=ir.tensor(np.ones(3, np.float32)))
+    with pytest.raises(NotThere, match="a change of w"):
+        graph.set(weight, np.ones(3))
