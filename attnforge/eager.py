@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnforge.arrays import Array, to_torch
 from attnforge.errors import CaptureError
@@ -39,8 +40,17 @@ def in_float64(module: nn.Module) -> nn.Module:
 def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> dict[str, Tensor]:
     """Run a module on arrays, floating-point ones as `dtype`, without gradients; outputs by name."""
     tensors: list[Tensor] = [to_torch(array) for array in inputs.values()]
-    with torch.no_grad(), as_written():
-        return named_outputs(module(*(t.to(dtype) if t.is_floating_point() else t for t in tensors)))
+    # torch's fused attention on the CPU takes a float32 mask for a float64 one, and misreads it.
+    plain = sdpa_kernel(SDPBackend.MATH) if dtype == torch.float64 else nullcontext()
+    with torch.no_grad(), as_written(), plain:
+        try:
+            return named_outputs(module(*(t.to(dtype) if t.is_floating_point() else t for t in tensors)))
+        except RuntimeError as error:
+            kind = str(dtype).removeprefix("torch.")
+            raise CaptureError(
+                f"{type(module).__name__} does not run in {kind}: {first_line(error)}; tensors that it makes itself "
+                "have to be of its inputs' dtype"
+            ) from error
 
 
 @contextmanager

@@ -204,8 +204,9 @@ def sampled(array: Array, case: Case) -> Array:
 
 
 def places(size: int, case: Case) -> Array | None:
-    """Where an output of `size` numbers is sampled, in order; None where all of them are kept."""
-    if size <= SAMPLED:
+    """Where an output of `size` numbers is sampled, in order; None where all of them are kept, as of real data, for
+    metrics are measured on whole outputs."""
+    if size <= SAMPLED or case.kind == "data":
         return None
     return np.sort(np.random.Generator(np.random.PCG64([case.seed, size])).choice(size, SAMPLED, replace=False))
 
@@ -217,7 +218,7 @@ BLOCK = 64
 def blocks(array: Array, case: Case) -> Array | None:
     """Of an output that is kept in part, the sums of every :data:`BLOCK` numbers, in float64, with signs that the
     case's seed decides: no number of it is left unseen. None where all of it is kept."""
-    if array.size <= SAMPLED:
+    if places(array.size, case) is None:
         return None
     signs = np.random.Generator(np.random.PCG64([case.seed, array.size, BLOCK])).integers(0, 2, array.size) * 2 - 1
     signed = array.reshape(-1).astype(np.float64) * signs

@@ -299,6 +299,9 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     if causal:
         scores = op.Where(_not_later(op, query, key), scores, _number(op, -np.inf))
     result = op.MatMul(op.Softmax(scores, axis=-1), value)
+    if mask is not None:  # who may attend to nothing gets zeros, as of ONNX Runtime's own operator
+        highest = op.ReduceMax(scores, constant(op, [-1]), keepdims=1)
+        result = op.Where(op.Equal(highest, _number(op, -np.inf)), _number(op, 0), result)
     return [_joined(op, result) if packed else result, *present]
 
 

@@ -99,7 +99,7 @@ def write_reference(
     save_file(kept, folder / REFERENCE_OUTPUTS)
     # Every bfloat16 is a float32, and the file format has no word for NumPy's bfloat16.
     held = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in stored.items()}
-    save_file({name: np.ascontiguousarray(array) for name, array in held.items()}, folder / REFERENCE_EXAMPLE)
+    save_file({name: np.asarray(array, order="C") for name, array in held.items()}, folder / REFERENCE_EXAMPLE)
     return cases
 
 

@@ -18,6 +18,9 @@ from attnforge.runtime.inputs import size_of
 MOVERS = VIEWS | {"Slice", "Split", "Expand", "Tile", "Pad", "Gather", "GatherElements", "Concat"}
 """Operators whose result holds numbers of their first input, or of several of one type, as they are."""
 
+ALWAYS_FP32 = ("Range", "ConstantOfShape", "EyeLike", "Resize", "RandomNormal", "RandomUniform")
+"""Operators that know no 16-bit types, or whose type is an attribute of their own."""
+
 PRODUCTS = ("MatMul", "Gemm", "Attention", "Conv", "Einsum")
 
 RATE_16, RATE_32, BANDWIDTH = 312e12, 19.5e12, 1.6e12
@@ -32,7 +35,7 @@ def operators(model: ir.Model) -> list[ir.Node]:
         node
         for node in model.graph
         if not _moves(node)
-        and node.op_type not in ("Constant", "Shape")
+        and node.op_type not in ("Constant", "Shape", *ALWAYS_FP32)
         and any(v.dtype == FLOAT and v not in fixed for v in node.outputs)
     ]
 
@@ -66,7 +69,7 @@ def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> None:
         floats = [(i, v) for i, v in enumerate(node.inputs) if v is not None and v.dtype == FLOAT and v not in fixed]
         if dtype is None:  # it moves numbers, is a constant, or computes none
             moved = [types[v] for _, v in floats if v in types]
-            dtype = (moved or [low])[0] if node.op_type != "Constant" else FLOAT
+            dtype = (moved or [low])[0] if node.op_type not in ("Constant", *ALWAYS_FP32) else FLOAT
             if node.op_type == "Concat" and FLOAT in moved:
                 dtype = FLOAT
         for i, value in floats:
@@ -84,7 +87,7 @@ def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> None:
     for i, output in enumerate(outputs):
         if types.get(output, FLOAT) != FLOAT:
             wide = _cast(graph, output, FLOAT, casts)
-            output.name, wide.name = f"{output.name}/{output.dtype}".lower(), output.name
+            output.name, wide.name = f"{output.name}/{str(output.dtype).lower()}", output.name
             graph.outputs[i] = wide
     for weight in weights:
         if not weight.uses() and not weight.is_graph_output():
@@ -135,14 +138,14 @@ def flops_of(node: ir.Node, sizes: Mapping[str, int]) -> float:
         return 0.0
     shapes = [_numbers(v, sizes) for v in node.inputs if v is not None and v.dtype is not None][:3]
     results = math.prod(_numbers(node.outputs[0], sizes))
-    if node.op_type == "Attention":
+    if node.op_type == "Attention" and all(len(shape) == 4 for shape in shapes):
         (batch, heads, n_q, d_k), (_, _, n_k, _), (_, _, _, d_v) = shapes
         return 2.0 * batch * heads * n_q * n_k * (d_k + d_v)
     if node.op_type == "Conv":
         return 2.0 * results * math.prod(shapes[1][1:])
     if node.op_type == "Gemm" and node.attributes.get_int("transA") == 1:
         return 2.0 * results * shapes[0][0]
-    return 2.0 * results * shapes[0][-1]
+    return 2.0 * results * (shapes[0] or [1])[-1]
 
 
 def cost_of(node: ir.Node, sizes: Mapping[str, int], is_high: bool) -> float:

@@ -9,13 +9,13 @@ storage emulated as a fused plan has it, against float64 of the original weights
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from attnforge import reference
-from attnforge.arrays import Array
+from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Case, Mixed, Region, TensorSpec
 from attnforge.errors import BuildError
 from attnforge.export.canonicalize import Site
@@ -23,6 +23,7 @@ from attnforge.export.diagnosis.causes import Blame, blame
 from attnforge.export.diagnosis.graphs import module_of, written_out
 from attnforge.export.diagnosis.measure import Run, measure
 from attnforge.export.emulation import emulate
+from attnforge.export.exact import NoDoublePath
 from attnforge.export.expected import Data, Expected, at_precision, stored_of
 from attnforge.export.layout import VIEWS
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -120,6 +121,8 @@ class _Search:
     feeds: dict[str, dict[str, Array]]
     sizes: dict[str, int]
     expected: dict[str, tuple[dict[str, Array], dict[str, Array]]]
+    all_cases: list[Case]
+    feed: Callable[[Case], dict[str, Array]]
     tried: dict[frozenset[str], Verdict] = field(default_factory=dict)
     steps: list[str] = field(default_factory=list)
     out_of_range: frozenset[str] = frozenset()
@@ -162,7 +165,9 @@ class _Search:
                 }
                 scores.add(case, results, keys)
             for name, array in results.items():
-                arrays = (array.astype(np.float64), eager[name].astype(np.float64), exact[name])
+                arrays = (array.astype(np.float64), eager[name].astype(np.float64), exact[name].astype(np.float64))
+                if not is_floating(array):
+                    continue  # it is right or wrong by what it is made of
                 found = judge(case, name, *arrays, self.yardstick.precision, None, allowed)
                 lost = bool((~np.isfinite(arrays[0]) & np.isfinite(arrays[2])).any())
                 share = max(found.error / found.budget, found.max_error / found.max_budget if found.max_budget else 0.0)
@@ -176,6 +181,15 @@ class _Search:
             report = scores.report()
             worst.share = max(worst.share, 1.0 if report.passed else 1.0 + report.least - report.value)
         return worst
+
+    def everywhere(self, high: frozenset[str]) -> float:
+        """The largest error over every ordinary case, those of the largest sizes too."""
+        cases = [case for case in self.all_cases if case.is_ordinary]
+        feeds = {case.name: self.feed(case) for case in cases}
+        expected = {
+            name: (self.yardstick.eager(inputs), self.yardstick.exact(inputs)) for name, inputs in feeds.items()
+        }
+        return replace(self, cases=cases, feeds=feeds, expected=expected, tried={}).judge(high).error
 
     # --- searching ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +237,10 @@ class _Search:
         fused = {one.site for one in lowered if one.unfused is None}
         graph = written_out(self.assigned(high), self.sites)
         held = held_by_fused_kernels(graph, {f"{site}/Softmax" for site in fused})
-        run = measure(graph, self.feeds[case.name], held)
+        try:
+            run = measure(graph, self.feeds[case.name], held)
+        except NoDoublePath as error:
+            return frozenset(self.nodes) - high, f"nothing can be blamed: {error} is not computed in float64"
         if beyond := self._beyond(run, high):
             self.out_of_range |= beyond
             names = ", ".join(sorted(beyond)[:3])
@@ -350,11 +367,15 @@ def choose(
     sources = [Source(whole, precision_named(name)) for name in names]
     stored, cases = stored_of(sources[0], data)
     judged = _judged_on(cases)
-    feeds = {case.name: reference.make_inputs(case, whole.inputs, stored) for case in judged}
+
+    def feed(case: Case) -> dict[str, Array]:
+        return reference.make_inputs(case, whole.inputs, stored)
+
+    feeds = {case.name: feed(case) for case in judged}
     expected = {name: (sources[0].eager(inputs), whole.exact(inputs)) for name, inputs in feeds.items()}
     found: list[Found] = []
     for source in sources:
-        search = _Search(model, sites, source, sources[0], budget, judged, feeds, cases[0].sizes, expected)
+        search = _Search(model, sites, source, sources[0], budget, judged, feeds, cases[0].sizes, expected, cases, feed)
         found.append(_chosen(search))
         if not found[-1].mixed.regions:
             break
@@ -371,8 +392,8 @@ def _chosen(search: _Search) -> Found:
     groups = sorted(_groups(high, lambda n: module_of(search.nodes[n])), key=lambda g: list(search.nodes).index(g[0]))
     regions = [Region(module=module_of(search.nodes[g[0]]), nodes=g, why=why[g[0]]) for g in groups]
     exactly, error = allowed.exactly, allowed.error
-    if budget.metric is not None and budget.max_error is None:
-        exactly, error = True, 2 * max(verdict.error, source.precision.floor)
+    if budget.metric is not None and budget.max_error is None:  # what it comes to anywhere is then what it may
+        exactly, error = True, 2 * max(search.everywhere(high), source.precision.floor)
     mixed = Mixed(
         low=source.precision.name, max_error=error, exactly=exactly, error=verdict.error, regions=regions,
         low_flops=search.low_flops(high), trials=len(search.tried), steps=search.steps,

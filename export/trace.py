@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NotImplemented_
 
 from attnforge.arrays import Array, is_floating
-from attnforge.export.exact import to_double
+from attnforge.eager import first_line
+from attnforge.export.exact import NoDoublePath, to_double
 from attnforge.export.precision import FLOATS, LOW, round_results
 from attnforge.export.saving import save
 
@@ -32,6 +34,28 @@ def computed(model: ir.Model) -> list[str]:
         for output in node.outputs
         if output.dtype in FLOATS and output.name
     ]
+
+
+def values_of(model: ir.Model) -> dict[str, ir.Value]:
+    """Every tensor of a graph by name: inputs, weights, and what is computed."""
+    graph = model.graph
+    computed = (output for node in graph for output in node.outputs)
+    return {str(value.name): value for value in (*graph.inputs, *graph.initializers.values(), *computed)}
+
+
+def _output(model: ir.Model, value: ir.Value) -> ir.Value:
+    """What may be an output in the place of `value`: weights and inputs may not be themselves."""
+    if value.producer() is not None:
+        return value
+    same = ir.node("Identity", [value], name=f"{value.name}/output")
+    same.outputs[0].name, same.outputs[0].type = f"{value.name}/output:0", value.type
+    same.outputs[0].shape = value.shape
+    model.graph.append(same)
+    return same.outputs[0]
+
+
+def _name(value: ir.Value) -> str:
+    return str(value.name)
 
 
 class Runner:
@@ -51,11 +75,12 @@ class Runner:
         given: Collection[str] = (),
         known_as: Mapping[str, str] | None = None,
     ) -> None:
-        values = {str(v.name): v for v in (*model.graph.inputs, *(o for n in model.graph for o in n.outputs))}
+        values = values_of(model)
         self._outputs = {name: (known_as or {}).get(name, name) for name in names}
         for name in given:
             _give(model, values[(known_as or {}).get(name, name)], name)
-        model.graph.outputs[:] = [values[inner] for inner in dict.fromkeys(self._outputs.values())]
+        model.graph.outputs[:] = [_output(model, values[i]) for i in dict.fromkeys(self._outputs.values())]
+        self._inner = dict(zip(dict.fromkeys(self._outputs.values()), map(_name, model.graph.outputs), strict=True))
         self._dtypes = {str(v.name): v.dtype for v in model.graph.inputs}
         with tempfile.TemporaryDirectory(prefix="attnforge-") as folder:
             file = Path(folder) / "model.onnx"
@@ -76,8 +101,7 @@ class Runner:
             for name, dtype in self._dtypes.items()
             if dtype is not None and name.startswith(GIVEN)
         }
-        inner = list(dict.fromkeys(self._outputs.values()))
-        found = dict(zip(inner, self._session.run(inner, taken), strict=True))
+        found = dict(zip(self._inner, self._session.run(list(self._inner.values()), taken), strict=True))
         return {name: found[under] for name, under in self._outputs.items()}
 
 
@@ -92,23 +116,29 @@ def _give(model: ir.Model, value: ir.Value, name: str) -> None:
     model.graph.inputs.append(given)
 
 
-def in_float64(model: ir.Model, names: Sequence[str], given: Collection[str] = ()) -> Runner:
-    """`model` in float64, all numbers of it as they are.
+def in_float64(
+    model: ir.Model, names: Sequence[str], given: Collection[str] = (), *, least_stays_least: bool = False
+) -> Runner:
+    """`model` in float64.
 
     Args:
         model: is not touched.
         names: of the tensors to give.
         given: of tensors that are given, not computed: with all but the first operators' inputs given, each operator
             works on them alone.
+        least_stays_least: see :func:`~attnforge.export.precision.retype`; else all numbers are as they are.
 
     Raises:
         NoDoublePath: an operator that is not computed in double.
     """
     double = model.clone()
-    outputs = {str(v.name): v for node in double.graph for v in node.outputs}
-    double.graph.outputs[:] = [outputs[name] for name in names]  # so that each keeps its name when it is written out
-    to_double(double, least_stays_least=False)
-    return Runner(double, names, given)
+    values = values_of(double)
+    double.graph.outputs[:] = [values[name] for name in names]  # so that each keeps its name when it is written out
+    to_double(double, least_stays_least=least_stays_least)
+    try:
+        return Runner(double, names, given)
+    except NotImplemented_ as error:
+        raise NoDoublePath(first_line(error)) from error
 
 
 def at_own_precision(

@@ -34,7 +34,7 @@ import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.bundle import Case, Record
-from attnforge.precision import Precision
+from attnforge.precision import PRECISIONS, Precision
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
@@ -129,11 +129,7 @@ def judge(
         allowed: on ordinary inputs in place of the budget.
     """
     if got.shape != truth.shape:
-        shape = f"{got.size} numbers where float64 eager has {truth.size}"
-        return Comparison(
-            case=case.name, output=output, passed=False, error=1.0, eager_error=0.0, budget=precision.floor,
-            max_error=0.0, max_budget=0.0, reason=shape,
-        )  # fmt: skip
+        return of_another_form(case, output, precision, f"{got.size} numbers where float64 eager has {truth.size}")
     places = _Places.of(got, eager, truth, precision)
     reason, first = places.why(precision, case)
     worst = _element(case, first, got, eager, truth) if first is not None else None
@@ -171,6 +167,31 @@ def judge(
     )  # fmt: skip
 
 
+def of_another_form(case: Case, output: str, precision: Precision, reason: str) -> Comparison:
+    """Of an output that cannot be compared, for it has another shape or dtype."""
+    return Comparison(
+        case=case.name, output=output, passed=False, error=1.0, eager_error=0.0, budget=precision.floor,
+        max_error=0.0, max_budget=0.0, reason=reason,
+    )  # fmt: skip
+
+
+def judge_whole(case: Case, output: str, got: Array, eager: Array, truth: Array) -> Comparison:
+    """An output of whole numbers or booleans, such as indices: they are right or wrong, not near. On ordinary inputs
+    twice as many may be neither eager's nor float64's as eager has others than float64; on trials, where ties are many,
+    any may. The errors are shares of the numbers."""
+    if got.shape != truth.shape:
+        return of_another_form(case, output, PRECISIONS["fp32"], f"{got.size} numbers, and there are {truth.size}")
+    wrong, differ = (got != truth) & (got != eager), int((eager != truth).sum())
+    count, size = int(wrong.sum()), max(got.size, 1)
+    passed = count <= 2 * differ or not case.is_ordinary
+    return Comparison(
+        case=case.name, output=output, passed=passed, error=count / size, eager_error=differ / size,
+        budget=max(2 * differ, 1) / size, max_error=0.0, max_budget=0.0, compared=got.size,
+        worst=_element(case, _first(wrong), got, eager, truth) if count else None,
+        reason=None if passed else f"{count} of {got.size} are neither eager's nor float64's, and {2 * differ} may be",
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Places:
     """Where numbers are that may not be there, and where eager overflowed."""
@@ -185,7 +206,7 @@ class _Places:
         rounded = np.where(np.abs(truth) > precision.largest, np.copysign(np.inf, truth), truth)
         in_reach = np.isfinite(rounded)
         overflowed = in_reach & ~np.isfinite(eager)
-        either_finite = np.isfinite(eager) | in_reach
+        either_finite = np.isfinite(eager) | np.isfinite(truth)
         wrong = {}
         for what, test in (("NaN", np.isnan), ("+infinity", np.isposinf), ("-infinity", np.isneginf)):
             wrong[what] = test(got) & ~test(eager) & ~test(rounded) & ~overflowed

@@ -24,7 +24,8 @@ class Eager:
     def __init__(self, bundle: Bundle, module: torch.nn.Module) -> None:
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"the eager backend runs a torch.nn.Module, and was given {type(module).__name__}")
-        precision = precision_named(bundle.manifest.precision)
+        chosen = bundle.manifest.mixed is not None  # what a bundle that chose its precisions stands for is fp32
+        precision = precision_named("fp32" if chosen else bundle.manifest.precision)
         self._dtype = torch_dtype(precision)
         self._inputs = [spec.name for spec in bundle.manifest.inputs]
         self._module = at_precision(module, precision)

@@ -43,7 +43,10 @@ class MetricReport(Record):
 
 def accuracy(outputs: Outputs, labels: Array) -> float:
     """Share of the samples whose largest number of the first output, along its last dim, stands at the label."""
-    return float(np.mean(np.argmax(_first(outputs), axis=-1) == labels))
+    predicted = np.argmax(_first(outputs), axis=-1)
+    if predicted.size != labels.size:
+        raise UsageError(f"there are {labels.size} labels for {predicted.size} samples; give one for each")
+    return float(np.mean(predicted == labels.reshape(predicted.shape)))
 
 
 def cosine(outputs: Outputs, labels: Array) -> float:
@@ -89,6 +92,8 @@ class Scores:
     def report(self) -> MetricReport:
         """The means over all samples."""
         samples = sum(count for count, *_ in self.found)
+        if samples == 0:
+            raise UsageError(f"{self.name} cannot be measured over no samples; give data that has some")
         value, eager, truth = (sum(one[0] * one[i] for one in self.found) / samples for i in (1, 2, 3))
         least = self.least
         if (

@@ -5,18 +5,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from attnforge import reference
-from attnforge.arrays import Array
+from attnforge.arrays import Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Manifest, Record
 from attnforge.errors import UnknownNameError
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends import BACKENDS, why_unavailable
-from attnforge.runtime.budget import FAR_OFF, QUANTILES, Allowed, Comparison, Element, judge
+from attnforge.runtime.budget import (
+    FAR_OFF,
+    QUANTILES,
+    Allowed,
+    Comparison,
+    Element,
+    judge,
+    judge_whole,
+    of_another_form,
+)
+from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.metrics import Metric, MetricReport, Scores, chosen_metric
 from attnforge.runtime.session import Session, load
 
@@ -118,7 +129,7 @@ def verify(
             skipped[name] = reason
             continue
         with load(opened, name, module=module) as session:
-            reports[name] = compare(session, scores)
+            reports[name] = compare(session, replace(scores, found=[]) if scores is not None else None)
     return Report(
         passed=bool(reports) and all(report.passed for report in reports.values()),
         bundle=str(opened.path),
@@ -141,12 +152,23 @@ def compare(session: Session, scores: Scores | None = None) -> BackendReport:
     allowed = allowed_by(manifest)
     found: list[Comparison] = []
     for case in manifest.cases:
-        results = session.run(reference.make_inputs(case, manifest.inputs, stored))
+        feeds = reference.make_inputs(case, manifest.inputs, stored)
+        results = session.run(feeds)
         if scores is not None:
             scores.add(case, results, outputs)
-        for name, array in results.items():
-            got = reference.sampled(array, case).astype(np.float64)
+        shapes = shapes_of(manifest.inputs, manifest.outputs, *((array.shape, array.dtype) for array in feeds.values()))
+        for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
+            name, array = spec.name, results[spec.name]
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
+            if (shape is not None and array.shape != shape) or array.dtype.name not in (spec.dtype, _of_eager(session)):
+                is_, was = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
+                found.append(of_another_form(case, name, precision, f"it is {is_}, and has to be {was}"))
+                continue
+            got = reference.sampled(array, case).astype(np.float64)
+            truth = truth.astype(np.float64)
+            if not is_floating(array):
+                found.append(_placed(judge_whole(case, name, got, eager.astype(np.float64), truth), case, array.shape))
+                continue
             low = outputs[reference.key(case, name, precision.name)] if precision.name != manifest.precision else None
             verdict = judge(case, name, got, eager.astype(np.float64), truth, precision, low, allowed)
             verdict = _placed(verdict, case, array.shape)
@@ -205,6 +227,11 @@ def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[
             f"{poor.output}, and a backend may be twice that; {remedy}"
         )
     return found
+
+
+def _of_eager(session: Session) -> str:
+    """What eager's outputs may be: of a bundle that chose its precisions they need not be as deployed."""
+    return precision_named(session.bundle.manifest.precision).dtype.name if session.backend == "eager" else ""
 
 
 def _by_blocks(found: Comparison, sums: Comparison) -> Comparison:

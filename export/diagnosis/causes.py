@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,17 @@ from attnforge.export.recognise import scalar
 from attnforge.export.trace import at_own_precision
 
 Cause = Literal[
-    "overflow", "underflow", "norm", "cancellation", "softmax", "accumulation", "operator", "rewrite", "rounding"
+    "overflow",
+    "underflow",
+    "norm",
+    "cancellation",
+    "softmax",
+    "conditioning",
+    "accumulation",
+    "operator",
+    "rewrite",
+    "reference",
+    "rounding",
 ]
 
 AMPLIFIES = 4.0
@@ -179,7 +190,7 @@ def _users(value: ir.Value) -> Iterator[ir.Node]:
 def _of_the_operator(run: Run) -> Blame | None:
     for one in run.tensors:
         if one.own > OWN * one.unit and one.zeroed == 0 and one.error > BEGINS * min(run.error, 1.0):
-            terms = _terms(one.node)
+            terms = _terms(one.node, run)
             if terms is not None and one.own <= terms * one.unit:
                 evidence = (
                     f"{one.name} sums {terms} terms and is {one.own / one.unit:.0f} unit roundoffs off their sum in "
@@ -195,17 +206,23 @@ def _of_the_operator(run: Run) -> Blame | None:
     return None
 
 
-def _terms(node: ir.Node) -> int | None:
+def _numbers(value: ir.Value | None, run: Run) -> Array | None:
+    """A tensor's numbers in float64, where it is computed or constant."""
+    if value is None or value.name in run.exact:
+        return run.exact[str(value.name)] if value is not None else None
+    constant = ir.convenience.get_const_tensor(value)
+    return constant.numpy().astype(np.float64) if constant is not None else None
+
+
+def _terms(node: ir.Node, run: Run) -> int | None:
     """How many numbers each result of a node is the sum of."""
-    source = node.inputs[0] if node.inputs else None
-    if source is None or source.shape is None:
+    source = run.exact.get(str(node.inputs[0].name)) if node.inputs and node.inputs[0] is not None else None
+    if source is None:
         return None
     if node.op_type in ("MatMul", "Gemm"):
-        last = source.shape[-1]
-        return last if isinstance(last, int) else None
+        return int(source.shape[0 if node.attributes.get_int("transA") == 1 else -1])
     if node.op_type in ("ReduceSum", "ReduceMean"):
-        sizes = [dim for dim in source.shape if isinstance(dim, int)]
-        return int(np.prod(sizes)) if len(sizes) == len(source.shape) else None
+        return source.size // max(run.exact[str(node.outputs[0].name)].size, 1)
     return None
 
 
@@ -227,11 +244,10 @@ def _amplified(model: ir.Model, run: Run, feeds: Mapping[str, Array]) -> Blame:
 
 def error_with_exact(model: ir.Model, run: Run, feeds: Mapping[str, Array], name: str) -> float:
     """The final error where one tensor is float64's."""
-    outputs = [str(v.name) for v in model.graph.outputs if v.name in run.exact]
-    if name in outputs:
+    if name in run.outputs:
         return 0.0
-    results = at_own_precision(model, outputs, [name])({**feeds, name: run.exact[name]})
-    return max(error_of(results[output].astype(np.float64), run.exact[output]) for output in outputs)
+    results = at_own_precision(model, run.outputs, [name])({**feeds, name: run.exact[name]})
+    return max(error_of(results[output].astype(np.float64), run.exact[output]) for output in run.outputs)
 
 
 def error_of(got: Array, exact: Array) -> float:
@@ -250,16 +266,33 @@ def _why_amplified(one: Measured, run: Run) -> tuple[Cause, str]:
     )
     if node.op_type == "Softmax":
         return _why_softmax(one, run, inputs[0], grew)
-    norm = float(np.linalg.norm(one_exact := run.exact[one.name][np.isfinite(run.exact[one.name])]))
+    norm = float(np.linalg.norm(run.exact[one.name][np.isfinite(run.exact[one.name])]))
     if node.op_type in ("Add", "Sub") and inputs:
         operand = max(float(np.linalg.norm(np.broadcast_to(x, run.exact[one.name].shape))) for x in inputs)
         condition = operand / (norm or 1.0)
         if condition >= AMPLIFIES:
             return "cancellation", f"{one.name} is a difference of numbers {condition:.0f} times as large, so {grew}"
-    if node.op_type in ("MatMul", "Gemm", "ReduceSum", "ReduceMean", "LayerNormalization", "InstanceNormalization"):
-        largest = float(np.max(np.abs(one_exact), initial=0.0))
-        return "cancellation", f"{one.name} is a sum whose terms cancel (it reaches {largest:.3g}): {grew}"
-    return "cancellation", f"at {one.name} {grew}"
+    if (terms := _sum_of_magnitudes(node, run)) is not None and terms >= AMPLIFIES * norm:
+        return "cancellation", f"{one.name} sums terms {terms / (norm or 1):.0f} times as large, which cancel: {grew}"
+    return "conditioning", f"{node.op_type} is steep where {one.name} is: {grew}"
+
+
+def _sum_of_magnitudes(node: ir.Node, run: Run) -> float | None:
+    """Norm of what a sum would be if none of its terms were negative; None for what is no sum that is known."""
+    arrays = [_numbers(v, run) for v in node.inputs]
+    if node.op_type == "MatMul" and arrays[0] is not None and arrays[1] is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(np.linalg.norm(np.abs(arrays[0]) @ np.abs(arrays[1])))
+    if node.op_type in ("ReduceSum", "ReduceMean") and arrays[0] is not None:
+        result = run.exact[str(node.outputs[0].name)]
+        terms = arrays[0].size / max(result.size, 1)
+        total = float(np.linalg.norm(np.abs(arrays[0]))) * math.sqrt(terms)
+        return total / (terms if node.op_type == "ReduceMean" else 1.0)
+    if node.op_type == "LayerNormalization" and arrays[0] is not None:  # of the difference with the mean
+        centred = arrays[0] - arrays[0].mean(-1, keepdims=True)
+        spread = float(np.linalg.norm(centred)) or 1.0
+        return float(np.linalg.norm(arrays[0])) / spread * float(np.linalg.norm(run.exact[str(node.outputs[0].name)]))
+    return None
 
 
 def _why_softmax(one: Measured, run: Run, scores: Array, grew: str) -> tuple[Cause, str]:
@@ -267,9 +300,10 @@ def _why_softmax(one: Measured, run: Run, scores: Array, grew: str) -> tuple[Cau
     finite = scores[np.isfinite(scores)]
     reach = float(np.max(np.abs(finite), initial=0.0))
     spacing = 2 * one.unit * 2.0 ** np.floor(np.log2(reach)) if reach > 0 else 0.0
-    peak = float(np.nanmean(np.max(weights, axis=-1)))
+    axis = one.node.attributes.get_int("axis", -1) or 0
+    peak = float(np.nanmean(np.max(weights, axis=axis)))
     rows = np.where(np.isfinite(scores), scores, np.nan)
-    spread = float(np.nanmean(np.nanmax(rows, axis=-1) - np.nanmin(rows, axis=-1)))
+    spread = float(np.nanmean(np.nanmax(rows, axis=axis) - np.nanmin(rows, axis=axis)))
     text = f"its scores reach {reach:.3g}, where its type's numbers are {spacing:.2g} apart"
     if peak < SATURATED and reach > AMPLIFIES * max(spread, 1e-30):
         return "cancellation", (

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from attnforge import reference
 from attnforge.arrays import Array
-from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Record
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Manifest, Record
 from attnforge.eager import first_line
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.export.diagnosis.causes import Blame, Cause, blame, error_of
@@ -58,8 +58,9 @@ class Finding(Record):
     Attributes:
         cause: `rewrite`: a graph is another function than the one that it was made from; else what the precision does:
             `overflow`, `underflow`, `norm` (of the squares in a norm), `cancellation`, `softmax` (of scores so large
-            that their rounding decides), `accumulation`, `operator` (an operator computes something else), or
-            `rounding`: nothing but what the precision costs.
+            that their rounding decides), `conditioning` (of a function that is steep there),
+            `accumulation`, `operator` (an operator computes something else), `reference` (what the bundle was held
+            against is not this graph), or `rounding`: nothing but what the precision costs.
         stage: the graph or the backend that it is in; `eager` for what the precision does to the model as written.
         tensor, operator, module, line: where; None where it is no single tensor's doing.
         evidence: the numbers that prove it.
@@ -114,7 +115,7 @@ class Diagnosis(Record):
 
     @property
     def healthy(self) -> bool:
-        """Whether every backend passes, the graphs are one function, and the precision costs rounding alone."""
+        """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding."""
         return not self.failing and self.finding.cause == "rounding"
 
 
@@ -170,6 +171,9 @@ def diagnose(
     on_backends, not_traced = _on_backends(opened, list(report.backends), feeds, run)
     if parting is None and (wrong := _of_a_backend(opened, failing, on_backends, run)) is not None:
         finding = wrong
+    eager_error = _eager_error(opened, chosen)
+    if finding.cause == "rounding" and (other := _of_another(run.error, eager_error, manifest)) is not None:
+        finding = other
     names = [stage.name for stage in graphs]
     return Diagnosis(
         bundle=str(opened.path),
@@ -180,7 +184,7 @@ def diagnose(
         failing=failing,
         finding=finding,
         error=_finite(run.error),
-        eager_error=_eager_error(opened, chosen),
+        eager_error=eager_error,
         same_function=names if parting is None else names[: names.index(parting.after.name)],
         tensors=[_reported(one, on_backends) for one in _telling(run, finding.tensor)],
         not_traced=not_traced,
@@ -227,6 +231,19 @@ def _finding(found: Blame) -> Finding:
 
 def _operator(model: object, tensor: str) -> str | None:
     return next((n.op_type for n in model.graph for v in n.outputs if v.name == tensor), None)  # type: ignore[attr-defined]
+
+
+def _of_another(error: float, eager_error: float | None, manifest: Manifest) -> Finding | None:
+    """That the eager which the bundle was held against errs as this graph cannot."""
+    floor = precision_named(manifest.precision).floor
+    if eager_error is None or manifest.mixed is not None or eager_error <= max(WORSE * error, floor):
+        return None
+    return Finding(
+        cause="reference",
+        stage="eager",
+        evidence=f"the exported graph is {error:.1e} off its float64 at {manifest.precision}, and {manifest.reference} "
+        f"was {eager_error:.1e} off its own: one of these two computes something else, so budgets are too wide",
+    )
 
 
 def _eager_error(bundle: Bundle, case: Case) -> float | None:

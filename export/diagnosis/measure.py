@@ -60,13 +60,15 @@ class Run:
     Attributes:
         tensors: in the order in which they are computed.
         exact, stored, explained: their numbers: in float64, as stored, in float64 on inputs as stored.
-        error: the largest of the graph's outputs.
+        outputs: the graph's, or where these are whole numbers the tensors that they are made of.
+        error: the largest of the outputs'.
     """
 
     tensors: list[Measured]
     exact: Tensors
     stored: Tensors
     explained: Tensors
+    outputs: list[str]
     error: float
 
 
@@ -89,8 +91,22 @@ def measure(model: ir.Model, feeds: Mapping[str, Array], unrounded: Collection[i
             name = output.name
             inputs = [found[str(v.name)].error for v in node.inputs if v is not None and v.name in found]
             found[name] = _measured(output, node, exact[name], stored[name], explained[name], max(inputs, default=0.0))
-    outputs = [found[str(v.name)].error for v in model.graph.outputs if v.name in found]
-    return Run(list(found.values()), exact, stored, explained, max(outputs, default=0.0))
+    outputs = _outputs(model, found)
+    error = max((found[name].error for name in outputs), default=0.0)
+    return Run(list(found.values()), exact, stored, explained, outputs, error)
+
+
+def _outputs(model: ir.Model, found: Mapping[str, Measured]) -> list[str]:
+    """The floating-point outputs, or else the last floating-point tensors before the others."""
+    outputs: dict[str, None] = {str(v.name): None for v in model.graph.outputs if v.name in found}
+    todo = [] if outputs else list(model.graph.outputs)
+    while todo:
+        value = todo.pop()
+        if value.name in found:
+            outputs[str(value.name)] = None
+        elif (node := value.producer()) is not None:
+            todo += [v for v in node.inputs if v is not None]
+    return list(outputs)
 
 
 def _value(model: ir.Model, name: str) -> ir.Value:

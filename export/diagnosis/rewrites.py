@@ -21,7 +21,7 @@ from attnforge.export.diagnosis.graphs import Stage, module_of
 from attnforge.export.exact import NoDoublePath
 from attnforge.export.precision import FLOAT, LOW, retype
 from attnforge.export.saving import save
-from attnforge.export.trace import Runner, Tensors, computed, in_float64
+from attnforge.export.trace import Runner, Tensors, computed, in_float64, values_of
 
 SAME = 1e-7
 """Relative difference in float64 up to which two graphs are one function; what is written out for want of a double
@@ -66,9 +66,11 @@ def first_parting(stages: Sequence[Stage], feeds: Mapping[str, Array], certifica
 
 def _parting(before: Stage, after: Stage, feeds: Mapping[str, Array], certificate: Certificate) -> Parting | None:
     outputs = [str(v.name) for v in after.model.graph.outputs]
-    one, other, same = _both(before.model, after.model, outputs, feeds)
-    if all(_difference(other[name], one[name]) <= same for name in outputs):
-        return None
+    # A type's least number stands for minus infinity in one idiom's mask, and is a number to add in another's.
+    for stands_for_infinity in (False, True):
+        one, other, same = _both(before.model, after.model, outputs, feeds, stands_for_infinity)
+        if all(_difference(other[name], one[name]) <= same for name in outputs):
+            return None
     known = set(computed(before.model))
     common = [name for name in computed(after.model) if name in known]
     one, other, same = _both(before.model, after.model, common, feeds)
@@ -83,10 +85,15 @@ def _parting(before: Stage, after: Stage, feeds: Mapping[str, Array], certificat
 
 
 def _both(
-    before: ir.Model, after: ir.Model, names: Sequence[str], feeds: Mapping[str, Array]
+    before: ir.Model,
+    after: ir.Model,
+    names: Sequence[str],
+    feeds: Mapping[str, Array],
+    stands_for_infinity: bool = False,
 ) -> tuple[Tensors, Tensors, float]:
     try:
-        return in_float64(before, names)(feeds), in_float64(after, names)(feeds), SAME
+        one, other = (in_float64(m, names, least_stays_least=stands_for_infinity)(feeds) for m in (before, after))
+        return one, other, SAME
     except NoDoublePath:
         return Runner(before.clone(), names)(feeds), Runner(after.clone(), names)(feeds), SAME_IN_FP32
 
@@ -94,6 +101,7 @@ def _both(
 def _difference(got: Array, wanted: Array) -> float:
     if got.shape != wanted.shape:
         return np.inf
+    got, wanted = got.astype(np.float64), wanted.astype(np.float64)
     finite = np.isfinite(wanted)
     if not np.array_equal(got[~finite], wanted[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
         return np.inf
@@ -102,7 +110,7 @@ def _difference(got: Array, wanted: Array) -> float:
 
 def _region(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.Node], tuple[str, ...]]:
     """The nodes between tensors that are agreed upon and `tensor`, in order, and these tensors."""
-    values = {str(v.name): v for node in model.graph for v in node.outputs}
+    values = values_of(model)
     region: set[ir.Node] = set()
     inputs: dict[str, None] = {}
     todo = [values[tensor]]
@@ -191,7 +199,7 @@ def _of_one_type(before: ir.Model, after: ir.Model) -> None:
 def _piece(model: ir.Model, tensor: str, inputs: Sequence[str]) -> tuple[ir.Model, list[str]]:
     """The part of `model` from `inputs` to `tensor`, and what it takes."""
     piece = model.clone()
-    values = {str(v.name): v for v in (*piece.graph.inputs, *(o for n in piece.graph for o in n.outputs))}
+    values = values_of(piece)
     for name in inputs:
         if values[name].producer() is None:
             continue

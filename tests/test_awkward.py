@@ -1,0 +1,173 @@
+"""verify, diagnose and precision="auto" on models that are awkward: outputs that are no floats, inputs without dims,
+weights as outputs, masks of a type of their own, operators that ONNX Runtime does not compute in double."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from broken import DIM, TOKENS, Block
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import attnforge
+from attnforge.bundle import Bundle
+from attnforge.errors import CaptureError, UsageError
+from attnforge.export.diagnosis.diagnose import diagnose
+from attnforge.runtime.metrics import accuracy
+from attnforge.runtime.parity import compare
+from attnforge.runtime.session import Session
+
+
+class Function(nn.Module):
+    """A block, and a function of what comes out and of the inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block, self.function = Block(), function
+        self.offset = nn.Parameter(torch.randn(TOKENS, DIM))
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        return self.function(self, self.block(x), *more)
+
+
+def made(function: Callable[..., Any], *more: Tensor) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Function(function).eval(), (torch.randn(2, TOKENS, DIM), *more)
+
+
+def deployed(function: Callable[..., Any], folder: Path, precision: str, *more: Tensor) -> Bundle:
+    module, args = made(function, *more)
+    return attnforge.deploy(module, args, folder, None, precision, ["onnxruntime"], tune=False)
+
+
+AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "indices": (lambda s, y: y.argmax(-1), ()),
+    "steep indices": (lambda s, y: (100 * y).sin().argmax(-1), ()),
+    "booleans": (lambda s, y: (y, y > 0), ()),
+    "a weight": (lambda s, y: (y, s.offset), ()),
+    "the same twice": (lambda s, y: (y, y), ()),
+    "a number": (lambda s, y, t: y * t, (torch.tensor(0.5),)),
+    "a number out": (lambda s, y: y.square().mean(), ()),
+    "positions": (lambda s, y: y + torch.arange(TOKENS, dtype=y.dtype)[:, None] / TOKENS, ()),
+    "resized": (lambda s, y: F.interpolate(y[:, None], scale_factor=2.0, mode="bilinear"), ()),
+    "zeros of its own": (lambda s, y: torch.cat([y.new_zeros(2, 1, DIM), y], 1), ()),
+    "cumulated": (lambda s, y: y.cumsum(1) / TOKENS, ()),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "auto"])
+@pytest.mark.parametrize("name", AWKWARD)
+def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_path: Path) -> None:
+    function, more = AWKWARD[name]
+    bundle = deployed(function, tmp_path / "b", precision, *more)
+    assert attnforge.verify(bundle).passed
+    onnx.checker.check_model(str(bundle.file("canonical.onnx")), full_check=True)
+    if name == "resized":
+        with pytest.raises(attnforge.errors.UnavailableError, match="Resize"):
+            diagnose(bundle)
+    else:
+        assert diagnose(bundle).failing == []
+
+
+class Wrong(Session):
+    change: Callable[[dict[str, Any]], None]
+
+    def run(self, values: Any, **options: Any) -> dict[str, Any]:
+        results = super().run(values, **options)
+        type(self).change(results)
+        return results
+
+
+def failing(bundle: Bundle, change: Callable[[dict[str, Any]], None]) -> list[str]:
+    """Why a session with altered outputs does not pass."""
+    with attnforge.load(bundle) as session:
+        session.__class__ = type("Altered", (Wrong,), {"change": staticmethod(change)})
+        return [str(one.reason) for one in compare(session).failures]
+
+
+def test_indices_are_right_or_wrong(tmp_path: Path) -> None:
+    bundle = deployed(AWKWARD["indices"][0], tmp_path / "b", "fp16")
+
+    def next_ones(results: dict[str, Any]) -> None:
+        results["output"] = results["output"] + 1
+
+    assert "are neither eager's nor float64's" in failing(bundle, next_ones)[0]
+
+
+@pytest.mark.parametrize("change", ["flat", "wide"])
+def test_an_output_of_another_form_fails(change: str, tmp_path: Path) -> None:
+    bundle = deployed(lambda s, y: y, tmp_path / "b", "fp32")
+
+    def altered(results: dict[str, Any]) -> None:
+        y = results["output"]
+        results["output"] = y.reshape(-1) if change == "flat" else y.astype(np.float64)
+
+    reason = failing(bundle, altered)[0]
+    assert "and has to be float32[2, 24, 64]" in reason
+
+
+def test_a_mask_of_its_own_type_does_not_spoil_float64(tmp_path: Path) -> None:
+    """torch's fused attention on the CPU misreads a float32 mask beside float64 queries."""
+
+    def masked(s: Function, y: Tensor) -> Tensor:
+        mask = torch.full((TOKENS, TOKENS), -torch.inf).triu(1)
+        return F.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None], mask)
+
+    bundle = deployed(masked, tmp_path / "b", "fp32")
+    report = attnforge.verify(bundle)
+    assert report.passed and report.warnings == []
+    ordinary = {case.name for case in bundle.manifest.cases if case.is_ordinary}
+    for one in report.backends["onnxruntime-cpu"].comparisons:
+        assert one.case not in ordinary or one.eager_error < 1e-5
+    assert diagnose(bundle).finding.cause == "rounding"
+
+
+def test_tensors_of_a_type_of_their_own_are_said(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="have to be of its inputs' dtype"):
+        deployed(lambda s, y: y @ torch.ones(DIM, DIM), tmp_path / "b", "auto")
+
+
+def test_a_reference_that_is_another_function_is_told(tmp_path: Path) -> None:
+    bundle = deployed(lambda s, y: y, tmp_path / "b", "fp32")
+    model = ir.load(bundle.file("canonical.onnx"))
+    assert diagnose(bundle).healthy and model is not None
+    from attnforge.export.diagnosis.diagnose import _of_another
+
+    found = _of_another(5e-8, 0.27, bundle.manifest)
+    assert found is not None and found.cause == "reference" and "0.27" not in found.evidence.split("off")[0]
+    assert _of_another(5e-8, 3e-7, bundle.manifest) is None
+
+
+def test_labels_are_one_a_sample() -> None:
+    logits = np.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]])
+    assert accuracy({"y": logits}, np.array([1, 0, 1])) == accuracy({"y": logits}, np.array([[1], [0], [1]])) == 1.0
+    with pytest.raises(UsageError, match="2 labels for 3 samples"):
+        accuracy({"y": logits}, np.array([1, 0]))
+
+
+def test_every_backend_has_its_own_score(tmp_path: Path) -> None:
+    module, args = made(lambda s, y: y.mean(1))
+    labels = module(*args).argmax(-1)
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", None, "fp32", ["onnxruntime"], tune=False, data=[args], labels=[labels],
+        metric="accuracy",
+    )  # fmt: skip
+    negative, _ = made(lambda s, y: -y.mean(1))
+    report = attnforge.verify(bundle, ["onnxruntime-cpu", "eager"], module=negative)
+    found = {name: one.metric for name, one in report.backends.items()}
+    assert found["onnxruntime-cpu"] is not None and found["onnxruntime-cpu"].value == 1.0
+    assert found["eager"] is not None and (found["eager"].value, found["eager"].samples) == (0.0, 2)
+
+
+def test_eager_of_a_bundle_that_chose_its_precisions_is_fp32(tmp_path: Path) -> None:
+    module, args = made(lambda s, y: y / (1e-3 + (300 * y).pow(2).mean(-1, keepdim=True).sqrt()))
+    bundle = attnforge.deploy(module, args, tmp_path / "b", None, "auto", ["onnxruntime"], tune=False)
+    assert attnforge.verify(bundle, module=module).passed
