@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from attnforge.errors import UnavailableError
 from attnforge.files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
+from attnforge.page import write_page
 from attnforge.runtime.backends import BACKENDS
 from attnforge.runtime.parity import Report
 
@@ -69,6 +71,8 @@ def main(
             console.print(f"deploy and verify {name} in {precision} …", style="dim")
             bundle = deploy(name, precision, out / f"{name}-{precision}", real_example(name))
             report = attnforge.verify(bundle)
+            with suppress(UnavailableError):  # without the extra there are no pages
+                write_page(report, bundle, out / f"{name}-{precision}.html", force=True)
             passed = passed and report.passed
             notes |= report.skipped
             rows += on_real_input(bundle, report, out)
@@ -78,7 +82,7 @@ def main(
         console.print(f"[dim]{backend} did not run: {escape(reason)}[/]", soft_wrap=True)
     verdict = "All bundles verified" if passed else "[red]A bundle FAILED its verification[/]"
     seconds = time.perf_counter() - start
-    console.print(f"{verdict} in {seconds:.0f} s. Bundles, pictures and report.md are in {out}.", soft_wrap=True)
+    console.print(f"{verdict} in {seconds:.0f} s. Bundles, pictures, pages and report.md are in {out}.", soft_wrap=True)
     if not passed:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,9 @@ from attnforge.bundle import Bundle
 from attnforge.cli import app
 from attnforge.errors import UnknownNameError
 from attnforge.export.diagnosis.diagnose import Diagnosis, diagnose
+from attnforge.export.layout import Builder
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering.attention import Attention
 
 TARGETS = ("onnxruntime", "tensorrt_rtx")
 
@@ -100,6 +104,21 @@ def test_a_wrong_lowering_is_named(precision: str, tmp_path: Path) -> None:
     assert nodes.count("MultiHeadAttention") == 1 and len(nodes) < 20, "the site alone"
     before, after = shown(found)
     assert not np.allclose(before[0], after[0], rtol=1e-4)
+
+
+def test_a_fault_in_the_lowering_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that is applied twice: what a slip in our own code would deploy."""
+    right = for_onnxruntime._multi_head
+
+    def wrong(op: Builder, a: Attention, packed: bool, name: str) -> ir.Value:
+        return right(op, replace(a, scale=2 * a.scale), packed, name)
+
+    monkeypatch.setattr(for_onnxruntime, "_multi_head", wrong)
+    found = diagnose(deployed(healthy, "fp16", tmp_path / "b"))
+    assert found.finding.cause == "rewrite" and found.finding.module == "steps.0.attention"
+    assert str(found.finding.rule).startswith(
+        "lowering for onnxruntime: Attention to com.microsoft::MultiHeadAttention"
+    )
 
 
 def test_a_wrong_canonical_graph_is_named(tmp_path: Path) -> None:
