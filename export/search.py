@@ -40,6 +40,9 @@ AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf
 HEADROOM = 2.0
 """How far below the largest number of a type a tensor has to stay: inputs that were not tried may reach further."""
 
+STANDS_FOR_INFINITY = 1e30
+"""A number of this size in a mask excludes, and any as low does the same."""
+
 RAISES, TRIALS = 16, 64
 """How often something is raised, and how many assignments are judged, at most."""
 
@@ -246,7 +249,7 @@ class _Search:
             names = ", ".join(sorted(beyond)[:3])
             return beyond, f"beyond the range of {self.source.precision.name}: {names}"
         found = blame(graph, run, self.feeds[case.name])
-        more = self._around(found, graph) - high
+        more = self._around(found) - high
         reason = found.evidence
         if not more and found.measured is not None:
             module = module_of(found.measured.node)
@@ -270,11 +273,12 @@ class _Search:
                 found |= {self._owner(node) for node in (one.node, *takers)}
         for name, node in self.nodes.items():
             weights = [v.const_value.numpy() for v in node.inputs if v is not None and v.const_value is not None]
-            if any(np.max(np.abs(w[np.isfinite(w)]), initial=0.0) > most for w in weights if w.dtype == np.float32):
+            sizes = [np.abs(w) for w in weights if w.dtype == np.float32]
+            if any(np.max(size[size < STANDS_FOR_INFINITY], initial=0.0) > most for size in sizes):
                 found.add(name)
         return frozenset(name for name in found if name is not None) - high
 
-    def _around(self, found: Blame, graph: ir.Model) -> frozenset[str]:
+    def _around(self, found: Blame) -> frozenset[str]:
         """The operator at which an error begins, and those that compute its inputs."""
         if found.measured is None:
             return frozenset()
@@ -293,7 +297,7 @@ class _Search:
         name = f"{site}/Attention"
         return name if name in self.nodes else None
 
-    def lower_again(self, high: frozenset[str], why: Mapping[str, str]) -> frozenset[str]:
+    def lower_again(self, high: frozenset[str]) -> frozenset[str]:
         """Without what proves unneeded: groups first, then single operators, the dearest first. What is near the end of
         the range stays, for inputs that were not tried may reach further."""
         groups = _groups(high - self.out_of_range, lambda name: module_of(self.nodes[name]))
@@ -385,7 +389,7 @@ def choose(
 def _chosen(search: _Search) -> Found:
     source, budget = search.source, search.budget
     high, why = search.raise_until_met()
-    high = search.lower_again(high, why)
+    high = search.lower_again(high)
     allowed = budget.allowed(search.yardstick.precision)
     verdict = search.judge(high)
     assigned = search.assigned(high)
