@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench gpu package clean
+.PHONY: demo test lint bench bench-others gpu package clean
 
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
@@ -16,8 +16,12 @@ lint: .venv/ready
 	rm -rf build/lib build/typed && $(BIN)/pip install --quiet --no-deps --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p attnforge
 
+# Every contender on every model, side by side, in under 15 minutes on two cores; OLD=FILE compares with an earlier run.
 bench: .venv/ready
-	$(BIN)/python -m attnforge.benchmarks.patch_attention
+	$(BIN)/python -m attnforge.benchmarks.suite $(if $(OLD),--compare $(OLD))
+
+# What the suite leaves out: who fuses what, what the passes cost, what a Session adds.
+bench-others: .venv/ready
 	$(BIN)/python -m attnforge.benchmarks.fusion_coverage
 	$(BIN)/python -m attnforge.benchmarks.scaling
 	$(BIN)/python -m attnforge.benchmarks.overhead

@@ -5,7 +5,7 @@ function, still fused, and how fast.
     session = attnforge.load("bundle/")
     report = attnforge.verify("bundle/")
     finding = attnforge.diagnose("bundle/").finding
-    latency = attnforge.benchmark("bundle/")
+    figures = attnforge.benchmark("bundle/")
 
 Names are imported when they are first used: loading and running a bundle imports no torch.
 """
@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnforge.benchmarks.latency import benchmark
+    from attnforge.benchmarks.measure import benchmark
     from attnforge.bundle import Bundle
     from attnforge.export.deploy import deploy
     from attnforge.export.diagnosis.diagnose import diagnose
@@ -28,7 +28,7 @@ __all__ = ["Bundle", "Session", "benchmark", "deploy", "diagnose", "load", "veri
 _HOME = {
     "Bundle": "attnforge.bundle",
     "Session": "attnforge.runtime",
-    "benchmark": "attnforge.benchmarks.latency",
+    "benchmark": "attnforge.benchmarks.measure",
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",
     "load": "attnforge.runtime",

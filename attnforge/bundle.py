@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from attnforge.errors import BundleError, UsageError
+from attnforge.machine import Machine
+from attnforge.records import Record
 
 SCHEMA_VERSION = 1
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
@@ -30,14 +32,11 @@ CANONICAL = "canonical.onnx"
 PLAIN = "plain.onnx"
 """The graph as it was exported; the weights that the canonical one has too are inputs."""
 
+WEIGHTS = "weights.data"
+"""The weights of a large model, which its graphs share."""
+
 REFERENCE_OUTPUTS = "reference/outputs.safetensors"
 REFERENCE_EXAMPLE = "reference/example.safetensors"
-
-
-class Record(BaseModel):
-    """A part of the manifest: typed, checked, and nothing in it that the schema does not know."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
 
 class DimSpec(Record):
@@ -162,6 +161,26 @@ class Tuning(Record):
     seconds: float
 
 
+class SessionSettings(Record):
+    """How ONNX Runtime's CPU session ran this model fastest, on one machine and in one version of it.
+
+    Attributes:
+        threads: that one run is spread over; None for ONNX Runtime's own choice.
+        spinning: whether its threads wait for work in a loop.
+        arena: whether it keeps the memory of one run for the next.
+        optimized: the model as that version's optimizer left it, which loads without it.
+        measured: milliseconds of what was tried.
+    """
+
+    machine: Machine
+    version: str
+    threads: int | None = None
+    spinning: bool = True
+    arena: bool = True
+    optimized: str | None = None
+    measured: dict[str, float] = {}
+
+
 class PlainPlan(Record):
     """What the plan would be with attention at the bundle's own precision: what attention at another one gains."""
 
@@ -176,6 +195,7 @@ class TargetRecord(Record):
     Attributes:
         cuda_model: ONNX Runtime's on CUDA, where that is another than on the CPU.
         tuning: how forms were measured; None where rules chose them.
+        session: how ONNX Runtime's session is to be made on the machine that deployed it.
         attention_precision: of attention alone, where that is not the bundle's.
         without: the plan without it.
     """
@@ -183,6 +203,7 @@ class TargetRecord(Record):
     model: str
     cuda_model: str | None = None
     tuning: Tuning | None = None
+    session: SessionSettings | None = None
     attention_precision: str | None = None
     without: PlainPlan | None = None
     engines: list[Engine] = []
@@ -251,12 +272,35 @@ class Mixed(Record):
     steps: list[str]
 
 
+class Choice(Record):
+    """Which backend was fastest within the parity budget, on the machine that deployed the bundle.
+
+    Attributes:
+        versions: of the backends' libraries.
+        sizes: of the dynamic dims, at which it was measured.
+        picked: what `auto` loads on that machine; None where no backend was within the budget.
+        milliseconds: the median of every backend that was, in turns.
+        dropped: backends that were not, or could not run, and why.
+        seconds: that choosing took.
+    """
+
+    machine: Machine
+    versions: dict[str, str]
+    sizes: dict[str, int]
+    picked: str | None
+    milliseconds: dict[str, float]
+    dropped: dict[str, str]
+    seconds: float
+
+
 class Manifest(Record):
     """What a bundle holds.
 
     Attributes:
         precision: of everything, or the 16-bit one of a bundle that has `mixed` ones.
         metric: what the task is measured by, over the cases of real data; `least` is what it must reach.
+        choice: which backend was measured to be fastest, and where; None where there was nothing to choose.
+        seconds: that every stage of deploying it took.
     """
 
     schema_version: Annotated[int, Field(strict=True)] = SCHEMA_VERSION
@@ -275,6 +319,8 @@ class Manifest(Record):
     mixed: Mixed | None = None
     metric: str | None = None
     least: float | None = None
+    choice: Choice | None = None
+    seconds: dict[str, float] = {}
     files: dict[str, str] = {}
 
 
@@ -286,27 +332,37 @@ class Bundle:
         manifest: what it holds.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, check_plans: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, check_plans: bool = True, lazily: bool = False) -> None:
         """Open and check the bundle at `path`.
 
         Args:
             path: the folder.
             check_plans: without, TensorRT's plans may be missing or altered, for who builds them anew.
+            lazily: check each file when :meth:`file` is first asked for it, and so only those that are used.
 
         Raises:
             BundleError: no bundle is there, its schema is another, or a file is missing or altered.
         """
         self.path = Path(path)
         self.manifest = _read_manifest(self.path)
+        self._checked: set[str] = set()
         plans = {engine.file for target in self.manifest.targets.values() for engine in target.engines}
-        for name in self.manifest.files:
+        for name in () if lazily else self.manifest.files:
             if check_plans or name not in plans:
                 self.check(name)
 
     def file(self, name: str) -> Path:
-        """Path of a file that the manifest lists."""
+        """Path of a file that the manifest lists.
+
+        Raises:
+            BundleError: it lists none; or that one, which was not checked before, is missing or altered.
+        """
         if name not in self.manifest.files:
             raise BundleError(f"{self.path} has no {name}; it was deployed for {', '.join(self.manifest.targets)}")
+        beside = (WEIGHTS, f"{name}.data") if name.endswith(".onnx") else ()
+        for needed in (name, *(one for one in beside if one in self.manifest.files)):
+            if needed not in self._checked:
+                self.check(needed)
         return self.path / name
 
     def check(self, name: str) -> None:
@@ -323,6 +379,7 @@ class Bundle:
             raise BundleError(f"{file} is missing; copy the bundle again, or {again}")
         if sha256(file) != self.manifest.files[name]:
             raise BundleError(f"{file} was altered (its sha256 is not the manifest's); do not use it; {again}")
+        self._checked.add(name)
 
     def __repr__(self) -> str:
         return f"Bundle({str(self.path)!r}, {self.manifest.name}, {self.manifest.precision})"
@@ -398,8 +455,10 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Hash every file in `folder` into the manifest and write it, last."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    manifest.files = {file.relative_to(folder).as_posix(): sha256(file) for file in files}
+def write_manifest(folder: Path, manifest: Manifest, *, only_new: bool = False) -> None:
+    """Hash every file in `folder` into the manifest, or only those that it does not list yet, and write it, last."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
+    names = {file.relative_to(folder).as_posix(): file for file in files}
+    known = manifest.files if only_new else {}
+    manifest.files = {name: known.get(name) or sha256(file) for name, file in names.items()}
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ meant.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ import attnforge
 from attnforge.errors import AttnforgeError, UnfusedError, UsageError
 
 if TYPE_CHECKING:
+    from attnforge.benchmarks.results import Model
     from attnforge.bundle import Bundle, Certificate, Mixed, SiteTarget
     from attnforge.export.diagnosis.diagnose import Diagnosis
 
@@ -351,36 +353,91 @@ def diagnose(
 
 @app.command()
 def bench(
-    bundle: BundleArgument,
+    bundle: Annotated[
+        list[Path],
+        typer.Argument(help="Folder of a bundle; several of one model at several precisions.", show_default=False),
+    ],
     backend: Backends = None,
-    against: Annotated[list[str] | None, typer.Option(help="A peer: eager or onnxruntime-plain; repeat.")] = None,
-    size: Annotated[list[str] | None, typer.Option(help="Of a dynamic dim, as name=number; repeat.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often every contender runs.")] = 20,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="A peer, such as eager, torch-compile or onnxruntime-plain, or all; repeat."),
+    ] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="Sizes of the dynamic dims, as name=number,name=number; repeat.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 20,
     threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Latency alone: no throughput, starts, memory or limits.")
+    ] = False,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
+    old: Annotated[
+        Path | None, typer.Option("--compare", help="Results of an earlier run; exits with 1 on a regression.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the results and the page.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Time a bundle's backends, and peers, side by side in one run. Only the ratios mean anything elsewhere.
+    """Measure a bundle's backends, and peers, side by side in one run. Only ratios mean anything elsewhere.
 
-    Example: `attnforge bench patch-attention-fp32 --against eager --against onnxruntime-plain --size batch=1`
+    A contender is held to the parity budget before it is timed: a wrong answer has no time. Exits with 1 where one of
+    the bundle's own backends is wrong or fails, or none could be timed.
+
+    Example: `attnforge bench patch-attention-fp32 --against all --html bench.html`
+
+    Example: `attnforge bench vit-fp32 vit-bf16 --against eager --against openvino-plain --shapes batch=1`
+
+    Example: `attnforge bench vit-fp32 --against all --compare yesterday.json`
     """
-    sizes = {name: _integer(name, value) for name, value in _options(size).items()}
+    from attnforge.benchmarks import results
+    from attnforge.benchmarks.compare import compare
+    from attnforge.benchmarks.peers import peers_here
+    from attnforge.runtime.backends import BACKENDS, WITHOUT_TARGET
+
+    if out_file is not None and out_file.exists() and not force:
+        raise UsageError(f"{out_file} exists; choose another file with --out, or overwrite it with --force")
+    if html is not None:
+        from attnforge.page import check_page
+
+        check_page(html, force)
+    earlier = results.read(old) if old is not None else None
+    sizes = [{name: _integer(name, value) for name, value in _options(one.split(",")).items()} for one in shapes or ()]
+    named = peers_here() if "all" in (against or ()) else against or ()
+    command = "attnforge " + shlex.join(sys.argv[1:])
     with _stages(as_json) as progress:
-        progress(f"time {bundle}")
-        report = attnforge.benchmark(bundle, backend, against or (), sizes=sizes, rounds=rounds, threads=threads)
+        taken = attnforge.benchmark(
+            bundle,
+            backend,
+            named,
+            sizes=sizes or None,
+            rounds=rounds,
+            threads=threads,
+            quick=quick,
+            command=command,
+            progress=progress,
+        )
+    compared = compare(earlier, taken) if earlier is not None else None
+    if out_file is not None:
+        results.write(taken, out_file)
+    if html is not None:
+        from attnforge.benchmarks.page import write_page
+
+        write_page(taken, html, force=force, compared=compared.text().splitlines() if compared is not None else None)
     if as_json:
-        _print_json(report.model_dump())
+        _print_json(taken.model_dump(mode="json") | ({"compared": compared.model_dump()} if compared else {}))
     else:
-        table = Table("contender", "median ms", "p10", "p90", "ratio", box=None, header_style="bold")
-        for name, r in {**report.backends, **report.peers}.items():
-            table.add_row(name, f"{r.median_ms:.3f}", f"{r.p10_ms:.3f}", f"{r.p90_ms:.3f}", f"{r.ratio:.2f}")
-        out.print(table)
-        at = ", ".join(f"{name} {value}" for name, value in report.sizes.items()) or "fixed sizes"
-        out.print(f"{at}; {report.threads} threads; {report.rounds} rounds; {report.machine}")
-        for name, reason in report.wrong.items():
-            out.print(f"[red]{name} was not timed, for its answer is wrong:[/] {escape(reason)}")
-        for name, reason in report.skipped.items():
-            out.print(f"[dim]{name} did not run: {escape(reason)}[/]", soft_wrap=True)
-    if report.wrong or not report.backends:
+        for model in taken.models:
+            _print_measured(model)
+        about = taken.environment
+        out.print(f"[dim]{about.threads} threads; {about.machine.processor}; {about.machine.processors} processors[/]")
+        for line in compared.text().splitlines() if compared is not None else ():
+            out.print(escape(line), soft_wrap=True, highlight=False)
+        for file in filter(None, (out_file, html)):
+            out.print(f"written: {escape(str(file))}", soft_wrap=True)
+    ours = [{one.name for one in model.contenders if one.ours} for model in taken.models]
+    shipped = [name for name in BACKENDS if name not in WITHOUT_TARGET or name in (backend or ())]
+    failed = any(key.partition(" ")[0] in shipped for model in taken.models for key in model.wrong)
+    if failed or not all(ours) or (compared is not None and compared.regressions):
         raise typer.Exit(1)
 
 
@@ -496,8 +553,43 @@ def _print_bundle(bundle: Bundle) -> None:
         if record.tuning is not None:
             at = ", ".join(f"{symbol} {size}" for symbol, size in record.tuning.sizes.items()) or "fixed sizes"
             out.print(f"[dim]{name}: forms measured at {at}, on {record.tuning.processors} processors[/]")
+    if (choice := manifest.choice) is not None:
+        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in choice.milliseconds.items())
+        where = f"on the {choice.machine.processor} that deployed it"
+        out.print(f"auto loads {choice.picked or 'by rule'} {where}: {times}", soft_wrap=True, highlight=False)
+        for name, reason in choice.dropped.items():
+            out.print(f"[dim]not {name}: {escape(reason)}[/]", soft_wrap=True)
     for target, reason in manifest.skipped.items():
         out.print(f"[dim]not built for {target}: {escape(reason)}[/]", soft_wrap=True)
+
+
+def _print_measured(model: Model) -> None:
+    at = ", ".join(f"{name} {value}" for name, value in model.sizes.items()) or "fixed sizes"
+    out.print(f"[bold]{escape(model.name)}[/] at {at}, {model.rounds} rounds", highlight=False)
+    columns = ("contender", "median ms", "95%", "p90", "p99", "ratio", "of limit", "error", "start s", "extra MiB")
+    table = Table(*columns, box=None, header_style="bold")
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for one in sorted(model.contenders, key=lambda one: one.latency.median.value):
+        times, ratio = one.latency, one.ratio
+        table.add_row(
+            f"{'[bold]' if one.ours else '[dim]'}{one.key}[/]{' ←' if one.picked else ''}",
+            f"{times.median.value:.3f}",
+            f"{times.median.low:.3f}–{times.median.high:.3f}",
+            f"{times.p90:.3f}",
+            f"{times.p99:.3f}",
+            "" if ratio is None else f"{ratio.value:.2f}",
+            "" if one.share is None else f"{one.share:.0%}",
+            f"{one.error:.0e}",
+            "" if one.cold is None else f"{one.cold.load_s + one.cold.first_s:.2f}",
+            "" if one.memory is None else f"{one.memory.extra_mib:.0f}",
+        )
+    out.print(table)
+    out.print("[dim]← what auto loads; ratios are to it, at the same precision[/]")
+    for name, reason in model.wrong.items():
+        out.print(f"[red]{escape(name)} was not timed, for its answer is wrong:[/] {escape(reason)}", soft_wrap=True)
+    for name, reason in model.skipped.items():
+        out.print(f"[dim]{escape(name)} did not run: {escape(reason)}[/]", soft_wrap=True)
 
 
 def _print_mixed(mixed: Mixed) -> None:

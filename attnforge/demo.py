@@ -31,7 +31,7 @@ from attnforge.files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.page import write_page
-from attnforge.runtime.backends import BACKENDS
+from attnforge.runtime.backends import BACKENDS, WITHOUT_TARGET
 from attnforge.runtime.parity import Report
 
 console = Console()
@@ -148,6 +148,12 @@ def _sessions(bundle: Bundle, report: Report) -> Any:
     yield eager, attnforge.load(bundle, "eager", module=module)
     for backend in BACKENDS:
         target = backend.partition("-")[0]
+        if backend in WITHOUT_TARGET:  # it runs the canonical graph, and nothing is told of what it fuses
+            if (found := report.backends.get(backend)) is not None:
+                errors = {"error": f"{found.error:.1e}", "budget": f"{found.budget:.1e}"}
+                row = Row(manifest.name, backend, manifest.precision, f"– / {attention.sites}", **errors)
+                yield row, attnforge.load(bundle, backend)
+            continue
         if target not in manifest.targets or (backend.endswith("cuda") and backend not in report.backends):
             continue
         row = Row(manifest.name, backend, manifest.precision, f"{attention.fused[target]} / {attention.sites}")

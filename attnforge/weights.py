@@ -9,6 +9,7 @@ site was lowered shows in them, one inside of a fused kernel does not. Imports n
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -347,7 +348,7 @@ def _deployed(
     model = ir.load(bundle.file(bundle.manifest.targets[TARGET].model))
     nodes = {node.name: node for node in model.graph}
     taps = _Taps(model.graph)
-    shown: dict[str, tuple[ir.Node, dict[int, str]]] = {}
+    shown: dict[str, tuple[ir.Node, dict[int, list[str]]]] = {}
     for site in sites:
         node = next((nodes[name] for form in FORMS if (name := f"{site}/{form}") in nodes), None)
         if node is None:
@@ -356,11 +357,12 @@ def _deployed(
             first = insert(model.graph, node, lambda op, node=node: _first_sample(op, node), after=True)  # type: ignore[misc]
             producer = first.producer()
             assert producer is not None
-            shown[site] = node, {0: taps.add(first, producer, after=True)}
+            shown[site] = node, {0: [taps.add(first, producer, after=True)]}
         else:
             mask = 5 if node.op_type == "MultiHeadAttention" else 3 if node.op_type == "Attention" else None
-            wanted = [i for i in (0, 1, mask) if i is not None and i < len(node.inputs)]
-            shown[site] = node, {i: taps.add(value, node) for i in wanted if (value := node.inputs[i]) is not None}
+            wanted = [i for i in (0, 1, mask) if i is not None and i < len(node.inputs) and node.inputs[i] is not None]
+            heads = [node, *_further_heads(node, nodes)]
+            shown[site] = node, {i: [taps.add(_input(one, i), one) for one in heads] for i in wanted}
     taps.take_over()
     RemoveUnusedNodesPass()(model)
     for value in model.graph.inputs:
@@ -368,11 +370,28 @@ def _deployed(
             value.type = ir.TensorType(FLOAT)
     results = _run(model, inputs, np.float32, optimized=True) if shown else {}
     return {
-        site: results[names[0]][0]
+        site: results[names[0][0]][0]
         if node.op_type == "Softmax"
-        else _operands_of(node, {i: results[name] for i, name in names.items()}, sizes[site][0])
+        else _operands_of(
+            node,
+            {i: np.concatenate([results[name] for name in some], axis=-1) for i, some in names.items()},
+            sizes[site][0],
+            apart=len(names[0]) == 1,
+        )
         for site, (node, names) in shown.items()
     }
+
+
+def _further_heads(node: ir.Node, nodes: Mapping[str | None, ir.Node]) -> list[ir.Node]:
+    """Where a site is run head after head, the nodes of all but its first head."""
+    names = itertools.takewhile(lambda name: name in nodes, (f"{node.name}_{i}" for i in itertools.count(1)))
+    return [nodes[name] for name in names]
+
+
+def _input(node: ir.Node, i: int) -> ir.Value:
+    value = node.inputs[i]
+    assert value is not None
+    return value
 
 
 def _first_sample(op: Builder, node: ir.Node) -> ir.Value:
@@ -382,8 +401,12 @@ def _first_sample(op: Builder, node: ir.Node) -> ir.Value:
     return first
 
 
-def _operands_of(node: ir.Node, given: Mapping[int, Array], heads: int) -> Operands:
-    """What a fused operator was given of the first sample, with its heads apart."""
+def _operands_of(node: ir.Node, given: Mapping[int, Array], heads: int, apart: bool) -> Operands:
+    """What a fused operator was given of the first sample, with its heads apart.
+
+    Args:
+        apart: whether it is one operator for all heads; else what was given to one a head stands side by side.
+    """
     query, key = given[0], given[1]
     attributes = node.attributes
     softcap = attributes.get_float("softcap", 0.0) or 0.0
@@ -401,7 +424,7 @@ def _operands_of(node: ir.Node, given: Mapping[int, Array], heads: int) -> Opera
         )
     else:
         is_causal = bool(attributes.get_int("unidirectional", 0))
-        packed = attributes.get_int("num_heads") or 1
+        packed = (attributes.get_int("num_heads") or 1) if apart else heads
         if packed == heads:
             query, key = _apart(query[0], heads), _apart(key[0], heads)
         else:  # every head a sample of its own

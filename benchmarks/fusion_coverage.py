@@ -8,23 +8,19 @@ sites that became one operator, and for TensorRT-RTX fused attention kernels in 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import logging
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from io import StringIO
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import onnx
 import onnx_ir as ir
 import torch
 import typer
 from rich.console import Console
 
 from attnforge.benchmarks.huggingface import build, minilm, variants
+from attnforge.benchmarks.peers import export_at_18, fused_operators, ort_fusions, transformers_optimizer
 from attnforge.benchmarks.report import RESULTS, machine, publish
 from attnforge.errors import AttnforgeError
 from attnforge.export import engine
@@ -37,7 +33,6 @@ from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 
 COMMAND = "python -m attnforge.benchmarks.fusion_coverage"
-FUSED_OPERATORS = ("Attention", "MultiHeadAttention", "GroupQueryAttention")
 COLUMNS = ("canonical", "tensorrt_rtx", "optimizer", "ort_fusions", "tensorrt_rtx_alone")
 
 
@@ -97,10 +92,10 @@ def coverage(model: Example) -> dict[str, Any]:
                 counts[column] = sum(plan.kernel_of(one.node) is not None for one in lowered)
             else:
                 counts[column] = sum(layer.is_fused_attention for layer in plan.layers)
-        for column, optimize in (("optimizer", _optimizer), ("ort_fusions", _ort_fusions)):
+        for column, optimize in (("optimizer", transformers_optimizer), ("ort_fusions", ort_fusions)):
             try:
-                _save_plain(model, file)
-                counts[column] = _fused_operators(optimize(file))
+                export_at_18(model.module, model.args, model.dynamic_shapes, file)
+                counts[column] = fused_operators(optimize(file))
             except Exception as error:  # others' tools, whatever they raise
                 counts[column], refused[column] = 0, f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return {**counts, "refused": refused}
@@ -109,55 +104,6 @@ def coverage(model: Example) -> dict[str, Any]:
 def _built(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
     ir.save(graph, file)
     return engine.build(file, "tensorrt_rtx", captured.inputs, "fp16")
-
-
-def _save_plain(model: Example, file: Path) -> None:
-    with _quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            model.module.eval(), model.args, dynamo=True, opset_version=18, dynamic_shapes=model.dynamic_shapes,
-            verbose=False,
-        )  # fmt: skip
-    assert program is not None
-    program.save(str(file))
-
-
-def _optimizer(file: Path) -> onnx.ModelProto:
-    """The most that ONNX Runtime's own optimiser finds, over the kinds of model that it knows."""
-    from onnxruntime.transformers import optimizer
-
-    found: list[onnx.ModelProto] = []
-    with _quiet():
-        for kind in ("bert", "gpt2", "vit", "clip", "t5", "swin"):
-            with contextlib.suppress(Exception):  # a kind that the model is not
-                found.append(optimizer.optimize_model(str(file), kind, opt_level=0).model)
-    if not found:
-        raise RuntimeError("it refuses the model as every kind that it knows")
-    return max(found, key=_fused_operators)
-
-
-def _ort_fusions(file: Path) -> onnx.ModelProto:
-    from onnxscript.rewriter.ort_fusions import optimize_for_ort
-
-    with _quiet():
-        result = optimize_for_ort(ir.load(file))
-    model: ir.Model = result[0] if isinstance(result, tuple) else result
-    return ir.to_proto(model)
-
-
-def _fused_operators(model: onnx.ModelProto) -> int:
-    return sum(node.op_type in FUSED_OPERATORS for node in model.graph.node)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(StringIO()), contextlib.redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
 
 
 def table(figures: dict[str, Any]) -> str:

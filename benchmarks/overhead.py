@@ -24,11 +24,11 @@ from torch.export import Dim
 
 import attnforge
 from attnforge import reference
-from attnforge.benchmarks.latency import SETTLE
 from attnforge.benchmarks.report import RESULTS, machine, publish
 from attnforge.bundle import Bundle
 from attnforge.export.deploy import tool_versions
 from attnforge.model.registry import build_model
+from attnforge.timing import SETTLE
 
 COMMAND = "python -m attnforge.benchmarks.overhead"
 

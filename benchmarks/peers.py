@@ -1,59 +1,208 @@
-"""What a deployed model is measured against. Needs torch, and the module that was deployed."""
+"""What a deployed model is measured against: the same weights run in the ways that people know.
+
+Peers of ONNX Runtime and OpenVINO are given the exporter's own graph, written once; torch's need the module that was
+deployed. All compute with the same number of threads, at the precision of the bundle that they are measured against.
+"""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
+import contextlib
+import importlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import torch
+from torch import Tensor
 from torch.export import Dim
 
-import attnforge
 from attnforge.arrays import Array, to_numpy, to_torch
-from attnforge.bundle import Bundle, DimSpec, Manifest, TensorSpec
-from attnforge.eager import at_precision, in_float64, run, torch_dtype
+from attnforge.benchmarks.engines import ENGINES, Runner, Setup, wide
+from attnforge.bundle import Bundle, DimSpec, TensorSpec
+from attnforge.eager import as_written, at_precision, in_float64, named_outputs, run, torch_dtype
+from attnforge.errors import UnavailableError
 from attnforge.export.capture import capture
 from attnforge.export.graph import Imported, import_graph
 from attnforge.export.saving import save
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.onnxruntime import OnnxRuntime
-from attnforge.runtime.session import Session
+from attnforge.runtime.device import cuda_devices
 from attnforge.sources import rebuild
 
-Runner = Callable[[dict[str, Array]], dict[str, Array]]
 
+@dataclass
+class Job(Setup):
+    """What peers are opened for.
 
-def rebuilt(manifest: Manifest) -> Any:
-    """The module that a bundle was deployed from, or the graph.
-
-    Raises:
-        UsageError: it was a module in memory, or a file that is no more.
+    Attributes:
+        folder: where what they are given is written, once, and found again by other processes.
+        given: the module that was deployed, where the bundle does not say how to make it again.
     """
-    if manifest.source.kind != "onnx":
-        return rebuild(manifest.source).module
-    ranges = {name: tuple(map(int, str(text).split(":"))) for name, text in manifest.source.options.items()}
-    return import_graph(manifest.source.name, ranges, manifest.precision)  # type: ignore[arg-type]
+
+    folder: Path
+    given: Any = None
+    precision: Precision = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.precision = precision_named(self.bundle.manifest.precision)
+
+    @cached_property
+    def module(self) -> Any:
+        """The module, or the graph, that the bundle was deployed from.
+
+        Raises:
+            UsageError: it was a module in memory and is not given, or a file that is no more.
+        """
+        if self.given is not None:
+            return self.given
+        manifest = self.bundle.manifest
+        if manifest.source.kind != "onnx":
+            return rebuild(manifest.source).module
+        ranges = {name: tuple(map(int, str(text).split(":"))) for name, text in manifest.source.options.items()}
+        return import_graph(manifest.source.name, ranges, manifest.precision)  # type: ignore[arg-type]
+
+    def torch_module(self) -> torch.nn.Module:
+        """The module at the bundle's precision.
+
+        Raises:
+            UnavailableError: the bundle was deployed from an ONNX graph.
+        """
+        if isinstance(self.module, Imported):
+            raise UnavailableError("the bundle was deployed from an ONNX graph; there is no torch module to run")
+        return at_precision(self.module, self.precision)
 
 
-def open_eager(bundle: Bundle, module: Any, feeds: dict[str, Array], threads: int, stack: ExitStack) -> Runner:
-    """The module as its author wrote it, at the bundle's precision."""
+@dataclass(frozen=True)
+class Peer:
+    """A way to run the model: a file in an engine, or torch.
+
+    Attributes:
+        what: it is, in a line.
+        engine: what runs its file (:data:`ENGINES`), or torch.
+        file: writes what it is given, once; raises what its maker refuses the model with.
+        module: of torch, gives a runner of the module.
+        any_sizes: whether it runs at other sizes than those of the job.
+    """
+
+    what: str
+    engine: str = "torch"
+    file: Callable[[Job], Path] | None = None
+    module: Callable[[Job, ExitStack], Runner] | None = None
+    any_sizes: bool = True
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch compiles the module, and keeps what it compiled on disk for the next process."""
+        return self.module is not None and not self.any_sizes
+
+    def open(self, job: Job, stack: ExitStack) -> Runner:
+        """Ready to run; raises what it refuses the model with."""
+        if self.file is not None:
+            return ENGINES[self.engine](job, self.file(job), stack)
+        assert self.module is not None
+        return self.module(job, stack)
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _torch(job: Job, module: Callable[..., Any]) -> Runner:
+    dtype = torch_dtype(job.precision)
+
+    def run_module(feeds: dict[str, Array]) -> dict[str, Array]:
+        tensors = [to_torch(array) for array in feeds.values()]
+        with torch.no_grad(), as_written():
+            result = module(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))
+        return {name: to_numpy(name, value) for name, value in named_outputs(result).items()}
+
+    return run_module
+
+
+def _open_eager(job: Job, stack: ExitStack) -> Runner:
+    _with_threads(job.threads, stack)
+    return _torch(job, job.torch_module())
+
+
+def _open_compiled(job: Job, stack: ExitStack) -> Runner:
+    _with_threads(job.threads, stack)
+    torch.compiler.reset()  # else it would give up after some models
+    return _torch(job, torch.compile(job.torch_module(), dynamic=False))
+
+
+def _open_sdpa(job: Job, stack: ExitStack) -> Runner:
+    _with_threads(job.threads, stack)
+    source = job.bundle.manifest.source
+    if source.kind == "huggingface" and job.given is None:
+        options = {**source.options, "attention": "sdpa"}
+        return _torch(job, at_precision(rebuild(source.model_copy(update={"options": options})).module, job.precision))
+    module = job.torch_module()
+
+    def run_module(*tensors: Tensor) -> Any:
+        with using_sdpa() as calls:
+            result = module(*tensors)
+        if not calls:
+            raise UnavailableError(
+                "its attention is not this library's own, so it cannot be exchanged for torch's fused one; modules of "
+                "attnforge.model and hf: models can"
+            )
+        return result
+
+    return _torch(job, run_module)
+
+
+@contextlib.contextmanager
+def using_sdpa() -> Iterator[list[None]]:
+    """This library's modules compute attention with torch's `scaled_dot_product_attention`; gives a list that grows by
+    one with every call of it."""
+    written_out: Any = importlib.import_module("attnforge.model.attention")  # the package has a function of that name
+    calls: list[None] = []
+    before = written_out.attention
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *, scale: float, attn_mask: Tensor | None = None) -> Tensor:
+        calls.append(None)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
+
+    written_out.attention = fused
+    try:
+        yield calls
+    finally:
+        written_out.attention = before
+
+
+def _with_threads(threads: int, stack: ExitStack) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     stack.callback(torch.set_num_threads, before)
-    return stack.enter_context(attnforge.load(bundle, "eager", module=module)).run
 
 
-def open_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], threads: int, stack: ExitStack) -> Runner:
-    """ONNX Runtime on the exporter's graph as it is, its inputs checked and bound as the bundle's own are."""
-    file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "plain.onnx"
-    save_plain(bundle, module, feeds, file)
-    manifest = bundle.manifest
-    backend = OnnxRuntime("onnxruntime-plain", file, manifest.inputs, manifest.outputs, threads)
-    return stack.enter_context(Session(bundle, backend)).run
+def _open_torch_tensorrt(job: Job, stack: ExitStack) -> Runner:
+    if importlib.util.find_spec("torch_tensorrt") is None:
+        raise UnavailableError("torch_tensorrt is not installed; pip install torch-tensorrt")
+    if not torch.cuda.is_available():
+        raise UnavailableError("no CUDA device")
+    module = job.torch_module().cuda()
+    compiled = torch.compile(module, backend="torch_tensorrt", dynamic=False)
+    return _torch(job, lambda *tensors: compiled(*(tensor.cuda() for tensor in tensors)))
+
+
+# --- the exporter's graph ---------------------------------------------------------------------------------------------
+
+
+def plain_file(job: Job) -> Path:
+    """The exporter's graph at the bundle's precision and opset, with its dynamic dims, as it is."""
+    file = job.folder / f"plain-{job.precision.name}.onnx"
+    if not file.exists():
+        save_plain(job.bundle, job.module, job.feeds, file)
+    return file
 
 
 def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path) -> None:
@@ -65,6 +214,49 @@ def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path)
     example = [to_torch(array) for array in feeds.values()]
     captured = capture(module, example, _dynamic_shapes(manifest.inputs), precision_named(manifest.precision))
     save(captured.model, file)
+
+
+def _wide_file(job: Job) -> Path:
+    """The exporter's graph in fp32, for OpenVINO, which makes of it what it is told to compute in."""
+    file = job.folder / "plain-fp32.onnx"
+    if job.precision.name == "fp32":
+        return plain_file(job)
+    if isinstance(job.module, Imported):
+        raise UnavailableError("the bundle was deployed from an ONNX graph of another precision than fp32")
+    if not file.exists():
+        example = [to_torch(array) for array in wide(job.feeds).values()]
+        shapes = _dynamic_shapes(job.bundle.manifest.inputs)
+        save(capture(job.module, example, shapes, precision_named("fp32")).model, file)
+    return file
+
+
+def _older_file(job: Job) -> Path:
+    """The exporter's graph at opset 18, for which the optimizers of others were written."""
+    file = job.folder / f"opset18-{job.precision.name}.onnx"
+    if not file.exists():
+        module = job.torch_module()
+        tensors = tuple(to_torch(array) for array in job.feeds.values())
+        names = [spec.name for spec in job.bundle.manifest.outputs]
+        export_at_18(module, tensors, _dynamic_shapes(job.bundle.manifest.inputs), file, names)
+    return file
+
+
+def export_at_18(
+    module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path, outputs: list[str] | None = None
+) -> None:
+    """Write what torch's exporter makes of a module at opset 18."""
+    with quiet(), torch.no_grad(), as_written():
+        program = torch.onnx.export(
+            module.eval(),
+            args,
+            output_names=outputs,
+            dynamo=True,
+            opset_version=18,
+            dynamic_shapes=shapes,
+            verbose=False,
+        )
+    assert program is not None
+    program.save(str(file))
 
 
 def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
@@ -83,10 +275,108 @@ def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
     }
 
 
-PEERS: dict[str, Callable[[Bundle, Any, dict[str, Array], int, ExitStack], Runner]] = {
-    "eager": open_eager,
-    "onnxruntime-plain": open_plain,
+# --- others' optimizers -----------------------------------------------------------------------------------------------
+
+
+def _by_optimizer(job: Job) -> Path:
+    file = job.folder / f"onnxruntime-optimizer-{job.precision.name}.onnx"
+    if not file.exists():  # as an encoder, of text or images: the other kinds take half a minute of a large model
+        onnx.save(transformers_optimizer(_older_file(job), ("bert", "vit")), file)
+    return file
+
+
+def _by_fusions(job: Job) -> Path:
+    file = job.folder / f"ort-fusions-{job.precision.name}.onnx"
+    if not file.exists():
+        onnx.save(ort_fusions(_older_file(job)), file)
+    return file
+
+
+KINDS = ("bert", "gpt2", "vit", "clip", "t5", "swin")
+"""Of model that ONNX Runtime's optimizer is told to look for."""
+
+
+def transformers_optimizer(file: Path, kinds: Sequence[str] = KINDS) -> onnx.ModelProto:
+    """What `onnxruntime.transformers.optimizer` makes of a model: of some kinds, the one that it fuses most attention
+    as.
+
+    Raises:
+        RuntimeError: it refuses the model as every kind.
+    """
+    from onnxruntime.transformers import optimizer
+
+    found: list[onnx.ModelProto] = []
+    with quiet():
+        for kind in kinds:
+            with contextlib.suppress(Exception):  # a kind that the model is not
+                found.append(optimizer.optimize_model(str(file), kind, opt_level=0).model)
+    if not found:
+        raise RuntimeError("it refuses the model as every kind that it knows")
+    return max(found, key=fused_operators)
+
+
+def ort_fusions(file: Path) -> onnx.ModelProto:
+    """What onnxscript's `optimize_for_ort` makes of a model."""
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+    with quiet():
+        result = optimize_for_ort(ir.load(file))
+    model: ir.Model = result[0] if isinstance(result, tuple) else result
+    return ir.to_proto(model)
+
+
+FUSED_OPERATORS = ("Attention", "MultiHeadAttention", "GroupQueryAttention")
+
+
+def fused_operators(model: onnx.ModelProto) -> int:
+    return sum(node.op_type in FUSED_OPERATORS for node in model.graph.node)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what others' tools print and log."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(StringIO()), contextlib.redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+PEERS: dict[str, Peer] = {
+    "eager": Peer("the module as its author wrote it", module=_open_eager),
+    "eager-sdpa": Peer("the module with torch's fused attention", module=_open_sdpa),
+    "torch-compile": Peer(
+        "the module through torch.compile",
+        module=_open_compiled,
+        any_sizes=False,
+    ),
+    "onnxruntime-plain": Peer("ONNX Runtime on the exporter's graph", "onnxruntime", plain_file),
+    "onnxruntime-optimizer": Peer(
+        "ONNX Runtime after onnxruntime.transformers.optimizer", "onnxruntime", _by_optimizer
+    ),
+    "ort-fusions": Peer("ONNX Runtime after onnxscript's ort_fusions", "onnxruntime", _by_fusions),
+    "openvino-plain": Peer("OpenVINO on the exporter's graph", "openvino", _wide_file),
+    "openvino-static": Peer("the same, compiled for these sizes alone", "openvino-static", _wide_file, any_sizes=False),
+    "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", plain_file),
+    "torch-tensorrt": Peer(
+        "the module through Torch-TensorRT",
+        module=_open_torch_tensorrt,
+        any_sizes=False,
+    ),
 }
+"""By name."""
+
+ON_GPU = ("onnxruntime-cuda-plain", "torch-tensorrt")
+
+
+def peers_here() -> list[str]:
+    """The peers that a machine like this one is measured against: those of a GPU only where there is one."""
+    return [name for name in PEERS if name not in ON_GPU or cuda_devices()]
 
 
 def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict[str, tuple[Array, Array]]:

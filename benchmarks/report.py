@@ -19,8 +19,12 @@ def publish(figures: dict[str, Any], table: str, name: str, results: Path, readm
     """Write `figures` to the results file, and put `table` between the README's marks for `name`."""
     results.parent.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    if readme is None:
-        return
+    if readme is not None:
+        publish_table(table, name, results, readme)
+
+
+def publish_table(table: str, name: str, results: Path, readme: Path) -> None:
+    """Put `table` between the README's marks for `name`."""
     start, end = f"<!-- {name}: from {results.as_posix()} -->", f"<!-- /{name} -->"
     page = readme.read_text(encoding="utf-8")
     head, found, rest = page.partition(start)

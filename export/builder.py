@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from attnforge import cache
-from attnforge.bundle import Range, Record, TensorSpec
+from attnforge.bundle import Range, TensorSpec
+from attnforge.records import Record
 
 _LAYER = re.compile(
     r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),.*?TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
@@ -61,7 +62,7 @@ class Answer(Record):
     """What was built, or the builder's own words on why not; `misuse` where the request itself was wrong."""
 
     version: str
-    layers: list[Layer] = []  # noqa: RUF012  (pydantic copies defaults)
+    layers: list[Layer] = []
     seconds: float = 0.0
     activation_memory: int | None = None
     refusal: str | None = None

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -34,7 +36,7 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.program import load_program, open_program
-from attnforge.export.saving import LIMIT, Shelf, save_beside
+from attnforge.export.saving import LIMIT, SHELVED, Shelf, save_beside
 from attnforge.export.search import AUTOMATIC, Budget, choose
 from attnforge.precision import PRECISIONS, Precision, precision_named
 from attnforge.runtime.device import compute_capability, device_name
@@ -66,7 +68,7 @@ def deploy(
     max_error: float | None = None,
     tune: bool = True,
     force: bool = False,
-    one_file_limit: int = LIMIT,
+    one_file_limit: int = SHELVED,
     source: b.Source | None = None,
     progress: Progress = lambda stage: None,
 ) -> b.Bundle:
@@ -100,11 +102,12 @@ def deploy(
         least: what the metric must reach; by default it may fall short of float64's twice as far as eager does.
         max_error: for `auto`, the relative error that is allowed on ordinary inputs; by default twice that of eager at
             fp16, and no more than 1e-2. Where a metric is given and this is not, the metric is what has to be met.
-        tune: measure on this machine which form of each site ONNX Runtime runs fastest on its CPU, for some seconds;
-            without it rules choose, and the same module gives the same bundle on every machine.
+        tune: measure on this machine, for some seconds each, which form of each site ONNX Runtime runs fastest on its
+            CPU, with which settings of its session, and which backend is fastest within the parity budget, which
+            `auto` then loads here. Without it rules choose, and the same module gives the same bundle everywhere.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
         one_file_limit: bytes of weights above which they stand in a file of their own, which the bundle's graphs share;
-            at most what an ONNX file can hold, 2 GiB.
+            at most what an ONNX file can hold, 2 GiB. That loads faster than weights inside a graph.
         source: where the module came from, for those who want to make it again.
         progress: called with the name of each stage as it starts.
 
@@ -118,6 +121,8 @@ def deploy(
     automatic = _automatic(precision, max_error, attention_precision)
     chosen, skipped = choose_targets(targets)
     _check_required(require_fused, chosen, skipped)
+    stages = _Stages(progress)
+    progress = stages.begin
     with b.writing(out, force) as folder:
         shelf = Shelf(folder, min(one_file_limit, LIMIT))
         progress("export")
@@ -175,8 +180,42 @@ def deploy(
             metric=metric,
             least=least,
         )
+        manifest.seconds = stages.seconds()
         b.write_manifest(folder, manifest)
+        if tune:
+            progress("measure backends")
+            _measure_backends(folder, manifest)
+            manifest.seconds = stages.seconds()
+            b.write_manifest(folder, manifest, only_new=True)
     return b.Bundle(out)
+
+
+class _Stages:
+    """Says which stage begins, and keeps how long each took."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._begun: dict[str, float] = {}
+
+    def begin(self, stage: str) -> None:
+        self._begun[stage] = time.perf_counter()
+        self._progress(stage)
+
+    def seconds(self) -> dict[str, float]:
+        """Of every stage so far, the last up to now."""
+        ends = [*list(self._begun.values())[1:], time.perf_counter()]
+        return {stage: round(end - begun, 3) for (stage, begun), end in zip(self._begun.items(), ends, strict=True)}
+
+
+def _measure_backends(folder: Path, manifest: b.Manifest) -> None:
+    """Find how ONNX Runtime's session runs the model fastest here, and then which backend does."""
+    from attnforge.choice import choose_backend, tune_session
+
+    if "onnxruntime" in manifest.targets:
+        with suppress(Exception):  # what ONNX Runtime does not run is seen when it is verified
+            manifest.targets["onnxruntime"].session = tune_session(b.Bundle(folder, lazily=True))
+        b.write_manifest(folder, manifest, only_new=True)
+    manifest.choice = choose_backend(b.Bundle(folder, lazily=True))
 
 
 def _captured(
@@ -363,7 +402,13 @@ def _for_onnxruntime(built: _Built, tune: bool) -> None:
     sizes = reference.cases(captured.inputs)[0].sizes
     model = captured.model.clone()
     tuner = Tuner(sizes) if tune else None
-    built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes, tuner=tuner)
+    largest = {
+        dim.symbol: (dim.max or 0) // dim.factor
+        for spec in captured.inputs
+        for dim in spec.dims
+        if isinstance(dim, b.DimSpec)
+    }
+    built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes, tuner=tuner, largest=largest)
     record = built.records["onnxruntime"] = b.TargetRecord(model=built.shelf.save(model, "onnxruntime/model.onnx"))
     if tuner is not None and tuner.spent:
         seconds = round(tuner.spent, 3)
@@ -494,6 +539,7 @@ def tool_versions() -> dict[str, str]:
         "onnxruntime-gpu",
         "tensorrt",
         "tensorrt_rtx",
+        "openvino",
         "numpy",
     )
     versions = {"attnforge": attnforge.__version__}

@@ -72,7 +72,7 @@ def write_reference(
     """
     stored, cases = stored_of(source, data or Data())
     low = source.at(attention) if attention is not None else None
-    kept: dict[str, Array] = {}
+    outputs: dict[str, Array] = {}
     few = _Few([])
     for case in cases:
         if case.kind == "denormal":  # at the precision, where that is less than the inputs'
@@ -87,26 +87,27 @@ def write_reference(
             eager, truth = source.eager(inputs), source.exact(inputs)
         for output, value in eager.items():
             for which, array in (("eager", value), ("float64", truth[output])):
-                kept |= _kept(array, case, reference.key(case, output, which))
+                outputs |= kept(array, case, reference.key(case, output, which))
         if not case.is_ordinary:
             case.spread = _spread(case, inputs, source, low or source)
         few.add(case, eager, truth)
         if low is not None and attention is not None:
             for output, value in low.eager(at_precision(inputs, attention)).items():
-                kept |= _kept(value, case, reference.key(case, output, attention.name))
+                outputs |= kept(value, case, reference.key(case, output, attention.name))
     few.spread()
     (folder / "reference").mkdir()
-    save_file(kept, folder / REFERENCE_OUTPUTS)
+    save_file(outputs, folder / REFERENCE_OUTPUTS)
     # Every bfloat16 is a float32, and the file format has no word for NumPy's bfloat16.
     held = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in stored.items()}
     save_file({name: np.asarray(array, order="C") for name, array in held.items()}, folder / REFERENCE_EXAMPLE)
     return cases
 
 
-def _kept(array: Array, case: Case, key: str) -> dict[str, Array]:
+def kept(array: Array, case: Case, key: str) -> dict[str, Array]:
+    """What is kept of an output, by key: all of it, or the numbers at some places and sums of all."""
     sums = reference.blocks(array, case)
-    kept = {key: np.ascontiguousarray(reference.sampled(array, case))}
-    return kept if sums is None else {**kept, f"{key}/blocks": sums}
+    numbers = {key: np.ascontiguousarray(reference.sampled(array, case))}
+    return numbers if sums is None else {**numbers, f"{key}/blocks": sums}
 
 
 def stored_of(source: Expected, data: Data) -> tuple[dict[str, Array], list[Case]]:

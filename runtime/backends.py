@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from attnforge.bundle import FLAVOURS, PORTABLE, Bundle, Engine
+from attnforge.bundle import FLAVOURS, PORTABLE, Bundle, Choice, Engine
 from attnforge.errors import UnavailableError
+from attnforge.machine import this_machine
 from attnforge.runtime.device import compute_capability, cuda_devices
 from attnforge.runtime.options import Options
 
@@ -20,10 +22,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("attnforge")
 
-BACKENDS = ("tensorrt", "tensorrt_rtx", "onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime-cpu")
-"""The one that `auto` likes best first."""
+BACKENDS = ("tensorrt", "tensorrt_rtx", "onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime-cpu", "openvino")
+"""The one that `auto` likes best first, where nothing was measured."""
 
 ON_GPU = BACKENDS[:4]
+WITHOUT_TARGET = ("openvino",)
+"""Backends that run the canonical graph: no bundle is lowered for them, so one that misses the budget is no fault of a
+bundle's."""
+
+LIBRARIES = {
+    "tensorrt": ("tensorrt",),
+    "tensorrt_rtx": ("tensorrt_rtx",),
+    "onnxruntime-tensorrt": ("onnxruntime", "onnxruntime-gpu", "tensorrt"),
+    "onnxruntime-cuda": ("onnxruntime", "onnxruntime-gpu"),
+    "onnxruntime-cpu": ("onnxruntime", "onnxruntime-gpu"),
+    "openvino": ("openvino",),
+}
+"""The packages whose versions a backend's speed depends on."""
+
 PROVIDERS = {"onnxruntime-tensorrt": "TensorrtExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
 
 
@@ -31,6 +47,8 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
     """Why `backend` cannot run `bundle` on this machine, or None."""
     if backend in FLAVOURS:
         return _why_no_tensorrt(bundle, backend, device)
+    if backend in WITHOUT_TARGET:
+        return why_no_provider(backend)
     if backend == "onnxruntime-tensorrt" and not any(flavour in bundle.manifest.targets for flavour in FLAVOURS):
         return "the bundle has no model for TensorRT; deploy it again with --target tensorrt_rtx, or tensorrt"
     if backend != "onnxruntime-tensorrt" and "onnxruntime" not in bundle.manifest.targets:
@@ -39,9 +57,11 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
 
 
 def why_no_provider(backend: str) -> str | None:
-    """Why ONNX Runtime cannot run anything as `backend` on this machine, or None."""
+    """Why no model can run on `backend`, which is not TensorRT, on this machine, or None."""
     if backend == "onnxruntime-cpu":
         return None
+    if backend == "openvino":
+        return why_no_openvino()
     import onnxruntime as ort
 
     if PROVIDERS[backend] not in ort.get_available_providers():
@@ -50,6 +70,18 @@ def why_no_provider(backend: str) -> str | None:
         return "no CUDA device"
     if backend == "onnxruntime-tensorrt" and not _holds_nvinfer():
         return "its provider needs TensorRT 10's library libnvinfer.so.10, which is not here; pip install 'tensorrt<11'"
+    return None
+
+
+@functools.cache
+def why_no_openvino() -> str | None:
+    """Why this machine cannot run OpenVINO, or None."""
+    try:
+        import openvino
+
+        openvino.Core().get_property("CPU", "FULL_DEVICE_NAME")
+    except (ImportError, RuntimeError) as error:
+        return f"openvino is not installed, or finds no CPU that it knows ({error}); pip install attnforge[openvino]"
     return None
 
 
@@ -111,6 +143,39 @@ def engine_for(engines: Sequence[Engine], version: str, capability: str) -> Engi
     )
 
 
+def versions(backends: Iterable[str]) -> dict[str, str]:
+    """Of the packages of some backends that are installed."""
+    found = {}
+    for package in sorted({package for name in backends for package in LIBRARIES[name]}):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def chosen_here(bundle: Bundle) -> Choice | None:
+    """What was measured when the bundle was deployed, where that was on this machine and with its libraries."""
+    choice = bundle.manifest.choice
+    if choice is None or choice.machine != this_machine():
+        return None
+    return choice if choice.versions == versions([*choice.milliseconds, *choice.dropped]) else None
+
+
+def by_preference(bundle: Bundle) -> list[str]:
+    """The backends that `auto` tries, in order: what was measured here, those on a GPU first, each from the fastest on,
+    and then by rule; what missed the budget here not at all, where anything met it. What the bundle has no model for is
+    loaded only where it was measured."""
+    choice, ruled = chosen_here(bundle), [name for name in BACKENDS if name not in WITHOUT_TARGET]
+    if choice is None or choice.picked is None:
+        return ruled
+    measured = fastest_first(choice.milliseconds)
+    return [*measured, *(name for name in ruled if name not in measured and name not in choice.dropped)]
+
+
+def fastest_first(milliseconds: Mapping[str, float]) -> list[str]:
+    """Backends on a GPU, whose callers' arrays lie there and stay there, before those on the CPU; then by time."""
+    return sorted(milliseconds, key=lambda name: (name not in ON_GPU, milliseconds[name]))
+
+
 def _number(capability: str) -> int:
     digits = capability.removeprefix("SM")
     return int(digits) if digits.isdecimal() else 0
@@ -148,6 +213,10 @@ def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
         from attnforge.runtime.onnxruntime_gpu import OnnxRuntimeGpu
 
         return OnnxRuntimeGpu(bundle, backend, options)
+    if backend == "openvino":
+        from attnforge.runtime import openvino
+
+        return openvino.open_bundle(bundle, options)
     from attnforge.runtime.onnxruntime import open_bundle
 
     return open_bundle(bundle, options)

@@ -33,8 +33,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.bundle import Case, Record
+from attnforge.bundle import Case
 from attnforge.precision import PRECISIONS, Precision
+from attnforge.records import Record
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
@@ -85,9 +86,9 @@ class Comparison(Record):
     compared: int = 0
     cosine: float | None = None
     snr_db: float | None = None
-    quantiles: dict[str, float] = {}  # noqa: RUF012  (pydantic copies defaults)
-    errors: list[int] = []  # noqa: RUF012
-    eager_errors: list[int] = []  # noqa: RUF012
+    quantiles: dict[str, float] = {}
+    errors: list[int] = []
+    eager_errors: list[int] = []
     overflowed: int = 0
     worst: Element | None = None
     reason: str | None = None

@@ -10,8 +10,9 @@ from safetensors.numpy import load_file
 
 from attnforge import reference
 from attnforge.arrays import Array
-from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case, Record
+from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case
 from attnforge.errors import UnknownNameError, UsageError
+from attnforge.records import Record
 
 Outputs = Mapping[str, Array]
 Metric = Callable[[Outputs, Array], float]

@@ -11,8 +11,9 @@ import numpy as np
 import onnxruntime as ort
 
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.bundle import Bundle, TensorSpec
+from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
 from attnforge.errors import UsageError
+from attnforge.machine import this_machine
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -25,9 +26,15 @@ COPIED = 1 << 16
 
 def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
     """The bundle's ONNX Runtime model on the CPU."""
-    manifest = bundle.manifest
-    file = bundle.file(manifest.targets["onnxruntime"].model)
-    return OnnxRuntime("onnxruntime-cpu", file, manifest.inputs, manifest.outputs, options.threads)
+    manifest, record = bundle.manifest, bundle.manifest.targets["onnxruntime"]
+    settings = record.session if record.session is not None and _holds(record.session) else None
+    file = bundle.file(settings.optimized if settings is not None and settings.optimized else record.model)
+    return OnnxRuntime("onnxruntime-cpu", file, manifest.inputs, manifest.outputs, options.threads, settings)
+
+
+def _holds(settings: SessionSettings) -> bool:
+    """Whether settings were found on this machine, with this version of ONNX Runtime."""
+    return settings.version == ort.__version__ and settings.machine == this_machine(gpus=False)
 
 
 class OnnxRuntime:
@@ -38,7 +45,8 @@ class OnnxRuntime:
         file: the model.
         inputs: what it takes.
         outputs: what it gives.
-        threads: that one run is spread over; by default one a processor.
+        threads: that one run is spread over; by default what the settings say, or one a processor.
+        settings: how the model was found to run fastest here.
     """
 
     gpu = None
@@ -50,10 +58,11 @@ class OnnxRuntime:
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         threads: int | None = None,
+        settings: SessionSettings | None = None,
     ) -> None:
         self.name = name
         self._session: Any = ort.InferenceSession(
-            str(file), session_options(threads), providers=["CPUExecutionProvider"]
+            str(file), session_options(threads, settings), providers=["CPUExecutionProvider"]
         )
         self._inputs = [spec.name for spec in inputs]
         self._outputs = [spec.name for spec in outputs]
@@ -98,9 +107,15 @@ class OnnxRuntime:
         self._session = None
 
 
-def session_options(threads: int | None = None) -> Any:
+def session_options(threads: int | None = None, settings: SessionSettings | None = None) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    if settings is not None:
+        threads = threads or settings.threads
+        options.enable_cpu_mem_arena = settings.arena
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
+        if settings.optimized is not None:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if threads is not None:
         options.intra_op_num_threads = threads
     return options
@@ -108,7 +123,7 @@ def session_options(threads: int | None = None) -> Any:
 
 def weights_of(file: Path) -> int:
     """Bytes of a model: its graph, nearly all of which are weights, and the shelf beside it where it has one."""
-    shelf = file.with_name("weights.data")
+    shelf = file.with_name(WEIGHTS)
     return file.stat().st_size + (shelf.stat().st_size if shelf.exists() else 0)
 
 

@@ -13,10 +13,11 @@ from safetensors.numpy import load_file
 
 from attnforge import reference
 from attnforge.arrays import Array, is_floating
-from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Manifest, Record
+from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Manifest
 from attnforge.errors import UnknownNameError
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.backends import BACKENDS, why_unavailable
+from attnforge.records import Record
+from attnforge.runtime.backends import BACKENDS, WITHOUT_TARGET, chosen_here, why_unavailable
 from attnforge.runtime.budget import (
     FAR_OFF,
     QUANTILES,
@@ -39,8 +40,8 @@ class OutputReport(Record):
     cosine: float | None
     snr_db: float | None
     quantiles: dict[str, float]
-    errors: list[int] = []  # noqa: RUF012
-    eager_errors: list[int] = []  # noqa: RUF012
+    errors: list[int] = []
+    eager_errors: list[int] = []
     worst: Element | None
 
     def text(self, output: str) -> str:
@@ -65,8 +66,8 @@ class BackendReport(Record):
     case: str
     cases: int
     failures: list[Comparison]
-    comparisons: list[Comparison] = []  # noqa: RUF012
-    outputs: dict[str, OutputReport] = {}  # noqa: RUF012
+    comparisons: list[Comparison] = []
+    outputs: dict[str, OutputReport] = {}
     metric: MetricReport | None = None
     reason: str | None = None
 
@@ -87,8 +88,8 @@ class Report(Record):
     reference: str
     backends: dict[str, BackendReport]
     skipped: dict[str, str]
-    cases: list[Case] = []  # noqa: RUF012
-    warnings: list[str] = []  # noqa: RUF012
+    cases: list[Case] = []
+    warnings: list[str] = []
 
 
 def verify(
@@ -103,7 +104,8 @@ def verify(
 
     Args:
         bundle: its folder. Nothing else is needed: no torch, no source.
-        backends: by default every deployed one that this machine can run.
+        backends: by default every one that this machine can run and `auto` might load: OpenVINO, which runs the
+            canonical graph, only where it was found within the budget when the bundle was deployed here.
         module: the torch module, to hold eager on this machine to the budget as well.
         metric: what the task is measured by, over the real data that the bundle was deployed with: `accuracy`,
             `cosine`, or a function from outputs by name and labels to a number, the larger the better. By default the
@@ -122,9 +124,10 @@ def verify(
     scores = chosen_metric(opened, metric, least)
     reports: dict[str, BackendReport] = {}
     skipped: dict[str, str] = {}
+    unasked = _unasked(opened) if backends is None else {}
     wanted = list(backends or BACKENDS) + (["eager"] if module is not None and not backends else [])
     for name in wanted:
-        reason = None if name == "eager" else why_unavailable(opened, name)
+        reason = None if name == "eager" else why_unavailable(opened, name) or unasked.get(name)
         if reason is not None and backends is None:
             skipped[name] = reason
             continue
@@ -143,42 +146,28 @@ def verify(
     )
 
 
+def _unasked(bundle: Bundle) -> dict[str, str]:
+    """Backends without a model of their own in the bundle that `auto` does not load: those that were not found to be
+    within the budget when it was deployed here."""
+    choice = chosen_here(bundle)
+    measured, dropped = (choice.milliseconds, choice.dropped) if choice is not None else ({}, {})
+    unknown = "it was not held to the budget on this machine when the bundle was deployed; verify it by name"
+    return {name: dropped.get(name, unknown) for name in WITHOUT_TARGET if name not in measured}
+
+
 def compare(session: Session, scores: Scores | None = None) -> BackendReport:
     """Hold one session to the budget over every reference case of its bundle, and to a metric over those of data."""
     bundle = session.bundle
     manifest, precision = bundle.manifest, budget_precision(bundle.manifest, session.backend)
     outputs = load_file(bundle.file(REFERENCE_OUTPUTS))
     stored = stored_inputs(bundle)
-    allowed = allowed_by(manifest)
     found: list[Comparison] = []
     for case in manifest.cases:
         feeds = reference.make_inputs(case, manifest.inputs, stored)
         results = session.run(feeds)
         if scores is not None:
             scores.add(case, results, outputs)
-        shapes = shapes_of(manifest.inputs, manifest.outputs, *((array.shape, array.dtype) for array in feeds.values()))
-        for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
-            name, array = spec.name, results[spec.name]
-            eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
-            if (shape is not None and array.shape != shape) or array.dtype.name not in (spec.dtype, _of_eager(session)):
-                is_, was = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
-                found.append(of_another_form(case, name, precision, f"it is {is_}, and has to be {was}"))
-                continue
-            got = reference.sampled(array, case).astype(np.float64)
-            truth = truth.astype(np.float64)
-            if not is_floating(array):
-                found.append(_placed(judge_whole(case, name, got, eager.astype(np.float64), truth), case, array.shape))
-                continue
-            low = outputs[reference.key(case, name, precision.name)] if precision.name != manifest.precision else None
-            verdict = judge(case, name, got, eager.astype(np.float64), truth, precision, low, allowed)
-            verdict = _placed(verdict, case, array.shape)
-            if verdict.passed and (sums := reference.blocks(array, case)) is not None:
-                which = ("eager", "float64", precision.name)
-                kept = [outputs.get(f"{reference.key(case, name, one)}/blocks") for one in which]
-                assert kept[0] is not None and kept[1] is not None
-                low = kept[2] if precision.name != manifest.precision else None
-                verdict = _by_blocks(verdict, judge(case, name, sums, kept[0], kept[1], precision, low, allowed))
-            found.append(verdict)
+        found += judged(manifest, precision, case, feeds, results, outputs, _of_eager(session))
     if not found:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
@@ -199,6 +188,52 @@ def compare(session: Session, scores: Scores | None = None) -> BackendReport:
         metric=measured,
         reason=reason,
     )
+
+
+def judged(
+    manifest: Manifest,
+    precision: Precision,
+    case: Case,
+    feeds: Mapping[str, Array],
+    results: Mapping[str, Array],
+    outputs: Mapping[str, Array],
+    also: str = "",
+) -> list[Comparison]:
+    """Hold what a backend answered in one case to the budget.
+
+    Args:
+        manifest: of the bundle.
+        precision: whose budget the backend has.
+        feeds: the inputs.
+        results: its outputs by name.
+        outputs: eager's and float64's, as :func:`attnforge.reference.key` names them.
+        also: a dtype that outputs may have, besides their own.
+    """
+    allowed, found = allowed_by(manifest), []
+    shapes = shapes_of(manifest.inputs, manifest.outputs, *((array.shape, array.dtype) for array in feeds.values()))
+    for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
+        name, array = spec.name, results[spec.name]
+        eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
+        if (shape is not None and array.shape != shape) or array.dtype.name not in (spec.dtype, also):
+            is_, was = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
+            found.append(of_another_form(case, name, precision, f"it is {is_}, and has to be {was}"))
+            continue
+        got = reference.sampled(array, case).astype(np.float64)
+        truth = truth.astype(np.float64)
+        if not is_floating(array):
+            found.append(_placed(judge_whole(case, name, got, eager.astype(np.float64), truth), case, array.shape))
+            continue
+        low = outputs[reference.key(case, name, precision.name)] if precision.name != manifest.precision else None
+        verdict = judge(case, name, got, eager.astype(np.float64), truth, precision, low, allowed)
+        verdict = _placed(verdict, case, array.shape)
+        if verdict.passed and (sums := reference.blocks(array, case)) is not None:
+            which = ("eager", "float64", precision.name)
+            kept = [outputs.get(f"{reference.key(case, name, one)}/blocks") for one in which]
+            assert kept[0] is not None and kept[1] is not None
+            low = kept[2] if precision.name != manifest.precision else None
+            verdict = _by_blocks(verdict, judge(case, name, sums, kept[0], kept[1], precision, low, allowed))
+        found.append(verdict)
+    return found
 
 
 def _no_proof(found: Sequence[Comparison]) -> str | None:

@@ -17,7 +17,7 @@ from attnforge import reference
 from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
-from attnforge.runtime.backends import BACKENDS, open_first
+from attnforge.runtime.backends import BACKENDS, by_preference, open_first
 from attnforge.runtime.inputs import (
     Shapes,
     by_name,
@@ -314,8 +314,10 @@ def load(
 
     Args:
         bundle: its folder.
-        backend: `auto` (the best that this machine can run: TensorRT, TensorRT-RTX, ONNX Runtime with TensorRT, on
-            CUDA, then on the CPU), `onnxruntime` (on a GPU where there is one), one of those by name, or `eager`.
+        backend: `auto` (on the machine that deployed the bundle, what was measured to be fastest within the parity
+            budget, on a GPU where one can run it; elsewhere the first that can run of TensorRT, TensorRT-RTX, ONNX
+            Runtime with TensorRT, on CUDA, and on the CPU), `onnxruntime` (on a GPU where there is one), one of those
+            or `openvino` by name, or `eager`.
         module: for `eager`, the torch module, in any precision and mode.
         threads: that a CPU backend spreads one run over; by default its own choice.
         device: number of the CUDA device.
@@ -328,7 +330,7 @@ def load(
             file was altered, build one from the bundle's own model and add it to the bundle.
 
     Raises:
-        BundleError: what is there is no whole, unaltered bundle of this schema.
+        BundleError: what is there is no bundle of this schema, or a file that is needed is missing or altered.
         UnknownNameError: no such backend.
         UsageError: no such device, or fewer than one context.
         UnavailableError: this machine or this bundle cannot run it; says what would.
@@ -341,7 +343,7 @@ def load(
         from attnforge.rebuild import rebuilt
 
         bundle = rebuilt(bundle, backend, device)
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle, lazily=True)
     if backend == "eager":
         if opened.manifest.source.kind == "onnx":
             raise UnavailableError(
@@ -352,5 +354,5 @@ def load(
         from attnforge.runtime.eager import Eager
 
         return Session(opened, Eager(opened, module), options)
-    candidates = {"auto": BACKENDS, "onnxruntime": BACKENDS[2:]}.get(backend, (backend,))
+    candidates: Sequence[str] = {"auto": by_preference(opened), "onnxruntime": BACKENDS[2:5]}.get(backend, (backend,))
     return Session(opened, open_first(opened, candidates, options), options)

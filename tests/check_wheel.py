@@ -18,7 +18,7 @@ EXPECTED = (
     "attnforge/runtime/session.py",
     "attnforge/weights.py",
     "attnforge/templates/verify.html",
-    "attnforge/benchmarks/latency.py",
+    "attnforge/benchmarks/measure.py",
 )
 USE = """
 import attnforge

@@ -13,6 +13,7 @@ from conftest import rewrite, small_example
 import attnforge
 from attnforge.bundle import MANIFEST, SCHEMA_VERSION, Bundle, DimSpec, Manifest, TensorSpec, sha256, writing
 from attnforge.errors import AttnforgeError, BundleError, UnavailableError, UnknownNameError, UsageError
+from attnforge.model.registry import build_model
 
 Small = Callable[[str], Bundle]
 
@@ -83,7 +84,29 @@ def test_an_altered_file_is_refused_before_it_is_used(copy: Path, name: str) -> 
     data[len(data) // 2] ^= 1
     (copy / name).write_bytes(data)
     with pytest.raises(BundleError, match=f"{name} was altered"):
-        attnforge.load(copy)
+        Bundle(copy)
+    with pytest.raises(BundleError, match=f"{name} was altered"):
+        Bundle(copy, lazily=True).file(name)
+
+
+def test_loading_checks_what_is_run_and_no_more(copy: Path) -> None:
+    (copy / "canonical.onnx").write_bytes(b"something else")
+    attnforge.load(copy, "onnxruntime-cpu")
+    (copy / "onnxruntime/model.onnx").write_bytes(b"something else")
+    with pytest.raises(BundleError, match=r"onnxruntime/model\.onnx was altered"):
+        attnforge.load(copy, "onnxruntime-cpu")
+
+
+def test_weights_that_graphs_share_are_checked_with_each_of_them(tmp_path: Path) -> None:
+    module, args, shapes = build_model("multi-head-attention")
+    made = attnforge.deploy(
+        module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False, one_file_limit=1
+    )
+    data = bytearray((made.path / "weights.data").read_bytes())
+    data[-1] ^= 1
+    (made.path / "weights.data").write_bytes(data)
+    with pytest.raises(BundleError, match=r"weights\.data was altered"):
+        attnforge.load(made.path, "onnxruntime-cpu")
 
 
 def test_a_missing_file_is_refused(copy: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 from onnx import numpy_helper
 from PIL import Image
 
+from attnforge.benchmarks.results import read, write
+from attnforge.benchmarks.statistics import latency_of
 from attnforge.bundle import Bundle, write_manifest
 from attnforge.model.registry import MODELS
 from attnforge.runtime.backends import BACKENDS
@@ -126,13 +128,25 @@ def test_what_must_fuse_and_does_is_written(tmp_path: Path) -> None:
     assert Bundle(tmp_path / "new").manifest.attention.fused == {"tensorrt_rtx": 2}
 
 
-def test_bench_against_peers(bundle: Path) -> None:
-    done = attnforge("bench", bundle, "--against", "onnxruntime-plain", "--rounds", "2", "--size", "batch=3", "--json")
-    report = json.loads(done.stdout)
+def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
+    arguments = ("--backend", "onnxruntime-cpu", "--against", "onnxruntime-plain", "--rounds", "2", "--quick")
+    files = ("--out", tmp_path / "results.json", "--html", tmp_path / "page.html")
+    done = attnforge("bench", bundle, *arguments, "--shapes", "batch=3", *files, "--json")
     assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)["models"][0]
     assert report["sizes"] == {"batch": 3}
-    assert report["backends"]["onnxruntime-cpu"]["median_ms"] > 0
-    assert report["peers"]["onnxruntime-plain"]["median_ms"] > 0
+    medians = {one["name"]: one["latency"]["median"]["value"] for one in report["contenders"]}
+    assert set(medians) == {"onnxruntime-cpu", "onnxruntime-plain"} and all(ms > 0 for ms in medians.values())
+    assert "onnxruntime-plain" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    slow = read(tmp_path / "results.json")
+    for one in slow.models[0].contenders:
+        if one.ours:  # as if it had been twice as fast
+            one.latency = latency_of([[ms / 2 for ms in turn] for turn in one.latency.rounds])
+    write(slow, tmp_path / "old.json")
+    done = attnforge("bench", bundle, *arguments, "--shapes", "batch=3", "--compare", tmp_path / "old.json")
+    # Two rounds may be too few to be sure; what is found decides the exit code.
+    assert done.returncode == int("REGRESSION" in done.stdout), done.stdout + done.stderr
+    assert "regressions: " in done.stdout
 
 
 def test_run_takes_arrays_and_images(bundle: Path, tmp_path: Path) -> None:
@@ -213,9 +227,11 @@ def test_misuse_of_the_rest(bundle: Path, tmp_path: Path) -> None:
     assert_one_line(attnforge("verify", bundle, "-b", "abacus"), 2, "unknown backend 'abacus'", "onnxruntime-cpu")
     assert_one_line(attnforge("verify", tmp_path), 1, "no bundle", "attnforge deploy")
     assert_one_line(attnforge("run", bundle, tmp_path / "none.npy"), 2, "no file")
-    assert_one_line(attnforge("bench", bundle, "--size", "tokens=3"), 2, "unknown dim 'tokens'", "batch")
-    assert_one_line(attnforge("bench", bundle, "--size", "batch=9999"), 2, "9999", "512")
+    assert_one_line(attnforge("bench", bundle, "--shapes", "tokens=3"), 2, "unknown dim 'tokens'", "batch")
+    assert_one_line(attnforge("bench", bundle, "--shapes", "batch=9999"), 2, "9999", "512")
     assert_one_line(attnforge("bench", bundle, "--rounds", "0"), 2, "1 or more")
+    assert_one_line(attnforge("bench", bundle, "--against", "abacus"), 2, "unknown peer 'abacus'", "torch-compile")
+    assert_one_line(attnforge("bench", bundle, "--compare", tmp_path / "none.json"), 2, "no results file", "--out")
     out = tmp_path / "taken"
     out.mkdir()
     (out / "thesis.txt").write_text("all my work")

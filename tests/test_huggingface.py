@@ -64,7 +64,7 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """all-MiniLM-L6-v2 with its trained weights, deployed for ONNX Runtime."""
     folder = tmp_path_factory.mktemp("minilm") / "bundle"
     made = example(minilm(), max_tokens=64)
-    deploy(made.module, made.args, folder, made.dynamic_shapes, targets=["onnxruntime"])
+    deploy(made.module, made.args, folder, made.dynamic_shapes, targets=["onnxruntime"], tune=False)
     return folder
 
 

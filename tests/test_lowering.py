@@ -14,17 +14,21 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.export.canonicalize import SILENT_ROWS, Site
+from attnforge.export.canonicalize import SILENT_ROWS, Site, canonicalize
+from attnforge.export.capture import capture
 from attnforge.export.engine import Plan, build
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.precision import widen
+from attnforge.model import MultiHeadSelfAttention, build_model
+from attnforge.precision import precision_named
 
 DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 OPT = {"batch": 2, "n": 13, "m": 11}
@@ -324,6 +328,42 @@ def test_the_onnxruntime_form_computes_the_same(form: str, precision: str) -> No
         output = run(model, given)
         assert output.dtype == half
         agree(output, attends.expected(feeds), 1e-6 if precision == "fp32" else 5e-4)
+
+
+@pytest.mark.parametrize("form", ["heads", "one head", "a lone head", "wider values", "many tokens"])
+def test_heads_one_after_another_compute_the_same(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(for_onnxruntime, "MANY_BYTES", 0)
+    monkeypatch.setattr(for_onnxruntime, "MANY_SCORES", 0)
+    for sizes in SIZES:
+        model, sites = CPU[form].model()
+        (lowered,) = for_onnxruntime.lower(model, sites, OPT)
+        feeds = CPU[form].feeds(sizes)
+        agree(run(model, feeds), CPU[form].expected(feeds), 1e-6)
+        nodes = [node.name for node in model.graph if node.op_type == "MultiHeadAttention"]
+        apart = lowered.form == for_onnxruntime.HEAD_AFTER_HEAD
+        assert len(nodes) == (CPU[form].heads if apart else 1) and lowered.node in nodes
+
+
+def test_a_projection_is_made_head_by_head_where_all_at_once_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor holds the queries, keys or values of all heads, and the weights are the same numbers."""
+    module, args, shapes = build_model("multi-head-self-attention")
+    captured = capture(module, args, shapes, precision_named("fp32"))
+    sites = canonicalize(captured.model)
+    assert isinstance(module, MultiHeadSelfAttention)
+    widths = (module.query_proj.out_features, module.value_proj.out_features)
+    for least, apart in ((2**60, False), (0, True)):
+        monkeypatch.setattr(for_onnxruntime, "MANY_BYTES", least)
+        monkeypatch.setattr(for_onnxruntime, "MANY_SCORES", 0)
+        model = captured.model.clone()
+        (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 2, "tokens": 48})
+        assert (lowered.form == for_onnxruntime.HEAD_AFTER_HEAD) == apart, lowered
+        products = [node for node in model.graph if node.op_type == "MatMul"]
+        assert len(products) == (3 * module.num_heads if apart else 3)
+        whole = [value for node in model.graph for value in node.outputs if value.shape and value.shape[-1] in widths]
+        assert len(whole) == (1 if apart else 4)  # the output, which is made of the heads
+        x = np.random.default_rng(0).standard_normal((3, 5, module.input_dim), np.float32)
+        agree(run(model, {"x": x}), module.double()(torch.from_numpy(x).double()).detach().numpy(), 1e-6)
+        module.float()
 
 
 def test_on_cuda_the_types_stay_those_of_the_graph() -> None:

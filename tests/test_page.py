@@ -30,7 +30,7 @@ from attnforge.bundle import Bundle, Kind, Masks
 from attnforge.charts import Mark
 from attnforge.cli import app
 from attnforge.errors import UnavailableError, UsageError
-from attnforge.export.lowering.onnxruntime import GROUP_QUERY, MULTI_HEAD, ONE_HEAD
+from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
 from attnforge.export.lowering.tuning import Choice
 from attnforge.model import build_model
 from attnforge.page import KINDS, MASKS, check_page, write_page
@@ -91,6 +91,7 @@ def deployed_as(
     form: str, module: Attends, masked: bool, out: Path, precision: str, patch: pytest.MonkeyPatch
 ) -> tuple[Bundle, tuple[Tensor, ...]]:
     patch.setattr("attnforge.export.deploy.Tuner", type("Chosen", (Always,), {"form": form}))
+    patch.setattr("attnforge.export.deploy._measure_backends", lambda folder, manifest: None)
     args: tuple[Tensor, ...] = (torch.randn(2, 7, 32),)
     tokens: Any = Dim("tokens", min=2, max=16)
     shapes: tuple[Any, ...] = ({0: Dim("batch", min=1, max=4), 1: tokens},)
@@ -134,6 +135,16 @@ def test_weights_are_those_of_torch(
     for near in (one.eager, one.deployed):
         np.testing.assert_allclose(near, truth, rtol=0, atol=3e-7)
         np.testing.assert_allclose(near.sum(-1), 1, rtol=0, atol=1e-6)
+
+
+def test_weights_of_heads_run_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    monkeypatch.setattr("attnforge.export.lowering.onnxruntime.MANY_BYTES", 0)
+    module = Attends(4, False)
+    bundle, args = deployed_as(MULTI_HEAD, module, False, tmp_path / "bundle", "fp32", monkeypatch)
+    (one,) = attention_weights(bundle)
+    assert one.form == HEAD_AFTER_HEAD
+    np.testing.assert_allclose(one.deployed, module.weights(*args), rtol=0, atol=3e-7)
 
 
 def test_eager_is_rounded_and_deployed_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_numbers_beyond_the_dtype_may_be_infinite() -> None:
 
 def test_outputs_of_few_numbers_have_eagers_error_over_all_ordinary_inputs(tmp_path: Path) -> None:
     bundle = attnforge.deploy(
-        nn.Linear(16, 4), (torch.randn(2, 16),), tmp_path / "b", precision="fp16", targets=["onnxruntime"]
+        nn.Linear(16, 4), (torch.randn(2, 16),), tmp_path / "b", precision="fp16", targets=["onnxruntime"], tune=False
     )
     stored = load_file(bundle.file(REFERENCE_OUTPUTS))
     ordinary = [case for case in bundle.manifest.cases if case.is_ordinary]
@@ -275,7 +275,7 @@ def test_where_a_nan_stands_that_eager_has_not() -> None:
 @pytest.mark.parametrize("rows", [7, 9001])  # of the second some numbers are compared only
 def test_the_worst_element_is_named_by_its_place_in_the_output(tmp_path: Path, rows: int) -> None:
     module = nn.Linear(16, 8)
-    bundle = attnforge.deploy(module, (torch.randn(rows, 16),), tmp_path / "b", targets=["onnxruntime"])
+    bundle = attnforge.deploy(module, (torch.randn(rows, 16),), tmp_path / "b", targets=["onnxruntime"], tune=False)
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
     flat = reference.places(rows * 8, case)
     row, column = np.unravel_index(5 if flat is None else flat[5], (rows, 8))
@@ -547,7 +547,9 @@ def test_the_reference_holds_both_truths(small: Small) -> None:
 @pytest.mark.parametrize("what", [100.0, np.nan])
 def test_no_number_of_a_large_output_is_left_unseen(what: float, tmp_path: Path) -> None:
     """Of an output that is kept in part, a number that is not kept is in a sum that is."""
-    bundle = attnforge.deploy(nn.Linear(16, 8), (torch.randn(9001, 16),), tmp_path / "b", targets=["onnxruntime"])
+    bundle = attnforge.deploy(
+        nn.Linear(16, 8), (torch.randn(9001, 16),), tmp_path / "b", targets=["onnxruntime"], tune=False
+    )
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
     kept = reference.places(9001 * 8, case)
     assert kept is not None

@@ -16,6 +16,7 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
 from attnforge.model import MODELS, MultiHeadSelfAttention, build_model, worked_example
+from attnforge.runtime.backends import why_no_openvino
 
 Deploy = Callable[[str, str], Bundle]
 
@@ -38,6 +39,14 @@ def test_a_deployed_model_is_the_same_function(registered: Deploy, name: str, pr
     assert report.passed, {backend: found.failures for backend, found in report.backends.items()}
     found = report.backends["onnxruntime-cpu"]
     assert found.cases >= 5 and found.error <= found.budget
+
+
+@pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+@pytest.mark.parametrize(("name", "precision"), PRECISIONS)
+def test_openvino_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
+    report = attnforge.verify(registered(name, precision), ["openvino"])
+    assert report.passed, [(one.case, one.reason) for one in report.backends["openvino"].failures]
+    assert report.backends["openvino"].cases >= 5
 
 
 def fused(certificate: Certificate, target: str) -> str:

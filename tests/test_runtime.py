@@ -196,7 +196,9 @@ class Flattened(nn.Module):
 
 def test_an_output_whose_shape_the_inputs_do_not_name(tmp_path: Path) -> None:
     shapes = ({0: Dim("rows", min=1, max=9), 1: Dim("columns", min=1, max=9)},)
-    bundle = attnforge.deploy(Flattened(), (torch.randn(2, 3),), tmp_path / "b", shapes, targets=["onnxruntime"])
+    bundle = attnforge.deploy(
+        Flattened(), (torch.randn(2, 3),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False
+    )
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     with attnforge.load(bundle) as session:
         flat, doubled = session(x)
@@ -212,7 +214,9 @@ def test_an_output_whose_shape_the_inputs_do_not_name(tmp_path: Path) -> None:
 def test_large_outputs_are_written_where_they_are_to_be(tmp_path: Path) -> None:
     """More than is copied: bound to the caller's memory, beside one that is not given and one of an unknown size."""
     shapes = ({0: Dim("rows", min=1, max=9000), 1: Dim("columns", min=1, max=9)},)
-    bundle = attnforge.deploy(Flattened(), (torch.randn(2, 3),), tmp_path / "b", shapes, targets=["onnxruntime"])
+    bundle = attnforge.deploy(
+        Flattened(), (torch.randn(2, 3),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False
+    )
     x = np.random.default_rng(0).standard_normal((9000, 7), np.float32)
     with attnforge.load(bundle) as session:
         flat, doubled = (spec.name for spec in session.outputs)

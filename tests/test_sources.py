@@ -129,10 +129,10 @@ def test_float64_is_the_graphs_own(exported: Path) -> None:
 
 
 def test_benchmark_against_the_graph_as_it_was_given(exported: Path, tmp_path: Path) -> None:
-    bundle = attnforge.deploy(exported, None, tmp_path / "bundle", RANGES, targets=["onnxruntime"])
-    report = attnforge.benchmark(bundle, against=["eager", "onnxruntime-plain"], rounds=1)
-    assert set(report.peers) == {"onnxruntime-plain"}
-    assert "ONNX graph" in report.skipped["eager"]
+    bundle = attnforge.deploy(exported, None, tmp_path / "bundle", RANGES, targets=["onnxruntime"], tune=False)
+    report = attnforge.benchmark(bundle, against=["eager", "onnxruntime-plain"], rounds=1, quick=True).models[0]
+    assert {one.name for one in report.contenders if not one.ours} == {"onnxruntime-plain"}
+    assert "ONNX graph" in report.skipped["eager fp32"]
     assert not report.wrong
 
 
@@ -169,14 +169,14 @@ def test_hugging_face_bert_of_both_exporters(tmp_path: Path) -> None:
         )  # fmt: skip
     for file in files:
         ranges = {"batch": (1, 2, 4), "tokens": (2, 7, 20)}
-        bundle = attnforge.deploy(file, args, tmp_path / file.stem, ranges, targets=["onnxruntime"])
+        bundle = attnforge.deploy(file, args, tmp_path / file.stem, ranges, targets=["onnxruntime"], tune=False)
         assert [site.reason for site in bundle.manifest.attention.details] == [None, None], file.name
         assert "self" in bundle.manifest.attention.details[0].site
         assert bundle.manifest.inputs[0].high == int(args[0].max())
         assert attnforge.verify(bundle).passed, file.name
     assert import_graph(files[0], ranges).inputs[0].high == 59  # without an example, the table tells
     fused = optimized(files[0], tmp_path)
-    bundle = attnforge.deploy(fused, None, tmp_path / "fused", ranges, precision="fp16")
+    bundle = attnforge.deploy(fused, None, tmp_path / "fused", ranges, precision="fp16", tune=False)
     assert "tensorrt_rtx" in bundle.manifest.skipped  # it has no operators of com.microsoft
     assert attnforge.verify(bundle).passed
 
@@ -338,7 +338,9 @@ def program(bound: int | None) -> torch.export.ExportedProgram:
 @pytest.mark.parametrize("precision", [None, "fp16"])
 def test_a_program_at_its_own_precision_and_at_another(precision: str | None, tmp_path: Path) -> None:
     """The types that its graph names (a cast, a fill, a constant) go with it."""
-    bundle = attnforge.deploy(program(20), None, tmp_path / "bundle", precision=precision, targets=["onnxruntime"])
+    bundle = attnforge.deploy(
+        program(20), None, tmp_path / "bundle", precision=precision, targets=["onnxruntime"], tune=False
+    )
     assert [spec.text() for spec in bundle.manifest.inputs] == [
         f"{'float16' if precision else 'float32'}[x_dim0, x_dim1, 32]", "bool[x_dim0, x_dim1]",
     ]  # fmt: skip
@@ -367,7 +369,9 @@ def test_a_program_without_a_bound_is_given_one(tmp_path: Path) -> None:
     torch.export.save(program(None), file)
     with pytest.raises(UsageError, match=r"without an upper bound: x_dim1; give them one: --dim x_dim1=3:6:24"):
         attnforge.deploy(file, None, tmp_path / "bundle")
-    bundle = attnforge.deploy(file, None, tmp_path / "bundle", {"x_dim1": (2, 6, 9)}, targets=["onnxruntime"])
+    bundle = attnforge.deploy(
+        file, None, tmp_path / "bundle", {"x_dim1": (2, 6, 9)}, targets=["onnxruntime"], tune=False
+    )
     assert bundle.manifest.inputs[0].dims[1].max == 9  # type: ignore[union-attr]
     assert bundle.manifest.source.kind == "program"
 

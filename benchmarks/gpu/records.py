@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from attnforge.bundle import PORTABLE, Record
-from attnforge.runtime.backends import BACKENDS
+from attnforge.bundle import PORTABLE
+from attnforge.records import Record
+from attnforge.runtime.backends import BACKENDS, WITHOUT_TARGET
 
 COMMAND = "python -m attnforge.benchmarks.gpu"
 
@@ -144,7 +145,7 @@ class Settings(Found):
     device: int = 0
     quick: bool = False
     place: Literal["cuda", "cpu"] = "cuda"
-    backends: list[str] = Field(default_factory=lambda: [*BACKENDS])
+    backends: list[str] = Field(default_factory=lambda: [name for name in BACKENDS if name not in WITHOUT_TARGET])
     threads: int | None = None
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from attnforge import reference
 from attnforge.arrays import Array
-from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Manifest, Record
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Manifest
 from attnforge.eager import first_line
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.export.diagnosis.causes import Blame, Cause, blame, error_of
@@ -25,6 +25,7 @@ from attnforge.export.diagnosis.measure import Measured, Run, measure
 from attnforge.export.diagnosis.rewrites import first_parting, write_reproduction
 from attnforge.export.exact import NoDoublePath
 from attnforge.precision import precision_named
+from attnforge.records import Record
 from attnforge.runtime.budget import relative_error
 from attnforge.runtime.parity import BackendReport, stored_inputs, verify
 
@@ -49,7 +50,7 @@ class TensorReport(Record):
     explained: float | None
     own: float | None
     amplification: float | None
-    deployed: dict[str, float | None] = {}  # noqa: RUF012
+    deployed: dict[str, float | None] = {}
 
 
 class Finding(Record):
@@ -78,7 +79,7 @@ class Finding(Record):
     line: str | None = None
     error_without: float | None = None
     rule: str | None = None
-    reproduction: list[str] = []  # noqa: RUF012
+    reproduction: list[str] = []
 
     def text(self) -> str:
         where = f" at {self.module}, {self.operator} {self.tensor}" if self.tensor else ""
@@ -111,7 +112,7 @@ class Diagnosis(Record):
     same_function: list[str]
     tensors: list[TensorReport]
     examined: int
-    not_traced: dict[str, str] = {}  # noqa: RUF012
+    not_traced: dict[str, str] = {}
 
     @property
     def healthy(self) -> bool:

@@ -18,12 +18,15 @@ of 8 for `GroupQueryAttention`, which is always causal. `Attention` gives zeros 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from attnforge.arrays import Array
 from attnforge.export.canonicalize import BOOL, Site
 from attnforge.export.layout import (
     ONE,
@@ -31,6 +34,7 @@ from attnforge.export.layout import (
     Layout,
     Size,
     constant,
+    dims_of,
     effort,
     insert,
     like,
@@ -54,14 +58,25 @@ from attnforge.export.precision import widen
 CONTRIB = "com.microsoft"
 MULTI_HEAD = f"{CONTRIB}::MultiHeadAttention"
 ONE_HEAD = f"{MULTI_HEAD}, a head at a time"
+HEAD_AFTER_HEAD = f"{MULTI_HEAD}, head after head"
 GROUP_QUERY = f"{CONTRIB}::GroupQueryAttention"
+
+MANY_BYTES = 24 * 2**20
+"""Bytes of queries, keys and values of all heads, at the largest sizes, from which they are made and attended to head
+after head: the kernel copies what it is given, so that all heads at once take twice that. Else one call is chosen,
+which is some two percent faster."""
 
 MANY_SCORES = 512 * 512
 """Scores a head from which not holding them is worth any transposes that it takes."""
 
 
 def lower(
-    model: ir.Model, sites: list[Site], sizes: Mapping[str, int], device: str = "cpu", tuner: Tuner | None = None
+    model: ir.Model,
+    sites: list[Site],
+    sizes: Mapping[str, int],
+    device: str = "cpu",
+    tuner: Tuner | None = None,
+    largest: Mapping[str, int] | None = None,
 ) -> list[Lowered]:
     """Rewrite every canonical site of `model`, in place, for ONNX Runtime; say what was chosen and why.
 
@@ -71,6 +86,7 @@ def lower(
         sizes: what each symbol of the dims most often is.
         device: on `"cuda"` the types stay the graph's; on `"cpu"` 16-bit ones are widened.
         tuner: chooses by measuring on this machine's CPU; without one the rules choose.
+        largest: the most that each symbol may be; by default as `sizes`.
     """
     if device == "cpu":
         widen(model)
@@ -81,8 +97,18 @@ def lower(
         if tuner is not None:
             choice = tuner.choose(attention, candidates, choice)
         chosen = next(one for one in candidates if one.form == choice.form)
+        if (
+            device == "cpu"
+            and chosen.form == MULTI_HEAD
+            and not chosen.holds_scores
+            and (size := _bytes(attention, largest or sizes)) >= MANY_BYTES
+        ):
+            chosen = replace(chosen, form=HEAD_AFTER_HEAD, emit=partial(_head_after_head, name=chosen.node))
+            why = f"; head after head, for queries, keys and values of all are {size / 2**20:.0f} MiB at most"
+            choice = replace(choice, form=chosen.form, why=choice.why + why)
         result = insert(model.graph, attention.node, lambda op, emit=chosen.emit, a=attention: emit(op, a))  # type: ignore[misc]
         replace_value(attention.output, result)
+        _register_initializers(model.graph)
         if chosen.form.startswith(CONTRIB):
             model.graph.opset_imports[CONTRIB] = 1
         unfused = None if chosen.fused else choice.why
@@ -151,6 +177,12 @@ def _by_rules(a: Attention, sizes: Mapping[str, int]) -> Choice:
     return Choice(form, "the fast path without a mask: memory linear in tokens")
 
 
+def _bytes(a: Attention, sizes: Mapping[str, int]) -> int:
+    """Of queries, keys and values in fp32."""
+    ends = (("n_q", "d_k"), ("n_k", "d_k"), ("n_k", "d_v"))
+    return 4 * sum(prod(_typical(a.size(name), sizes) for name in ("B", "H", *end)) for end in ends)
+
+
 def _typical(size: Size, sizes: Mapping[str, int]) -> int:
     try:
         return evaluated(size, sizes)
@@ -196,6 +228,65 @@ def _multi_head(op: Builder, a: Attention, packed: bool, name: str) -> ir.Value:
     result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=name)
     typed(result, a.dtype, [size.dim() for size in out.sizes()])
     return _guarded(op, a, result, out)
+
+
+def _head_after_head(op: Builder, a: Attention, name: str) -> ir.Value:
+    """The same without a mask, one node a head."""
+    *inner, out = _packed(a)
+    heads = a.size("H").factor
+    operands = (a.query, a.key, a.value)
+    parts = [
+        _heads(op, rearrange(op, o.value, o.layout, layout, a.sized), heads, a.size(width))
+        for o, layout, width in zip(operands, inner, ("d_k", "d_k", "d_v"), strict=True)
+    ]
+    dims = [size.dim() for size in out.sizes()]
+    results = [
+        typed(
+            op.op(
+                "MultiHeadAttention",
+                [query, key, value],
+                {"num_heads": 1, "scale": a.scale},
+                domain=CONTRIB,
+                name=name if i == 0 else f"{name}_{i}",
+            ),
+            a.dtype,
+            [*dims[:2], a.size("d_v").dim()],
+        )
+        for i, (query, key, value) in enumerate(zip(*parts, strict=True))
+    ]
+    result = typed(op.Concat(*results, axis=-1), a.dtype, dims)
+    return rearrange(op, result, out, a.output_layout, a.sized)
+
+
+def _heads(op: Builder, value: ir.Value, heads: int, width: Size) -> list[ir.Value]:
+    """The parts of the last dim. What is a projection is projected head by head, so that the whole is never held."""
+    node = value.producer()
+    assert value.dtype is not None
+    part = [*dims_of(value)[:-1], width.dim()]
+    weight = node.inputs[1].const_value if node is not None and node.op_type == "MatMul" and node.inputs[1] else None
+    if node is None or weight is None or len(value.uses()) > 1 or len(weight.shape) != 2:
+        outputs = op.op_multi_out("Split", [value], {"axis": -1, "num_outputs": heads}, num_outputs=heads)
+        return [typed(output, value.dtype, part) for output in outputs]
+    columns = np.split(weight.numpy(), heads, axis=1)
+    return [
+        typed(op.MatMul(node.inputs[0], _weight(f"{value.name}/head_{i}", one, weight.dtype)), value.dtype, part)
+        for i, one in enumerate(columns)
+    ]
+
+
+def _weight(name: str, data: Array, dtype: ir.DataType) -> ir.Value:
+    tensor = ir.tensor(np.ascontiguousarray(data), dtype=dtype, name=name)
+    return typed(ir.Value(name=name, const_value=tensor), dtype, data.shape)
+
+
+def _register_initializers(graph: ir.Graph) -> None:
+    """Weights that a form made are the graph's."""
+    for node in graph:
+        for value in node.inputs:
+            if value is None or value.producer() is not None or value.const_value is None or value.name is None:
+                continue
+            if value not in graph.inputs and value.name not in graph.initializers:
+                graph.register_initializer(value)
 
 
 def _standard(op: Builder, a: Attention, name: str) -> ir.Value:

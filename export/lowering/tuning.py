@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,18 +22,10 @@ from attnforge.export.canonicalize import BOOL, MASK_STEP
 from attnforge.export.layout import Axis, Builder, Layout, Size, constant, sizes_of, typed
 from attnforge.export.lowering.attention import Attention
 from attnforge.export.recognise import Operand, scalar
+from attnforge.timing import ALIKE, medians
 
-ROUNDS, FEWEST_ROUNDS = 9, 3
-"""How often every candidate is timed, and how often where the time runs short."""
-
-SETTLE = 0.02
-"""Seconds before each turn: the threads of whoever ran last go on spinning for a while, on processors not theirs."""
-
-TURN = 0.003
-"""Seconds that a turn takes at least."""
-
-ALIKE = 1.03
-"""Times within this ratio of the best are called the same."""
+ROUNDS = 9
+"""How often every candidate is timed."""
 
 LARGEST_SCORES = 2**29
 """Bytes of scores above which a form that holds them is not tried: several candidates are in memory at once."""
@@ -151,7 +142,7 @@ def _measure(
         if reason := _disagreement(got, expected):
             dropped[candidate.form] = reason
             del runs[candidate.form]
-    measured = _race(runs, start + seconds)
+    measured = medians(runs, ROUNDS, start + seconds - time.perf_counter())
     if not measured:
         raise Unmeasurable("; ".join(dropped.values()))
     form = _fastest(measured, {one.form for one in candidates if not one.holds_scores}, ruled.form)
@@ -166,27 +157,6 @@ def _fastest(measured: Mapping[str, float], frugal: set[str], ruled: str) -> str
     best = min(measured, key=lambda form: measured[form])
     alike = [form for form, ms in measured.items() if ms <= ALIKE * measured[best]]
     return next((form for form in alike if form in frugal), ruled if ruled in alike else best)
-
-
-def _race(runs: Mapping[str, Callable[[], Any]], deadline: float) -> dict[str, float]:
-    """Median milliseconds of each, in turns; a turn of what is quick is several runs."""
-    times: dict[str, list[float]] = {form: [] for form in runs}
-    for done in range(ROUNDS):
-        if done >= FEWEST_ROUNDS and time.perf_counter() > deadline:
-            break
-        for form, run in runs.items():
-            time.sleep(SETTLE)
-            first = _seconds(run)
-            repeats = max(1, int(TURN / first))
-            times[form].append(1e3 * _seconds(run, repeats) / repeats)
-    return {form: round(median(each), 4) for form, each in times.items()}
-
-
-def _seconds(run: Callable[[], Any], repeats: int = 1) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    return time.perf_counter() - start
 
 
 def _disagreement(got: Array, expected: Array) -> str | None:

@@ -1,0 +1,171 @@
+"""What only a process of its own can tell: how long a start takes, and how much memory a run.
+
+`python -m attnforge.benchmarks.fresh` is run with a job on its standard input; it prints what it measured. In one
+process a contender would hide behind what another has imported, allocated or compiled.
+"""
+
+from __future__ import annotations
+
+import time
+
+BEGUN = time.perf_counter()  # before all other imports, which count
+
+import importlib
+import json
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from attnforge import reference
+from attnforge.arrays import Array
+from attnforge.benchmarks.engines import ENGINES, Runner, Setup, open_backend
+from attnforge.bundle import Bundle, DimSpec
+from attnforge.records import Record
+
+TIMEOUT = 300
+"""Seconds that a process is given."""
+
+
+class Order(Record):
+    """What a process is told.
+
+    Attributes:
+        contender: backend or peer of the bundle.
+        sizes: of the dynamic dims.
+        engine: what runs the peer's file, `torch` for what needs the module, or `backend` for the bundle's own.
+        file: that the engine runs.
+        folder: where peers that are rebuilt find what they are given.
+        any_sizes: whether it runs at other sizes than these.
+        warm: run at the least sizes first, so that what the run at `sizes` adds is its own.
+    """
+
+    bundle: str
+    contender: str
+    engine: str
+    file: str | None
+    sizes: dict[str, int]
+    threads: int
+    folder: str
+    any_sizes: bool
+    warm: bool
+
+
+class Found(Record):
+    """What it answers. Memory is None where the system does not tell (Linux does)."""
+
+    import_s: float
+    load_s: float
+    first_s: float
+    loaded_mib: float | None
+    peak_mib: float | None
+    extra_mib: float | None
+
+
+class FailedError(Exception):
+    """Why a process has no answer."""
+
+
+def measured(order: Order) -> Found:
+    """Run `order` in a process of its own.
+
+    Raises:
+        FailedError: it failed, or took too long.
+    """
+    command = [sys.executable, "-m", "attnforge.benchmarks.fresh"]
+    try:
+        done = subprocess.run(
+            command, input=order.model_dump_json(), capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FailedError(f"its process took more than {TIMEOUT} s") from error
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        said = done.stderr.strip().splitlines()
+        raise FailedError(said[-1] if said else f"its process ended with {done.returncode}")
+    try:
+        return Found.model_validate_json(lines[-1])
+    except ValidationError as error:
+        raise FailedError(f"its process answered {lines[-1]!r}") from error
+
+
+# --- in that process --------------------------------------------------------------------------------------------------
+
+
+def _main(order: Order) -> Found:
+    libraries = {"backend": LIBRARIES.get(order.contender, "onnxruntime")}
+    importlib.import_module(libraries.get(order.engine, order.engine.partition("-")[0]))
+    if order.engine == "torch":
+        importlib.import_module("attnforge.benchmarks.peers")
+    imported = time.perf_counter()
+    bundle = Bundle(order.bundle, lazily=True)
+    feeds, least = _inputs(bundle, order.sizes), _inputs(bundle, _least(bundle))
+    made = time.perf_counter()
+    with ExitStack() as stack:
+        run = _open(order, Setup(bundle, feeds, order.threads), stack)
+        loaded = time.perf_counter()
+        if order.warm and order.any_sizes:
+            run(least)
+        before, most = _status("VmRSS"), _status("VmHWM")
+        begins_anew = _forget_peak()
+        begun = time.perf_counter()
+        run(feeds)
+        first = time.perf_counter()
+        if order.warm and order.engine == "backend":
+            run(feeds)  # what is prepared for sizes that come again
+        peak = _status("VmHWM")
+    return Found(
+        import_s=imported - BEGUN,
+        load_s=loaded - made,
+        first_s=first - begun,
+        loaded_mib=before,
+        peak_mib=None if most is None or peak is None else max(most, peak),
+        extra_mib=None if before is None or peak is None or not begins_anew else peak - before,
+    )
+
+
+def _forget_peak() -> bool:
+    """Let the largest memory of this process be counted anew; whether the system could."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+LIBRARIES = {"openvino": "openvino", "tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
+"""What a backend imports first; the others ONNX Runtime."""
+
+
+def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
+    if order.engine == "backend":
+        return open_backend(order.contender, setup, stack)
+    if order.file is not None:
+        return ENGINES[order.engine](setup, Path(order.file), stack)
+    from attnforge.benchmarks.peers import PEERS, Job
+
+    return PEERS[order.contender].open(Job(setup.bundle, setup.feeds, setup.threads, Path(order.folder)), stack)
+
+
+def _inputs(bundle: Bundle, sizes: dict[str, int]) -> dict[str, Array]:
+    inputs = bundle.manifest.inputs
+    return reference.make_inputs(reference.at(inputs, sizes), inputs, {})
+
+
+def _least(bundle: Bundle) -> dict[str, int]:
+    dims = [dim for spec in bundle.manifest.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
+    return {dim.symbol: (dim.min or 0) // dim.factor for dim in dims}
+
+
+def _status(field: str) -> float | None:
+    """MiB of this process, as Linux tells."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+    return None
+
+
+if __name__ == "__main__":
+    print(_main(Order.model_validate(json.load(sys.stdin))).model_dump_json())

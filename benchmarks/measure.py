@@ -1,0 +1,532 @@
+"""Latency, throughput, memory and starts of a bundle's backends and of its peers, side by side in one run.
+
+Machines drift, so only ratios within a run mean anything (:mod:`attnforge.timing`). Every contender is held to the
+parity budget before it is timed, on the very inputs that are timed: a wrong answer has no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from safetensors.numpy import load_file
+
+from attnforge import reference
+from attnforge.arrays import Array, is_floating
+from attnforge.benchmarks import fresh
+from attnforge.benchmarks import results as found
+from attnforge.benchmarks.bursts import bursts
+from attnforge.benchmarks.engines import Runner, open_backend, why_no_products
+from attnforge.benchmarks.limits import Ceilings, limit_seconds, measure_ceilings, work_of
+from attnforge.benchmarks.peers import ON_GPU as GPU_PEERS
+from attnforge.benchmarks.peers import PEERS, Job, expected
+from attnforge.benchmarks.statistics import latency_of, ratio_of
+from attnforge.bundle import CANONICAL, FLAVOURS, REFERENCE_OUTPUTS, WEIGHTS, Bundle, Case
+from attnforge.errors import BundleError, UnavailableError, UnknownNameError, UsageError
+from attnforge.export.deploy import tool_versions
+from attnforge.export.expected import kept
+from attnforge.machine import processors, this_machine
+from attnforge.precision import precision_named
+from attnforge.runtime.backends import (
+    BACKENDS,
+    ON_GPU,
+    WITHOUT_TARGET,
+    by_preference,
+    chosen_here,
+    why_unavailable,
+)
+from attnforge.runtime.inputs import checked
+from attnforge.runtime.parity import budget_precision, judged
+from attnforge.runtime.session import RUNS_TO_WARM
+from attnforge.timing import race
+
+Progress = Callable[[str], None]
+
+THROUGHPUT_PEERS = ("onnxruntime-plain", "eager")
+"""Peers whose throughput is measured too; the others' is near to their latency's inverse."""
+
+BATCH = "batch"
+"""The symbol of the dim that counts samples."""
+
+BATCHES, CALLERS = (1, 2, 4, 8), (1, 2, 4)
+
+ROUNDS = 20
+
+
+def benchmark(
+    bundle: str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle],
+    backends: Sequence[str] | None = None,
+    against: Sequence[str] = (),
+    *,
+    sizes: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
+    rounds: int = ROUNDS,
+    threads: int | None = None,
+    module: Any = None,
+    quick: bool = False,
+    command: str = "attnforge.benchmark(…)",
+    progress: Progress = lambda stage: None,
+) -> found.Results:
+    """Measure a bundle's backends, and peers where asked, side by side.
+
+    Args:
+        bundle: its folder; or several of one model at several precisions, which are measured in one run.
+        backends: by default every deployed one that this machine can run.
+        against: peers by name (:data:`attnforge.benchmarks.peers.PEERS`); those of torch need the module.
+        sizes: of the dynamic dims, or several such, each measured for itself; by default the example's.
+        rounds: how often every contender has a turn.
+        threads: of CPU contenders; by default one a processor.
+        module: the module that was deployed, where the bundle does not say how to make it again.
+        quick: latency alone: no throughput, no processes of their own for starts and memory, no limits.
+        command: that is recorded as giving the results.
+        progress: called with the name of each stage as it starts.
+
+    Raises:
+        UnknownNameError: no such backend, peer or dim.
+        UsageError: fewer than one round, bundles of different models, or a module is needed and not at hand.
+        InputError: a size outside the profile.
+        UnavailableError: a backend that was asked for by name cannot run here.
+    """
+    given = [bundle] if isinstance(bundle, str | os.PathLike | Bundle) else list(bundle)
+    opened = [one if isinstance(one, Bundle) else Bundle(one, lazily=True) for one in given]
+    for kind, names, known in (("backend", backends or (), BACKENDS), ("peer", against, tuple(PEERS))):
+        if unknown := [name for name in names if name not in known]:
+            raise UnknownNameError(kind, unknown[0], known)
+    if rounds < 1:
+        raise UsageError(f"{rounds} rounds were asked for; give 1 or more")
+    start = time.perf_counter()
+    plan = Plan(opened, backends, against, rounds, threads or processors(), module, progress=progress)
+    plan.throughput = plan.starts = plan.memory = not quick
+    plan.check()
+    several = [sizes] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
+    surroundings = environment(plan.threads)
+    if not quick:
+        progress("measure the machine's limits")
+    ceilings = None if quick else measure_ceilings(plan.threads)
+    models = [measure(plan, one or {}, ceilings) for one in several]
+    surroundings.load_after = load_now()
+    return found.Results(
+        command=command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - start, 1),
+        environment=surroundings,
+        ceilings=ceilings,
+        models=models,
+    )
+
+
+@dataclass
+class Plan:
+    """What is to be measured, and how; :func:`benchmark` says what each means."""
+
+    bundles: list[Bundle]
+    backends: Sequence[str] | None
+    against: Sequence[str]
+    rounds: int
+    threads: int
+    module: Any = None
+    throughput: bool = True
+    starts: bool = True
+    memory: bool = True
+    seconds: float = float("inf")
+    """After which no further round begins."""
+    progress: Progress = lambda stage: None
+
+    def check(self) -> None:
+        """That the bundles are of one model, at a precision each.
+
+        Raises:
+            UsageError: they are not.
+        """
+        forms = [[(spec.name, spec.dims) for spec in bundle.manifest.inputs] for bundle in self.bundles]
+        precisions = [bundle.manifest.precision for bundle in self.bundles]
+        if not forms or any(form != forms[0] for form in forms) or len(set(precisions)) < len(precisions):
+            raise UsageError(
+                f"the bundles are {', '.join(map(repr, self.bundles))}; give one, or several of one model, each at "
+                "another precision"
+            )
+
+
+@dataclass
+class _Entry:
+    """A contender, opened."""
+
+    name: str
+    precision: str
+    ours: bool
+    what: str
+    run: Callable[[], dict[str, Array]]
+    runner: Runner
+    job: Job
+    error: float = 0.0
+    budget: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.precision}"
+
+
+def measure(plan: Plan, sizes: Mapping[str, int], ceilings: Ceilings | None) -> found.Model:
+    """Every contender on one model at one set of sizes."""
+    manifest = plan.bundles[0].manifest
+    case = _case(plan.bundles[0], sizes)  # of the others the sizes are the same
+    wrong: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        entries: list[_Entry] = []
+        for bundle in plan.bundles:
+            truth = _Truth(bundle, sizes, plan, folder)
+            for entry in _opened(plan, bundle, truth, stack, wrong, skipped):
+                plan.progress(f"check {entry.key}")
+                try:
+                    reason = truth.judged(entry)
+                except Exception as error:  # a peer that cannot run this model at all is a result, no failure of ours
+                    (wrong if entry.ours else skipped)[entry.key] = _first_line(error)
+                    continue
+                if reason is None:
+                    entries.append(entry)
+                else:
+                    wrong[entry.key] = reason
+        plan.progress(f"time {manifest.name}{_at(case)}")
+        rounds = race({entry.key: entry.run for entry in entries}, plan.rounds, plan.seconds)
+        per_second = _throughputs(plan, entries, case) if plan.throughput else {}
+        contenders = [_contender(entry, rounds[entry.key], per_second.get(entry.key, [])) for entry in entries]
+        _compared(plan, contenders)
+        for entry, contender in zip(entries, contenders, strict=True):
+            contender.size_mb = _size_mb(entry)
+        pairs = {entry.key: (entry, one) for entry, one in zip(entries, contenders, strict=True)}
+        _measure_fresh(plan, pairs, case)
+        model = found.Model(
+            name=manifest.name,
+            sizes=case.sizes,
+            inputs={spec.name: f"{spec.dtype}{list(reference.shape_of(spec, case.sizes))}" for spec in manifest.inputs},
+            rounds=max((len(one) for one in rounds.values()), default=0),
+            deployed=[_deployed(bundle) for bundle in plan.bundles],
+            contenders=contenders,
+            wrong=wrong,
+            skipped=skipped,
+        )
+        if ceilings is not None:
+            _held_to_limits(plan.bundles, model, ceilings)
+        return model
+
+
+def _case(bundle: Bundle, sizes: Mapping[str, int]) -> Case:
+    """A case of these sizes: one that the bundle has outputs of, where it has one."""
+    inputs, cases = bundle.manifest.inputs, bundle.manifest.cases
+    at = reference.at(inputs, sizes)
+    checked(inputs, reference.make_inputs(at, inputs, {}))
+    for case in cases:
+        if case.kind == at.kind and case.sizes == at.sizes and case.masks == at.masks:
+            return case
+    spreads = [case.spread for case in cases if case.is_ordinary]
+    at.spread = {
+        name: (max(one[name][0] for one in spreads if name in one), max(one[name][1] for one in spreads if name in one))
+        for name in {name for one in spreads for name in one}
+    }
+    return at
+
+
+class _Truth:
+    """What a case's outputs have to be at one bundle's precision: kept in the bundle, else of the module."""
+
+    def __init__(self, bundle: Bundle, sizes: Mapping[str, int], plan: Plan, folder: Path) -> None:
+        manifest = bundle.manifest
+        self.bundle, self.case = bundle, _case(bundle, sizes)
+        case = self.case
+        feeds = reference.make_inputs(case, manifest.inputs, {})
+        self.job = Job(bundle, feeds, plan.threads, folder, plan.module)
+        if any(case.name == one.name for one in manifest.cases):
+            self._outputs: Mapping[str, Array] = load_file(bundle.file(REFERENCE_OUTPUTS))
+            return
+        precisions = {budget_precision(manifest, name).name for name in BACKENDS} | {manifest.precision}
+        self._outputs = {}
+        at_precision = {name: precision_named("fp32" if manifest.mixed is not None else name) for name in precisions}
+        for name in precisions:
+            for output, (eager, exact) in expected(self.job.module, at_precision[name], feeds).items():
+                own = name == manifest.precision  # which of a bundle that chose its precisions stands for fp32
+                self._outputs |= kept(eager, case, reference.key(case, output, "eager" if own else name))
+                self._outputs |= kept(exact, case, reference.key(case, output, "float64")) if own else {}
+
+    def judged(self, entry: _Entry) -> str | None:
+        """Why a contender's answer is wrong, or None; what it errs by is kept with it. It has run before, so that what
+        is judged is what is timed."""
+        manifest = self.bundle.manifest
+        precision = budget_precision(manifest, entry.name)
+        for _ in range(RUNS_TO_WARM - 1):
+            entry.run()
+        answered = entry.run()
+        own = {spec.name: spec.dtype for spec in manifest.outputs}
+        if not entry.ours:  # OpenVINO's answers to a 16-bit model's inputs are fp32
+            answered = {
+                n: a.astype(own[n]) if a.dtype.name != own[n] and is_floating(a) else a for n, a in answered.items()
+            }
+        found = judged(manifest, precision, self.case, self.job.feeds, answered, self._outputs)
+        worst = max(found, key=lambda one: one.error / one.budget if one.budget else 0.0)
+        entry.error, entry.budget = worst.error, worst.budget
+        return next((f"{one.output}: {one.reason}" for one in found if not one.passed), None)
+
+
+def _opened(
+    plan: Plan, bundle: Bundle, truth: _Truth, stack: ExitStack, wrong: dict[str, str], skipped: dict[str, str]
+) -> Iterator[_Entry]:
+    """The contenders at a bundle's precision that could be opened; the reasons of the others go to `skipped`, and of
+    the bundle's own that can run here and fail, to `wrong`."""
+    precision, job = bundle.manifest.precision, truth.job
+
+    def entry(name: str, ours: bool, what: str, open_it: Callable[[], Runner]) -> _Entry | None:
+        plan.progress(f"open {name} {precision}")
+        try:
+            runner = open_it()
+        except BundleError:
+            raise
+        except Exception as error:  # what refuses the model is a result
+            (wrong if ours else skipped)[f"{name} {precision}"] = _first_line(error)
+            return None
+        return _Entry(name, precision, ours, what, partial(runner, job.feeds), runner, job)
+
+    chosen = chosen_here(bundle) if plan.backends is None else None
+    for name in plan.backends or BACKENDS:
+        if chosen is not None and name in WITHOUT_TARGET and name in chosen.dropped:  # `auto` never loads it
+            skipped[f"{name} {precision}"] = chosen.dropped[name]
+        elif (reason := why_unavailable(bundle, name)) is not None:
+            if plan.backends is not None:
+                raise UnavailableError(f"{name}: {reason}")
+            skipped[f"{name} {precision}"] = reason
+        elif (one := entry(name, True, f"the bundle on {name}", partial(open_backend, name, job, stack))) is not None:
+            yield one
+    for name in plan.against:
+        peer = PEERS[name]
+        if peer.engine == "onnxruntime" and (reason := why_no_products(precision)) is not None:
+            skipped[f"{name} {precision}"] = reason
+        elif (one := entry(name, False, peer.what, partial(peer.open, job, stack))) is not None:
+            yield one
+
+
+def _contender(entry: _Entry, rounds: list[list[float]], per_second: list[found.Throughput]) -> found.Contender:
+    return found.Contender(
+        name=entry.name,
+        precision=entry.precision,
+        ours=entry.ours,
+        what=entry.what,
+        error=entry.error,
+        budget=entry.budget,
+        latency=latency_of(rounds),
+        throughput=per_second,
+        notes=entry.notes,
+    )
+
+
+def _compared(plan: Plan, contenders: Sequence[found.Contender]) -> None:
+    """Mark what `auto` picks at each precision, and hold the others of that precision to it; to our fastest where it
+    was not timed."""
+    for bundle in plan.bundles:
+        same = [one for one in contenders if one.precision == bundle.manifest.precision]
+        ours = {one.name: one for one in same if one.ours}
+        loaded = next((name for name in by_preference(bundle) if why_unavailable(bundle, name) is None), None)
+        if loaded in ours:
+            ours[loaded].picked = True
+        best = ours.get(loaded or "") or min(ours.values(), key=lambda one: one.latency.median.value, default=None)
+        if best is not None:
+            for one in same:
+                one.ratio = ratio_of(one.latency.rounds, best.latency.rounds)
+
+
+# --- throughput -------------------------------------------------------------------------------------------------------
+
+
+def _throughputs(plan: Plan, entries: Sequence[_Entry], case: Case) -> dict[str, list[found.Throughput]]:
+    """Over batches, one caller each; and over callers, at the sizes that are measured."""
+    plan.progress("measure throughput")
+    batches = [n for n in BATCHES if BATCH in case.sizes and _allows(plan.bundles[0], {**case.sizes, BATCH: n})]
+    points = [(n, 1) for n in batches] or [(case.sizes.get(BATCH, 1), 1)]
+    points += [(case.sizes.get(BATCH, 1), n) for n in CALLERS if n > 1]
+    runs: dict[str, Callable[[], Any]] = {}
+    places: dict[str, tuple[_Entry, int, int]] = {}
+    for entry in entries:
+        if not entry.ours and entry.name not in THROUGHPUT_PEERS:
+            continue
+        for batch, callers in points:
+            if callers > 1 and not entry.ours:
+                continue  # peers are opened for one caller
+            sizes = {**case.sizes, BATCH: batch} if BATCH in case.sizes else case.sizes
+            one = Case(name="throughput", sizes=sizes, kind="normal", seed=1)
+            feeds = reference.make_inputs(one, entry.job.bundle.manifest.inputs, {})
+            key = f"{entry.key}, {batch}, {callers}"
+            try:
+                for _ in range(RUNS_TO_WARM):
+                    entry.runner(feeds)
+            except Exception as error:  # the rest is measured all the same
+                entry.notes.append(f"no throughput at batch {batch}: {_first_line(error)}")
+                continue
+            runs[key], places[key] = partial(entry.runner, feeds), (entry, batch, callers)
+    rates = bursts(runs, {key: at[2] for key, at in places.items()}, {key: at[1] for key, at in places.items()})
+    known: dict[str, list[found.Throughput]] = {}
+    for key, (entry, batch, callers) in places.items():
+        rate = latency_of([[1e3 / one] for one in rates[key]]).median  # of seconds a thousand, whose order turns round
+        interval = found.Interval(value=1e3 / rate.value, low=1e3 / rate.high, high=1e3 / rate.low)
+        known.setdefault(entry.key, []).append(found.Throughput(batch=batch, callers=callers, per_second=interval))
+    return known
+
+
+def _allows(bundle: Bundle, sizes: Mapping[str, int]) -> bool:
+    inputs = bundle.manifest.inputs
+    with contextlib.suppress(Exception):
+        checked(inputs, reference.make_inputs(reference.at(inputs, sizes), inputs, {}))
+        return True
+    return False
+
+
+# --- processes of their own -------------------------------------------------------------------------------------------
+
+
+def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender]], case: Case) -> None:
+    """Starts one after another, then memory, of which two processes at a time do not disturb each other."""
+    orders = {}
+    for key, (entry, contender) in pairs.items():
+        if plan.starts or plan.memory:
+            order = _order(plan, entry, case)
+            if isinstance(order, str):
+                contender.notes.append(order)
+            else:
+                orders[key] = order
+    held: dict[str, fresh.Found] = {}
+    for key, order in orders.items() if plan.starts else ():
+        plan.progress(f"start {key} anew")
+        with _noted(pairs[key][1], "start"):
+            one = fresh.measured(order)
+            cold = found.Cold(import_s=one.import_s, load_s=one.load_s, first_s=one.first_s)
+            pairs[key][1].cold = cold
+            if not (order.any_sizes and case.sizes):
+                held[key] = one  # it has run at these sizes alone all the same
+    if plan.memory:
+        plan.progress("measure memory")
+        with ThreadPoolExecutor(2) as threads:
+            running = {
+                key: threads.submit(fresh.measured, order.model_copy(update={"warm": True}))
+                for key, order in orders.items()
+                if key not in held
+            }
+        for key in orders:
+            with _noted(pairs[key][1], "memory"):
+                one = held[key] if key in held else running[key].result()
+                if one.loaded_mib is not None and one.peak_mib is not None and one.extra_mib is not None:
+                    memory = found.Memory(loaded_mib=one.loaded_mib, peak_mib=one.peak_mib, extra_mib=one.extra_mib)
+                    pairs[key][1].memory = memory
+
+
+@contextlib.contextmanager
+def _noted(contender: found.Contender, what: str) -> Iterator[None]:
+    try:
+        yield
+    except fresh.FailedError as error:
+        contender.notes.append(f"its {what} is not measured: {error}")
+
+
+def _order(plan: Plan, entry: _Entry, case: Case) -> fresh.Order | str:
+    """What a process has to be told to run a contender, or why none can."""
+    peer = PEERS.get(entry.name) if not entry.ours else None
+    bundle = entry.job.bundle
+    if peer is not None and peer.compiles:
+        return "its start and memory are not measured: what it compiled is kept on disk, so no start of it is a first"
+    if peer is not None and peer.file is None and bundle.manifest.source.kind in ("module", "onnx"):
+        return "its start and memory are not measured: another process cannot make the module again"
+    return fresh.Order(
+        bundle=str(bundle.path),
+        contender=entry.name,
+        engine="backend" if peer is None else peer.engine,
+        file=str(peer.file(entry.job)) if peer is not None and peer.file is not None else None,
+        sizes=case.sizes,
+        threads=plan.threads,
+        folder=str(entry.job.folder),
+        any_sizes=peer is None or peer.any_sizes,
+        warm=False,
+    )
+
+
+def _files(entry: _Entry) -> list[Path]:
+    """The files that a contender is made of."""
+    bundle, peer = entry.job.bundle, PEERS.get(entry.name) if not entry.ours else None
+    if not entry.ours:
+        file = peer.file(entry.job) if peer is not None and peer.file is not None else None
+        return [] if file is None else [file, *file.parent.glob(f"{file.name}.data")]
+    manifest = bundle.manifest
+    record = manifest.targets.get(entry.name)
+    if record is not None and record.engines:
+        return [bundle.path / record.engines[0].file]
+    if entry.name == "onnxruntime-tensorrt":
+        record = next(manifest.targets[flavour] for flavour in FLAVOURS if flavour in manifest.targets)
+    else:
+        record = manifest.targets.get("onnxruntime")
+    name = CANONICAL if entry.name == "openvino" or record is None else record.model
+    return [bundle.path / name, *([bundle.path / WEIGHTS] if WEIGHTS in manifest.files else [])]
+
+
+def _size_mb(entry: _Entry) -> float | None:
+    files = _files(entry)
+    return sum(file.stat().st_size for file in files) / 1e6 if files else None
+
+
+# --- limits and surroundings ------------------------------------------------------------------------------------------
+
+
+def _held_to_limits(bundles: Sequence[Bundle], model: found.Model, ceilings: Ceilings) -> None:
+    for bundle in bundles:
+        precision = bundle.manifest.precision
+        work = work_of(ir.load(bundle.file(CANONICAL)), model.sizes)
+        model.work[precision] = work
+        model.limit[precision] = limit = limit_seconds(work, ceilings)
+        for one in model.contenders:
+            if one.precision == precision and one.name not in (*ON_GPU, *GPU_PEERS):
+                one.share = limit.share(one.latency.median.value / 1e3)
+
+
+def _deployed(bundle: Bundle) -> found.Deployed:
+    manifest = bundle.manifest
+    options = " ".join(f"{name}={value}" for name, value in manifest.source.options.items())
+    return found.Deployed(
+        precision=manifest.precision,
+        bundle=bundle.path.name,
+        source=f"{manifest.source.name} {options}".strip(),
+        seconds=manifest.seconds,
+        size_mb=sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file()) / 1e6,
+    )
+
+
+def environment(threads: int) -> found.Environment:
+    """The machine and how busy it is."""
+    governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    try:
+        told = governor.read_text(encoding="ascii").strip()
+    except OSError:
+        told = "the system does not tell"
+    return found.Environment(
+        machine=this_machine(), versions=tool_versions(), threads=threads, governor=told, load_before=load_now()
+    )
+
+
+def load_now() -> float | None:
+    """Processes that ran or waited over the last minute, where the system tells."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.getloadavg()[0]
+    return None
+
+
+def _at(case: Case) -> str:
+    return " at " + ", ".join(f"{name} {size}" for name, size in case.sizes.items()) if case.sizes else ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

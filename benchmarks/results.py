@@ -1,0 +1,272 @@
+"""What a benchmark found, as it stands in a results file. Bare numbers are in the units that their names end in.
+
+A results file is a JSON document of :class:`Results`, with a schema version of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from attnforge.benchmarks.limits import Ceilings, Limit, Work
+from attnforge.errors import UsageError
+from attnforge.machine import Machine
+from attnforge.records import Record
+
+RESULTS_VERSION = 1
+
+
+class Interval(Record):
+    """An estimate and its 95% interval, by the bootstrap over rounds."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Latency(Record):
+    """Milliseconds a call, one caller, warm.
+
+    Attributes:
+        rounds: of every round, each call; contenders took turns within a round, so the rounds of two of them pair.
+        median, min, p90, p99: of all calls; with fewer than a hundred calls p99 is near the slowest.
+        samples: how many calls that is.
+    """
+
+    rounds: list[list[float]]
+    median: Interval
+    min: float
+    p90: float
+    p99: float
+    samples: int
+
+
+class Throughput(Record):
+    """Samples a second with so many samples a call and so many callers at once, each in a thread of its own, on one
+    loaded model."""
+
+    batch: int
+    callers: int
+    per_second: Interval
+
+
+class Cold(Record):
+    """Seconds of a process of its own that has imported its libraries, and what the imports took.
+
+    Attributes:
+        load: until the model is ready; a compiler's work is here or in `first`.
+        first: of the first output after that.
+    """
+
+    import_s: float
+    load_s: float
+    first_s: float
+
+
+class Memory(Record):
+    """MiB of a process of its own (Linux).
+
+    Attributes:
+        loaded_mib: once the model is loaded and, where it has other sizes, has run at the least; libraries included.
+        peak_mib: the most from its start until runs at these sizes are done: one, or for our backends two, for what is
+            prepared for sizes that come again.
+        extra_mib: the most that these runs add to `loaded_mib`.
+    """
+
+    loaded_mib: float
+    peak_mib: float
+    extra_mib: float
+
+
+class Contender(Record):
+    """One way to run the model, and what was measured of it. What could not be measured is None, and `notes` says why.
+
+    Attributes:
+        name: of the backend or the peer.
+        precision: that it computes at, as the parity budget has it that it was held to.
+        ours: a backend of the bundle, and not what it is measured against.
+        picked: what `load(backend="auto")` picks of the bundle at this precision.
+        error, budget: relative to float64, on the inputs that were timed.
+        ratio: its median over that of the picked backend at the same precision: above 1, that one is faster.
+        share: of the machine's limit, from 0 to 1 (:mod:`.limits`).
+        size_mb: of the model's or plan's files.
+    """
+
+    name: str
+    precision: str
+    ours: bool
+    picked: bool = False
+    what: str
+    error: float
+    budget: float
+    latency: Latency
+    ratio: Interval | None = None
+    share: float | None = None
+    throughput: list[Throughput] = []
+    cold: Cold | None = None
+    memory: Memory | None = None
+    size_mb: float | None = None
+    notes: list[str] = []
+
+    @property
+    def key(self) -> str:
+        """What it is called where contenders of several precisions stand side by side."""
+        return f"{self.name} {self.precision}"
+
+
+class Deployed(Record):
+    """A bundle that was measured.
+
+    Attributes:
+        seconds: what every stage of deploying it took.
+        size_mb: of the whole folder.
+        source: what makes the model again: its name and options.
+    """
+
+    precision: str
+    bundle: str
+    source: str
+    seconds: dict[str, float]
+    size_mb: float
+
+
+class Model(Record):
+    """One model at one set of sizes: every contender took turns with every other in one run.
+
+    Attributes:
+        work: operations and bytes, by precision.
+        limit: the least time that the machine allows for them, by precision.
+        wrong: contenders that missed the parity budget, which have no time, and by how much.
+        skipped: contenders that could not run, and why.
+    """
+
+    name: str
+    sizes: dict[str, int]
+    inputs: dict[str, str]
+    rounds: int
+    deployed: list[Deployed]
+    work: dict[str, Work] = {}
+    limit: dict[str, Limit] = {}
+    contenders: list[Contender]
+    wrong: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+
+
+class Fit(Record):
+    """The p of a law y ~ xᵖ, by least squares of the logarithms, and its 95% interval.
+
+    Attributes:
+        last: p between the two largest sizes alone, where what is constant weighs least.
+    """
+
+    exponent: Interval
+    last: float
+
+
+class Series(Record):
+    """One contender over sizes; None where it was not measured, for `notes` says why."""
+
+    name: str
+    precision: str
+    ours: bool
+    ms: list[float | None]
+    extra_mib: list[float | None]
+    time: Fit | None = None
+    memory: Fit | None = None
+    notes: list[str] = []
+
+
+class Growth(Record):
+    """How time and memory grow with `along`: `tokens` or `layers`."""
+
+    model: str
+    along: str
+    sizes: list[int]
+    series: list[Series]
+    deploy_seconds: list[dict[str, float]] = []
+
+
+class Environment(Record):
+    """What was measured on, and how busy that was.
+
+    Attributes:
+        threads: of every CPU contender.
+        governor: of the first processor's clock, or that the system does not tell.
+        load_before, load_after: processes that ran or waited over the last minute.
+    """
+
+    machine: Machine
+    versions: dict[str, str]
+    threads: int
+    governor: str
+    load_before: float | None
+    load_after: float | None = None
+
+
+class Results(Record):
+    """All that one run of the benchmark found.
+
+    Attributes:
+        command: that gives it again.
+        seconds: that the run took.
+        left_out: what was to be measured and was not, and why.
+    """
+
+    schema_version: Annotated[int, Field(strict=True)] = RESULTS_VERSION
+    command: str
+    created: str
+    seconds: float
+    environment: Environment
+    ceilings: Ceilings | None = None
+    models: list[Model]
+    growth: list[Growth] = []
+    left_out: dict[str, str] = {}
+
+
+def read(file: str | os.PathLike[str]) -> Results:
+    """The results in a file.
+
+    Raises:
+        UsageError: there is none, or it is no results file of this schema.
+    """
+    try:
+        document = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{os.fspath(file)} is no results file ({error}); write one with attnforge bench --out"
+        ) from None
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version != RESULTS_VERSION:
+        raise UsageError(
+            f"{os.fspath(file)} has results of schema {version}, this attnforge reads {RESULTS_VERSION}; measure again"
+        )
+    try:
+        return Results.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(
+            f"{os.fspath(file)} is no whole results file: {where}: {first['msg']}; measure again"
+        ) from None
+
+
+def write(results: Results, file: str | os.PathLike[str]) -> None:
+    """Write results, times to four digits."""
+    target = Path(file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    document = _shortened(results.model_dump(mode="json"))
+    part = target.with_name(f".{target.name}.partial")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(target)
+
+
+def _shortened(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _shortened(one) for key, one in value.items()}
+    return [_shortened(one) for one in value] if isinstance(value, list) else value

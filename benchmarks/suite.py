@@ -1,0 +1,228 @@
+"""The standard suite: what `make bench` runs, on the CPU at hand, in some ten minutes on two cores.
+
+`python -m attnforge.benchmarks.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the README from
+it, and writes a page and pictures. `--compare OLD.json` says what moved since an earlier run and exits with 1 where
+something got worse.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import attnforge
+from attnforge.benchmarks import claims
+from attnforge.benchmarks import results as found
+from attnforge.benchmarks.compare import compare
+from attnforge.benchmarks.growth import over_bundles, over_sizes
+from attnforge.benchmarks.limits import measure_ceilings
+from attnforge.benchmarks.measure import Plan, environment, load_now, measure
+from attnforge.benchmarks.page import growth_table, table, write_page
+from attnforge.benchmarks.peers import peers_here
+from attnforge.benchmarks.plots import save_plots
+from attnforge.benchmarks.report import RESULTS, publish_table
+from attnforge.bundle import Bundle, Source
+from attnforge.machine import processors
+from attnforge.model.registry import build_model
+
+COMMAND = "python -m attnforge.benchmarks.suite"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured.
+
+    Attributes:
+        name: that it has in the results.
+        model: registered.
+        peers: it is measured against; by default all.
+        precisions: it is deployed in.
+        fresh: whether starts and memory are measured.
+        throughput: whether that is.
+    """
+
+    name: str
+    model: str
+    options: Mapping[str, Any]
+    peers: Sequence[str] | None = None
+    precisions: Sequence[str] = ("fp32", "bf16")
+    fresh: bool = True
+    throughput: bool = True
+
+
+BASE: Mapping[str, Any] = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "batch_size": 1, "max_batch": 1}
+SUBJECTS = (
+    Subject("patch-attention", "patch-attention", {"max_image_size": 224, "max_batch": 1}),
+    Subject("vit", "vit", {}, ("eager", "onnxruntime-plain", "openvino-plain"), fresh=False),
+    Subject(
+        "vit-b-16",
+        "vit",
+        {**BASE, "image_size": 224, "patch_size": 16, "num_classes": 1000},
+        None,
+        ("fp32",),
+        throughput=False,
+    ),
+    Subject("bert-base", "transformer-encoder", {**BASE, "vocab_size": 30522, "num_tokens": 128}, throughput=False),
+)
+"""Patch attention of 3136 tokens, a small ViT, a ViT-B/16 in fp32, and an encoder of BERT-base's size at 128 tokens."""
+
+ROUNDS, SECONDS = 25, 25
+"""How often every contender has a turn, and after how many seconds no further round begins."""
+
+SIDES = (14, 28, 56, 112)
+"""Patches a side: 196, 784, 3136 and 12544 tokens."""
+
+LAYERS = (1, 4, 12, 24)
+GROWTH_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openvino-plain")
+LAYER_PEERS = ("eager", "onnxruntime-plain", "openvino-plain")
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "suite.json",
+    readme: Annotated[Path | None, typer.Option(help="Whose tables to refresh; an empty name for none.")] = Path(
+        "README.md"
+    ),
+    html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("build/bench/index.html"),
+    old: Annotated[Path | None, typer.Option("--compare", help="Results of an earlier run to compare with.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A part: a model, tokens or layers; repeat. All else.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
+) -> None:
+    """Measure, write the figures, refresh the README's tables from them, write the page."""
+    console = Console(stderr=True)
+    earlier = found.read(old) if old is not None else None  # read before minutes are spent
+    start = time.perf_counter()
+
+    def say(stage: str) -> None:
+        console.print(f"{time.perf_counter() - start:6.0f} s  {stage}", style="dim", highlight=False)
+
+    with tempfile.TemporaryDirectory() as folder:
+        taken = run_suite(Path(folder), threads or processors(), only, say)
+    taken.seconds = round(time.perf_counter() - start, 1)
+    found.write(taken, results)
+    taken = found.read(results)  # what is shown is what is written
+    out = Console()
+    comparison = compare(earlier, taken) if earlier is not None else None
+    write_page(taken, html, force=True, compared=comparison.text().splitlines() if comparison is not None else None)
+    save_plots(taken, html.parent)
+    for name, text in tables(taken).items():
+        out.print(f"\n{name}\n{text}", highlight=False, soft_wrap=True, markup=False)
+        if readme is not None and readme.name and only is None:
+            publish_table(text, name, results, readme)
+    say(f"written to {results} and {html}")
+    for name, reason in taken.left_out.items():
+        out.print(f"{name} failed: {reason}", style="red", markup=False)
+    if comparison is not None:
+        out.print(comparison.text(), highlight=False, soft_wrap=True, markup=False)
+    if taken.left_out or (comparison is not None and comparison.regressions):
+        sys.exit(1)
+
+
+def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Callable[[str], None]) -> found.Results:
+    """Deploy everything that is measured into `folder`, and measure it."""
+    surroundings = environment(threads)
+    say("measure the machine's limits")
+    ceilings = measure_ceilings(threads)
+    models: list[found.Model] = []
+    growth: list[found.Growth] = []
+    left_out: dict[str, str] = {}
+
+    def take(subject: Subject) -> None:
+        bundles = [deployed(folder, subject, precision, say) for precision in subject.precisions]
+        plan = Plan(
+            bundles,
+            None,
+            peers_here() if subject.peers is None else subject.peers,
+            ROUNDS,
+            threads,
+            throughput=subject.throughput,
+            starts=subject.fresh,
+            memory=subject.fresh,
+            seconds=SECONDS,
+            progress=say,
+        )
+        models.append(measure(plan, {}, ceilings))
+
+    steps: dict[str, Callable[[], None]] = {subject.name: partial(take, subject) for subject in SUBJECTS}
+    steps["tokens"] = lambda: growth.append(over_tokens(folder, threads, say))
+    steps["layers"] = lambda: growth.append(over_layers(folder, threads, say))
+    for name, step in steps.items():
+        if name in (only or steps):
+            try:
+                step()
+            except Exception as error:  # the rest is measured all the same, and the results say what is missing
+                left_out[name] = f"{type(error).__name__}: {error}"
+                say(f"{name} failed: {error}")
+    surroundings.load_after = load_now()
+    return found.Results(
+        command=COMMAND,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=0,
+        environment=surroundings,
+        ceilings=ceilings,
+        models=models,
+        growth=growth,
+        left_out=left_out,
+    )
+
+
+def deployed(folder: Path, subject: Subject, precision: str, say: Callable[[str], None], tune: bool = True) -> Bundle:
+    """The bundle of a subject, made as `attnforge deploy` does."""
+    say(f"deploy {subject.name} in {precision}")
+    module, args, shapes = build_model(subject.model, **subject.options)
+    source = Source(kind="registered", name=subject.model, options=dict(subject.options))
+    return attnforge.deploy(
+        module,
+        args,
+        folder / f"{subject.name}-{precision}",
+        shapes,
+        precision,
+        ["onnxruntime"],
+        subject.name,
+        tune=tune,
+        source=source,
+    )
+
+
+def over_tokens(folder: Path, threads: int, say: Callable[[str], None]) -> found.Growth:
+    """Patch attention over its tokens, one bundle for all of them."""
+    subject = Subject("patch-attention", "patch-attention", {"max_image_size": 4 * max(SIDES), "max_batch": 1})
+    bundle = deployed(folder / "tokens", subject, "fp32", say)
+    plan = Plan([bundle], None, GROWTH_PEERS, 7, threads, throughput=False, starts=False, seconds=12, progress=say)
+    return over_sizes(plan, "tokens", {side**2: {"rows": side, "cols": side} for side in SIDES})
+
+
+def over_layers(folder: Path, threads: int, say: Callable[[str], None]) -> found.Growth:
+    """A transformer encoder over its layers, a bundle each."""
+    bundles = {}
+    for layers in LAYERS:
+        options = {"num_layers": layers, "num_tokens": 128, "batch_size": 1, "max_batch": 1}
+        subject = Subject(f"encoder-{layers}", "transformer-encoder", options)
+        bundles[layers] = deployed(folder, subject, "fp32", say, tune=False)
+    plan = Plan([], None, LAYER_PEERS, 7, threads, throughput=False, starts=False, seconds=10, progress=say)
+    grown = over_bundles(plan, "layers", bundles)
+    grown.model = "transformer-encoder"
+    return grown
+
+
+def tables(taken: found.Results) -> dict[str, str]:
+    """The README's tables, by the names of their places."""
+    about = taken.environment
+    where = f"{about.machine.processor}, {about.threads} threads; `{taken.command}`"
+    made = {model.name: table(model) for model in taken.models}
+    made["claims"] = claims.table(taken)
+    made |= {f"growth-{growth.along}": growth_table(growth) for growth in taken.growth}
+    return {name: f"{text}\n\n{where}" for name, text in made.items()}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,187 @@
+"""OpenVINO on the CPU: the bundle's canonical graph, at the bundle's own precision.
+
+Where a processor has matrix units for 16-bit types (AMX, AVX512-BF16, AVX512-FP16), this is the backend that uses them:
+ONNX Runtime's CPU kernels compute such bundles in fp32. By default OpenVINO would do fp32 models in 16 bits too; it is
+told not to.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnforge.arrays import BFLOAT16, Array
+from attnforge.bundle import CANONICAL, Bundle, DimSpec, Manifest
+from attnforge.errors import UnavailableError, UsageError
+from attnforge.runtime.inputs import Shapes
+from attnforge.runtime.onnxruntime import weights_of
+from attnforge.runtime.options import Memory, Options
+from attnforge.runtime.pool import Pool, Recent
+
+log = logging.getLogger("attnforge")
+
+Shape = tuple[tuple[int, ...], ...]
+"""Of all inputs."""
+
+CAPABILITIES = {"fp16": ("FP16", "f16"), "bf16": ("BF16", "bf16")}
+"""What OpenVINO calls a processor's 16-bit arithmetic, and how it is asked for."""
+
+SPECIALIZED, SPECIALIZED_BYTES = 8, 2**28
+"""How many combinations of input shapes get a compiled model of their own, and bytes of weights that these hold at most
+(one always gets one). Shapes that are fixed save a tenth of the time where attention is most of it."""
+
+
+def open_bundle(bundle: Bundle, options: Options) -> OpenVino:
+    """The bundle's canonical graph on the CPU."""
+    return OpenVino(bundle.manifest, bundle.file(CANONICAL), options)
+
+
+class OpenVino:
+    """A canonical graph, compiled by OpenVINO. Any number of threads may call it; it runs one call after another, each
+    on all its threads.
+
+    The model is compiled for all sizes that the bundle takes. The first combinations of shapes that come a second time
+    get one compiled for them alone.
+    """
+
+    name = "openvino"
+    gpu = None
+
+    def __init__(self, manifest: Manifest, file: Path, options: Options) -> None:
+        import openvino
+
+        self._openvino: Any = openvino
+        self._core: Any = openvino.Core()
+        self._inputs, self._outputs = manifest.inputs, manifest.outputs
+        self._contexts = options.contexts
+        self._properties: dict[str, Any] = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": _precision(self._core, manifest),
+        }
+        if options.threads is not None:
+            self._properties["INFERENCE_NUM_THREADS"] = options.threads
+        self._weights = weights_of(file)
+        self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
+        self._lock = threading.Lock()
+        self._seen: Recent[Shape, bool] = Recent(4096)
+        self._special: dict[Shape, _Compiled | None] = {}  # None while it is being compiled
+        try:
+            self._model: Any = self._core.read_model(str(file))
+            self._general: _Compiled | None = self._compile(self._model)
+        except RuntimeError as error:
+            said = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise UnavailableError(f"OpenVINO does not take this model: {said[-1] if said else error}") from error
+        if not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims):
+            self._limit, self._model = 0, None
+
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        compiled = self._for_shapes(tuple(array.shape for array in arrays))
+        if compiled is None:
+            raise UsageError("the session was closed; load the bundle again")
+        targets = [
+            None if shape is None else given if given is not None else np.empty(shape, np.dtype(spec.dtype))
+            for spec, shape, given in zip(
+                self._outputs, shapes.outputs, out or [None] * len(self._outputs), strict=True
+            )
+        ]
+        return compiled.run(arrays, targets)
+
+    def memory(self) -> Memory:
+        general = self._general
+        return Memory(weights=self._weights * (1 + len(self._special)), contexts=0 if general is None else general.made)
+
+    def keep(self) -> None: ...
+
+    def close(self) -> None:
+        with self._lock:
+            self._special, self._limit = {}, 0
+            self._general = self._model = None
+
+    def _for_shapes(self, key: Shape) -> _Compiled | None:
+        """What is compiled for these shapes, or for all; None where the session is closed."""
+        with self._lock:
+            general = self._general
+            found = self._special.get(key)
+            if found is not None or self._limit == 0:
+                return found or general
+            again, room = self._seen.get(key), len(self._special) < self._limit
+            self._seen.put(key, True)
+            if not again or not room or key in self._special:
+                return general
+            self._special[key] = None
+            model = self._model.clone()
+        try:  # without the lock: who has another shape goes on
+            model.reshape({spec.name: list(shape) for spec, shape in zip(self._inputs, key, strict=True)})
+            found = self._compile(model)
+        except RuntimeError:  # what runs for all shapes goes on doing so
+            log.warning("OpenVINO does not compile for %s alone", key, exc_info=True)
+            found = general
+        with self._lock:
+            if self._general is not None:
+                self._special[key] = found
+        return found
+
+    def _compile(self, model: Any) -> _Compiled:
+        compiled = self._core.compile_model(model, "CPU", self._properties)
+        names = [spec.name for spec in self._inputs], [spec.name for spec in self._outputs]
+        return _Compiled(self._openvino, compiled, names[0], names[1], self._contexts)
+
+
+class _Compiled:
+    """A compiled model and the requests that run it."""
+
+    def __init__(
+        self, openvino: Any, compiled: Any, inputs: Sequence[str], outputs: Sequence[str], contexts: int
+    ) -> None:
+        self._openvino, self._inputs, self._outputs = openvino, inputs, outputs
+        self._requests: Pool[Any] = Pool(compiled.create_infer_request, contexts)
+
+    @property
+    def made(self) -> int:
+        return self._requests.made
+
+    def run(self, arrays: Sequence[Array], targets: Sequence[Array | None]) -> list[Array]:
+        with self._requests.borrow() as request:
+            for name, array in zip(self._inputs, arrays, strict=True):
+                request.set_tensor(name, self._tensor(array))
+            for name, target in zip(self._outputs, targets, strict=True):
+                if target is not None:
+                    request.set_tensor(name, self._tensor(target))
+            request.infer()
+            return [
+                _copied(request.get_tensor(name)) if target is None else target
+                for name, target in zip(self._outputs, targets, strict=True)
+            ]
+
+    def _tensor(self, array: Array) -> Any:
+        """A tensor of the array's own memory."""
+        if not array.flags.writeable:  # OpenVINO takes memory only where it might write
+            array = array.copy()
+        if array.dtype == BFLOAT16:
+            return self._openvino.Tensor(array.view(np.uint16), list(array.shape), self._openvino.Type.bf16)
+        return self._openvino.Tensor(array, shared_memory=True)
+
+
+def _copied(tensor: Any) -> Array:
+    array: Array = np.array(tensor.data)
+    if tensor.element_type.get_type_name() == "bf16":
+        array = array.view(BFLOAT16).reshape(tuple(tensor.shape))
+    return array
+
+
+def _precision(core: Any, manifest: Manifest) -> str:
+    """What OpenVINO is to compute in: the bundle's 16-bit type where the processor has it, else fp32, which is never
+    worse; of a bundle that chose its precisions fp32, for OpenVINO would make all of it 16-bit."""
+    if manifest.mixed is not None or manifest.precision not in CAPABILITIES:
+        return "f32"
+    capability, hint = CAPABILITIES[manifest.precision]
+    with suppress(RuntimeError):
+        if capability in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            return hint
+    return "f32"

@@ -1,0 +1,234 @@
+"""What is measured when a bundle is deployed: which backend is fastest within the budget, how a session runs best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from conftest import rewrite
+
+import attnforge
+from attnforge import choice as choosing
+from attnforge import reference
+from attnforge.bundle import Bundle, Choice, Manifest
+from attnforge.model.registry import build_model
+from attnforge.runtime import backends
+from attnforge.runtime.backends import why_no_openvino
+from attnforge.timing import medians
+
+needs_openvino = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    module, args, shapes = build_model("self-attention")
+    folder = tmp_path_factory.mktemp("choice") / "bundle"
+    return attnforge.deploy(module, args, folder, shapes, targets=["onnxruntime"], name="self-attention")
+
+
+def with_choice(bundle: Bundle, folder: Path, **changes: Any) -> Bundle:
+    """A copy of the bundle whose choice is as told."""
+    import shutil
+
+    shutil.copytree(bundle.path, folder)
+
+    def change(manifest: Manifest) -> None:
+        assert manifest.choice is not None
+        manifest.choice = manifest.choice.model_copy(update=changes)
+
+    return rewrite(folder, change)
+
+
+@needs_openvino
+def test_every_backend_that_can_run_is_held_to_the_budget_and_timed(deployed: Bundle) -> None:
+    found = deployed.manifest.choice
+    assert found is not None and found.dropped == {}
+    assert set(found.milliseconds) == {"onnxruntime-cpu", "openvino"}
+    assert all(ms > 0 for ms in found.milliseconds.values())
+    assert found.picked == min(found.milliseconds, key=lambda name: found.milliseconds[name])
+    assert set(found.versions) == {"onnxruntime-gpu", "openvino"} or "onnxruntime" in found.versions
+    assert attnforge.load(deployed).backend == found.picked
+    assert set(attnforge.verify(deployed).backends) == {"onnxruntime-cpu", "openvino"}
+
+
+@needs_openvino
+@pytest.mark.parametrize("fastest", ["onnxruntime-cpu", "openvino"])
+def test_auto_loads_what_was_fastest_here(deployed: Bundle, tmp_path: Path, fastest: str) -> None:
+    other = {"onnxruntime-cpu": "openvino", "openvino": "onnxruntime-cpu"}[fastest]
+    bundle = with_choice(deployed, tmp_path / "b", milliseconds={other: 2.0, fastest: 1.0}, picked=fastest)
+    assert attnforge.load(bundle).backend == fastest
+
+
+@needs_openvino
+@pytest.mark.parametrize("what", ["processor", "processors", "instructions", "version"])
+def test_elsewhere_the_rules_choose(deployed: Bundle, tmp_path: Path, what: str) -> None:
+    chosen = deployed.manifest.choice
+    assert chosen is not None
+    changes: dict[str, Any] = {"milliseconds": {"openvino": 1.0, "onnxruntime-cpu": 2.0}, "picked": "openvino"}
+    if what == "version":
+        changes["versions"] = {**chosen.versions, "openvino": "2001.1"}
+    else:
+        other = {"processor": "Another", "processors": 1024, "instructions": ["avx2"]}[what]
+        changes["machine"] = chosen.machine.model_copy(update={what: other})
+    bundle = with_choice(deployed, tmp_path / "b", **changes)
+    assert attnforge.load(bundle).backend == "onnxruntime-cpu"
+    report = attnforge.verify(bundle)
+    assert "by name" in report.skipped["openvino"]
+
+
+@needs_openvino
+def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
+    deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = choosing.compare
+
+    def compare(session: Any) -> Any:
+        report = whole(session)
+        return (
+            report.model_copy(update={"passed": False, "reason": "planted"})
+            if session.backend == "openvino"
+            else report
+        )
+
+    monkeypatch.setattr(choosing, "compare", compare)
+    found = choosing.choose_backend(deployed)
+    assert found is not None and found.picked == "onnxruntime-cpu" and list(found.milliseconds) == ["onnxruntime-cpu"]
+    assert "planted" in found.dropped["openvino"]
+    bundle = with_choice(deployed, tmp_path / "b", **{name: getattr(found, name) for name in Choice.model_fields})
+    report = attnforge.verify(bundle)
+    assert report.passed and "planted" in report.skipped["openvino"]
+    assert attnforge.load(bundle).backend == "onnxruntime-cpu"
+    assert "openvino" not in backends.by_preference(bundle)
+
+
+def test_what_runs_on_a_gpu_comes_first() -> None:
+    times = {"openvino": 1.0, "tensorrt_rtx": 3.0, "onnxruntime-cpu": 2.0, "onnxruntime-cuda": 2.5}
+    assert backends.fastest_first(times) == ["onnxruntime-cuda", "tensorrt_rtx", "openvino", "onnxruntime-cpu"]
+
+
+@needs_openvino
+def test_a_bundles_own_model_that_misses_the_budget_still_fails_verification(deployed: Bundle, tmp_path: Path) -> None:
+    bundle = with_choice(
+        deployed,
+        tmp_path / "b",
+        milliseconds={"openvino": 1.0},
+        picked="openvino",
+        dropped={"onnxruntime-cpu": "planted"},
+    )
+    assert "onnxruntime-cpu" in attnforge.verify(bundle).backends  # it is not passed over for having failed before
+
+
+@needs_openvino
+def test_a_backend_that_fails_is_not_chosen(deployed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = choosing.load
+
+    def refuse(bundle: Bundle, name: str, **options: Any) -> Any:
+        if name == "onnxruntime-cpu":
+            raise RuntimeError("out of order\nand more")
+        return load(bundle, name, **options)
+
+    monkeypatch.setattr(choosing, "load", refuse)
+    found = choosing.choose_backend(deployed)
+    assert found is not None and found.picked == "openvino" and found.dropped == {"onnxruntime-cpu": "out of order"}
+
+
+def test_with_one_backend_there_is_nothing_to_choose(deployed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "why_unavailable", lambda bundle, name: None if name == "onnxruntime-cpu" else "no")
+    assert choosing.choose_backend(deployed) is None
+
+
+def test_nothing_is_measured_where_that_is_not_wanted(tmp_path: Path) -> None:
+    module, args, shapes = build_model("worked-example")
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    assert bundle.manifest.choice is None and bundle.manifest.targets["onnxruntime"].session is None
+    assert set(bundle.manifest.seconds) == {"export", "canonicalize", "lower and build for onnxruntime", "reference"}
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+def test_the_session_is_measured_and_its_optimized_model_kept(deployed: Bundle) -> None:
+    settings = deployed.manifest.targets["onnxruntime"].session
+    assert settings is not None and settings.version == ort.__version__
+    assert {"default", "no spinning", "no arena"} <= set(settings.measured)
+    assert settings.optimized is not None and settings.optimized in deployed.manifest.files
+    assert set(deployed.manifest.seconds) >= {"export", "reference", "measure backends"}
+
+
+def test_the_optimized_model_is_loaded_here_and_only_here(deployed: Bundle, tmp_path: Path) -> None:
+    def loads_optimized(bundle: Bundle) -> bool:
+        (bundle.path / "onnxruntime/optimized.onnx").write_bytes(b"none")
+        try:
+            attnforge.load(bundle.path, "onnxruntime-cpu")
+        except attnforge.errors.BundleError:
+            return True
+        return False
+
+    assert loads_optimized(with_choice(deployed, tmp_path / "here"))
+
+    def age(manifest: Manifest) -> None:
+        session = manifest.targets["onnxruntime"].session
+        assert session is not None
+        session.version = "1.0.0"
+
+    older = with_choice(deployed, tmp_path / "older")
+    assert not loads_optimized(rewrite(older.path, age))
+
+
+@pytest.mark.parametrize("best", ["one thread", "no spinning", "no arena"])
+def test_a_setting_that_wins_twice_is_kept(
+    deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: str
+) -> None:
+    monkeypatch.setattr(choosing, "this_machine", lambda gpus=True: _with_processors(4))
+    monkeypatch.setattr(
+        choosing, "medians", lambda runs, *limits: {name: 1.0 if name == best else 2.0 for name in runs}
+    )
+    settings = choosing.tune_session(with_choice(deployed, tmp_path / "b"))
+    kept = {"one thread": settings.threads == 1, "no spinning": not settings.spinning, "no arena": not settings.arena}
+    assert [name for name, is_set in kept.items() if is_set] == [best]
+
+
+@pytest.mark.parametrize("loses", [1, 2])
+def test_a_setting_that_does_not_win_again_or_is_slower_at_the_largest_sizes_is_not(
+    deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses: int
+) -> None:
+    races: list[Mapping[str, Any]] = []
+
+    def planted(runs: Mapping[str, Callable[[], Any]], *limits: float) -> dict[str, float]:
+        races.append(runs)
+        return {name: 2.0 if (name == "default") == (len(races) != loses + 1) else 1.0 for name in runs}
+
+    monkeypatch.setattr(choosing, "medians", planted)
+    settings = choosing.tune_session(with_choice(deployed, tmp_path / "b"))
+    assert settings.threads is None and settings.spinning and settings.arena
+    assert len(races) == loses + 1
+
+
+def _with_processors(count: int) -> Any:
+    from attnforge.machine import this_machine
+
+    return this_machine().model_copy(update={"processors": count})
+
+
+def test_settings_change_no_answer(deployed: Bundle, tmp_path: Path) -> None:
+    feeds = reference.make_inputs(reference.at(deployed.manifest.inputs, {}), deployed.manifest.inputs, {})
+    expected = attnforge.load(deployed, "onnxruntime-cpu").run(feeds)["output"]
+
+    def change(manifest: Manifest) -> None:
+        session = manifest.targets["onnxruntime"].session
+        assert session is not None
+        session.threads, session.spinning, session.arena = 1, False, False
+
+    bundle = rewrite(with_choice(deployed, tmp_path / "b").path, change)
+    np.testing.assert_allclose(attnforge.load(bundle, "onnxruntime-cpu").run(feeds)["output"], expected, rtol=1e-5)
+
+
+def test_a_race_gives_each_its_own_time() -> None:
+    import time
+
+    times = medians({"slow": lambda: time.sleep(0.02), "quick": lambda: time.sleep(0.001)}, 5, 1.0)
+    assert times["slow"] >= 20 and times["quick"] >= 1

@@ -1,0 +1,386 @@
+"""Measuring: turns, parity before time, starts and memory in processes of their own, growth. No time decides a test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import attnforge
+from attnforge import reference, timing
+from attnforge.arrays import Array
+from attnforge.benchmarks import bursts, fresh, growth, measure, peers, suite
+from attnforge.benchmarks import results as found
+from attnforge.benchmarks.peers import PEERS, Job, Peer, peers_here, using_sdpa
+from attnforge.bundle import Bundle, Source
+from attnforge.errors import InputError, UnavailableError, UnknownNameError, UsageError
+from attnforge.model.registry import build_model
+from attnforge.runtime.backends import why_no_openvino
+from attnforge.runtime.session import RUNS_TO_WARM
+
+SMALL = {"embed_dim": 32, "vocab_size": 50}
+
+
+def deployed(folder: Path, precision: str = "fp32", **options: Any) -> Bundle:
+    options = {**SMALL, **options}
+    module, args, shapes = build_model("transformer-encoder", **options)
+    source = Source(kind="registered", name="transformer-encoder", options=options)
+    name = f"encoder-{precision}-{options.get('num_layers', 2)}"
+    return attnforge.deploy(
+        module, args, folder / name, shapes, precision, ["onnxruntime"], "encoder", tune=False, source=source
+    )
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return deployed(tmp_path_factory.mktemp("measure"))
+
+
+def job_of(bundle: Bundle, folder: Path, **sizes: int) -> Job:
+    feeds = reference.make_inputs(reference.at(bundle.manifest.inputs, sizes), bundle.manifest.inputs, {})
+    return Job(bundle, feeds, 1, folder)
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_contenders_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LONG", 0.0)  # no call but the timed one
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)
+    said: list[str] = []
+    names = ["a", "b", "c"]
+    times = timing.race({name: lambda name=name: said.append(name) for name in names}, 12)  # type: ignore[misc]
+    turns = said[2 * len(names) :]  # the first two of each only tell how long it takes
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert len(rounds) == 12 and all(sorted(one) == names for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 2
+    assert {name: [len(one) for one in times[name]] for name in names} == {name: [1] * 12 for name in names}
+
+
+def test_what_is_quick_runs_several_times_a_turn_and_each_call_is_timed() -> None:
+    times = timing.race({"quick": lambda: None, "slow": lambda: time.sleep(0.03)}, 3)
+    assert [len(one) for one in times["quick"]] == [timing.MOST_CALLS] * 3
+    assert [len(one) for one in times["slow"]] == [1] * 3
+    assert all(ms >= 30 for one in times["slow"] for ms in one)
+
+
+def test_a_race_has_at_least_three_rounds_however_little_time_there_is() -> None:
+    assert len(timing.race({"a": lambda: time.sleep(0.01)}, 50, 0.0)["a"]) == timing.FEWEST_ROUNDS
+
+
+def test_callers_call_at_once() -> None:
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def call() -> None:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.02)
+        with lock:
+            at_once -= 1
+
+    rates = bursts.bursts({"a": call}, {"a": 3}, {"a": 5}, rounds=2)
+    assert most == 3
+    assert len(rates["a"]) == 2 and all(0 < rate <= 3 * 5 / 0.02 for rate in rates["a"])
+
+
+# --- parity first -----------------------------------------------------------------------------------------------------
+
+
+def with_peer(monkeypatch: pytest.MonkeyPatch, run: Callable[[dict[str, Array]], dict[str, Array]]) -> None:
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=lambda job, stack: run))
+
+
+def test_a_wrong_answer_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attnforge.load(bundle, "onnxruntime-cpu").run
+    calls: Counter[str] = Counter()
+
+    def wrong(feeds: dict[str, Array]) -> dict[str, Array]:
+        calls["wrong"] += 1
+        return {name: array * np.float32(1.001) for name, array in right(feeds).items()}
+
+    with_peer(monkeypatch, wrong)
+    (model,) = attnforge.benchmark(bundle, ["onnxruntime-cpu"], ["eager"], rounds=2, quick=True).models
+    assert "over the budget" in model.wrong["eager fp32"]
+    assert [one.name for one in model.contenders] == ["onnxruntime-cpu"]
+    assert calls["wrong"] == RUNS_TO_WARM  # and no more
+
+
+def test_a_wrong_backend_of_ours_has_no_time_either(tmp_path: Path) -> None:
+    from conftest import rewrite
+
+    copy = deployed(tmp_path)
+    file = copy.path / "onnxruntime/model.onnx"
+    model = onnx.load(file)
+    weight = max(model.graph.initializer, key=lambda one: len(one.raw_data))
+    array = onnx.numpy_helper.to_array(weight) * np.float32(1.01)
+    weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
+    onnx.save(model, file)
+    (measured,) = attnforge.benchmark(rewrite(copy.path), ["onnxruntime-cpu"], rounds=1, quick=True).models
+    assert "onnxruntime-cpu fp32" in measured.wrong and measured.contenders == []
+
+
+def test_what_cannot_run_is_a_result(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(feeds: dict[str, Array]) -> dict[str, Array]:
+        raise RuntimeError("no such kernel\nand a page of more")
+
+    with_peer(monkeypatch, fail)
+    (model,) = attnforge.benchmark(
+        bundle, ["onnxruntime-cpu"], ["eager", "torch-tensorrt"], rounds=1, quick=True
+    ).models
+    assert model.skipped["eager fp32"] == "no such kernel"
+    assert "torch_tensorrt" in model.skipped["torch-tensorrt fp32"]
+    assert [one.name for one in model.contenders] == ["onnxruntime-cpu"]
+
+
+@pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+def test_every_peer_of_a_cpu_is_right_and_timed(bundle: Bundle) -> None:
+    named = [name for name in PEERS if name not in (*peers.ON_GPU, "torch-compile")]
+    (model,) = attnforge.benchmark(bundle, None, named, sizes={"batch": 2, "tokens": 7}, rounds=3, quick=True).models
+    assert model.wrong == {} and model.sizes == {"batch": 2, "tokens": 7}
+    assert {one.name for one in model.contenders} == {"onnxruntime-cpu", "openvino", *named}, model.skipped
+    for one in model.contenders:
+        assert 0 <= one.error <= one.budget and len(one.latency.rounds) == 3
+        assert one.ratio is not None and one.ratio.low <= one.ratio.value <= one.ratio.high
+        assert one.ours == (one.name in ("onnxruntime-cpu", "openvino")) and one.throughput == []
+        assert one.cold is None and one.memory is None and one.share is None
+    (picked,) = [one for one in model.contenders if one.picked]
+    assert picked.name == attnforge.load(bundle).backend and picked.ratio is not None and picked.ratio.value == 1
+
+
+def test_torch_compile_is_right(tmp_path: Path) -> None:
+    module, args, shapes = build_model("self-attention")
+    folder = tmp_path / "b"
+    made = attnforge.deploy(module, args, folder, shapes, targets=["onnxruntime"], tune=False)
+    (model,) = attnforge.benchmark(
+        made, ["onnxruntime-cpu"], ["torch-compile"], rounds=1, quick=True, module=module
+    ).models
+    assert {one.name for one in model.contenders} == {"onnxruntime-cpu", "torch-compile"}, (model.skipped, model.wrong)
+
+
+def test_several_precisions_in_one_run(bundle: Bundle, tmp_path: Path) -> None:
+    low = deployed(tmp_path, "bf16")
+    (model,) = attnforge.benchmark([bundle, low], ["onnxruntime-cpu"], ["eager"], rounds=2, quick=True).models
+    assert {one.key for one in model.contenders} == {
+        f"{name} {precision}" for name in ("onnxruntime-cpu", "eager") for precision in ("fp32", "bf16")
+    }
+    assert [one.precision for one in model.deployed] == ["fp32", "bf16"]
+    budgets = {one.precision: one.budget for one in model.contenders}
+    assert budgets["bf16"] > 100 * budgets["fp32"]
+    for one in model.contenders:  # each is held to what is picked at its own precision
+        assert one.ratio is not None and (one.ratio.value == 1) == one.picked
+
+
+def test_several_sizes_are_measured_each_for_itself(bundle: Bundle) -> None:
+    sizes = [{"batch": 1, "tokens": 3}, {"batch": 2, "tokens": 5}]
+    taken = attnforge.benchmark(bundle, ["onnxruntime-cpu"], sizes=sizes, rounds=1, quick=True)
+    assert [model.sizes for model in taken.models] == sizes
+    assert taken.models[0].inputs["tokens"] == "int64[1, 3]"
+
+
+def test_sizes_that_the_bundle_has_outputs_of_need_no_module(tmp_path: Path) -> None:
+    module = nn.Linear(8, 4)
+    x = torch.randn(3, 8)
+    made = attnforge.deploy(
+        module, (x,), tmp_path / "b", ({0: Dim("batch", min=1, max=5)},), targets=["onnxruntime"], tune=False
+    )
+    (model,) = attnforge.benchmark(made, rounds=1, quick=True, backends=["onnxruntime-cpu"]).models
+    assert model.contenders[0].budget > 0
+    with pytest.raises(UsageError, match="pass it as module"):
+        attnforge.benchmark(made, ["onnxruntime-cpu"], sizes={"batch": 4}, rounds=1, quick=True)
+    assert attnforge.benchmark(
+        made, ["onnxruntime-cpu"], sizes={"batch": 4}, rounds=1, quick=True, module=module
+    ).models
+
+
+def test_what_cannot_be_meant(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="backend 'abacus'"):
+        attnforge.benchmark(bundle, ["abacus"])
+    with pytest.raises(UnknownNameError, match="peer 'abacus'"):
+        attnforge.benchmark(bundle, against=["abacus"])
+    with pytest.raises(UsageError, match="1 or more"):
+        attnforge.benchmark(bundle, rounds=0)
+    with pytest.raises(InputError, match="999"):
+        attnforge.benchmark(bundle, sizes={"tokens": 999}, quick=True)
+    with pytest.raises(UsageError, match="another precision"):
+        attnforge.benchmark([bundle, bundle], quick=True)
+    with pytest.raises(UnavailableError, match="tensorrt"):
+        attnforge.benchmark(bundle, ["tensorrt"], quick=True)
+
+
+def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(bundle: Bundle, tmp_path: Path) -> None:
+    module = build_model("transformer-encoder", **SMALL).module.eval()
+    job = job_of(bundle, tmp_path, batch=2, tokens=6)
+    tensors = [torch.from_numpy(array) for array in job.feeds.values()]
+    with torch.no_grad():
+        plain = module(*tensors)
+        with using_sdpa() as calls:
+            fused = module(*tensors)
+        assert len(calls) == 2  # one a layer
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+        module(*tensors)
+        assert len(calls) == 2
+    other = attnforge.deploy(nn.Linear(8, 4), (torch.randn(2, 8),), tmp_path / "b", targets=["onnxruntime"], tune=False)
+    with ExitStack() as stack, pytest.raises(UnavailableError, match="not this library's own"):
+        job = Job(other, {"input": np.zeros((2, 8), np.float32)}, 1, tmp_path, nn.Linear(8, 4))
+        PEERS["eager-sdpa"].open(job, stack)(job.feeds)
+
+
+def test_without_a_gpu_no_peer_of_one_is_asked_for() -> None:
+    assert set(PEERS) - set(peers_here()) in (set(), set(peers.ON_GPU))
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(bundle: Bundle) -> found.Results:
+    return attnforge.benchmark(
+        bundle,
+        ["onnxruntime-cpu"],
+        ["eager", "onnxruntime-plain"],
+        sizes={"batch": 2, "tokens": 33},
+        rounds=3,
+        threads=1,
+    )
+
+
+def test_everything_is_measured(whole: found.Results) -> None:
+    (model,) = whole.models
+    assert whole.ceilings is not None and whole.environment.threads == 1
+    assert whole.environment.versions["attnforge"] == attnforge.__version__
+    assert whole.environment.machine.processor and whole.seconds > 0
+    assert model.work["fp32"].flops > 0 and model.work["fp32"].uncounted == []
+    for one in model.contenders:
+        assert one.cold is not None and min(one.cold.import_s, one.cold.load_s, one.cold.first_s) > 0, one.notes
+        assert one.memory is not None and one.memory.peak_mib >= one.memory.loaded_mib > 10, one.notes
+        limit = model.limit["fp32"].seconds
+        assert one.share == pytest.approx(1e3 * limit / one.latency.median.value)
+        points = {(each.batch, each.callers) for each in one.throughput}
+        assert points == ({(1, 1), (2, 1), (4, 1), (8, 1)} | ({(2, 2), (2, 4)} if one.ours else set()))
+        for each in one.throughput:
+            assert 0 < each.per_second.low <= each.per_second.value <= each.per_second.high
+    sizes = {one.name: one.size_mb for one in model.contenders}
+    assert sizes["eager"] is None and sizes["onnxruntime-cpu"] == pytest.approx(0.15, abs=0.1)
+    (record,) = model.deployed
+    assert record.source.startswith("transformer-encoder") and {"export", "reference"} <= set(record.seconds)
+    assert record.size_mb > sizes["onnxruntime-cpu"]
+
+
+def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path) -> None:
+    found.write(whole, tmp_path / "results.json")
+    again = found.read(tmp_path / "results.json")
+    assert again.models[0].contenders[0].latency.median.value == pytest.approx(
+        whole.models[0].contenders[0].latency.median.value, rel=1e-4
+    )
+    assert again.environment.machine == whole.environment.machine
+    assert again.environment.versions == whole.environment.versions
+    text = (tmp_path / "results.json").read_text(encoding="utf-8")
+    for other, words in (
+        (text.replace('"schema_version": 1', '"schema_version": 7'), "schema 7"),
+        (text.replace('"models"', '"modles"'), "no whole results file"),
+        ("{", "no results file"),
+    ):
+        (tmp_path / "other.json").write_text(other, encoding="utf-8")
+        with pytest.raises(UsageError, match=words):
+            found.read(tmp_path / "other.json")
+
+
+# --- processes of their own -------------------------------------------------------------------------------------------
+
+
+def order(deployed: Bundle, folder: Path, **changes: Any) -> fresh.Order:
+    given = {
+        "bundle": str(deployed.path), "contender": "onnxruntime-cpu", "engine": "backend", "file": None,
+        "sizes": {"batch": 1, "tokens": 4}, "threads": 1, "folder": str(folder), "any_sizes": True, "warm": True,
+    }  # fmt: skip
+    return fresh.Order(**{**given, **changes})
+
+
+def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
+    """Eager holds the scores of 1 × 3 heads × 1600² twice or so, 29 MiB each; attnforge on ONNX Runtime none."""
+    options = {"max_image_size": 160, "max_batch": 1, "image_size": 160}
+    module, args, shapes = build_model("patch-attention", **options)
+    source = Source(kind="registered", name="patch-attention", options=options)
+    made = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, source=source)
+    sizes = {"rows": 40, "cols": 40}
+    ours = fresh.measured(order(made, tmp_path, sizes=sizes))
+    eager = fresh.measured(order(made, tmp_path, sizes=sizes, contender="eager", engine="torch"))
+    if ours.peak_mib is None or ours.loaded_mib is None or eager.peak_mib is None or eager.loaded_mib is None:
+        pytest.skip("the system does not tell how much memory a process has")
+    assert ours.peak_mib - ours.loaded_mib < 25
+    assert 29 < eager.peak_mib - eager.loaded_mib < 200
+    assert ours.loaded_mib < eager.loaded_mib  # which has torch
+
+
+def test_a_process_that_fails_says_why(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(fresh.FailedError, match="no bundle"):
+        fresh.measured(order(bundle, tmp_path, bundle=str(tmp_path)))
+
+
+def test_a_process_that_takes_too_long_is_ended(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fresh, "TIMEOUT", 0.01)
+    with pytest.raises(fresh.FailedError, match="took more than"):
+        fresh.measured(order(bundle, tmp_path))
+
+
+# --- growth -----------------------------------------------------------------------------------------------------------
+
+
+def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> None:
+    plan = measure.Plan([bundle], ["onnxruntime-cpu"], ["eager"], 2, 1, throughput=False, starts=False, memory=False)
+    grown = growth.over_sizes(plan, "tokens", {n: {"batch": 1, "tokens": n} for n in (4, 16, 64)})
+    assert grown.sizes == [4, 16, 64] and {one.name for one in grown.series} == {"onnxruntime-cpu", "eager"}
+    for one in grown.series:
+        assert all(ms is not None and ms > 0 for ms in one.ms) and one.time is not None
+        assert one.extra_mib == [None] * 3 and one.memory is None
+    layers = {n: deployed(tmp_path, num_layers=n) for n in (1, 3)}
+    grown = growth.over_bundles(plan, "layers", layers)
+    assert grown.sizes == [1, 3] and len(grown.deploy_seconds) == 2
+    assert all(seconds["export"] > 0 for seconds in grown.deploy_seconds)
+
+
+# --- the suite --------------------------------------------------------------------------------------------------------
+
+
+def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = suite.Subject("small", "transformer-encoder", {**SMALL, "max_batch": 1, "batch_size": 1}, ["eager"])
+    monkeypatch.setattr(suite, "ROUNDS", 3)
+    monkeypatch.setattr(suite, "SUBJECTS", (small,))
+    for along in ("tokens", "layers"):
+        grown = found.Growth(model="small", along=along, sizes=[], series=[])
+        monkeypatch.setattr(suite, f"over_{along}", lambda *given, grown=grown: grown)
+    readme = tmp_path / "README.md"
+    file = tmp_path / "suite.json"
+    names = ("small", "claims", "growth-tokens", "growth-layers")
+    places = "\n".join(f"<!-- {name}: from {file.as_posix()} -->\nOUTDATED\n<!-- /{name} -->" for name in names)
+    readme.write_text(f"before\n{places}\nafter\n", encoding="utf-8")
+    html = tmp_path / "page/index.html"
+    suite.main(file, readme, html, None, None, 1)
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("after\n") and "OUTDATED" not in text and "eager" in text
+    assert html.exists() and list(html.parent.glob("*.png"))
+    taken = found.read(file)
+    assert [model.name for model in taken.models] == ["small"] and taken.command == suite.COMMAND
+    for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many quiet rounds
+        ms = one.latency.median.value / (4 if one.ours else 1)
+        one.latency.rounds = [[ms * (1 + 0.001 * (i % 3))] for i in range(20)]
+    found.write(taken, tmp_path / "old.json")
+    monkeypatch.setattr(suite, "run_suite", lambda *given: found.read(file))
+    with pytest.raises(SystemExit) as ended:
+        suite.main(file, None, html, tmp_path / "old.json", None, 1)
+    assert ended.value.code == 1

@@ -1,0 +1,147 @@
+"""The OpenVINO backend for any sizes, threads and callers. That it is right is seen in test_registered."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import attnforge
+from attnforge import reference
+from attnforge.arrays import BFLOAT16
+from attnforge.bundle import Bundle
+from attnforge.errors import UsageError
+from attnforge.model.registry import build_model
+from attnforge.runtime import openvino
+from attnforge.runtime.backends import why_no_openvino
+
+pytestmark = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    module, args, shapes = build_model("transformer-encoder", embed_dim=32, vocab_size=50)
+    folder = tmp_path_factory.mktemp("encoder") / "bundle"
+    return attnforge.deploy(module, args, folder, shapes, targets=["onnxruntime"], name="encoder", tune=False)
+
+
+def feeds_of(bundle: Bundle, **sizes: int) -> dict[str, np.ndarray]:
+    return reference.make_inputs(reference.at(bundle.manifest.inputs, sizes), bundle.manifest.inputs, {})
+
+
+def test_shapes_that_come_again_are_compiled_for_and_give_the_same(encoder: Bundle) -> None:
+    with attnforge.load(encoder, "openvino") as session, attnforge.load(encoder, "onnxruntime-cpu") as other:
+        weights = session.memory.weights
+        assert weights is not None
+        for tokens in (5, 17):
+            feeds = feeds_of(encoder, batch=3, tokens=tokens)
+            first = session.run(feeds)
+            before = session.memory.weights
+            again, third = session.run(feeds), session.run(feeds)
+            assert session.memory.weights == (before or 0) + weights  # a compiled model more
+            for result in (first, again, third):
+                np.testing.assert_allclose(result["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+
+
+def test_only_so_many_shapes_are_compiled_for(encoder: Bundle) -> None:
+    with attnforge.load(encoder, "openvino") as session:
+        weights = session.memory.weights or 0
+        for _ in range(3):
+            for tokens in range(1, openvino.SPECIALIZED + 4):
+                session.run(feeds_of(encoder, batch=1, tokens=tokens))
+        assert session.memory.weights == (1 + openvino.SPECIALIZED) * weights
+        backend = session._backend
+        assert isinstance(backend, openvino.OpenVino)
+        kept = dict(backend._special)
+        for tokens in range(openvino.SPECIALIZED + 4, 0, -1):
+            session.run(feeds_of(encoder, batch=1, tokens=tokens))
+        assert backend._special == kept  # none gave way to another
+
+
+def test_many_threads_get_their_own_answers(encoder: Bundle) -> None:
+    with attnforge.load(encoder, "openvino", contexts=3) as session:
+
+        def call(tokens: int) -> bool:
+            feeds = feeds_of(encoder, batch=2, tokens=tokens)
+            expected = session.run(feeds)["output"]
+            return all(np.allclose(session.run(feeds)["output"], expected, atol=1e-5) for _ in range(8))
+
+        with ThreadPoolExecutor(6) as threads:
+            assert all(threads.map(call, (3, 3, 9, 21, 40, 64)))
+        assert session.memory.contexts <= 3
+
+
+def test_answers_stay_as_they_are_when_the_next_is_asked_for(encoder: Bundle) -> None:
+    with attnforge.load(encoder, "openvino") as session:
+        first = session.run(feeds_of(encoder, batch=1, tokens=8))["output"]
+        kept = first.copy()
+        other = {name: 1 - value for name, value in feeds_of(encoder, batch=1, tokens=8).items() if value.dtype != bool}
+        session.run({**feeds_of(encoder, batch=1, tokens=8), **other})
+        np.testing.assert_array_equal(first, kept)
+
+
+def test_outputs_go_where_they_are_wanted(encoder: Bundle) -> None:
+    feeds = feeds_of(encoder, batch=2, tokens=6)
+    with attnforge.load(encoder, "openvino") as session:
+        expected = session.run(feeds)["output"]
+        mine = np.full_like(expected, np.nan)
+        assert session.run(feeds, out={"output": mine})["output"] is mine
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fp32_is_fp32_even_where_bf16_would_be_faster(encoder: Bundle) -> None:
+    report = attnforge.verify(encoder, ["openvino"]).backends["openvino"]
+    assert report.passed and report.error < 1e-5
+
+
+def test_bfloat16_arrays_in_and_out(tmp_path: Path) -> None:
+    module, args, shapes = build_model("self-attention")
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "bf16", ["onnxruntime"], tune=False)
+    feeds = feeds_of(bundle, batch=2, tokens=5)
+    with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as other:
+        results = [session.run(feeds)["output"] for _ in range(3)]
+        expected = other.run(feeds)["output"].astype(np.float32)
+    assert all(result.dtype == BFLOAT16 for result in results)
+    for result in results:
+        np.testing.assert_allclose(result.astype(np.float32), expected, rtol=0.05, atol=0.02)
+
+
+def test_threads_are_as_told(encoder: Bundle) -> None:
+    with attnforge.load(encoder, "openvino", threads=1) as session:
+        backend = session._backend
+        assert isinstance(backend, openvino.OpenVino)
+        assert backend._properties["INFERENCE_NUM_THREADS"] == 1
+
+
+def test_a_closed_session_says_so(encoder: Bundle) -> None:
+    session = attnforge.load(encoder, "openvino")
+    session.close()
+    with pytest.raises(UsageError, match="closed"):
+        session.run(feeds_of(encoder, batch=1, tokens=4))
+
+
+def test_by_default_it_is_verified_only_where_auto_may_load_it(encoder: Bundle) -> None:
+    report = attnforge.verify(encoder)  # deployed without measuring
+    assert "openvino" not in report.backends and "by name" in report.skipped["openvino"]
+    assert attnforge.load(encoder).backend == "onnxruntime-cpu"
+
+
+def test_arrays_that_may_not_be_written_to_are_read(encoder: Bundle) -> None:
+    feeds = feeds_of(encoder, batch=2, tokens=6)
+    for array in feeds.values():
+        array.flags.writeable = False
+    with attnforge.load(encoder, "openvino") as session, attnforge.load(encoder, "onnxruntime-cpu") as other:
+        np.testing.assert_allclose(session.run(feeds)["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_bundle_that_is_replaced_is_not_half_of_what_is_loaded(encoder: Bundle, tmp_path: Path) -> None:
+    shutil.copytree(encoder.path, tmp_path / "b")
+    feeds = feeds_of(encoder, batch=2, tokens=6)
+    with attnforge.load(tmp_path / "b", "openvino") as session:
+        expected = session.run(feeds)["output"]
+        (tmp_path / "b/canonical.onnx").write_bytes(b"another")
+        for _ in range(3):
+            np.testing.assert_allclose(session.run(feeds)["output"], expected, rtol=1e-4, atol=1e-5)
