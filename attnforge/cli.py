@@ -372,6 +372,7 @@ def bench(
     ] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write the plots to this folder, as PNG files.")] = None,
     old: Annotated[
         Path | None, typer.Option("--compare", help="Results of an earlier run; exits with 1 on a regression.")
     ] = None,
@@ -423,6 +424,10 @@ def bench(
         from attnforge.benchmarks.page import write_page
 
         write_page(taken, html, force=force, compared=compared.text().splitlines() if compared is not None else None)
+    if plots is not None:
+        from attnforge.benchmarks.plots import save_plots
+
+        save_plots(taken, plots)
     if as_json:
         _print_json(taken.model_dump(mode="json") | ({"compared": compared.model_dump()} if compared else {}))
     else:
@@ -432,7 +437,7 @@ def bench(
         out.print(f"[dim]{about.threads} threads; {about.machine.processor}; {about.machine.processors} processors[/]")
         for line in compared.text().splitlines() if compared is not None else ():
             out.print(escape(line), soft_wrap=True, highlight=False)
-        for file in filter(None, (out_file, html)):
+        for file in filter(None, (out_file, html, plots)):
             out.print(f"written: {escape(str(file))}", soft_wrap=True)
     ours = [{one.name for one in model.contenders if one.ours} for model in taken.models]
     shipped = [name for name in BACKENDS if name not in WITHOUT_TARGET or name in (backend or ())]

@@ -130,7 +130,7 @@ def test_what_must_fuse_and_does_is_written(tmp_path: Path) -> None:
 
 def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
     arguments = ("--backend", "onnxruntime-cpu", "--against", "onnxruntime-plain", "--rounds", "2", "--quick")
-    files = ("--out", tmp_path / "results.json", "--html", tmp_path / "page.html")
+    files = ("--out", tmp_path / "results.json", "--html", tmp_path / "page.html", "--plots", tmp_path / "plots")
     done = attnforge("bench", bundle, *arguments, "--shapes", "batch=3", *files, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)["models"][0]
@@ -138,6 +138,7 @@ def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
     medians = {one["name"]: one["latency"]["median"]["value"] for one in report["contenders"]}
     assert set(medians) == {"onnxruntime-cpu", "onnxruntime-plain"} and all(ms > 0 for ms in medians.values())
     assert "onnxruntime-plain" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert list((tmp_path / "plots").glob("*.png"))
     slow = read(tmp_path / "results.json")
     for one in slow.models[0].contenders:
         if one.ours:  # as if it had been twice as fast
