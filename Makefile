@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ EXPONENT_AT_MOST = 1.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """A claim, what was measured of it, and whether that holds; None where it was not measured."""
+    """A claim, and what was measured of it; None where nothing was."""
 
     claim: str
     at_most: float
@@ -22,8 +22,13 @@ class Outcome:
     against: str = ""
 
     @property
-    def holds(self) -> bool | None:
-        return None if self.measured is None else self.measured.value <= self.at_most
+    def holds(self) -> str:
+        """Whether it holds, in a word or two: what is within its interval may be chance, either way."""
+        if self.measured is None:
+            return "not measured"
+        if self.measured.value <= self.at_most:
+            return "yes"
+        return "**no**" if self.measured.low > self.at_most else "no, within noise"
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,9 @@ def table(results: Results) -> str:
     lines = ["| | at most | measured | 95% | holds |", "|---|---|---|---|---|"]
     for one in outcomes(results):
         if one.measured is None:
-            lines.append(f"| {one.claim} | {one.at_most:g} | – | – | not measured |")
+            lines.append(f"| {one.claim} | {one.at_most:g} | – | – | {one.holds} |")
             continue
         of = f"{one.claim} ({one.against})" if one.against and "any" in one.claim else one.claim
         at = one.measured
-        holds = "yes" if one.holds else "**no**"
-        lines.append(f"| {of} | {one.at_most:g} | {at.value:.3g} | {at.low:.3g}–{at.high:.3g} | {holds} |")
+        lines.append(f"| {of} | {one.at_most:g} | {at.value:.3g} | {at.low:.3g}–{at.high:.3g} | {one.holds} |")
     return "\n".join(lines)

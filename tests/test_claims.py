@@ -1,0 +1,50 @@
+"""The claims of the suite: which contenders they are about, and when they hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnforge.benchmarks import claims
+from attnforge.benchmarks.results import Contender, Growth, Interval, Model, Series
+from attnforge.benchmarks.statistics import fit_of, latency_of
+
+
+def contender(name: str, precision: str, ms: float, ours: bool = False, picked: bool = False) -> Contender:
+    times = latency_of([[ms * (1 + 0.001 * (i % 5))] for i in range(15)])
+    return Contender(
+        name=name, precision=precision, ours=ours, picked=picked, what=name, error=0, budget=1, latency=times
+    )
+
+
+def model(*contenders: Contender) -> Model:
+    return Model(name="m", sizes={}, inputs={}, rounds=15, deployed=[], contenders=list(contenders))
+
+
+def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
+    claim = claims.Ratio("m", "fp32", claims._at("fp32"), "any fp32 contender", 1.05)
+    ours, slow = contender("openvino", "fp32", 10, True, True), contender("onnxruntime-cpu", "fp32", 20, True)
+    faster, low = contender("eager", "fp32", 8), contender("eager", "bf16", 1)
+    outcome = claim.outcome(model(ours, slow, faster, low))
+    assert outcome.against == "openvino fp32 to eager fp32"
+    assert outcome.measured is not None and outcome.measured.value == pytest.approx(1.25)
+    assert outcome.holds == "**no**"
+    assert claim.outcome(model(ours, slow, low)).holds == "yes"  # half of the other's time
+    assert claim.outcome(model(slow, faster)).holds == "not measured"  # nothing is picked
+    assert claim.outcome(None).holds == "not measured"
+
+
+def test_what_is_within_its_interval_may_be_chance() -> None:
+    for value, holds in ((0.70, "yes"), (0.77, "no, within noise"), (0.90, "**no**")):
+        measured = Interval(value=value, low=value - 0.05, high=value + 0.05)
+        assert claims.Outcome("", 0.75, measured).holds == holds
+
+
+def test_memory_and_how_it_grows() -> None:
+    sizes, mib = [196, 784, 3136, 12544], [0.5, 2.0, 8.0, 32.0]
+    series = Series(
+        name="onnxruntime-cpu", precision="fp32", ours=True, ms=[1, 2, 3, 4], extra_mib=mib, memory=fit_of(sizes, mib)
+    )
+    most, exponent = claims._of_memory([Growth(model="m", along="tokens", sizes=sizes, series=[series])])
+    assert most.measured is not None and most.measured.value == 32 and most.holds == "yes"
+    assert exponent.measured is not None and exponent.measured.value == pytest.approx(1) and exponent.holds == "yes"
+    assert [one.holds for one in claims._of_memory([])] == ["not measured"] * 2
