@@ -23,7 +23,7 @@ from attnforge.benchmarks.statistics import NORMAL, Rounds, draws, percentiles, 
 from attnforge.errors import UsageError
 from attnforge.records import Record
 
-TOLERANCE = 0.04
+TOLERANCE = 0.03
 """How much slower nobody minds. The whole interval of a change has to be beyond."""
 
 USUAL_SPREAD = 0.0125
