@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,19 +87,12 @@ def write_page(
         UsageError: `path` exists and `force` is not given.
     """
     check_page(path, force)
-    import jinja2
-
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     manifest = opened.manifest
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("attnforge", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"error": _error, "number": _number, "percent": _percent}
-    text = environment.get_template(TEMPLATE).render(
+    return render(
+        TEMPLATE,
+        path,
+        {"error": _error, "number": _number, "percent": _percent},
         report=report,
         manifest=manifest,
         floors={name: budget_precision(manifest, name).floor for name in report.backends}
@@ -109,6 +103,23 @@ def write_page(
         kinds={kind: text for kind, text in KINDS.items() if any(case.kind == kind for case in report.cases)},
         masks={masks: text for masks, text in MASKS.items() if any(case.masks == masks for case in report.cases)},
     )
+
+
+def render(
+    template: str, path: str | os.PathLike[str], filters: Mapping[str, Callable[..., Any]], **values: Any
+) -> Path:
+    """Write what a template makes of values to a file; all of them are escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("attnforge", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= filters
+    text = environment.get_template(template).render(**values)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")

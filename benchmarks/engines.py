@@ -16,6 +16,7 @@ from attnforge.bundle import Bundle
 from attnforge.errors import UnavailableError
 from attnforge.runtime.backends import why_no_openvino, why_no_provider
 from attnforge.runtime.onnxruntime import OnnxRuntime
+from attnforge.runtime.openvino import CAPABILITIES
 from attnforge.runtime.session import Session, load
 
 Runner = Callable[[dict[str, Array]], dict[str, Array]]
@@ -84,17 +85,13 @@ def _on_cuda(setup: Setup, file: Path, stack: ExitStack) -> Runner:
     return lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
 
 
-HINTS = {"fp16": ("f16", "FP16"), "bf16": ("bf16", "BF16")}
-"""What OpenVINO is told to compute in, and what it calls a processor's ability to."""
-
-
 def _in_openvino(setup: Setup, file: Path, stack: ExitStack, static: bool = False) -> Runner:
     if (reason := why_no_openvino()) is not None:
         raise UnavailableError(reason)
     import openvino
 
     core: Any = openvino.Core()
-    hint, ability = HINTS.get(setup.bundle.manifest.precision, ("f32", "FP32"))
+    ability, hint = CAPABILITIES.get(setup.bundle.manifest.precision, ("FP32", "f32"))
     if ability not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise UnavailableError(f"this processor has no {ability} arithmetic that OpenVINO uses")
     model = core.read_model(str(file))

@@ -33,7 +33,7 @@ from attnforge.benchmarks.peers import ON_GPU as GPU_PEERS
 from attnforge.benchmarks.peers import PEERS, Job, expected
 from attnforge.benchmarks.statistics import latency_of, ratio_of
 from attnforge.bundle import CANONICAL, FLAVOURS, REFERENCE_OUTPUTS, WEIGHTS, Bundle, Case
-from attnforge.errors import BundleError, UnavailableError, UnknownNameError, UsageError
+from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.deploy import tool_versions
 from attnforge.export.expected import kept
 from attnforge.machine import processors, this_machine
@@ -383,7 +383,7 @@ def _throughputs(plan: Plan, entries: Sequence[_Entry], case: Case) -> dict[str,
 
 def _allows(bundle: Bundle, sizes: Mapping[str, int]) -> bool:
     inputs = bundle.manifest.inputs
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(InputError):
         checked(inputs, reference.make_inputs(reference.at(inputs, sizes), inputs, {}))
         return True
     return False

@@ -4,16 +4,16 @@ costs; and tables of the same results in Markdown."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from attnforge.benchmarks import plots
 from attnforge.benchmarks.limits import Ceilings
 from attnforge.benchmarks.plots import interval, places, precisions, shown
 from attnforge.benchmarks.results import Contender, Deployed, Fit, Growth, Model, Results, Series, Throughput
 from attnforge.charts import Picture
-from attnforge.page import check_page
+from attnforge.page import check_page, render
 
 TEMPLATE = "bench.html"
 
@@ -44,16 +44,7 @@ def write_page(
         UsageError: `path` exists and `force` is not given, or is a folder.
     """
     check_page(path, force)
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("attnforge", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
+    filters: dict[str, Callable[..., Any]] = {
         "error": _error,
         "fixed": _fixed,
         "interval": interval,
@@ -62,7 +53,10 @@ def write_page(
         "shown": shown,
     }
     answers = [(model, found) for model in results.models if (found := _answers(model))]
-    text = environment.get_template(TEMPLATE).render(
+    render(
+        TEMPLATE,
+        path,
+        filters,
         results=results,
         names=", ".join(dict.fromkeys(model.name for model in results.models)) or "nothing",
         answers=answers,
@@ -73,9 +67,6 @@ def write_page(
         growth=[_grown(one) for one in results.growth],
         compared=list(compared or ()),
     )
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
 
 
 def _error(number: float) -> str:

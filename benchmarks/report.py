@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
+
+from attnforge.machine import this_machine
 
 RESULTS = Path("benchmarks/results")
 
 
 def machine(threads: int) -> dict[str, Any]:
     """What was measured on."""
-    return {"system": f"{platform.system()} {platform.machine()}", "processor": _processor(), "threads": threads}
+    here = this_machine(gpus=False)
+    return {"system": here.system, "processor": here.processor, "threads": threads}
 
 
 def publish(figures: dict[str, Any], table: str, name: str, results: Path, readme: Path | None) -> None:
@@ -32,11 +34,3 @@ def publish_table(table: str, name: str, results: Path, readme: Path) -> None:
     if not (found and closed):
         raise SystemExit(f"{readme} has no place for the table: put {start} and {end} where it belongs")
     readme.write_text(f"{head}{start}\n{table}\n{end}{tail}", encoding="utf-8")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
