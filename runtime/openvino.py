@@ -21,8 +21,9 @@ from attnforge.bundle import CANONICAL, Bundle, DimSpec, Manifest
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.onnxruntime import weights_of
+from attnforge.runtime.openvino_graph import prepared
 from attnforge.runtime.options import Memory, Options
-from attnforge.runtime.pool import Pool, Recent
+from attnforge.runtime.pool import Outputs, Pool, Recent
 
 log = logging.getLogger("attnforge")
 
@@ -67,12 +68,15 @@ class OpenVino:
         if options.threads is not None:
             self._properties["INFERENCE_NUM_THREADS"] = options.threads
         self._weights = weights_of(file)
+        self._results = Outputs()
         self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
         self._lock = threading.Lock()
         self._seen: Recent[Shape, bool] = Recent(4096)
         self._special: dict[Shape, _Compiled | None] = {}  # None while it is being compiled
         try:
             self._model: Any = self._core.read_model(str(file))
+            if manifest.mixed is None:  # else what is rounded is what was chosen
+                self._model = self._prepared(file)
             self._general: _Compiled | None = self._compile(self._model)
         except RuntimeError as error:
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -85,7 +89,7 @@ class OpenVino:
         if compiled is None:
             raise UsageError("the session was closed; load the bundle again")
         targets = [
-            None if shape is None else given if given is not None else np.empty(shape, np.dtype(spec.dtype))
+            None if shape is None else given if given is not None else self._results.empty(shape, spec.dtype)
             for spec, shape, given in zip(
                 self._outputs, shapes.outputs, out or [None] * len(self._outputs), strict=True
             )
@@ -102,6 +106,13 @@ class OpenVino:
         with self._lock:
             self._special, self._limit = {}, 0
             self._general = self._model = None
+
+    def _prepared(self, file: Path) -> Any:
+        try:
+            return prepared(self._model)
+        except RuntimeError:  # as it is written it is no less right
+            log.warning("OpenVINO runs %s as it is written; rewriting it failed", file, exc_info=True)
+            return self._core.read_model(str(file))
 
     def _for_shapes(self, key: Shape) -> _Compiled | None:
         """What is compiled for these shapes, or for all; None where the session is closed."""

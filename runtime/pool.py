@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from attnforge.arrays import Array
 from attnforge.errors import UsageError
 
 T = TypeVar("T")
@@ -118,3 +121,46 @@ class Recent(Generic[K, T]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._held
+
+
+class Outputs:
+    """Arrays for results, in memory whose last array nobody holds any more. Any number of threads may ask.
+
+    What is large comes from the operating system page by page, on first touch, and goes back when it is freed: of 2 MiB
+    that is a millisecond or two a call.
+    """
+
+    LARGE, KEPT = 2**16, 4
+
+    def __init__(self) -> None:
+        self._idle: deque[Array] = deque(maxlen=self.KEPT)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """As `numpy.empty`."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if size < self.LARGE:
+            return np.empty(shape, dtype)
+        memory: Array | None = None
+        for _ in range(len(self._idle)):
+            try:
+                memory = self._idle.popleft()
+            except IndexError:  # another thread took it
+                break
+            if memory.nbytes == size:
+                break
+            self._idle.append(memory)
+            memory = None
+        lent = _Lent(np.empty(size, np.uint8) if memory is None else memory, self._idle)
+        array: Array = np.asarray(lent).view(dtype).reshape(shape)
+        return array
+
+
+class _Lent:
+    """Memory that goes back to where it is from once no array is of it."""
+
+    def __init__(self, memory: Array, home: deque[Array]) -> None:
+        self._memory, self._home = memory, home
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._home.append(self._memory)

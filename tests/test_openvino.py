@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,12 @@ import pytest
 import attnforge
 from attnforge import reference
 from attnforge.arrays import BFLOAT16
-from attnforge.bundle import Bundle
+from attnforge.bundle import CANONICAL, Bundle
 from attnforge.errors import UsageError
 from attnforge.model.registry import build_model
 from attnforge.runtime import openvino
 from attnforge.runtime.backends import why_no_openvino
+from attnforge.runtime.openvino_graph import prepared
 
 pytestmark = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
 
@@ -145,3 +148,76 @@ def test_a_bundle_that_is_replaced_is_not_half_of_what_is_loaded(encoder: Bundle
         (tmp_path / "b/canonical.onnx").write_bytes(b"another")
         for _ in range(3):
             np.testing.assert_allclose(session.run(feeds)["output"], expected, rtol=1e-4, atol=1e-5)
+
+
+# --- what OpenVINO is given -------------------------------------------------------------------------------------------
+
+
+def graph_of(bundle: Bundle) -> Any:
+    from openvino import Core
+
+    return Core().read_model(str(bundle.file(CANONICAL)))
+
+
+def operators(model: Any) -> Counter[str]:
+    return Counter(node.get_type_name() for node in model.get_ordered_ops())
+
+
+def test_attention_is_given_as_products_with_nothing_between_it_and_its_transposes(tmp_path: Path) -> None:
+    module, args, shapes = build_model("patch-attention", image_size=32, max_image_size=32, max_batch=1)
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    written, given = operators(graph_of(bundle)), prepared(graph_of(bundle))
+    assert written["ScaledDotProductAttention"] == 1 and operators(given)["ScaledDotProductAttention"] == 0
+    scores = next(node for node in given.get_ordered_ops() if node.get_type_name() == "Softmax")
+    product = scores.input_value(0).get_node().input_value(0).get_node()
+    assert [product.input_value(i).get_node().get_type_name() for i in (0, 1)] == ["Transpose", "Transpose"]
+    assert all(product.input_value(i).get_node().get_output_partial_shape(0).rank.get_length() == 4 for i in (0, 1))
+    taken = next(iter(scores.output(0).get_target_inputs())).get_node()
+    assert next(iter(taken.output(0).get_target_inputs())).get_node().get_type_name() == "Transpose"
+    assert operators(given)["Transpose"] == written["Transpose"]
+
+
+def test_16_bits_are_left_at_the_inputs_and_outputs_and_in_the_weights(tmp_path: Path) -> None:
+    module, args, shapes = build_model("vit")
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "bf16", ["onnxruntime"], tune=False)
+    written, given = graph_of(bundle), prepared(graph_of(bundle))
+    for ours, theirs in zip((*given.inputs, *given.outputs), (*written.inputs, *written.outputs), strict=True):
+        assert ours.get_names() == theirs.get_names()
+        assert ours.get_element_type() == theirs.get_element_type()
+        assert ours.get_partial_shape() == theirs.get_partial_shape()
+    narrow = Counter(
+        node.get_type_name()
+        for node in given.get_ordered_ops()
+        for port in node.outputs()
+        if port.get_element_type().get_type_name() in ("bf16", "f16")
+    )
+    weights = narrow.pop("Constant")
+    assert weights > 20 and narrow == {"Parameter": 1, "Convert": 1, "Result": 1}
+
+
+def test_it_is_the_same_function_as_the_graph_that_it_is_made_of(encoder: Bundle) -> None:
+    from openvino import Core
+
+    found = []
+    for model in (graph_of(encoder), prepared(graph_of(encoder))):
+        compiled = Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        found.append([compiled(feeds_of(encoder, batch=n, tokens=5 * n))[0] for n in (1, 2, 3)])
+    for written, given in zip(*found, strict=True):
+        np.testing.assert_allclose(given, written, rtol=1e-5, atol=1e-6)
+
+
+def test_where_rewriting_fails_the_graph_runs_as_it_is_written(
+    encoder: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeds = feeds_of(encoder, batch=2, tokens=6)
+    with attnforge.load(encoder, "openvino") as session:
+        expected = session.run(feeds)["output"]
+    assert not caplog.records
+
+    def refused(model: Any) -> Any:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(openvino, "prepared", refused)
+    with attnforge.load(encoder, "openvino") as session:
+        np.testing.assert_allclose(session.run(feeds)["output"], expected, rtol=1e-4, atol=1e-5)
+    assert "rewriting it failed" in caplog.text

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+from attnforge.arrays import BFLOAT16
 from attnforge.errors import UsageError
-from attnforge.runtime.pool import Pool, Recent
+from attnforge.runtime.pool import Outputs, Pool, Recent
 
 
 class Thing:
@@ -142,3 +145,73 @@ def test_what_was_used_longest_ago_gives_way() -> None:
     assert dropped == [2, 1] and recent.get("a") == 4
     recent.clear()
     assert sorted(dropped) == [1, 2, 3, 4] and len(recent) == 0
+
+
+# --- memory for results -----------------------------------------------------------------------------------------------
+
+SHAPE = (64, 512)
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, "float16", BFLOAT16, np.int64])
+def test_memory_comes_back_when_the_last_array_of_it_is_gone(dtype: object) -> None:
+    outputs = Outputs()
+    first = outputs.empty(SHAPE, dtype)
+    assert first.shape == SHAPE and first.dtype == np.dtype(dtype) and first.flags.writeable  # type: ignore[call-overload]
+    where, part = address(first), first[3:5].T
+    del first
+    gc.collect()
+    other = outputs.empty(SHAPE, dtype)
+    assert address(other) != where  # a part of it is still held
+    del part
+    gc.collect()
+    assert address(outputs.empty(SHAPE, dtype)) == where
+
+
+def test_other_sizes_do_not_get_it_and_do_not_lose_it() -> None:
+    outputs = Outputs()
+    held = address(outputs.empty(SHAPE, np.float32))
+    other = outputs.empty((65, 512), np.float32)
+    assert address(other) != held
+    assert address(outputs.empty((512, 64), np.float32)) == held
+
+
+def test_only_some_is_kept() -> None:
+    outputs = Outputs()
+    arrays = [outputs.empty(SHAPE, np.float32) for _ in range(3 * Outputs.KEPT)]
+    arrays.clear()
+    assert len(outputs._idle) == Outputs.KEPT
+
+
+def test_what_is_small_or_empty_is_as_numpy_gives_it() -> None:
+    outputs = Outputs()
+    for shape in ((3,), (0, 4096), ()):
+        assert outputs.empty(shape, np.float32).shape == shape
+    assert not outputs._idle
+
+
+def test_no_two_callers_share_any() -> None:
+    outputs = Outputs()
+
+    def call(number: int) -> bool:
+        for _ in range(200):
+            mine = outputs.empty(SHAPE, np.float32)
+            mine[:] = number
+            if not (mine == number).all():
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(call, range(8)))
+
+
+def test_arrays_outlive_the_session() -> None:
+    outputs = Outputs()
+    array = outputs.empty(SHAPE, np.float32)
+    array[:] = 7
+    del outputs
+    gc.collect()
+    assert (array == 7).all()

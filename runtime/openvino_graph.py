@@ -1,0 +1,154 @@
+"""What OpenVINO is given of a canonical graph: the same function, as its CPU plugin runs it fastest.
+
+It gains most in bf16, where a processor has AMX. `openvino-static` of the benchmark is OpenVINO without it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from attnforge.arrays import Array
+
+NARROW = ("bf16", "f16")
+
+
+def prepared(model: Any) -> Any:
+    """An `openvino.Model` that computes what `model` does, within rounding; its inputs and outputs stay as they are.
+
+    `model` itself is taken apart for it.
+    """
+    heads_first(model)
+    as_products(model)
+    model.validate_nodes_and_infer_types()
+    return widened(model)
+
+
+def heads_first(model: Any) -> None:
+    """Let a lone batch dim be there before heads and tokens change places, and until they have changed back.
+
+    OpenVINO compiles such a transpose into the attention that it is an input or output of; with a dim put in or taken
+    out between the two, it is a pass over memory of its own.
+    """
+    from openvino import opset13 as ops
+
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "Unsqueeze" and _numbers(node) == [0]:
+            inner = node.input_value(0).get_node()
+            if _order(inner) and len(inner.output(0).get_target_inputs()) == 1:
+                apart = ops.unsqueeze(inner.input_value(0), _ints([0]))
+                _replace(node, ops.transpose(apart, _under_batch(_order(inner))))
+        elif order := _order(node):
+            inner = node.input_value(0).get_node()
+            if inner.get_type_name() == "Squeeze" and _numbers(inner) == [0]:
+                swapped = ops.transpose(inner.input_value(0), _under_batch(order))
+                _replace(node, ops.squeeze(swapped, _ints([0])))
+
+
+def as_products(model: Any) -> None:
+    """Write attention out as products and a softmax, which OpenVINO compiles into one kernel with the transposes before
+    and behind it. What is causal, or has no scale that is known, stays one operator."""
+    from openvino import opset13 as ops
+
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "ScaledDotProductAttention" or node.get_attributes().get("causal"):
+            continue
+        query, key, value, *others = (node.input_value(i) for i in range(node.get_input_size()))
+        scale = _scale(query, others)
+        if scale is None or len(others) > 2:
+            continue
+        kind = _kind(query)
+        scores = ops.multiply(ops.matmul(query, key, False, True), _constant(scale, kind))
+        if others and _value(others[0]) != 0:
+            if _kind(others[0]) == "boolean":
+                scores = ops.select(others[0], scores, _constant(-math.inf, kind))
+            else:
+                scores = ops.add(scores, others[0])
+        _replace(node, ops.matmul(ops.softmax(scores, -1), value, False, False))
+
+
+def widened(model: Any) -> Any:
+    """The model with every 16-bit number in fp32, but its inputs and outputs.
+
+    What OpenVINO computes in is its INFERENCE_PRECISION_HINT; 16-bit types in the graph besides make it round what a
+    kernel has in registers, which takes time and loses precision.
+    """
+    import openvino
+    from openvino import opset13 as ops
+
+    inputs, outputs = ([port.get_element_type() for port in ports] for ports in (model.inputs, model.outputs))
+    for node in model.get_ordered_ops():
+        if not node.get_output_size() or _kind(node.output(0)) not in NARROW:
+            continue
+        if node.get_type_name() == "Parameter":
+            node.set_element_type(openvino.Type.f32)
+        elif node.get_type_name() == "Constant":
+            targets = node.output(0).get_target_inputs()  # before it has another
+            wide = ops.convert(node, "f32").output(0)
+            for target in targets:
+                target.replace_source_output(wide)
+        elif node.get_type_name() == "Convert":
+            _replace(node, ops.convert(node.input_value(0), "f32"))
+    model.validate_nodes_and_infer_types()
+    outside = openvino.preprocess.PrePostProcessor(model)
+    for i, kind in enumerate(inputs):
+        outside.input(i).tensor().set_element_type(kind)
+    for i, kind in enumerate(outputs):
+        outside.output(i).tensor().set_element_type(kind)
+    return outside.build()
+
+
+def _replace(node: Any, by: Any) -> None:
+    by.set_friendly_name(node.get_friendly_name())
+    node.output(0).replace(by.output(0))
+
+
+def _kind(output: Any) -> str:
+    kind: str = output.get_element_type().get_type_name()
+    return kind
+
+
+def _ints(values: list[int]) -> Array:
+    return np.array(values, np.int64)
+
+
+def _numbers(node: Any) -> list[int]:
+    """The second input of a node, where that is a constant."""
+    second = node.input_value(1).get_node() if node.get_input_size() > 1 else None
+    return second.get_data().reshape(-1).tolist() if second and second.get_type_name() == "Constant" else []
+
+
+def _order(node: Any) -> list[int]:
+    """Of a transpose."""
+    return _numbers(node) if node.get_type_name() == "Transpose" else []
+
+
+def _under_batch(order: list[int]) -> Array:
+    """The same order of all dims but a first one, which stays."""
+    return _ints([0, *(1 + i for i in order)])
+
+
+def _constant(value: float, kind: str) -> Any:
+    """A number of a type; OpenVINO makes no infinite constant of 16 bits, but converts one."""
+    from openvino import opset13 as ops
+
+    return ops.convert(ops.constant(np.float32(value)), kind)
+
+
+def _value(output: Any) -> float | None:
+    """The number that an output always is, or None."""
+    node = output.get_node()
+    while node.get_type_name() in ("Convert", "ConvertLike"):
+        node = node.input_value(0).get_node()
+    if node.get_type_name() != "Constant" or len(node.get_output_shape(0)) or _kind(node.output(0)) in NARROW:
+        return None
+    return float(node.get_data())
+
+
+def _scale(query: Any, others: list[Any]) -> float | None:
+    if len(others) > 1:
+        return _value(others[1])
+    width = query.get_partial_shape()[-1]
+    return float(width.get_length() ** -0.5) if width.is_static else None
