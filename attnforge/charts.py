@@ -65,13 +65,14 @@ class Mark:
     is_ordinary: bool
 
 
-def _plain(text: str) -> str:
+def literal(text: str) -> str:
     """`text` as it is: a dollar sign would begin a formula."""
     return text.replace("$", r"\$")
 
 
 @contextmanager
-def _drawing(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Iterator[Figure]:
+def drawing(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Iterator[Figure]:
+    """A figure of so many inches, in this library's style for as long as it is drawn on."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -79,7 +80,8 @@ def _drawing(width: float, height: float, layout: Literal["constrained"] | None 
         yield Figure(figsize=(width, height), layout=layout)
 
 
-def _picture(figure: Figure, kind: str, alt: str, dpi: int = 96) -> Picture:
+def embedded(figure: Figure, kind: str, alt: str, dpi: int = 96) -> Picture:
+    """A figure as `svg` or `png`, the same bytes for the same figure."""
     stream = io.BytesIO()
     metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
     figure.savefig(stream, format=kind, dpi=dpi, metadata=metadata)
@@ -109,8 +111,8 @@ def histogram(
     ends = [*(int(i) for i in inside), *(min(max(_bin(a), 1), BINS - 1) for a in allowed or ())] or [BINS // 2]
     first, last = max(min(ends) - 1, 1), max(ends) + 1
     exact = first - 2.0
-    backend = _plain(backend)
-    with _drawing(WIDTH, 3.5) as figure:
+    backend = literal(backend)
+    with drawing(WIDTH, 3.5) as figure:
         axes = figure.subplots()
         places = np.arange(first, last)
         axes.bar(places + 0.5, counts[first:last], 0.92, color=BACKEND, alpha=0.75, label=backend)
@@ -137,7 +139,7 @@ def histogram(
         axes.set_xlabel("how far off one number is, as a share of the largest")
         axes.set_ylabel("how many numbers")
         _legend(figure, axes, [backend, "eager"])
-        return _picture(figure, "svg", alt)
+        return embedded(figure, "svg", alt)
 
 
 def _legend(figure: Figure, axes: Axes, first: Sequence[str]) -> None:
@@ -165,15 +167,15 @@ def _bin(error: float) -> int:
 
 def by_case(backend: str, marks: Sequence[Mark], alt: str) -> Picture:
     """One row a case: the backend's error, eager's, and the budget as the end of a bar."""
-    backend = _plain(backend)
-    with _drawing(WIDTH, 1.3 + 0.27 * len(marks)) as figure:
+    backend = literal(backend)
+    with drawing(WIDTH, 1.3 + 0.27 * len(marks)) as figure:
         axes = figure.subplots()
         least, most = _decades(marks)
         rows = np.arange(len(marks))
         axes.barh(rows, [m.budget - least for m in marks], 0.7, left=least, color="#e9e9e9")
         axes.scatter([m.budget for m in marks], rows, s=90, c=BUDGET, marker="|", linewidths=2, label="budget")
         _scatter(axes, backend, marks, [max(m.error, least) for m in marks], list(rows), least, sideways=True)
-        axes.set_yticks(rows, [_plain(m.label) for m in marks])
+        axes.set_yticks(rows, [literal(m.label) for m in marks])
         for tick, mark in zip(axes.get_yticklabels(), marks, strict=True):
             if not mark.passed:
                 tick.set_color(FAILED)
@@ -184,13 +186,13 @@ def by_case(backend: str, marks: Sequence[Mark], alt: str) -> Picture:
         axes.set_xlim(least, most)
         axes.set_xlabel("error, relative to float64")
         _legend(figure, axes, [backend, UNUSUAL, OVER, "eager"])
-        return _picture(figure, "svg", alt)
+        return embedded(figure, "svg", alt)
 
 
 def by_size(backend: str, marks: Sequence[Mark], sizes: Sequence[int], what: str, alt: str) -> Picture:
     """Error, eager's and the budget against a size; cases that only try the model are fainter."""
-    backend = _plain(backend)
-    with _drawing(WIDTH, 3.3) as figure:
+    backend = literal(backend)
+    with drawing(WIDTH, 3.3) as figure:
         axes = figure.subplots()
         least, most = _decades(marks)
         axes.scatter(sizes, [m.budget for m in marks], s=110, c=BUDGET, marker="_", linewidths=1.6, label="budget")
@@ -200,16 +202,16 @@ def by_size(backend: str, marks: Sequence[Mark], sizes: Sequence[int], what: str
         if max(sizes) > 20 * min(sizes):
             axes.set_xscale("log")
         axes.margins(x=0.08)
-        ticks = _apart(sizes, logarithmic=max(sizes) > 20 * min(sizes))
+        ticks = ticks_apart(sizes, logarithmic=max(sizes) > 20 * min(sizes))
         axes.set_xticks([], minor=True)
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.set_xlabel(_plain(what))
+        axes.set_xlabel(literal(what))
         axes.set_ylabel("error, relative to float64")
         _legend(figure, axes, [backend, UNUSUAL, OVER, "eager"])
-        return _picture(figure, "svg", alt)
+        return embedded(figure, "svg", alt)
 
 
-def _apart(sizes: Sequence[int], logarithmic: bool) -> list[int]:
+def ticks_apart(sizes: Sequence[int], logarithmic: bool) -> list[int]:
     """Some of `sizes`, far enough from one another for their labels; the smallest and the largest among them."""
     place = np.log if logarithmic else np.asarray
     known = sorted(set(sizes))
@@ -262,7 +264,7 @@ def heatmap(values: Array, top: float, alt: str, difference: bool = False) -> Pi
     """A map of (queries, keys), from 0 to `top`, or from −`top` to `top` where it is a difference."""
     from matplotlib.ticker import MaxNLocator
 
-    with _drawing(3.5, 2.9, layout=None) as figure:
+    with drawing(3.5, 2.9, layout=None) as figure:
         axes = figure.add_axes((0.19, 0.16, 0.57, 0.8))
         ratio = values.shape[1] / values.shape[0]
         ends = (-top if difference else 0.0, top)
@@ -281,14 +283,14 @@ def heatmap(values: Array, top: float, alt: str, difference: bool = False) -> Pi
         axes.set_xlabel("key")
         axes.set_ylabel("query")
         _colorbar(figure, shown, ends, difference)
-        return _picture(figure, "png", alt, dpi=144)
+        return embedded(figure, "png", alt, dpi=144)
 
 
 def photograph(image: Array, alt: str, query: tuple[int, int, int] | None = None) -> Picture:
     """The image (height, width, channels) itself; `query` is row, column and side of a square to mark."""
-    with _drawing(3.5, 2.9, layout=None) as figure:
+    with drawing(3.5, 2.9, layout=None) as figure:
         _show_image(figure, image, query)
-        return _picture(figure, "png", alt, dpi=144)
+        return embedded(figure, "png", alt, dpi=144)
 
 
 def overlay(
@@ -300,7 +302,7 @@ def overlay(
     difference: bool = False,
 ) -> Picture:
     """Weights (rows, columns), or a difference of two, over the image that they are of; colours span `ends`."""
-    with _drawing(3.5, 2.9, layout=None) as figure:
+    with drawing(3.5, 2.9, layout=None) as figure:
         axes = _show_image(figure, image.mean(axis=-1, keepdims=True), query)
         shown = axes.imshow(
             np.ma.masked_invalid(grid),
@@ -312,7 +314,7 @@ def overlay(
             extent=(0, image.shape[1], image.shape[0], 0),
         )
         _colorbar(figure, shown, ends, difference)
-        return _picture(figure, "png", alt, dpi=144)
+        return embedded(figure, "png", alt, dpi=144)
 
 
 def pooled(values: Array, extreme: bool = False) -> Array:

@@ -17,7 +17,17 @@ import numpy as np
 
 from attnforge.benchmarks.limits import Ceilings
 from attnforge.benchmarks.results import Contender, Fit, Growth, Interval, Model, Results, Series
-from attnforge.charts import BACKEND, BUDGET, EAGER, WIDTH, Picture, _apart, _drawing, _picture, _plain
+from attnforge.charts import (
+    BACKEND,
+    BUDGET,
+    EAGER,
+    WIDTH,
+    Picture,
+    drawing,
+    embedded,
+    literal,
+    ticks_apart,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +68,7 @@ def save_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _finished(figure: Figure, kind: Kind, alt: str) -> Picture:
-    return _picture(figure, kind, alt, PNG_DPI if kind == "png" else 96)
+    return embedded(figure, kind, alt, PNG_DPI if kind == "png" else 96)
 
 
 def _unused(folder: Path, name: str, written: Sequence[Path]) -> Path:
@@ -109,7 +119,7 @@ def latencies(model: Model, kind: Kind = "svg") -> Picture | None:
         f"Milliseconds a call of {model.name}, one row for each of {len(rows)} contenders, the fastest first. Medians: "
         f"{_some(said)}."
     )
-    with _drawing(WIDTH, 1.15 + 0.3 * len(rows)) as figure:
+    with drawing(WIDTH, 1.15 + 0.3 * len(rows)) as figure:
         axes = figure.subplots()
         for y, one in enumerate(rows):
             _distribution(axes, y, one)
@@ -148,7 +158,7 @@ def ratios(model: Model, kind: Kind = "svg") -> Picture | None:
         f"intervals; below 1 is faster: {_some(said)}."
     )
     rows = [c for c, _ in held]
-    with _drawing(WIDTH, 1.15 + 0.3 * len(rows)) as figure:
+    with drawing(WIDTH, 1.15 + 0.3 * len(rows)) as figure:
         axes = figure.subplots()
         axes.axvline(1, color=BUDGET, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         for y, (one, ratio) in enumerate(held):
@@ -188,7 +198,7 @@ def _name_rows(axes: Axes, rows: Sequence[Contender], right: Sequence[str]) -> N
     axes.set_axisbelow(True)
     other = axes.twinx()
     other.set_ylim(*ends)
-    other.set_yticks(range(len(rows)), [_plain(text) for text in right])
+    other.set_yticks(range(len(rows)), [literal(text) for text in right])
     other.tick_params(axis="y", length=0)
     for side in ("left", "right"):
         axes.spines[side].set_visible(False)
@@ -196,7 +206,7 @@ def _name_rows(axes: Axes, rows: Sequence[Contender], right: Sequence[str]) -> N
 
 
 def _label(name: str) -> str:
-    return _plain(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…")
+    return literal(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…")
 
 
 def _scale(axes: Axes, numbers: Sequence[float]) -> None:
@@ -273,7 +283,7 @@ def roofline(results: Results, kind: Kind = "svg") -> Picture | None:
     ceilings, points = results.ceilings, _points(results)
     if ceilings is None or not points or ceilings.bandwidth <= 0:
         return None
-    with _drawing(WIDTH, 4.6) as figure:
+    with drawing(WIDTH, 4.6) as figure:
         axes = figure.subplots()
         xs = [x for x, *_ in points] + [flops / ceilings.bandwidth for flops in ceilings.flops.values()]
         handles = _roofs(axes, ceilings, (min(xs) / 2.5, max(xs) * 2.5))
@@ -303,7 +313,7 @@ def _roofs(axes: Axes, ceilings: Ceilings, ends: tuple[float, float]) -> list[An
         across = [ends[0], ridge, ends[1]]
         lines += axes.plot(
             across, [min(top, ceilings.bandwidth * x) / 1e9 for x in across], color="#555555", linewidth=1.4,
-            linestyle=DASHES.get(precision, ":"), label=_plain(f"{precision}: {shown(top / 1e9)} GFLOP/s"),
+            linestyle=DASHES.get(precision, ":"), label=literal(f"{precision}: {shown(top / 1e9)} GFLOP/s"),
         )  # fmt: skip
     return lines
 
@@ -355,7 +365,7 @@ def growth(one: Growth, what: Measure, kind: Kind = "svg") -> Picture | None:
         for series, known in lines
     ]
     alt = f"{unit[0].upper()}{unit[1:]} of {one.model} over {one.along}, both axes logarithmic: {_some(said)}."
-    with _drawing(WIDTH, 3.1 + 0.19 * len(lines)) as figure:
+    with drawing(WIDTH, 3.1 + 0.19 * len(lines)) as figure:
         axes = figure.subplots()
         colors, handles = _series_colors([series for series, _ in lines]), []
         for series, known in lines:
@@ -366,9 +376,9 @@ def growth(one: Growth, what: Measure, kind: Kind = "svg") -> Picture | None:
                 marker=MARKERS.get(series.precision, "X"), markersize=5, label=label,
             )  # fmt: skip
         _both_logarithmic(axes)
-        ticks = _apart([size for _, known in lines for size, _ in known], logarithmic=True)
+        ticks = ticks_apart([size for _, known in lines for size, _ in known], logarithmic=True)
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.set_xlabel(_plain(one.along))
+        axes.set_xlabel(literal(one.along))
         axes.set_ylabel(unit)
         _above(figure, handles)
         return _finished(figure, kind, alt)
@@ -389,7 +399,7 @@ def _law(along: str, fit: Fit | None, is_drawn: bool) -> str:
     if fit is None:
         return ""
     power = f"$^{{{fit.exponent.value:.2f}}}$" if is_drawn else f"^{fit.exponent.value:.2f}"
-    return f": ~ {_plain(along) if is_drawn else along}{power} ({interval(fit.exponent, 2)})"
+    return f": ~ {literal(along) if is_drawn else along}{power} ({interval(fit.exponent, 2)})"
 
 
 def _series_colors(lines: Sequence[Series]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -137,7 +138,7 @@ class Outputs:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """As `numpy.empty`."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        size = prod(shape) * np.dtype(dtype).itemsize
         if size < self.LARGE:
             return np.empty(shape, dtype)
         memory: Array | None = None

@@ -20,8 +20,6 @@ from attnforge.precision import precision_named
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from attnforge.model.patch import PatchAttention
-
 
 def points() -> list[Point]:
     """The grid, in order of worth."""
@@ -76,6 +74,8 @@ def sessions_of(
 
 def peers_of(bench: Bench, module: nn.Module, images: Tensor, point: Point) -> dict[str, Callable[[], Opened]]:
     """torch's ways of running the same module on the same images."""
+    from attnforge.benchmarks.peers import using_sdpa
+
     torch = bench.torch
     torch.compiler.reset()  # else it would stop compiling after some sizes
 
@@ -83,32 +83,17 @@ def peers_of(bench: Bench, module: nn.Module, images: Tensor, point: Point) -> d
         run = torch.compile(module, dynamic=False, mode=mode)
         return Opened(lambda: run(images))
 
+    def fused(images: Tensor) -> Tensor:
+        with using_sdpa():
+            result: Tensor = module(images)
+        return result
+
     ways: dict[str, Callable[[], Opened]] = {COMPILE: lambda: compiled(None)}
     if point.batch == 1 and bench.on_cuda and not bench.settings.quick:
         ways = {GRAPHED: lambda: compiled("reduce-overhead"), **ways}
-    ways[SDPA] = lambda: Opened(partial(with_sdpa(module), images))  # type: ignore[arg-type]
+    ways[SDPA] = lambda: Opened(partial(fused, images))
     ways[EAGER] = lambda: Opened(partial(module, images))
     return ways
-
-
-def with_sdpa(module: PatchAttention) -> nn.Module:
-    """The same weights around torch's own attention, where the module writes it out."""
-    import torch
-
-    from attnforge.model.attention import merge_heads, split_heads
-    from attnforge.model.patch import split_patches
-
-    class PatchAttentionSDPA(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.patch_size = module.attention, module.patch_size
-
-        def forward(self, image: Tensor) -> Tensor:
-            x, a = split_patches(image, self.patch_size), self.attention
-            q, k, v = (split_heads(project(x), a.num_heads) for project in (a.query_proj, a.key_proj, a.value_proj))
-            return merge_heads(torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=a.scale))
-
-    return PatchAttentionSDPA()
 
 
 def too_large(bench: Bench, name: str, point: Point) -> str | None:
