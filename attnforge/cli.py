@@ -366,9 +366,16 @@ def bench(
         list[str] | None, typer.Option(help="Sizes of the dynamic dims, as name=number,name=number; repeat.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 20,
+    openings: Annotated[
+        int | None,
+        typer.Option(
+            help="How often every contender is opened anew; the rounds are shared out among the openings. "
+            "By default 3, with --quick 1."
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Latency alone: no throughput, starts, memory or limits.")
+        bool, typer.Option("--quick", help="Latency alone, of one opening: no throughput, starts, memory or limits.")
     ] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
@@ -412,6 +419,7 @@ def bench(
             named,
             sizes=sizes or None,
             rounds=rounds,
+            openings=openings,
             threads=threads,
             quick=quick,
             command=command,
@@ -570,7 +578,8 @@ def _print_bundle(bundle: Bundle) -> None:
 
 def _print_measured(model: Model) -> None:
     at = ", ".join(f"{name} {value}" for name, value in model.sizes.items()) or "fixed sizes"
-    out.print(f"[bold]{escape(model.name)}[/] at {at}, {model.rounds} rounds", highlight=False)
+    turns = f"{model.rounds} rounds" + (f" in {model.openings} openings" if model.openings > 1 else "")
+    out.print(f"[bold]{escape(model.name)}[/] at {at}, {turns}", highlight=False)
     columns = ("contender", "median ms", "95%", "p90", "p99", "ratio", "of limit", "error", "start s", "extra MiB")
     table = Table(*columns, box=None, header_style="bold")
     for column in table.columns[1:]:

@@ -29,7 +29,7 @@ ALIKE = 1.03
 
 
 def race(
-    runs: Mapping[str, Callable[[], Any]], rounds: int, seconds: float = float("inf")
+    runs: Mapping[str, Callable[[], Any]], rounds: int, seconds: float = float("inf"), *, seed: int = 0
 ) -> dict[str, list[list[float]]]:
     """Milliseconds of every call, by name and round.
 
@@ -37,10 +37,11 @@ def race(
         runs: that have run before, so that nothing is left to prepare.
         rounds: how many.
         seconds: after which no further round begins, once there are :data:`FEWEST_ROUNDS`.
+        seed: of the orders.
     """
     usual = {name: min(seconds_of(run) for _ in range(2)) for name, run in runs.items()}
     times: dict[str, list[list[float]]] = {name: [] for name in runs}
-    shuffle, end = random.Random(0), time.perf_counter() + seconds
+    shuffle, end = random.Random(seed), time.perf_counter() + seconds
     for done in range(rounds):
         if done >= FEWEST_ROUNDS and time.perf_counter() > end:
             break

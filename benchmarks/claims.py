@@ -54,7 +54,7 @@ class Ratio:
         fastest = min(others, key=lambda c: c.latency.median.value, default=None)
         if ours is None or fastest is None:
             return Outcome(claim, self.at_most, None)
-        ratio = ratio_of(ours.latency.rounds, fastest.latency.rounds)
+        ratio = ratio_of(ours.latency.rounds, fastest.latency.rounds, ours.latency.openings)
         return Outcome(claim, self.at_most, ratio, f"{ours.key} to {fastest.key}")
 
 

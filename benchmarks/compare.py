@@ -2,9 +2,9 @@
 
 Machines are shared and drift, so a time says little on another day. By how much the machine drifted is taken from a
 model's peers, the contenders that are not ours and are in both runs at the same precision: their median change is
-divided out of every time. A change is then uncertain for two reasons, which add in quadrature: its calls scatter, of
-which the bootstrap over rounds tells; and even equal code is not equally fast in two processes (where memory lies, what
-else runs), of which the spread of the peers' changes tells.
+divided out of every time. A change is then uncertain for two reasons, which add in quadrature: its openings and calls
+scatter, of which the bootstrap over both tells; and even equal code is not equally fast in two processes (where memory
+lies, where a run has one opening; what else runs), of which the spread of the peers' changes tells.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.benchmarks.results import Contender, Environment, Growth, Interval, Model, Results, Series
-from attnforge.benchmarks.statistics import NORMAL, Rounds, draws, percentiles, resampled_medians
+from attnforge.benchmarks.statistics import NORMAL, draws, lacking, percentiles, resampled_medians
 from attnforge.errors import UsageError
 from attnforge.records import Record
 
@@ -221,6 +221,9 @@ def _differences(label: str, before: Model, after: Model) -> list[str]:
         notes.append(f"{label}: made otherwise: {other}")
     if other := _other(before.inputs, after.inputs):
         notes.append(f"{label}: other inputs: {other}")
+    if before.openings != after.openings:
+        times = f"{before.openings} before, {after.openings} now"
+        notes.append(f"{label}: openings of each contender: {times}; one alone does not tell how openings differ")
     if (fewest := min(before.rounds, after.rounds)) < FEW_ROUNDS:
         notes.append(f"{label}: {fewest} rounds are too few for intervals to hold; measure {FEW_ROUNDS} or more")
     picked = [{c.precision: c.name for c in model.contenders if c.picked} for model in (before, after)]
@@ -281,12 +284,14 @@ class _Changes:
     Attributes:
         pairs: each contender before and now.
         logs: of now over before, (pairs,).
-        resamples: the same in each resample of the runs' rounds, (pairs, RESAMPLES).
+        resamples: the same in each resample of the runs' openings and rounds, (pairs, RESAMPLES).
+        lacking: what these lack of the uncertainty where openings are few (:func:`lacking`), (pairs,).
     """
 
     pairs: list[tuple[Contender, Contender]]
     logs: Array
     resamples: Array
+    lacking: Array
 
     @property
     def peers(self) -> list[int]:
@@ -301,11 +306,33 @@ class _Changes:
 def _changes(before: Model, after: Model) -> _Changes:
     now = {contender.key: contender for contender in after.contenders}
     pairs = [(contender, now[contender.key]) for contender in before.contenders if contender.key in now]
-    old, new = (_steadied([pair[i] for pair in pairs]) for i in (0, 1))
+    old, new = (_sampled([pair[i] for pair in pairs], seed=i) for i in (0, 1))
     return _Changes(
         pairs=pairs,
-        logs=np.log([median(chain(*b)) / median(chain(*a)) for a, b in zip(old, new, strict=True)]),
-        resamples=np.log([_resampled(b, 1) / _resampled(a, 0) for a, b in zip(old, new, strict=True)]),
+        logs=new.logs - old.logs,
+        resamples=new.resamples - old.resamples,
+        lacking=new.lacking + old.lacking,
+    )
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The logarithms of one run's medians, and what is uncertain of them, as :class:`_Changes` has it."""
+
+    logs: Array
+    resamples: Array
+    lacking: Array
+
+
+def _sampled(contenders: Sequence[Contender], seed: int) -> _Sample:
+    calls = _steadied(contenders)
+    openings = [tuple(one.latency.openings) for one in contenders]
+    return _Sample(
+        logs=np.log([median(chain(*one)) for one in calls]),
+        resamples=np.log(
+            [resampled_medians(one, draws(len(one), of, seed)) for one, of in zip(calls, openings, strict=True)]
+        ),
+        lacking=np.array([lacking(of, one) for one, of in zip(calls, openings, strict=True)]),
     )
 
 
@@ -322,13 +349,10 @@ def _steadied(contenders: Sequence[Contender]) -> list[list[list[float]]]:
     return [[[call / by for call in one] for one, by in zip(rounds, longer.tolist(), strict=True)] for rounds in calls]
 
 
-def _resampled(rounds: Rounds, seed: int) -> Array:
-    return resampled_medians(rounds, draws(len(rounds), seed))
-
-
 def _spread(changes: Iterable[_Changes], usual: float) -> float:
     """Standard deviation of the logarithm by which equal code differs between the runs, by how far apart the peers'
-    changes are, less what the scatter of their calls explains.
+    changes are, less what the scatter of their openings and calls explains. Of few openings the resamples explain too
+    little, so that it is rather too large.
 
     Args:
         usual: what is believed before any peers are seen.
@@ -362,8 +386,9 @@ def _latencies(label: str, changes: _Changes, spread: float, tolerance: float, n
         if peers == [i]:
             continue  # its change is the drift
         log = percentiles(float(changes.logs[i]) - known, changes.resamples[i] - drift)
-        low = log.value - math.hypot(log.value - log.low, unknown)
-        high = log.value + math.hypot(log.high - log.value, unknown)
+        few = math.sqrt(changes.lacking[i])
+        low = log.value - math.hypot(log.value - log.low, unknown, few)
+        high = log.value + math.hypot(log.high - log.value, unknown, few)
         if low <= math.log1p(tolerance) and high >= -math.log1p(tolerance):
             continue
         change = Interval(value=math.exp(log.value), low=math.exp(low), high=math.exp(high))

@@ -2,6 +2,9 @@
 
 Machines drift, so only ratios within a run mean anything (:mod:`attnforge.timing`). Every contender is held to the
 parity budget before it is timed, on the very inputs that are timed: a wrong answer has no time.
+
+One model opened twice in one process has two speeds, up to 8% apart, which it keeps for as long as it is open. So
+contenders are opened several times in a run, each time for a share of the rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from attnforge.benchmarks.bursts import bursts
 from attnforge.benchmarks.engines import Runner, open_backend, why_no_products
 from attnforge.benchmarks.limits import Ceilings, limit_seconds, measure_ceilings, work_of
 from attnforge.benchmarks.peers import ON_GPU as GPU_PEERS
-from attnforge.benchmarks.peers import PEERS, Job, expected
+from attnforge.benchmarks.peers import PEERS, Job, expected, with_threads
 from attnforge.benchmarks.statistics import latency_of, ratio_of
 from attnforge.bundle import CANONICAL, FLAVOURS, REFERENCE_OUTPUTS, WEIGHTS, Bundle, Case
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
@@ -61,7 +64,7 @@ BATCH = "batch"
 
 BATCHES, CALLERS = (1, 2, 4, 8), (1, 2, 4)
 
-ROUNDS = 20
+ROUNDS, OPENINGS = 20, 3
 
 
 def benchmark(
@@ -71,6 +74,7 @@ def benchmark(
     *,
     sizes: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
     rounds: int = ROUNDS,
+    openings: int | None = None,
     threads: int | None = None,
     module: Any = None,
     quick: bool = False,
@@ -85,15 +89,18 @@ def benchmark(
         against: peers by name (:data:`attnforge.benchmarks.peers.PEERS`); those of torch need the module.
         sizes: of the dynamic dims, or several such, each measured for itself; by default the example's.
         rounds: how often every contender has a turn.
+        openings: how often every contender is opened anew; the rounds are shared out among the openings, of which there
+            are no more than rounds. By default 3, and where it has to be quick 1, of which no interval tells how one
+            opening differs from another.
         threads: of CPU contenders; by default one a processor.
         module: the module that was deployed, where the bundle does not say how to make it again.
-        quick: latency alone: no throughput, no processes of their own for starts and memory, no limits.
+        quick: latency alone, of one opening: no throughput, no processes of their own for starts and memory, no limits.
         command: that is recorded as giving the results.
         progress: called with the name of each stage as it starts.
 
     Raises:
         UnknownNameError: no such backend, peer or dim.
-        UsageError: fewer than one round, bundles of different models, or a module is needed and not at hand.
+        UsageError: fewer than one round or opening, bundles of different models, or a module is needed and not at hand.
         InputError: a size outside the profile.
         UnavailableError: a backend that was asked for by name cannot run here.
     """
@@ -104,8 +111,13 @@ def benchmark(
             raise UnknownNameError(kind, unknown[0], known)
     if rounds < 1:
         raise UsageError(f"{rounds} rounds were asked for; give 1 or more")
+    if openings is None:
+        openings = 1 if quick else OPENINGS
+    if openings < 1:
+        raise UsageError(f"{openings} openings were asked for; give 1 or more")
     start = time.perf_counter()
     plan = Plan(opened, backends, against, rounds, threads or processors(), module, progress=progress)
+    plan.openings = openings
     plan.throughput = plan.starts = plan.memory = not quick
     plan.check()
     several = [sizes] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
@@ -139,8 +151,15 @@ class Plan:
     starts: bool = True
     memory: bool = True
     seconds: float = float("inf")
-    """After which no further round begins."""
+    """After which no further round begins; shared out among the openings as the rounds are."""
+    openings: int = 1
     progress: Progress = lambda stage: None
+
+    @property
+    def shares(self) -> list[int]:
+        """How many rounds each opening has."""
+        openings = min(self.openings, self.rounds)
+        return [self.rounds // openings + (i < self.rounds % openings) for i in range(openings)]
 
     def check(self) -> None:
         """That the bundles are of one model, at a precision each.
@@ -159,7 +178,7 @@ class Plan:
 
 @dataclass
 class _Entry:
-    """A contender, opened."""
+    """A contender, opened: `stack` closes it."""
 
     name: str
     precision: str
@@ -168,6 +187,7 @@ class _Entry:
     run: Callable[[], dict[str, Array]]
     runner: Runner
     job: Job
+    stack: ExitStack
     error: float = 0.0
     budget: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -185,24 +205,24 @@ def measure(plan: Plan, sizes: Mapping[str, int], ceilings: Ceilings | None) -> 
     skipped: dict[str, str] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        entries: list[_Entry] = []
-        for bundle in plan.bundles:
-            truth = _Truth(bundle, sizes, plan, folder)
-            for entry in _opened(plan, bundle, truth, stack, wrong, skipped):
-                plan.progress(f"check {entry.key}")
-                try:
-                    reason = truth.judged(entry)
-                except Exception as error:  # a peer that cannot run this model at all is a result, no failure of ours
-                    (wrong if entry.ours else skipped)[entry.key] = _first_line(error)
-                    continue
-                if reason is None:
-                    entries.append(entry)
-                else:
-                    wrong[entry.key] = reason
-        plan.progress(f"time {manifest.name}{_at(case)}")
-        rounds = race({entry.key: entry.run for entry in entries}, plan.rounds, plan.seconds)
+        with_threads(plan.threads, stack)  # else who is closed would take them from who stays open
+        truths = [_Truth(bundle, sizes, plan, folder) for bundle in plan.bundles]
+        opened: dict[str, _Entry] = {}
+        rounds: dict[str, list[list[float]]] = {}
+        openings: list[int] = []
+        for i, share in enumerate(plan.shares):
+            opened = _opened_anew(plan, truths, opened, stack, wrong, skipped)
+            which = f"opening {i + 1} of {len(plan.shares)}"
+            for reasons in (wrong, skipped):
+                for key in reasons.keys() & rounds.keys():
+                    reasons[key] += f" (in {which}; before, it was right)"
+            plan.progress(f"time {manifest.name}{_at(case)}{f', {which}' if len(plan.shares) > 1 else ''}")
+            times = race({key: one.run for key, one in opened.items()}, share, plan.seconds / len(plan.shares), seed=i)
+            rounds = {key: rounds.get(key, []) + one for key, one in times.items()}
+            openings.append(max((len(one) for one in times.values()), default=0))
+        entries = list(opened.values())
         per_second = _throughputs(plan, entries, case) if plan.throughput else {}
-        contenders = [_contender(entry, rounds[entry.key], per_second.get(entry.key, [])) for entry in entries]
+        contenders = [_contender(one, rounds[one.key], openings, per_second.get(one.key, [])) for one in entries]
         _compared(plan, contenders)
         for entry, contender in zip(entries, contenders, strict=True):
             contender.size_mb = _size_mb(entry)
@@ -275,47 +295,109 @@ class _Truth:
             }
         found = judged(manifest, precision, self.case, self.job.feeds, answered, self._outputs)
         worst = max(found, key=lambda one: one.error / one.budget if one.budget else 0.0)
-        entry.error, entry.budget = worst.error, worst.budget
+        if worst.error * entry.budget >= entry.error * worst.budget:  # of all openings
+            entry.error, entry.budget = worst.error, worst.budget
         return next((f"{one.output}: {one.reason}" for one in found if not one.passed), None)
 
 
-def _opened(
-    plan: Plan, bundle: Bundle, truth: _Truth, stack: ExitStack, wrong: dict[str, str], skipped: dict[str, str]
-) -> Iterator[_Entry]:
-    """The contenders at a bundle's precision that could be opened; the reasons of the others go to `skipped`, and of
-    the bundle's own that can run here and fail, to `wrong`."""
-    precision, job = bundle.manifest.precision, truth.job
+def _opened_anew(
+    plan: Plan,
+    truths: Sequence[_Truth],
+    before: dict[str, _Entry],
+    stack: ExitStack,
+    wrong: dict[str, str],
+    skipped: dict[str, str],
+) -> dict[str, _Entry]:
+    """The contenders by key that could be opened and are right.
 
-    def entry(name: str, ours: bool, what: str, open_it: Callable[[], Runner]) -> _Entry | None:
-        plan.progress(f"open {name} {precision}")
+    Args:
+        before: of the last opening; each is closed.
+        stack: closes what is open in the end.
+        wrong: with a reason for each that is, and for each of the bundles' own that can run here and fails.
+        skipped: with a reason for each of the others. Whose key is in either is not opened again.
+    """
+    opened = {}
+    for truth in truths:
+        for entry in _opened(plan, truth, before, stack, wrong, skipped):
+            plan.progress(f"check {entry.key}")
+            try:
+                reason = truth.judged(entry)
+            except Exception as error:  # a peer that cannot run this model at all is a result, no failure of ours
+                (wrong if entry.ours else skipped)[entry.key] = _first_line(error)
+                continue
+            if reason is None:
+                opened[entry.key] = entry
+            else:
+                wrong[entry.key] = reason
+    return opened
+
+
+def _opened(
+    plan: Plan,
+    truth: _Truth,
+    before: dict[str, _Entry],
+    stack: ExitStack,
+    wrong: dict[str, str],
+    skipped: dict[str, str],
+) -> Iterator[_Entry]:
+    """The contenders at a bundle's precision that could be opened, as :func:`_opened_anew` has it.
+
+    What was open is closed once its successor is there: memory that was given back first would be had again, page for
+    page, and with it the speed.
+    """
+    bundle, job = truth.bundle, truth.job
+    precision = bundle.manifest.precision
+
+    def entry(name: str, ours: bool, what: str, open_it: Callable[[ExitStack], Runner]) -> _Entry | None:
+        key = f"{name} {precision}"
+        plan.progress(f"open {key}")
+        own, last = stack.enter_context(ExitStack()), before.pop(key, None)
         try:
-            runner = open_it()
+            runner = open_it(own)
         except BundleError:
             raise
         except Exception as error:  # what refuses the model is a result
-            (wrong if ours else skipped)[f"{name} {precision}"] = _first_line(error)
+            (wrong if ours else skipped)[key] = _first_line(error)
             return None
-        return _Entry(name, precision, ours, what, partial(runner, job.feeds), runner, job)
+        finally:
+            if last is not None:
+                last.stack.close()
+        made = _Entry(name, precision, ours, what, partial(runner, job.feeds), runner, job, own)
+        if last is not None:
+            made.error, made.budget = last.error, last.budget
+        return made
 
     chosen = chosen_here(bundle) if plan.backends is None else None
     for name in plan.backends or BACKENDS:
+        if f"{name} {precision}" in wrong | skipped:
+            continue
         if chosen is not None and name in WITHOUT_TARGET and name in chosen.dropped:  # `auto` never loads it
             skipped[f"{name} {precision}"] = chosen.dropped[name]
         elif (reason := why_unavailable(bundle, name)) is not None:
             if plan.backends is not None:
                 raise UnavailableError(f"{name}: {reason}")
             skipped[f"{name} {precision}"] = reason
-        elif (one := entry(name, True, f"the bundle on {name}", partial(open_backend, name, job, stack))) is not None:
+        elif (one := entry(name, True, f"the bundle on {name}", partial(open_backend, name, job))) is not None:
             yield one
     for name in plan.against:
-        peer = PEERS[name]
+        peer, key = PEERS[name], f"{name} {precision}"
+        if key in wrong | skipped:
+            continue
         if peer.engine == "onnxruntime" and (reason := why_no_products(precision)) is not None:
-            skipped[f"{name} {precision}"] = reason
-        elif (one := entry(name, False, peer.what, partial(peer.open, job, stack))) is not None:
+            skipped[key] = reason
+        elif peer.compiles and key in before:
+            yield before.pop(key)
+        elif (one := entry(name, False, peer.what, partial(peer.open, job))) is not None:
             yield one
 
 
-def _contender(entry: _Entry, rounds: list[list[float]], per_second: list[found.Throughput]) -> found.Contender:
+def _contender(
+    entry: _Entry, rounds: list[list[float]], openings: list[int], per_second: list[found.Throughput]
+) -> found.Contender:
+    if not entry.ours and PEERS[entry.name].compiles and len(openings) > 1:
+        entry.notes.append(
+            "what is compiled was opened once, for it takes long: its interval does not tell how openings differ"
+        )
     return found.Contender(
         name=entry.name,
         precision=entry.precision,
@@ -323,7 +405,7 @@ def _contender(entry: _Entry, rounds: list[list[float]], per_second: list[found.
         what=entry.what,
         error=entry.error,
         budget=entry.budget,
-        latency=latency_of(rounds),
+        latency=latency_of(rounds, openings),
         throughput=per_second,
         notes=entry.notes,
     )
@@ -341,7 +423,7 @@ def _compared(plan: Plan, contenders: Sequence[found.Contender]) -> None:
         best = ours.get(loaded or "") or min(ours.values(), key=lambda one: one.latency.median.value, default=None)
         if best is not None:
             for one in same:
-                one.ratio = ratio_of(one.latency.rounds, best.latency.rounds)
+                one.ratio = ratio_of(one.latency.rounds, best.latency.rounds, best.latency.openings)
 
 
 # --- throughput -------------------------------------------------------------------------------------------------------

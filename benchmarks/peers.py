@@ -101,7 +101,8 @@ class Peer:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch compiles the module, and keeps what it compiled on disk for the next process."""
+        """Whether torch compiles the module, and keeps what it compiled on disk for the next process. It takes minutes,
+        so a run opens it once."""
         return self.module is not None and not self.any_sizes
 
     def open(self, job: Job, stack: ExitStack) -> Runner:
@@ -128,18 +129,18 @@ def _torch(job: Job, module: Callable[..., Any]) -> Runner:
 
 
 def _open_eager(job: Job, stack: ExitStack) -> Runner:
-    _with_threads(job.threads, stack)
+    with_threads(job.threads, stack)
     return _torch(job, job.torch_module())
 
 
 def _open_compiled(job: Job, stack: ExitStack) -> Runner:
-    _with_threads(job.threads, stack)
+    with_threads(job.threads, stack)
     torch.compiler.reset()  # else it would give up after some models
     return _torch(job, torch.compile(job.torch_module(), dynamic=False))
 
 
 def _open_sdpa(job: Job, stack: ExitStack) -> Runner:
-    _with_threads(job.threads, stack)
+    with_threads(job.threads, stack)
     source = job.bundle.manifest.source
     if source.kind == "huggingface" and job.given is None:
         options = {**source.options, "attention": "sdpa"}
@@ -178,7 +179,8 @@ def using_sdpa() -> Iterator[list[None]]:
         written_out.attention = before
 
 
-def _with_threads(threads: int, stack: ExitStack) -> None:
+def with_threads(threads: int, stack: ExitStack) -> None:
+    """Let torch compute with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     stack.callback(torch.set_num_threads, before)

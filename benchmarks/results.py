@@ -21,7 +21,7 @@ RESULTS_VERSION = 1
 
 
 class Interval(Record):
-    """An estimate and its 95% interval, by the bootstrap over rounds."""
+    """An estimate and its 95% interval, by the bootstrap over openings and the rounds of each (:mod:`.statistics`)."""
 
     value: float
     low: float
@@ -33,11 +33,14 @@ class Latency(Record):
 
     Attributes:
         rounds: of every round, each call; contenders took turns within a round, so the rounds of two of them pair.
+        openings: how many of the rounds, in order, were of each opening; empty for one. It is the same of all
+            contenders of a model.
         median, min, p90, p99: of all calls; with fewer than a hundred calls p99 is near the slowest.
         samples: how many calls that is.
     """
 
     rounds: list[list[float]]
+    openings: list[int] = []
     median: Interval
     min: float
     p90: float
@@ -154,6 +157,11 @@ class Model(Record):
     contenders: list[Contender]
     wrong: dict[str, str] = {}
     skipped: dict[str, str] = {}
+
+    @property
+    def openings(self) -> int:
+        """How often every contender was opened."""
+        return max((len(one.latency.openings) for one in self.contenders), default=0) or 1
 
 
 class Fit(Record):

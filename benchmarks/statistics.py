@@ -1,8 +1,11 @@
 """Medians with their intervals, and exponents of growth.
 
 Intervals are at 95%, by the bootstrap (percentiles; Efron and Tibshirani 1993). What is resampled are whole rounds,
-since calls of one round share what else the machine was doing. The draws are seeded: the same data gives the same
-interval.
+since calls of one round share what else the machine was doing. Where contenders were opened several times, openings
+are drawn first, then rounds of each that was drawn: one model opened twice has two speeds, which it keeps for as long
+as it is open (where its memory lies), and repetition is needed on the highest level that varies (Kalibera and Jones
+2013). A few openings show too little of that, for which intervals are widened (:func:`lacking`). The draws are seeded:
+the same data gives the same interval.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -32,16 +36,22 @@ STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.26
 """The same of Student's t with 1, 2, … degrees of freedom."""
 
 
-def latency_of(rounds: Rounds) -> Latency:
+def latency_of(rounds: Rounds, openings: Sequence[int] = ()) -> Latency:
     """What is said of a contender's calls.
 
+    Args:
+        openings: how many of the rounds, in order, were of each opening; by default all are of one.
+
     Raises:
-        UsageError: no rounds, a round without calls, or a time that is not a positive number.
+        UsageError: no rounds, a round without calls, a time that is not a positive number, or openings of more or fewer
+            rounds.
     """
     calls = np.concatenate(_checked(rounds))
+    resamples = resampled_medians(rounds, draws(len(rounds), tuple(openings)))
     return Latency(
         rounds=[[float(call) for call in one] for one in rounds],
-        median=percentiles(float(np.median(calls)), resampled_medians(rounds, draws(len(rounds)))),
+        openings=list(openings) if len(openings) > 1 else [],
+        median=_widened(percentiles(float(np.median(calls)), resamples), lacking(openings, rounds)),
         min=float(calls.min()),
         p90=float(np.percentile(calls, 90)),
         p99=float(np.percentile(calls, 99)),
@@ -49,10 +59,13 @@ def latency_of(rounds: Rounds) -> Latency:
     )
 
 
-def ratio_of(rounds_a: Rounds, rounds_b: Rounds) -> Interval:
+def ratio_of(rounds_a: Rounds, rounds_b: Rounds, openings: Sequence[int] = ()) -> Interval:
     """The median of `a` over that of `b`, of contenders that took turns within each round.
 
-    The same rounds are drawn for both, so what slows down both at once cancels.
+    The same openings and rounds are drawn for both, so what slows down both at once cancels.
+
+    Args:
+        openings: as :func:`latency_of`, of both.
 
     Raises:
         UsageError: as many rounds are not there of both, or as :func:`latency_of`.
@@ -60,8 +73,9 @@ def ratio_of(rounds_a: Rounds, rounds_b: Rounds) -> Interval:
     if len(rounds_a) != len(rounds_b):
         raise UsageError(f"{len(rounds_a)} rounds cannot be paired with {len(rounds_b)}; give those of one run")
     a, b = (float(np.median(np.concatenate(_checked(rounds)))) for rounds in (rounds_a, rounds_b))
-    drawn = draws(len(rounds_a))
-    return percentiles(a / b, resampled_medians(rounds_a, drawn) / resampled_medians(rounds_b, drawn))
+    drawn = draws(len(rounds_a), tuple(openings))
+    found = percentiles(a / b, resampled_medians(rounds_a, drawn) / resampled_medians(rounds_b, drawn))
+    return _widened(found, lacking(openings, rounds_a, rounds_b))
 
 
 def fit_of(sizes: Sequence[float], values: Sequence[float | None]) -> Fit | None:
@@ -102,13 +116,24 @@ def fit_of(sizes: Sequence[float], values: Sequence[float | None]) -> Fit | None
 
 
 @functools.cache
-def draws(rounds: int, seed: int = 0) -> Array:
-    """How often each round is in each resample, (RESAMPLES, rounds). Data of different runs needs different seeds."""
+def draws(rounds: int, openings: tuple[int, ...] = (), seed: int = 0) -> Array:
+    """How often each round is in each resample, (RESAMPLES, rounds). Data of different runs needs different seeds.
+
+    Args:
+        openings: how many of the rounds, in order, were of each. As many openings are drawn, and of each, for every
+            time that it was, as many rounds as it has.
+    """
     if rounds < 1:
         raise UsageError("there are no rounds; measure one or more")
-    drawn = (
-        np.random.default_rng(seed).multinomial(rounds, np.full(rounds, 1 / rounds), size=RESAMPLES).astype(np.int32)
-    )
+    if openings and (min(openings) < 1 or sum(openings) != rounds):
+        raise UsageError(f"openings of {', '.join(map(str, openings))} rounds are not the {rounds} that there are")
+    random = np.random.default_rng(seed)
+    if len(openings) > 1:
+        times = random.multinomial(len(openings), np.full(len(openings), 1 / len(openings)), size=RESAMPLES)
+        drawn = np.hstack([random.multinomial(n * times[:, i], np.full(n, 1 / n)) for i, n in enumerate(openings)])
+    else:
+        drawn = random.multinomial(rounds, np.full(rounds, 1 / rounds), size=RESAMPLES)
+    drawn = drawn.astype(np.int32)
     drawn.flags.writeable = False  # it is shared by all that have as many rounds
     return drawn
 
@@ -132,10 +157,48 @@ def resampled_medians(rounds: Rounds, drawn: Array) -> Array:
     return np.concatenate(blocks)
 
 
+def lacking(openings: Sequence[int], *contenders: Rounds) -> float:
+    """What the percentiles of a median, or of a ratio of two, lack where openings are few: for the square of an
+    interval's half-width, both of the logarithm.
+
+    Of k openings the resamples have (k - 1)/k of the variance between them, and the variance that k numbers tell is as
+    often too small as Student's t with k - 1 degrees of freedom says. Both are made up for: t² takes the place of
+    NORMAL² (k - 1)/k, for what the openings are apart beyond the scatter of their rounds.
+
+    In simulation, of ratios of two contenders whose openings differ by 3% and rounds by 1% (standard deviations),
+    intervals for 95% held the truth, with 3, 4 and 5 openings, 67%, 61% and 72% of the time where all rounds were drawn
+    as of one opening; 81%, 87% and 93% by the two stages' percentiles alone; and 94%, 96% and 97% with this. Two
+    openings tell next to nothing: 91%, by intervals that are four times as wide as those of four.
+
+    Args:
+        openings: as :func:`latency_of`; of fewer than two nothing is known, and 0 is returned.
+        contenders: the rounds of one, or of the two whose ratio it is.
+    """
+    count, found, explained = len(openings), [], 0.0
+    if count < 2:
+        return 0.0
+    for first, end in pairwise(accumulate(openings, initial=0)):
+        parts = [one[first:end] for one in contenders]
+        logs = [math.log(float(np.median(np.concatenate(_checked(part))))) for part in parts]
+        resamples = [np.log(resampled_medians(part, draws(end - first))) for part in parts]
+        found.append(logs[0] - sum(logs[1:]))
+        explained += float(np.var(resamples[0] - sum(resamples[1:])))
+    between = max(float(np.var(found, ddof=1)) / count - explained / count**2, 0.0)
+    return (_student(count - 1) ** 2 - NORMAL**2 * (count - 1) / count) * between
+
+
 def percentiles(value: float, resamples: Array) -> Interval:
     """An estimate, with the interval that 95% of the resamples are in."""
     low, high = np.percentile(resamples, (2.5, 97.5))
     return Interval(value=value, low=min(value, float(low)), high=max(value, float(high)))
+
+
+def _widened(found: Interval, by: float) -> Interval:
+    """An interval with so much added to the square of its half-widths, of the logarithm."""
+    if not by:
+        return found
+    low, high = (math.hypot(math.log(found.value / end), math.sqrt(by)) for end in (found.low, found.high))
+    return Interval(value=found.value, low=found.value * math.exp(-low), high=found.value * math.exp(high))
 
 
 def _checked(rounds: Rounds) -> list[Array]:

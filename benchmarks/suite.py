@@ -76,8 +76,9 @@ SUBJECTS = (
 )
 """Patch attention of 3136 tokens, a small ViT, a ViT-B/16 in fp32, and an encoder of BERT-base's size at 128 tokens."""
 
-ROUNDS, SECONDS = 25, 25
-"""How often every contender has a turn, and after how many seconds no further round begins."""
+ROUNDS, OPENINGS, SECONDS = 24, 4, 25
+"""How often every contender has a turn and is opened anew, and after how many seconds no further round begins. What
+grows is opened once a point."""
 
 SIDES = (14, 28, 56, 112)
 """Patches a side: 196, 784, 3136 and 12544 tokens."""
@@ -148,6 +149,7 @@ def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Calla
             starts=subject.fresh,
             memory=subject.fresh,
             seconds=SECONDS,
+            openings=OPENINGS,
             progress=say,
         )
         models.append(measure(plan, {}, ceilings))

@@ -33,6 +33,17 @@ def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
     assert claim.outcome(None).holds == "not measured"
 
 
+def test_openings_that_differ_make_a_claim_less_sure() -> None:
+    """Fifteen rounds are sure where they are of one opening; three openings are not."""
+    claim = claims.Ratio("m", "fp32", claims._named("eager fp32"), "eager", 1.05)
+    ours = contender("openvino", "fp32", 10, True, True)
+    ours.latency = latency_of([[11.0]] * 5 + [[10.9]] * 5 + [[10.6]] * 5)
+    apart = model(ours, contender("eager", "fp32", 10))
+    assert claim.outcome(apart).holds == "**no**"
+    ours.latency = ours.latency.model_copy(update={"openings": [5, 5, 5]})
+    assert claim.outcome(apart).holds == "no, within noise"
+
+
 def test_what_is_within_its_interval_may_be_chance() -> None:
     for value, holds in ((0.70, "yes"), (0.77, "no, within noise"), (0.90, "**no**")):
         measured = Interval(value=value, low=value - 0.05, high=value + 0.05)

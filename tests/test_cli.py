@@ -129,14 +129,17 @@ def test_what_must_fuse_and_does_is_written(tmp_path: Path) -> None:
 
 def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
     arguments = ("--backend", "onnxruntime-cpu", "--against", "onnxruntime-plain", "--rounds", "2", "--quick")
+    arguments += ("--openings", "2")
     files = ("--out", tmp_path / "results.json", "--html", tmp_path / "page.html", "--plots", tmp_path / "plots")
     done = attnforge("bench", bundle, *arguments, "--shapes", "batch=3", *files, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)["models"][0]
     assert report["sizes"] == {"batch": 3}
     medians = {one["name"]: one["latency"]["median"]["value"] for one in report["contenders"]}
+    assert [one["latency"]["openings"] for one in report["contenders"]] == [[1, 1], [1, 1]]
     assert set(medians) == {"onnxruntime-cpu", "onnxruntime-plain"} and all(ms > 0 for ms in medians.values())
-    assert "onnxruntime-plain" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "onnxruntime-plain" in page and "2 rounds in 2 openings." in page
     assert list((tmp_path / "plots").glob("*.png"))
     assert read(tmp_path / "results.json").models[0].sizes == {"batch": 3}
 

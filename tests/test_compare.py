@@ -124,6 +124,60 @@ def test_rounds_of_different_runs_do_not_pair() -> None:
         ratio_of([[1.0]] * 3, [[1.0]] * 2)
 
 
+# Openings
+
+
+def opened(rng: np.random.Generator, openings: int, instance: float = 0.03, rounds: int = 24) -> Array:
+    """Calls of a contender whose openings and rounds differ, by 1% a round: (rounds, 1)."""
+    of = np.repeat(rng.normal(0, instance, openings), shared(rounds, openings))
+    return np.exp(of + rng.normal(0, 0.01, rounds))[:, None]
+
+
+def test_one_opening_is_as_before() -> None:
+    rng = np.random.default_rng(5)
+    a, b = (rng.lognormal(0, 0.1, (12, 3)).tolist() for _ in range(2))
+    assert latency_of(a) == latency_of(a, [12]) and latency_of(a, [12]).openings == []
+    assert ratio_of(a, b) == ratio_of(a, b, [12])
+    assert (draws(12) == np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), size=len(draws(12)))).all()
+    drawn = resampled_medians(a, draws(12)) / resampled_medians(b, draws(12))
+    assert [ratio_of(a, b).low, ratio_of(a, b).high] == np.percentile(drawn, (2.5, 97.5)).tolist()
+
+
+@pytest.mark.parametrize("openings", [(4, 4), (3, 5, 2), (1, 1, 1, 1)])
+def test_a_resample_is_whole_openings(openings: tuple[int, ...]) -> None:
+    """As many as there are, and of each as many rounds as it has, once for every time that it was drawn."""
+    drawn = draws(sum(openings), openings)
+    parts = np.split(drawn, np.cumsum(openings)[:-1], axis=1)
+    times = np.stack([part.sum(axis=1) / of for part, of in zip(parts, openings, strict=True)])
+    assert (times == times.astype(int)).all() and (times.sum(axis=0) == len(openings)).all()
+    assert times.std(axis=1) == pytest.approx(math.sqrt(1 - 1 / len(openings)), rel=0.1)
+
+
+@pytest.mark.parametrize("openings", [3, 4, 5])
+def test_intervals_hold_what_another_opening_would_give(openings: int) -> None:
+    """Those of rounds alone miss the ratio of two contenders whose openings differ by 3% in a third of all runs."""
+    rng, of, pairs = np.random.default_rng(openings), shared(24, openings), 200
+    calls = [[opened(rng, openings).tolist() for _ in range(2)] for _ in range(pairs)]
+    assert np.mean([holds(ratio_of(a, b, of), 1.0) for a, b in calls]) >= 0.90
+    assert np.mean([holds(latency_of(a, of).median, 1.0) for a, _ in calls]) >= 0.90
+    assert np.mean([holds(ratio_of(a, b), 1.0) for a, b in calls]) <= 0.75
+
+
+def test_openings_that_are_alike_cost_little() -> None:
+    rng, of = np.random.default_rng(6), shared(24, 4)
+    calls = [[opened(rng, 4, instance=0.0).tolist() for _ in range(2)] for _ in range(60)]
+    widths = np.array([[width(ratio_of(a, b, of)), width(ratio_of(a, b))] for a, b in calls]).mean(axis=0)
+    assert widths[0] < 1.5 * widths[1]
+    twos = latency_of([[2.0] * 3] * 10, [5, 5])
+    assert twos.median == Interval(value=2.0, low=2.0, high=2.0) and twos.openings == [5, 5]
+
+
+@pytest.mark.parametrize("openings", [[1, 1], [2, 2], [3, 0], [4, -1]])
+def test_what_are_no_openings(openings: list[int]) -> None:
+    with pytest.raises(UsageError, match="not the 3 that there are"):
+        latency_of([[1.0]] * 3, openings)
+
+
 # Exponents
 
 
@@ -170,6 +224,7 @@ class Noise:
         outliers: how many calls take half as long again.
         wander: by how much the machine changes from a round to the next, for all at once.
         machine, each: by how much at most, to either side, the machine and each contender drift between runs.
+        instances: by how much one opening of a contender differs from another, as a standard deviation.
     """
 
     scatter: tuple[float, float] = (0.01, 0.04)
@@ -179,6 +234,8 @@ class Noise:
     each: float = 0.02
     rounds: int = 30
     calls: int = 3
+    instances: float = 0.0
+    openings: int = 1
 
 
 EARLIER = {"machine": 0.0, "each": 0.0}
@@ -192,19 +249,27 @@ def measured(
     rng, shape = np.random.default_rng(seed), (noise.rounds, noise.calls)
     machine = np.exp(np.cumsum(rng.normal(0, noise.wander, (noise.rounds, 1)), axis=0))
     machine *= rng.uniform(1 - noise.machine, 1 + noise.machine)
-    contenders = []
+    openings, contenders = shared(noise.rounds, noise.openings), []
     for i, name in enumerate(names):
         scatter = rng.uniform(*noise.scatter) / math.sqrt(2)
         calls = machine * rng.lognormal(0, scatter, shape) * rng.lognormal(0, scatter, (noise.rounds, 1))
         calls *= np.where(rng.random(shape) < noise.outliers, 1.5, 1.0)
         calls *= 2.0 ** (i % 7) * (factors or {}).get(name, 1.0) * rng.uniform(1 - noise.each, 1 + noise.each)
-        contenders.append(contender(name, calls.tolist()))
+        if noise.instances:
+            calls *= np.repeat(rng.lognormal(0, noise.instances, noise.openings), openings)[:, None]
+        contenders.append(contender(name, calls.tolist(), openings))
     return model(contenders, rounds=noise.rounds)
 
 
-def contender(name: str, rounds: Sequence[Sequence[float]] = ((10.0,),) * 8, **found: Any) -> Contender:
+def shared(rounds: int, openings: int) -> list[int]:
+    return [rounds // openings + (i < rounds % openings) for i in range(openings)]
+
+
+def contender(
+    name: str, rounds: Sequence[Sequence[float]] = ((10.0,),) * 8, openings: Sequence[int] = (), **found: Any
+) -> Contender:
     given = {"precision": "fp32", "ours": name not in PEERS, "error": 1e-7, "budget": 1e-6} | found
-    return Contender(name=name, what=name, latency=latency_of(rounds), **given)
+    return Contender(name=name, what=name, latency=latency_of(rounds, openings), **given)
 
 
 def model(contenders: Sequence[Contender], seconds: float = 4.0, size_mb: float = 10.0, **found: Any) -> Model:
@@ -257,6 +322,31 @@ def test_a_tenth_slower_is_found(noise: Noise, least: float) -> None:
         assert {move.contender for move in moves} <= {f"{name} fp32" for name in slower}
         found += len(moves)
     assert found >= least * 4 * pairs
+
+
+@pytest.mark.parametrize("openings", [3, 4, 5])
+def test_openings_that_differ_are_no_regression(openings: int) -> None:
+    """Instances of equal code differ by 3% within a run; and of code that is a tenth slower by 1%, which is found."""
+    names, slower = OURS[:8] + PEERS, {f"backend{i}": 1.1 for i in range(4)}
+    found, pairs = 0, 5
+    for seed in range(pairs):
+        noise = Noise(instances=0.03, openings=openings)
+        before = measured(2 * seed, replace(noise, **EARLIER), names=names)
+        equal = compare(run(before), run(measured(2 * seed + 1, noise, names=names)))
+        assert not equal.regressions, equal.text()
+        noise = Noise(instances=0.01, openings=openings)
+        before = measured(2 * seed, replace(noise, **EARLIER), names=names)
+        moves = compare(run(before), run(measured(2 * seed + 1, noise, slower, names))).regressions
+        assert {move.contender for move in moves} <= {f"{name} fp32" for name in slower}
+        found += len(moves)
+    assert found >= 0.75 * 4 * pairs
+
+
+def test_another_number_of_openings_is_noted() -> None:
+    old, new = (run(model([contender("b", openings=of), contender("eager", openings=of)])) for of in ([], [4, 4]))
+    assert compare(new, new).notes == []
+    (note,) = compare(old, new).notes
+    assert "openings of each contender: 1 before, 2 now" in note
 
 
 def test_what_slows_down_a_round_for_all_cancels() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -66,6 +67,15 @@ def test_contenders_take_turns_in_an_order_that_changes(monkeypatch: pytest.Monk
     assert len(rounds) == 12 and all(sorted(one) == names for one in rounds)
     assert len({tuple(one) for one in rounds}) > 2
     assert {name: [len(one) for one in times[name]] for name in names} == {name: [1] * 12 for name in names}
+
+
+def test_another_race_has_other_orders() -> None:
+    def orders(seed: int) -> list[str]:
+        said: list[str] = []
+        timing.race({name: lambda name=name: said.append(name) for name in "abc"}, 4, seed=seed)  # type: ignore[misc]
+        return said
+
+    assert orders(0) == orders(0) != orders(1)
 
 
 def test_what_is_quick_runs_several_times_a_turn_and_each_call_is_timed() -> None:
@@ -202,6 +212,8 @@ def test_what_cannot_be_meant(bundle: Bundle, tmp_path: Path) -> None:
         attnforge.benchmark(bundle, against=["abacus"])
     with pytest.raises(UsageError, match="1 or more"):
         attnforge.benchmark(bundle, rounds=0)
+    with pytest.raises(UsageError, match="0 openings were asked for; give 1 or more"):
+        attnforge.benchmark(bundle, openings=0)
     with pytest.raises(InputError, match="999"):
         attnforge.benchmark(bundle, sizes={"tokens": 999}, quick=True)
     with pytest.raises(UsageError, match="another precision"):
@@ -232,6 +244,96 @@ def test_without_a_gpu_no_peer_of_one_is_asked_for() -> None:
     assert set(PEERS) - set(peers_here()) in (set(), set(peers.ON_GPU))
 
 
+# --- openings ---------------------------------------------------------------------------------------------------------
+
+
+def loaded(bundle: Bundle, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
+    return stack.enter_context(attnforge.load(bundle, "onnxruntime-cpu")).run
+
+
+def planted(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], None] = lambda opening: None, **of: Any
+) -> list[str]:
+    """Two peers are the bundle's backend; `fails` is told of each opening of `eager`. Gives what happens to it."""
+    happened: list[str] = []
+
+    def open_it(job: Job, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
+        count = sum(one.startswith("open") for one in happened) + 1
+        happened.append(f"open {count}")
+        fails(count)
+        stack.callback(happened.append, f"close {count}")
+        return loaded(bundle, stack)
+
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=open_it, **of))
+    monkeypatch.setitem(PEERS, "eager-sdpa", Peer("planted", module=lambda job, stack: loaded(bundle, stack)))
+    race = measure.race
+    monkeypatch.setattr(measure, "race", lambda *given, **more: happened.append("race") or race(*given, **more))
+    return happened
+
+
+def opened(bundle: Bundle, rounds: int, openings: int) -> found.Model:
+    named = ["onnxruntime-cpu"], ["eager", "eager-sdpa"]
+    (model,) = attnforge.benchmark(bundle, *named, rounds=rounds, openings=openings, quick=True).models
+    return model
+
+
+@pytest.mark.parametrize(("rounds", "openings", "shares"), [(5, 3, [2, 2, 1]), (24, 4, [6] * 4), (2, 9, [1, 1])])
+def test_rounds_are_shared_out_among_openings(rounds: int, openings: int, shares: list[int]) -> None:
+    assert measure.Plan([], None, [], rounds, 1, openings=openings).shares == shares
+
+
+def test_every_contender_is_opened_anew_for_its_share(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one before the old one is closed, whose memory it would have again; and in the end all are closed."""
+    happened, threads = planted(bundle, monkeypatch), torch.get_num_threads()
+    model = opened(bundle, 5, 3)
+    assert happened == [
+        "open 1", "race", "open 2", "close 1", "race", "open 3", "close 2", "race", "close 3"
+    ]  # fmt: skip
+    assert (model.rounds, model.openings) == (5, 3) and torch.get_num_threads() == threads
+    assert [(len(one.latency.rounds), one.latency.openings) for one in model.contenders] == [(5, [2, 2, 1])] * 3
+    assert all(one.error > 0 and one.notes == [] for one in model.contenders)
+
+
+def test_what_torch_compiles_stays_open(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = planted(bundle, monkeypatch, any_sizes=False)
+    model = opened(bundle, 2, 2)
+    assert happened == ["open 1", "race", "race", "close 1"]
+    notes = {one.name: one.notes for one in model.contenders}
+    assert notes.pop("eager") == [
+        "what is compiled was opened once, for it takes long: its interval does not tell how openings differ"
+    ]
+    assert notes == {"onnxruntime-cpu": [], "eager-sdpa": []}
+
+
+def test_what_fails_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it opened again; the others' rounds still pair."""
+
+    def fails(opening: int) -> None:
+        if opening == 2:
+            raise RuntimeError("no memory")
+
+    happened = planted(bundle, monkeypatch, fails)
+    model = opened(bundle, 3, 3)
+    assert model.skipped == {"eager fp32": "no memory (in opening 2 of 3; before, it was right)"} and not model.wrong
+    assert happened == ["open 1", "race", "open 2", "close 1", "race", "race"]
+    assert [one.latency.openings for one in model.contenders] == [[1, 1, 1]] * 2
+    assert all(one.ratio is not None for one in model.contenders)
+
+
+def test_what_is_wrong_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(bundle, monkeypatch)
+    factors = iter([1.0, 1.001])
+
+    def open_it(job: Job, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
+        right, by = loaded(bundle, stack), np.float32(next(factors))
+        return lambda feeds: {name: array * by for name, array in right(feeds).items()}
+
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=open_it))
+    model = opened(bundle, 2, 2)
+    assert "over the budget" in model.wrong["eager fp32"] and "opening 2 of 2" in model.wrong["eager fp32"]
+    assert {one.name for one in model.contenders} == {"onnxruntime-cpu", "eager-sdpa"}
+
+
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +351,7 @@ def whole(bundle: Bundle) -> found.Results:
 
 def test_everything_is_measured(whole: found.Results) -> None:
     (model,) = whole.models
+    assert model.openings == 3 and all(one.latency.openings == [1, 1, 1] for one in model.contenders)
     assert whole.ceilings is not None and whole.environment.threads == 1
     assert whole.environment.versions["attnforge"] == attnforge.__version__
     assert whole.environment.machine.processor and whole.seconds > 0
@@ -278,6 +381,10 @@ def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path
     assert again.environment.machine == whole.environment.machine
     assert again.environment.versions == whole.environment.versions
     text = (tmp_path / "results.json").read_text(encoding="utf-8")
+    before = json.loads(text)  # before there were several openings
+    assert [one["latency"].pop("openings") for one in before["models"][0]["contenders"]] == [[1, 1, 1]] * 2
+    (tmp_path / "before.json").write_text(json.dumps(before), encoding="utf-8")
+    assert found.read(tmp_path / "before.json").models[0].openings == 1
     for other, words in (
         (text.replace('"schema_version": 1', '"schema_version": 7'), "schema 7"),
         (text.replace('"models"', '"modles"'), "no whole results file"),
@@ -371,6 +478,7 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many quiet rounds
         ms = one.latency.median.value / (4 if one.ours else 1)
         one.latency.rounds = [[ms * (1 + 0.001 * (i % 3))] for i in range(20)]
+        one.latency.openings = [5] * 4
     found.write(taken, tmp_path / "old.json")
     monkeypatch.setattr(suite, "run_suite", lambda *given: found.read(file))
     with pytest.raises(SystemExit) as ended:
