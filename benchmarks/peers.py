@@ -282,8 +282,9 @@ def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
 
 def _by_optimizer(job: Job) -> Path:
     file = job.folder / f"onnxruntime-optimizer-{job.precision.name}.onnx"
-    if not file.exists():  # as an encoder, of text or images: the other kinds take half a minute of a large model
-        onnx.save(transformers_optimizer(_older_file(job), ("bert", "vit")), file)
+    if not file.exists():  # as the encoder that it is; every other kind takes seconds of a large model
+        of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
+        onnx.save(transformers_optimizer(_older_file(job), ("bert" if of_text else "vit",)), file)
     return file
 
 
