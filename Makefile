@@ -16,7 +16,7 @@ lint: .venv/ready
 	rm -rf build/lib build/typed && $(BIN)/pip install --quiet --no-deps --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p attnforge
 
-# Every contender on every model, side by side, in under 15 minutes on two cores; OLD=FILE compares with an earlier run.
+# Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready
 	$(BIN)/python -m attnforge.benchmarks.suite $(if $(OLD),--compare $(OLD))
 

@@ -1,4 +1,4 @@
-"""The standard suite: what `make bench` runs, on the CPU at hand, in a quarter of an hour on two cores.
+"""The standard suite: what `make bench` runs, on the CPU at hand.
 
 `python -m attnforge.benchmarks.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the README from
 it, and writes a page and pictures. `--compare OLD.json` says what moved since an earlier run and exits with 1 where

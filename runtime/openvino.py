@@ -74,9 +74,7 @@ class OpenVino:
         self._seen: Recent[Shape, bool] = Recent(4096)
         self._special: dict[Shape, _Compiled | None] = {}  # None while it is being compiled
         try:
-            self._model: Any = self._core.read_model(str(file))
-            if manifest.mixed is None:  # else what is rounded is what was chosen
-                self._model = self._prepared(file)
+            self._model: Any = self._read(file, manifest)
             self._general: _Compiled | None = self._compile(self._model)
         except RuntimeError as error:
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -107,9 +105,12 @@ class OpenVino:
             self._special, self._limit = {}, 0
             self._general = self._model = None
 
-    def _prepared(self, file: Path) -> Any:
+    def _read(self, file: Path, manifest: Manifest) -> Any:
+        model = self._core.read_model(str(file))
+        if manifest.mixed is not None:  # what is rounded is what was chosen
+            return model
         try:
-            return prepared(self._model)
+            return prepared(model)
         except RuntimeError:  # as it is written it is no less right
             log.warning("OpenVINO runs %s as it is written; rewriting it failed", file, exc_info=True)
             return self._core.read_model(str(file))

@@ -127,8 +127,8 @@ class Recent(Generic[K, T]):
 class Outputs:
     """Arrays for results, in memory whose last array nobody holds any more. Any number of threads may ask.
 
-    What is large comes from the operating system page by page, on first touch, and goes back when it is freed: of 2 MiB
-    that is a millisecond or two a call.
+    What is large comes from the operating system page by page, on first touch, and goes back when it is freed: at every
+    call anew.
     """
 
     LARGE, KEPT = 2**16, 4
