@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 SETTLE = 0.02
@@ -19,8 +19,11 @@ MOST_CALLS = 32
 """How many calls a turn has at most."""
 
 LONG = 0.1
-"""Seconds of a call from which it is not run once more, untimed, before it is timed: what others left in caches and
+"""Seconds of a call from which it need not run once more, untimed, before it is timed: what others left in caches and
 threads is a small part of it."""
+
+APART = 2
+"""How many times as long a call takes of which nobody minds that it had no untimed run and the next quicker one had."""
 
 FEWEST_ROUNDS = 3
 
@@ -40,6 +43,7 @@ def race(
         seed: of the orders.
     """
     usual = {name: min(seconds_of(run) for _ in range(2)) for name, run in runs.items()}
+    warmed = _warmed(usual.values())
     times: dict[str, list[list[float]]] = {name: [] for name in runs}
     shuffle, end = random.Random(seed), time.perf_counter() + seconds
     for done in range(rounds):
@@ -48,11 +52,22 @@ def race(
         for name in shuffle.sample(list(runs), len(runs)):
             run = runs[name]
             time.sleep(SETTLE)
-            if usual[name] < LONG:
+            if usual[name] <= warmed:
                 run()
             calls = max(1, min(MOST_CALLS, int(TURN / usual[name])))
             times[name].append([1e3 * seconds_of(run) for _ in range(calls)])
     return times
+
+
+def _warmed(seconds: Iterable[float]) -> float:
+    """The longest call that runs once more, untimed. No two that are nearly as long are treated differently, for it is
+    such ones that are compared."""
+    longest = 0.0
+    for one in sorted(seconds):
+        if one >= max(LONG, APART * longest):
+            break
+        longest = one
+    return longest
 
 
 def medians(runs: Mapping[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, float]:

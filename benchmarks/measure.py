@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -211,7 +212,7 @@ def measure(plan: Plan, sizes: Mapping[str, int], ceilings: Ceilings | None) -> 
         rounds: dict[str, list[list[float]]] = {}
         openings: list[int] = []
         for i, share in enumerate(plan.shares):
-            opened = _opened_anew(plan, truths, opened, stack, wrong, skipped)
+            opened = _opened_anew(plan, truths, opened, stack, wrong, skipped, seed=i)
             which = f"opening {i + 1} of {len(plan.shares)}"
             for reasons in (wrong, skipped):
                 for key in reasons.keys() & rounds.keys():
@@ -300,6 +301,26 @@ class _Truth:
         return next((f"{one.output}: {one.reason}" for one in found if not one.passed), None)
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """A contender that may be opened; `stays` open once it is."""
+
+    truth: _Truth
+    name: str
+    ours: bool
+    what: str
+    open: Callable[[Job, ExitStack], Runner]
+    stays: bool = False
+
+    @property
+    def precision(self) -> str:
+        return self.truth.bundle.manifest.precision
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.precision}"
+
+
 def _opened_anew(
     plan: Plan,
     truths: Sequence[_Truth],
@@ -307,66 +328,51 @@ def _opened_anew(
     stack: ExitStack,
     wrong: dict[str, str],
     skipped: dict[str, str],
+    seed: int,
 ) -> dict[str, _Entry]:
     """The contenders by key that could be opened and are right.
+
+    They are opened in an order drawn anew, for who is opened among the first is often slower for good.
 
     Args:
         before: of the last opening; each is closed.
         stack: closes what is open in the end.
         wrong: with a reason for each that is, and for each of the bundles' own that can run here and fails.
         skipped: with a reason for each of the others. Whose key is in either is not opened again.
+        seed: of the order.
     """
-    opened = {}
-    for truth in truths:
-        for entry in _opened(plan, truth, before, stack, wrong, skipped):
-            plan.progress(f"check {entry.key}")
+    offers = [offer for truth in truths for offer in _offers(plan, truth, wrong, skipped)]
+    opened: dict[str, _Entry] = {}
+    for offer in random.Random(seed).sample(offers, len(offers)):
+        key = offer.key
+        if offer.stays and key in before:
+            entry = before.pop(key)
+        else:
+            plan.progress(f"open {key}")
             try:
-                reason = truth.judged(entry)
-            except Exception as error:  # a peer that cannot run this model at all is a result, no failure of ours
-                (wrong if entry.ours else skipped)[entry.key] = _first_line(error)
+                entry = _opened(offer, before.pop(key, None), stack)
+            except BundleError:
+                raise
+            except Exception as error:  # what refuses the model is a result
+                (wrong if offer.ours else skipped)[key] = _first_line(error)
                 continue
-            if reason is None:
-                opened[entry.key] = entry
-            else:
-                wrong[entry.key] = reason
-    return opened
-
-
-def _opened(
-    plan: Plan,
-    truth: _Truth,
-    before: dict[str, _Entry],
-    stack: ExitStack,
-    wrong: dict[str, str],
-    skipped: dict[str, str],
-) -> Iterator[_Entry]:
-    """The contenders at a bundle's precision that could be opened, as :func:`_opened_anew` has it.
-
-    What was open is closed once its successor is there: memory that was given back first would be had again, page for
-    page, and with it the speed.
-    """
-    bundle, job = truth.bundle, truth.job
-    precision = bundle.manifest.precision
-
-    def entry(name: str, ours: bool, what: str, open_it: Callable[[ExitStack], Runner]) -> _Entry | None:
-        key = f"{name} {precision}"
-        plan.progress(f"open {key}")
-        own, last = stack.enter_context(ExitStack()), before.pop(key, None)
+        plan.progress(f"check {key}")
         try:
-            runner = open_it(own)
-        except BundleError:
-            raise
-        except Exception as error:  # what refuses the model is a result
-            (wrong if ours else skipped)[key] = _first_line(error)
-            return None
-        finally:
-            if last is not None:
-                last.stack.close()
-        made = _Entry(name, precision, ours, what, partial(runner, job.feeds), runner, job, own)
-        if last is not None:
-            made.error, made.budget = last.error, last.budget
-        return made
+            reason = offer.truth.judged(entry)
+        except Exception as error:  # a peer that cannot run this model at all is a result, no failure of ours
+            (wrong if offer.ours else skipped)[key] = _first_line(error)
+            continue
+        if reason is None:
+            opened[key] = entry
+        else:
+            wrong[key] = reason
+    return {offer.key: opened[offer.key] for offer in offers if offer.key in opened}
 
+
+def _offers(plan: Plan, truth: _Truth, wrong: dict[str, str], skipped: dict[str, str]) -> Iterator[_Offer]:
+    """The contenders at a bundle's precision, but those that cannot run, whose reason is added to `skipped`."""
+    bundle = truth.bundle
+    precision = bundle.manifest.precision
     chosen = chosen_here(bundle) if plan.backends is None else None
     for name in plan.backends or BACKENDS:
         if f"{name} {precision}" in wrong | skipped:
@@ -377,18 +383,34 @@ def _opened(
             if plan.backends is not None:
                 raise UnavailableError(f"{name}: {reason}")
             skipped[f"{name} {precision}"] = reason
-        elif (one := entry(name, True, f"the bundle on {name}", partial(open_backend, name, job))) is not None:
-            yield one
+        else:
+            yield _Offer(truth, name, True, f"the bundle on {name}", partial(open_backend, name))
     for name in plan.against:
         peer, key = PEERS[name], f"{name} {precision}"
         if key in wrong | skipped:
             continue
         if peer.engine == "onnxruntime" and (reason := why_no_products(precision)) is not None:
             skipped[key] = reason
-        elif peer.compiles and key in before:
-            yield before.pop(key)
-        elif (one := entry(name, False, peer.what, partial(peer.open, job))) is not None:
-            yield one
+        else:
+            yield _Offer(truth, name, False, peer.what, peer.open, peer.compiles)
+
+
+def _opened(offer: _Offer, last: _Entry | None, stack: ExitStack) -> _Entry:
+    """A contender, opened.
+
+    What was open of it is closed once its successor is there: memory that was given back first would be had again, page
+    for page, and with it the speed.
+    """
+    own, job = stack.enter_context(ExitStack()), offer.truth.job
+    try:
+        runner = offer.open(job, own)
+    finally:
+        if last is not None:
+            last.stack.close()
+    made = _Entry(offer.name, offer.precision, offer.ours, offer.what, partial(runner, job.feeds), runner, job, own)
+    if last is not None:
+        made.error, made.budget = last.error, last.budget
+    return made
 
 
 def _contender(

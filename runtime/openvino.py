@@ -73,9 +73,10 @@ class OpenVino:
         self._lock = threading.Lock()
         self._seen: Recent[Shape, bool] = Recent(4096)
         self._special: dict[Shape, _Compiled | None] = {}  # None while it is being compiled
+        self._model: Any
+        self._general: _Compiled | None
         try:
-            self._model: Any = self._read(file, manifest)
-            self._general: _Compiled | None = self._compile(self._model)
+            self._model, self._general = self._opened(file, manifest)
         except RuntimeError as error:
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise UnavailableError(f"OpenVINO does not take this model: {said[-1] if said else error}") from error
@@ -105,15 +106,16 @@ class OpenVino:
             self._special, self._limit = {}, 0
             self._general = self._model = None
 
-    def _read(self, file: Path, manifest: Manifest) -> Any:
+    def _opened(self, file: Path, manifest: Manifest) -> tuple[Any, _Compiled]:
+        """The model, rewritten where OpenVINO takes that, and what it is compiled to."""
+        if manifest.mixed is None:  # else what is rounded is what was chosen
+            try:
+                model = prepared(self._core.read_model(str(file)))
+                return model, self._compile(model)
+            except RuntimeError:  # as it is written it is no less right
+                log.warning("OpenVINO does not take %s rewritten; it is tried as it is written", file, exc_info=True)
         model = self._core.read_model(str(file))
-        if manifest.mixed is not None:  # what is rounded is what was chosen
-            return model
-        try:
-            return prepared(model)
-        except RuntimeError:  # as it is written it is no less right
-            log.warning("OpenVINO runs %s as it is written; rewriting it failed", file, exc_info=True)
-            return self._core.read_model(str(file))
+        return model, self._compile(model)
 
     def _for_shapes(self, key: Shape) -> _Compiled | None:
         """What is compiled for these shapes, or for all; None where the session is closed."""

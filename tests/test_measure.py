@@ -85,6 +85,33 @@ def test_what_is_quick_runs_several_times_a_turn_and_each_call_is_timed() -> Non
     assert all(ms >= 30 for one in times["slow"] for ms in one)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "warmed"),
+    [
+        ([0.001, 0.02, 0.09], 0.09),
+        ([0.09, 0.11, 0.15, 0.2, 0.5], 0.2),  # nobody is warm beside one who is cold and nearly as quick
+        ([0.04, 0.1], 0.04),
+        ([0.1, 0.11, 0.15], 0.0),  # all are long
+    ],
+)
+def test_who_is_nearly_as_quick_is_as_warm(seconds: list[float], warmed: float) -> None:
+    assert timing._warmed(seconds) == warmed == timing._warmed(reversed(seconds))
+
+
+def test_an_untimed_call_comes_before_the_timed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LONG", 0.01)
+    calls: Counter[str] = Counter()
+    takes = {"quick": 0.003, "slow": 0.03}
+
+    def run(name: str) -> None:
+        calls[name] += 1
+        time.sleep(takes[name])
+
+    times = timing.race({name: lambda name=name: run(name) for name in takes}, 4)  # type: ignore[misc]
+    timed = {name: sum(map(len, rounds)) for name, rounds in times.items()}
+    assert {name: calls[name] - timed[name] for name in takes} == {"quick": 2 + 4, "slow": 2}
+
+
 def test_a_race_has_at_least_three_rounds_however_little_time_there_is() -> None:
     assert len(timing.race({"a": lambda: time.sleep(0.01)}, 50, 0.0)["a"]) == timing.FEWEST_ROUNDS
 
@@ -292,6 +319,18 @@ def test_every_contender_is_opened_anew_for_its_share(bundle: Bundle, monkeypatc
     assert (model.rounds, model.openings) == (5, 3) and torch.get_num_threads() == threads
     assert [(len(one.latency.rounds), one.latency.openings) for one in model.contenders] == [(5, [2, 2, 1])] * 3
     assert all(one.error > 0 and one.notes == [] for one in model.contenders)
+
+
+def test_every_opening_has_an_order_of_its_own(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is opened first is not always the same; the results name contenders in one order all the same."""
+    said: list[str] = []
+    planted(bundle, monkeypatch)
+    named = ["onnxruntime-cpu"], ["eager", "eager-sdpa"]
+    (model,) = attnforge.benchmark(bundle, *named, rounds=6, openings=6, quick=True, progress=said.append).models
+    order = [one.removeprefix("open ") for one in said if one.startswith("open ")]
+    orders = {tuple(order[i : i + 3]) for i in range(0, len(order), 3)}
+    assert len(order) == 18 and len(orders) > 2 and all(len(set(one)) == 3 for one in orders)
+    assert [one.name for one in model.contenders] == ["onnxruntime-cpu", "eager", "eager-sdpa"]
 
 
 def test_what_torch_compiles_stays_open(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,8 +206,9 @@ def test_it_is_the_same_function_as_the_graph_that_it_is_made_of(encoder: Bundle
         np.testing.assert_allclose(given, written, rtol=1e-5, atol=1e-6)
 
 
-def test_where_rewriting_fails_the_graph_runs_as_it_is_written(
-    encoder: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("on", ["rewriting", "compiling"])
+def test_what_openvino_does_not_take_rewritten_runs_as_it_is_written(
+    encoder: Bundle, on: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeds = feeds_of(encoder, batch=2, tokens=6)
     with attnforge.load(encoder, "openvino") as session:
@@ -215,9 +216,20 @@ def test_where_rewriting_fails_the_graph_runs_as_it_is_written(
     assert not caplog.records
 
     def refused(model: Any) -> Any:
-        raise RuntimeError("no such operator")
+        if on == "rewriting":
+            raise RuntimeError("no such operator")
+        rewritten.append(prepared(model))
+        return rewritten[0]
 
+    def compiled(self: Any, model: Any) -> Any:
+        if rewritten and model is rewritten[0]:
+            raise RuntimeError("no such kernel")
+        return compile_model(self, model)
+
+    rewritten: list[Any] = []
+    compile_model = openvino.OpenVino._compile
     monkeypatch.setattr(openvino, "prepared", refused)
+    monkeypatch.setattr(openvino.OpenVino, "_compile", compiled)
     with attnforge.load(encoder, "openvino") as session:
         np.testing.assert_allclose(session.run(feeds)["output"], expected, rtol=1e-4, atol=1e-5)
-    assert "rewriting it failed" in caplog.text
+    assert "does not take" in caplog.text and len(rewritten) == (on == "compiling")
