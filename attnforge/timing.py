@@ -42,7 +42,7 @@ def race(
         seconds: after which no further round begins, once there are :data:`FEWEST_ROUNDS`.
         seed: of the orders.
     """
-    usual = {name: min(seconds_of(run) for _ in range(2)) for name, run in runs.items()}
+    usual = {name: _usual(run) for name, run in runs.items()}
     warmed = _warmed(usual.values())
     times: dict[str, list[list[float]]] = {name: [] for name in runs}
     shuffle, end = random.Random(seed), time.perf_counter() + seconds
@@ -57,6 +57,12 @@ def race(
             calls = max(1, min(MOST_CALLS, int(TURN / usual[name])))
             times[name].append([1e3 * seconds_of(run) for _ in range(calls)])
     return times
+
+
+def _usual(run: Callable[[], Any]) -> float:
+    """About how many seconds a call takes."""
+    once = seconds_of(run)
+    return once if once >= LONG else min(once, seconds_of(run))
 
 
 def _warmed(seconds: Iterable[float]) -> float:
