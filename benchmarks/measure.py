@@ -151,6 +151,8 @@ class Plan:
     throughput: bool = True
     starts: bool = True
     memory: bool = True
+    fresh_peers: Sequence[str] | None = None
+    """Whose starts and memory are measured, besides ours; by default all."""
     seconds: float = float("inf")
     """After which no further round begins; shared out among the openings as the rounds are."""
     openings: int = 1
@@ -500,7 +502,8 @@ def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender
     """Starts one after another, then memory, of which two processes at a time do not disturb each other."""
     orders = {}
     for key, (entry, contender) in pairs.items():
-        if plan.starts or plan.memory:
+        named = entry.ours or plan.fresh_peers is None or entry.name in plan.fresh_peers
+        if named and (plan.starts or plan.memory):
             order = _order(plan, entry, case)
             if isinstance(order, str):
                 contender.notes.append(order)

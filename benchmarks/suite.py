@@ -49,6 +49,7 @@ class Subject:
         precisions: it is deployed in.
         fresh: whether starts and memory are measured.
         throughput: whether that is.
+        fresh_peers: whose starts and memory are measured, besides ours; by default all.
     """
 
     name: str
@@ -58,12 +59,16 @@ class Subject:
     precisions: Sequence[str] = ("fp32", "bf16")
     fresh: bool = True
     throughput: bool = True
+    fresh_peers: Sequence[str] | None = None
 
 
 BASE: Mapping[str, Any] = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "batch_size": 1, "max_batch": 1}
+USUAL = ("eager", "onnxruntime-plain", "openvino-plain")
+"""Peers that will do where weights are most of what a model holds, or where it is only seen to grow."""
+
 SUBJECTS = (
     Subject("patch-attention", "patch-attention", {"max_image_size": 224, "max_batch": 1}),
-    Subject("vit", "vit", {}, ("eager", "onnxruntime-plain", "openvino-plain"), ("fp32",), fresh=False),
+    Subject("vit", "vit", {}, USUAL, ("fp32",), fresh=False),
     Subject(
         "vit-b-16",
         "vit",
@@ -71,8 +76,15 @@ SUBJECTS = (
         None,
         ("fp32",),
         throughput=False,
+        fresh_peers=USUAL,
     ),
-    Subject("bert-base", "transformer-encoder", {**BASE, "vocab_size": 30522, "num_tokens": 128}, throughput=False),
+    Subject(
+        "bert-base",
+        "transformer-encoder",
+        {**BASE, "vocab_size": 30522, "num_tokens": 128},
+        throughput=False,
+        fresh_peers=USUAL,
+    ),
 )
 """Patch attention of 3136 tokens, a small ViT, a ViT-B/16, and an encoder of BERT-base's size at 128 tokens."""
 
@@ -84,8 +96,7 @@ SIDES = (14, 28, 56, 112)
 """Patches a side: 196, 784, 3136 and 12544 tokens."""
 
 LAYERS = (1, 4, 12, 24)
-GROWTH_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openvino-plain")
-LAYER_PEERS = ("eager", "onnxruntime-plain", "openvino-plain")
+TOKEN_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 
 
 def main(
@@ -148,6 +159,7 @@ def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Calla
             throughput=subject.throughput,
             starts=subject.fresh,
             memory=subject.fresh,
+            fresh_peers=subject.fresh_peers,
             seconds=SECONDS,
             openings=OPENINGS,
             progress=say,
@@ -199,7 +211,7 @@ def over_tokens(folder: Path, threads: int, say: Callable[[str], None]) -> found
     """Patch attention over its tokens, one bundle for all of them."""
     subject = Subject("patch-attention", "patch-attention", {"max_image_size": 4 * max(SIDES), "max_batch": 1})
     bundle = deployed(folder / "tokens", subject, "fp32", say)
-    plan = Plan([bundle], None, GROWTH_PEERS, 7, threads, throughput=False, starts=False, seconds=12, progress=say)
+    plan = Plan([bundle], None, TOKEN_PEERS, 7, threads, throughput=False, starts=False, seconds=12, progress=say)
     return over_sizes(plan, "tokens", {side**2: {"rows": side, "cols": side} for side in SIDES})
 
 
@@ -210,7 +222,7 @@ def over_layers(folder: Path, threads: int, say: Callable[[str], None]) -> found
         options = {"num_layers": layers, "num_tokens": 128, "batch_size": 1, "max_batch": 1}
         subject = Subject(f"encoder-{layers}", "transformer-encoder", options)
         bundles[layers] = deployed(folder, subject, "fp32", say, tune=False)
-    plan = Plan([], None, LAYER_PEERS, 7, threads, throughput=False, starts=False, seconds=10, progress=say)
+    plan = Plan([], None, USUAL, 7, threads, throughput=False, starts=False, seconds=10, progress=say)
     grown = over_bundles(plan, "layers", bundles)
     grown.model = "transformer-encoder"
     return grown

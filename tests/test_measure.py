@@ -494,7 +494,9 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
 
 def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**SMALL, "max_batch": 1, "batch_size": 1}
-    small = suite.Subject("small", "transformer-encoder", options, ["eager"], ("fp32",), False, False)
+    small = suite.Subject(
+        "small", "transformer-encoder", options, ["eager"], ("fp32",), throughput=False, fresh_peers=()
+    )
     monkeypatch.setattr(suite, "measure_ceilings", quick_ceilings)
     monkeypatch.setattr(suite, "ROUNDS", 3)
     monkeypatch.setattr(suite, "SUBJECTS", (small,))
@@ -513,6 +515,8 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     assert html.exists() and list(html.parent.glob("*.png"))
     taken = found.read(file)
     assert [model.name for model in taken.models] == ["small"] and taken.command == suite.COMMAND
+    for one in taken.models[0].contenders:
+        assert (one.cold is not None, one.memory is not None) == (one.ours, one.ours), one.notes
     for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many quiet rounds
         ms = one.latency.median.value / (4 if one.ours else 1)
         one.latency.rounds = [[ms * (1 + 0.001 * (i % 3))] for i in range(20)]
