@@ -37,6 +37,10 @@ SPECIALIZED, SPECIALIZED_BYTES = 8, 2**28
 """How many combinations of input shapes get a compiled model of their own, and bytes of weights that these hold at most
 (one always gets one). Shapes that are fixed save a tenth of the time where attention is most of it."""
 
+WIDENED_BYTES = 2**26
+"""Bytes of weights up to which those of 16 bits are held in fp32 as well, in each compiled model. That made
+patch-attention in bf16 a tenth faster, an encoder of the size of BERT-base by 5%, at 1.5 GiB in place of 0.7."""
+
 
 def open_bundle(bundle: Bundle, options: Options) -> OpenVino:
     """The bundle's canonical graph on the CPU."""
@@ -110,7 +114,7 @@ class OpenVino:
         """The model, rewritten where OpenVINO takes that, and what it is compiled to."""
         if manifest.mixed is None:  # else what is rounded is what was chosen
             try:
-                model = prepared(self._core.read_model(str(file)))
+                model = prepared(self._core.read_model(str(file)), self._weights <= WIDENED_BYTES)
                 return model, self._compile(model)
             except RuntimeError:  # as it is written it is no less right
                 log.warning("OpenVINO does not take %s rewritten; it is tried as it is written", file, exc_info=True)

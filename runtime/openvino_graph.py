@@ -15,15 +15,18 @@ from attnforge.arrays import Array
 NARROW = ("bf16", "f16")
 
 
-def prepared(model: Any) -> Any:
+def prepared(model: Any, widen: bool = True) -> Any:
     """An `openvino.Model` that computes what `model` does, within rounding; its inputs and outputs stay as they are.
 
     `model` itself is taken apart for it.
+
+    Args:
+        widen: 16-bit types, for which OpenVINO holds their weights in fp32 as well (:func:`widened`).
     """
     heads_first(model)
     as_products(model)
     model.validate_nodes_and_infer_types()
-    return widened(model)
+    return widened(model) if widen else model
 
 
 def heads_first(model: Any) -> None:

@@ -195,6 +195,22 @@ def test_16_bits_are_left_at_the_inputs_and_outputs_and_in_the_weights(tmp_path:
     assert weights > 20 and narrow == {"Parameter": 1, "Convert": 1, "Result": 1}
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, args, shapes = build_model("transformer-encoder", num_layers=1, vocab_size=50)
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, precision, ["onnxruntime"], tune=False)
+    asked: list[bool] = []
+    monkeypatch.setattr(openvino, "prepared", lambda model, widen: asked.append(widen) or prepared(model, widen))
+    assert attnforge.verify(bundle, ["openvino"]).passed
+    monkeypatch.setattr(openvino, "WIDENED_BYTES", 0)
+    assert attnforge.verify(bundle, ["openvino"]).passed
+    assert asked == [True, False]
+    softmax = next(node for node in prepared(graph_of(bundle), False).get_ordered_ops() if "Soft" in str(node))
+    assert softmax.get_output_element_type(0).get_type_name() == {"fp16": "f16", "bf16": "bf16"}[precision]
+
+
 def test_it_is_the_same_function_as_the_graph_that_it_is_made_of(encoder: Bundle) -> None:
     from openvino import Core
 
@@ -215,7 +231,7 @@ def test_what_openvino_does_not_take_rewritten_runs_as_it_is_written(
         expected = session.run(feeds)["output"]
     assert not caplog.records
 
-    def refused(model: Any) -> Any:
+    def refused(model: Any, widen: bool) -> Any:
         if on == "rewriting":
             raise RuntimeError("no such operator")
         rewritten.append(prepared(model))
