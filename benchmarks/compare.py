@@ -133,12 +133,12 @@ def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Compari
     notes = _conditions(old, new)
     pairs, lost = _paired(old, new, notes)
     changes = [_changes(before, after) for _, before, after in pairs]
-    spread = _spread(changes, USUAL_SPREAD)
+    spread, starts = _spread(changes, USUAL_SPREAD), _starts_apart(changes)
     for (label, before, after), change in zip(pairs, changes, strict=True):
         notes += _differences(label, before, after)
         moved += _presence(label, before, after, new.left_out, notes)
         moved += _latencies(label, change, _spread([change], spread), tolerance, notes)
-        moved += [move for pair in change.pairs for move in _measures(label, *pair, change.drift, notes)]
+        moved += [move for pair in change.pairs for move in _measures(label, *pair, change.drift, starts, notes)]
         moved += _bundles(label, before, after, change.drift)
     for label, model, reason in lost:
         moved += [_gone(label, c, reason) for c in model.contenders if c.ours]
@@ -426,8 +426,22 @@ MEASURES = (
 )
 
 
-def _measures(label: str, was: Contender, now: Contender, drift: float | None, notes: list[str]) -> list[Move]:
-    """What else moved of a contender."""
+def _starts_apart(changes: Sequence[_Changes]) -> float:
+    """How many times as long, or as short, the start of any peer took. A start is measured once, and when neighbours
+    or its disk were busy then, that says nothing of ours."""
+    apart = 1.0
+    for one in changes:
+        for was, now in (one.pairs[i] for i in one.peers):
+            before, after = _cold_seconds(was), _cold_seconds(now)
+            if before and after and one.drift:
+                apart = max(apart, after / before / one.drift, before / after * one.drift)
+    return apart
+
+
+def _measures(
+    label: str, was: Contender, now: Contender, drift: float | None, starts: float, notes: list[str]
+) -> list[Move]:
+    """What else moved of a contender; a start for worse only where it moved by more than `starts`."""
     moved = []
     for measure in MEASURES:
         before, after = measure.of(was), measure.of(now)
@@ -435,9 +449,12 @@ def _measures(label: str, was: Contender, now: Contender, drift: float | None, n
             taken_out = drift if measure.is_time else None
             expected = before * (taken_out or 1)
             if _beyond(expected, after, measure.factor, measure.least):
+                worse = now.ours and after > expected
+                chance = worse and measure.is_time and after <= expected * starts
                 moved.append(Move(
                     model=label, contender=now.key, what=measure.what, unit=measure.unit, before=before, after=after,
-                    change=_times(expected, after), drift=taken_out, regression=now.ours and after > expected,
+                    change=_times(expected, after), drift=taken_out, regression=worse and not chance,
+                    reason=f"so do the peers', by up to {starts:.3g} times" if chance else None,
                 ))  # fmt: skip
         elif before is not None and now.ours:
             notes.append(f"{label}, {now.key}: {measure.what} was measured before and is not now")

@@ -470,6 +470,17 @@ def test_a_slower_machine_starts_and_deploys_more_slowly() -> None:
     assert not compare(at(1.0, 4.0, 10, 10.3), at(1.0, 4.0, 10, 10.0)).regressions
 
 
+def test_a_start_is_no_regression_where_a_peers_moved_as_much() -> None:
+    def at(ours: float, theirs: float) -> list[Contender]:
+        return [contender("b", cold=cold(ours)), contender("eager", cold=cold(theirs))]
+
+    assert said(compared(at(1.0, 2.0), at(1.8, 2.2)).regressions) == [("b fp32", "cold start")]
+    for theirs in (4.0, 1.0):  # either way
+        found = compared(at(1.0, 2.0), at(1.8, theirs))
+        assert ("b fp32", "cold start") in said(found.moved) and not found.regressions
+        assert any("so do the peers', by up to 2 times" in line for line in found.text().splitlines())
+
+
 def test_errors_within_the_budget_are_no_regression() -> None:
     found = compared([contender("b", error=2e-7)], [contender("b", error=6e-7)])
     assert said(found.moved) == [("b fp32", "parity")] and not found.regressions
