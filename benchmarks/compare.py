@@ -454,7 +454,7 @@ def _measures(
                 moved.append(Move(
                     model=label, contender=now.key, what=measure.what, unit=measure.unit, before=before, after=after,
                     change=_times(expected, after), drift=taken_out, regression=worse and not chance,
-                    reason=f"so do the peers', by up to {starts:.3g} times" if chance else None,
+                    reason=f"those of peers moved by up to {starts:.3g} times" if chance else None,
                 ))  # fmt: skip
         elif before is not None and now.ours:
             notes.append(f"{label}, {now.key}: {measure.what} was measured before and is not now")

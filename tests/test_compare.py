@@ -478,7 +478,7 @@ def test_a_start_is_no_regression_where_a_peers_moved_as_much() -> None:
     for theirs in (4.0, 1.0):  # either way
         found = compared(at(1.0, 2.0), at(1.8, theirs))
         assert ("b fp32", "cold start") in said(found.moved) and not found.regressions
-        assert any("so do the peers', by up to 2 times" in line for line in found.text().splitlines())
+        assert any("those of peers moved by up to 2 times" in line for line in found.text().splitlines())
 
 
 def test_errors_within_the_budget_are_no_regression() -> None:
