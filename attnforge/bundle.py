@@ -279,7 +279,7 @@ class Choice(Record):
         versions: of the backends' libraries.
         sizes: of the dynamic dims, at which it was measured.
         picked: what `auto` loads on that machine; None where no backend was within the budget.
-        milliseconds: the median of every backend that was, in turns.
+        milliseconds: of every backend that was, in turns: the mean of the medians of two openings.
         dropped: backends that were not, or could not run, and why.
         seconds: that choosing took.
     """

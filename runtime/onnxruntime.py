@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
@@ -122,9 +124,14 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
 
 
 def weights_of(file: Path) -> int:
-    """Bytes of a model: its graph, nearly all of which are weights, and the shelf beside it where it has one."""
-    shelf = file.with_name(WEIGHTS)
-    return file.stat().st_size + (shelf.stat().st_size if shelf.exists() else 0)
+    """Bytes of a model: its graph, nearly all of which are weights, and what it takes from the shelf beside it where
+    there is one, on which stand the weights of other graphs too."""
+    size = file.stat().st_size
+    if not file.with_name(WEIGHTS).exists():
+        return size
+    tensors = onnx.load(file, load_external_data=False).graph.initializer
+    shelved = map(ExternalDataInfo, filter(uses_external_data, tensors))
+    return size + sum({info.offset: info.length for info in shelved}.values())
 
 
 def bind_host_input(binding: Any, name: str, array: Array) -> None:

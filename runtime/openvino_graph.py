@@ -15,7 +15,7 @@ from attnforge.arrays import Array
 NARROW = ("bf16", "f16")
 
 
-def prepared(model: Any, widen: bool = True) -> Any:
+def prepared(model: Any, widen: bool) -> Any:
     """An `openvino.Model` that computes what `model` does, within rounding; its inputs and outputs stay as they are.
 
     `model` itself is taken apart for it.

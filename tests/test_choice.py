@@ -136,6 +136,30 @@ def test_a_backend_that_fails_is_not_chosen(deployed: Bundle, monkeypatch: pytes
     assert found is not None and found.picked == "openvino" and found.dropped == {"onnxruntime-cpu": "out of order"}
 
 
+@needs_openvino
+def test_each_is_opened_first_once_and_held_to_the_budget_once(
+    deployed: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, compare = choosing.load, choosing.compare
+    opened: list[str] = []
+    held: list[str] = []
+
+    def opening(bundle: Bundle, name: str, **options: Any) -> Any:
+        opened.append(name)
+        return load(bundle, name, **options)
+
+    def holding(session: Any) -> Any:
+        held.append(session.backend)
+        return compare(session)
+
+    monkeypatch.setattr(choosing, "load", opening)
+    monkeypatch.setattr(choosing, "compare", holding)
+    monkeypatch.setattr(choosing, "medians", lambda runs, *limits: {name: 2.0 + len(opened) for name in runs})
+    found = choosing.choose_backend(deployed)
+    assert opened == held + held[::-1] and sorted(held) == ["onnxruntime-cpu", "openvino"]
+    assert found is not None and found.milliseconds == dict.fromkeys(held, 5.0)
+
+
 def test_with_one_backend_there_is_nothing_to_choose(deployed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "why_unavailable", lambda bundle, name: None if name == "onnxruntime-cpu" else "no")
     assert choosing.choose_backend(deployed) is None

@@ -166,7 +166,7 @@ def operators(model: Any) -> Counter[str]:
 def test_attention_is_given_as_products_with_nothing_between_it_and_its_transposes(tmp_path: Path) -> None:
     module, args, shapes = build_model("patch-attention", image_size=32, max_image_size=32, max_batch=1)
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
-    written, given = operators(graph_of(bundle)), prepared(graph_of(bundle))
+    written, given = operators(graph_of(bundle)), prepared(graph_of(bundle), widen=True)
     assert written["ScaledDotProductAttention"] == 1 and operators(given)["ScaledDotProductAttention"] == 0
     scores = next(node for node in given.get_ordered_ops() if node.get_type_name() == "Softmax")
     product = scores.input_value(0).get_node().input_value(0).get_node()
@@ -180,7 +180,7 @@ def test_attention_is_given_as_products_with_nothing_between_it_and_its_transpos
 def test_16_bits_are_left_at_the_inputs_and_outputs_and_in_the_weights(tmp_path: Path) -> None:
     module, args, shapes = build_model("vit")
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "bf16", ["onnxruntime"], tune=False)
-    written, given = graph_of(bundle), prepared(graph_of(bundle))
+    written, given = graph_of(bundle), prepared(graph_of(bundle), widen=True)
     for ours, theirs in zip((*given.inputs, *given.outputs), (*written.inputs, *written.outputs), strict=True):
         assert ours.get_names() == theirs.get_names()
         assert ours.get_element_type() == theirs.get_element_type()
@@ -207,15 +207,26 @@ def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
     monkeypatch.setattr(openvino, "WIDENED_BYTES", 0)
     assert attnforge.verify(bundle, ["openvino"]).passed
     assert asked == [True, False]
-    softmax = next(node for node in prepared(graph_of(bundle), False).get_ordered_ops() if "Soft" in str(node))
+    softmax = next(node for node in prepared(graph_of(bundle), widen=False).get_ordered_ops() if "Soft" in str(node))
     assert softmax.get_output_element_type(0).get_type_name() == {"fp16": "f16", "bf16": "bf16"}[precision]
+
+
+def test_the_weights_told_are_the_graphs_own(tmp_path: Path) -> None:
+    """Though those of ONNX Runtime, which computes bf16 in fp32, lie in the same file."""
+    module, args, shapes = build_model("transformer-encoder", embed_dim=256, num_layers=1)
+    options: dict[str, Any] = {"targets": ["onnxruntime"], "tune": False, "one_file_limit": 1}
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "bf16", **options)
+    numbers = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    for backend, size in (("openvino", 2), ("onnxruntime-cpu", 4)):
+        with attnforge.load(bundle, backend) as session:
+            assert session.memory.weights == pytest.approx(size * numbers, rel=0.05)
 
 
 def test_it_is_the_same_function_as_the_graph_that_it_is_made_of(encoder: Bundle) -> None:
     from openvino import Core
 
     found = []
-    for model in (graph_of(encoder), prepared(graph_of(encoder))):
+    for model in (graph_of(encoder), prepared(graph_of(encoder), widen=True)):
         compiled = Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         found.append([compiled(feeds_of(encoder, batch=n, tokens=5 * n))[0] for n in (1, 2, 3)])
     for written, given in zip(*found, strict=True):
@@ -234,7 +245,7 @@ def test_what_openvino_does_not_take_rewritten_runs_as_it_is_written(
     def refused(model: Any, widen: bool) -> Any:
         if on == "rewriting":
             raise RuntimeError("no such operator")
-        rewritten.append(prepared(model))
+        rewritten.append(prepared(model, widen))
         return rewritten[0]
 
     def compiled(self: Any, model: Any) -> Any:
