@@ -1,10 +1,16 @@
-"""The command line, as its user runs it: a process, its output, and its exit code."""
+"""The command line, as its user runs it: a process, its output, and its exit code.
 
+What one process has shown of a command, others are shown in this one, where nothing has to be imported again.
+"""
+
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +21,7 @@ from PIL import Image
 
 from attnforge.benchmarks.results import read
 from attnforge.bundle import Bundle, write_manifest
+from attnforge.cli import main, out
 from attnforge.model.registry import MODELS
 from attnforge.runtime.backends import BACKENDS
 
@@ -25,6 +32,29 @@ def attnforge(*arguments: str | Path, cwd: Path | None = None) -> Done:
     command = [sys.executable, "-m", "attnforge", *map(str, arguments)]
     wide = {**os.environ, "COLUMNS": "100"}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env=wide)
+
+
+Here = Callable[..., Done]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    """`here(*arguments)` is the same as `attnforge(*arguments)`, but for the process."""
+
+    def run(*arguments: str | Path) -> Done:
+        command = ["attnforge", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", command)
+        monkeypatch.setattr(out, "width", 100)
+        with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as warned:
+            try:
+                main()
+                code = 0
+            except SystemExit as ended:
+                assert isinstance(ended.code, int)
+                code = ended.code
+        return Done(command, code, said.getvalue(), warned.getvalue())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +73,12 @@ def assert_one_line(done: Done, code: int, *words: str) -> None:
     assert len(lines) == 1, done.stderr
     for word in words:
         assert word in lines[0], (word, lines[0])
+
+
+@pytest.mark.parametrize("arguments", [("deploy", "no-such-model"), ("verify", "no-such-bundle"), ("--version",)])
+def test_a_process_says_and_returns_the_same(here: Here, arguments: tuple[str, ...]) -> None:
+    apart, within = attnforge(*arguments), here(*arguments)
+    assert (apart.returncode, apart.stdout, apart.stderr) == (within.returncode, within.stdout, within.stderr)
 
 
 def test_models_lists_every_registered_model() -> None:
@@ -70,7 +106,7 @@ def test_verify_is_one_json_document(bundle: Path) -> None:
     assert found["error"] <= found["budget"]
 
 
-def test_verify_fails_where_the_model_is_another(bundle: Path, tmp_path: Path) -> None:
+def test_verify_fails_where_the_model_is_another(here: Here, bundle: Path, tmp_path: Path) -> None:
     copy = tmp_path / "wrong"
     shutil.copytree(bundle, copy)
     manifest = Bundle(copy).manifest
@@ -81,14 +117,14 @@ def test_verify_fails_where_the_model_is_another(bundle: Path, tmp_path: Path) -
     onnx.save(model, file)
     (copy / "manifest.json").unlink()
     write_manifest(copy, manifest)
-    done = attnforge("verify", copy, "--json")
+    done = here("verify", copy, "--json")
     assert done.returncode == 1
     assert not json.loads(done.stdout)["passed"]
     assert json.loads(done.stdout)["backends"]["onnxruntime-cpu"]["failures"]
 
 
-def test_inspect_has_the_certificate(bundle: Path) -> None:
-    attention = json.loads(attnforge("inspect", bundle, "--json").stdout)["attention"]
+def test_inspect_has_the_certificate(here: Here, bundle: Path) -> None:
+    attention = json.loads(here("inspect", bundle, "--json").stdout)["attention"]
     assert attention["sites"] == attention["canonical"] == 2
     assert attention["unfused"] == []
     assert "_mha_" in attention["details"][0]["targets"]["tensorrt_rtx"]["kernel"]
@@ -104,7 +140,7 @@ def test_inspect_shows_every_site_in_a_hundred_columns(bundle: Path) -> None:
     assert "tensorrt_rtx" in table and "_mha_" in table
 
 
-def test_what_must_fuse_and_does_not_is_not_written(bundle: Path, tmp_path: Path) -> None:
+def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tmp_path: Path) -> None:
     manifest = (bundle / "manifest.json").read_bytes()
     arguments = ("deploy", "patch-attention-digits", "--no-tune", "--require-fused", "tensorrt_rtx")
     done = attnforge(*arguments, "--out", bundle, "--force", "--json")
@@ -114,15 +150,15 @@ def test_what_must_fuse_and_does_not_is_not_written(bundle: Path, tmp_path: Path
     reasons = [one["reason"] for one in document["attention"]["unfused"] if one["target"] == "tensorrt_rtx"]
     assert len(reasons) == 2 and all("no fused attention kernel for float" in reason for reason in reasons)
     assert (bundle / "manifest.json").read_bytes() == manifest
-    done = attnforge(*arguments, "--out", tmp_path / "new")
+    done = here(*arguments, "--out", tmp_path / "new")
     assert done.returncode == 1
     assert all(word in done.stdout for word in ("Attention(heads 4", "attentions.1", "TensorRT has no fused"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_must_fuse_and_does_is_written(tmp_path: Path) -> None:
+def test_what_must_fuse_and_does_is_written(here: Here, tmp_path: Path) -> None:
     arguments = ("--precision", "fp16", "--target", "tensorrt_rtx", "--require-fused", "tensorrt_rtx")
-    done = attnforge("deploy", "patch-attention-digits", *arguments, "--out", tmp_path / "new")
+    done = here("deploy", "patch-attention-digits", *arguments, "--out", tmp_path / "new")
     assert done.returncode == 0, done.stderr
     assert Bundle(tmp_path / "new").manifest.attention.fused == {"tensorrt_rtx": 2}
 
@@ -144,7 +180,7 @@ def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "results.json").models[0].sizes == {"batch": 3}
 
 
-def test_run_takes_arrays_and_images(bundle: Path, tmp_path: Path) -> None:
+def test_run_takes_arrays_and_images(here: Here, bundle: Path, tmp_path: Path) -> None:
     digit = np.random.default_rng(0).random((5, 1, 8, 8), np.float32)
     np.save(tmp_path / "digits.npy", digit)
     done = attnforge("run", bundle, tmp_path / "digits.npy", "--out", tmp_path / "logits.npz", "--json")
@@ -153,16 +189,16 @@ def test_run_takes_arrays_and_images(bundle: Path, tmp_path: Path) -> None:
     with np.load(tmp_path / "logits.npz") as outputs:
         assert outputs["output"].shape == (5, 10)
     Image.fromarray((255 * digit[0, 0]).astype(np.uint8)).resize((40, 40)).save(tmp_path / "digit.png")
-    done = attnforge("run", bundle, tmp_path / "digit.png", "--out", tmp_path / "one.npz")
+    done = here("run", bundle, tmp_path / "digit.png", "--out", tmp_path / "one.npz")
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "one.npz") as outputs:
         assert outputs["output"].shape == (1, 10)
     np.savez(tmp_path / "digits.npz", image=digit)
-    assert attnforge("run", bundle, tmp_path / "digits.npz", "--out", tmp_path / "again.npz").returncode == 0
-    assert_one_line(attnforge("run", bundle, tmp_path / "digit.png", "--out", tmp_path / "one.npz"), 2, "--force")
+    assert here("run", bundle, tmp_path / "digits.npz", "--out", tmp_path / "again.npz").returncode == 0
+    assert_one_line(here("run", bundle, tmp_path / "digit.png", "--out", tmp_path / "one.npz"), 2, "--force")
 
 
-def test_own_callable(tmp_path: Path) -> None:
+def test_own_callable(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from attnforge.model import SelfAttention\n"
@@ -182,8 +218,9 @@ def test_own_callable(tmp_path: Path) -> None:
         "weights": None,
     }
     assert (tmp_path / "attention-fp32/manifest.json").is_file()
-    assert_one_line(attnforge("deploy", "mine:nothing", cwd=tmp_path), 2, "must return (module, args, dynamic_shapes)")
-    assert_one_line(attnforge("deploy", "mine:missing", cwd=tmp_path), 2, "cannot import")
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(here("deploy", "mine:nothing"), 2, "must return (module, args, dynamic_shapes)")
+    assert_one_line(here("deploy", "mine:missing"), 2, "cannot import")
 
 
 @pytest.mark.parametrize(
@@ -213,34 +250,32 @@ def test_own_callable(tmp_path: Path) -> None:
         (("deploy", "vit", "--compute-capability", "SM1"), ("unknown compute capability 'SM1'", "SM89")),
     ],
 )
-def test_misuse_of_deploy(arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
-    assert_one_line(attnforge(*arguments, "--out", tmp_path / "out"), 2, *words)
+def test_misuse_of_deploy(here: Here, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    assert_one_line(here(*arguments, "--out", tmp_path / "out"), 2, *words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_misuse_of_the_rest(bundle: Path, tmp_path: Path) -> None:
-    assert_one_line(attnforge("verify", bundle, "-b", "abacus"), 2, "unknown backend 'abacus'", "onnxruntime-cpu")
-    assert_one_line(attnforge("verify", tmp_path), 1, "no bundle", "attnforge deploy")
-    assert_one_line(attnforge("run", bundle, tmp_path / "none.npy"), 2, "no file")
-    assert_one_line(attnforge("bench", bundle, "--shapes", "tokens=3"), 2, "unknown dim 'tokens'", "batch")
-    assert_one_line(attnforge("bench", bundle, "--shapes", "batch=9999"), 2, "9999", "512")
-    assert_one_line(attnforge("bench", bundle, "--rounds", "0"), 2, "1 or more")
-    assert_one_line(attnforge("bench", bundle, "--against", "abacus"), 2, "unknown peer 'abacus'", "torch-compile")
-    assert_one_line(attnforge("bench", bundle, "--compare", tmp_path / "none.json"), 2, "no results file", "--out")
+def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
+    assert_one_line(here("verify", bundle, "-b", "abacus"), 2, "unknown backend 'abacus'", "onnxruntime-cpu")
+    assert_one_line(here("verify", tmp_path), 1, "no bundle", "attnforge deploy")
+    assert_one_line(here("run", bundle, tmp_path / "none.npy"), 2, "no file")
+    assert_one_line(here("bench", bundle, "--shapes", "tokens=3"), 2, "unknown dim 'tokens'", "batch")
+    assert_one_line(here("bench", bundle, "--shapes", "batch=9999"), 2, "9999", "512")
+    assert_one_line(here("bench", bundle, "--rounds", "0"), 2, "1 or more")
+    assert_one_line(here("bench", bundle, "--against", "abacus"), 2, "unknown peer 'abacus'", "torch-compile")
+    assert_one_line(here("bench", bundle, "--compare", tmp_path / "none.json"), 2, "no results file", "--out")
     out = tmp_path / "taken"
     out.mkdir()
     (out / "thesis.txt").write_text("all my work")
-    assert_one_line(attnforge("deploy", "worked-example", "--out", out), 2, "exists", "--force")
-    assert_one_line(attnforge("deploy", "worked-example", "--out", out, "--force"), 2, "no bundle")
+    assert_one_line(here("deploy", "worked-example", "--out", out), 2, "exists", "--force")
+    assert_one_line(here("deploy", "worked-example", "--out", out, "--force"), 2, "no bundle")
     assert (out / "thesis.txt").read_text() == "all my work"
     np.save(tmp_path / "wrong.npy", np.zeros((1, 3, 8, 8), np.float32))
-    assert_one_line(
-        attnforge("run", bundle, tmp_path / "wrong.npy", "--out", tmp_path / "o.npz"), 2, "dim 1", "takes 1"
-    )
+    assert_one_line(here("run", bundle, tmp_path / "wrong.npy", "--out", tmp_path / "o.npz"), 2, "dim 1", "takes 1")
 
 
-def test_every_command_has_help_with_an_example() -> None:
+def test_every_command_has_help_with_an_example(here: Here) -> None:
     for command in ("models", "deploy", "run", "verify", "bench", "inspect", "doctor"):
-        done = attnforge(command, "--help")
+        done = here(command, "--help")
         assert done.returncode == 0
         assert "Example" in done.stdout, command
