@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench bench-others gpu package clean
+.PHONY: demo test lint bench bench-others gpu wheel package clean
 
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
@@ -10,10 +10,11 @@ demo: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-lint: .venv/ready
+# The types of the package as it is installed, under its own name.
+lint: wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/lib build/typed && $(BIN)/pip install --quiet --no-deps --target build/typed .
+	rm -rf build/typed && $(BIN)/pip install --quiet --no-deps --target build/typed build/wheel/*.whl
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p attnforge
 
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
@@ -30,9 +31,11 @@ bench-others: .venv/ready
 gpu: .venv/ready
 	@$(BIN)/python -m attnforge.benchmarks.gpu
 
-# Checks that a wheel holds every package, its types and the weights, and works away from the source.
-package: .venv/ready
+wheel: .venv/ready
 	rm -rf build/lib build/wheel && $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+
+# Checks that a wheel holds every package, its types and the weights, and works away from the source.
+package: wheel
 	$(BIN)/python tests/check_wheel.py build/wheel/*.whl
 
 .venv/ready: pyproject.toml

@@ -143,7 +143,7 @@ def test_inspect_shows_every_site_in_a_hundred_columns(bundle: Path) -> None:
 def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tmp_path: Path) -> None:
     manifest = (bundle / "manifest.json").read_bytes()
     arguments = ("deploy", "patch-attention-digits", "--no-tune", "--require-fused", "tensorrt_rtx")
-    done = attnforge(*arguments, "--out", bundle, "--force", "--json")
+    done = here(*arguments, "--out", bundle, "--force", "--json")
     document = json.loads(done.stdout)
     assert_one_line(done, 1, "tensorrt_rtx does not fuse 2 of 2", "nothing was written")
     assert document["error"] in " ".join(done.stderr.split())
@@ -158,7 +158,7 @@ def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tm
 
 def test_what_must_fuse_and_does_is_written(here: Here, tmp_path: Path) -> None:
     arguments = ("--precision", "fp16", "--target", "tensorrt_rtx", "--require-fused", "tensorrt_rtx")
-    done = here("deploy", "patch-attention-digits", *arguments, "--out", tmp_path / "new")
+    done = here("deploy", "transformer-encoder", *arguments, "--out", tmp_path / "new")
     assert done.returncode == 0, done.stderr
     assert Bundle(tmp_path / "new").manifest.attention.fused == {"tensorrt_rtx": 2}
 
