@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from safetensors.numpy import load_file
 
@@ -50,7 +51,7 @@ from attnforge.runtime.backends import (
     chosen_here,
     why_unavailable,
 )
-from attnforge.runtime.inputs import checked
+from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity import budget_precision, judged
 from attnforge.runtime.session import RUNS_TO_WARM
 from attnforge.timing import race
@@ -122,6 +123,8 @@ def benchmark(
     plan.throughput = plan.starts = plan.memory = not quick
     plan.check()
     several = [sizes] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
+    for one in several:
+        _case(opened[0], one or {})  # what cannot be measured is told before the others are
     surroundings = environment(plan.threads)
     if not quick:
         progress("measure the machine's limits")
@@ -247,10 +250,15 @@ def measure(plan: Plan, sizes: Mapping[str, int], ceilings: Ceilings | None) -> 
 
 
 def _case(bundle: Bundle, sizes: Mapping[str, int]) -> Case:
-    """A case of these sizes: one that the bundle has outputs of, where it has one."""
+    """A case of these sizes: one that the bundle has outputs of, where it has one.
+
+    Raises:
+        UnknownNameError: no such dim.
+        InputError: a size outside the profile.
+    """
     inputs, cases = bundle.manifest.inputs, bundle.manifest.cases
     at = reference.at(inputs, sizes)
-    checked(inputs, reference.make_inputs(at, inputs, {}))
+    shapes_of(inputs, (), *((reference.shape_of(spec, at.sizes), np.dtype(spec.dtype)) for spec in inputs))
     for case in cases:
         if case.kind == at.kind and case.sizes == at.sizes and case.masks == at.masks:
             return case
@@ -488,9 +496,8 @@ def _throughputs(plan: Plan, entries: Sequence[_Entry], case: Case) -> dict[str,
 
 
 def _allows(bundle: Bundle, sizes: Mapping[str, int]) -> bool:
-    inputs = bundle.manifest.inputs
     with contextlib.suppress(InputError):
-        checked(inputs, reference.make_inputs(reference.at(inputs, sizes), inputs, {}))
+        _case(bundle, sizes)
         return True
     return False
 

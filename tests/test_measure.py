@@ -240,8 +240,10 @@ def test_what_cannot_be_meant(bundle: Bundle, tmp_path: Path) -> None:
         attnforge.benchmark(bundle, rounds=0)
     with pytest.raises(UsageError, match="0 openings were asked for; give 1 or more"):
         attnforge.benchmark(bundle, openings=0)
+    stages: list[str] = []
     with pytest.raises(InputError, match="999"):
-        attnforge.benchmark(bundle, sizes={"tokens": 999}, quick=True)
+        attnforge.benchmark(bundle, sizes=[{"tokens": 9}, {"tokens": 999}], progress=stages.append)
+    assert stages == []  # nothing that is lost was measured
     with pytest.raises(UsageError, match="another precision"):
         attnforge.benchmark([bundle, bundle], quick=True)
     with pytest.raises(UnavailableError, match="tensorrt"):
