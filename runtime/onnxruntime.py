@@ -130,8 +130,9 @@ def weights_of(file: Path) -> int:
     if not file.with_name(WEIGHTS).exists():
         return size
     tensors = onnx.load(file, load_external_data=False).graph.initializer
-    shelved: list[Any] = [ExternalDataInfo(tensor) for tensor in tensors if uses_external_data(tensor)]
-    return size + sum({one.offset: one.length for one in shelved}.values())
+    places: list[Any] = [ExternalDataInfo(tensor) for tensor in tensors if uses_external_data(tensor)]
+    shelved: dict[int, int] = {place.offset: place.length for place in places}
+    return size + sum(shelved.values())
 
 
 def bind_host_input(binding: Any, name: str, array: Array) -> None:
