@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
-from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
@@ -124,15 +122,10 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
 
 
 def weights_of(file: Path) -> int:
-    """Bytes of a model: its graph, nearly all of which are weights, and what it takes from the shelf beside it where
-    there is one, on which stand the weights of other graphs too."""
-    size = file.stat().st_size
-    if not file.with_name(WEIGHTS).exists():
-        return size
-    tensors = onnx.load(file, load_external_data=False).graph.initializer
-    places: list[Any] = [ExternalDataInfo(tensor) for tensor in tensors if uses_external_data(tensor)]
-    shelved: dict[int, int] = {place.offset: place.length for place in places}
-    return size + sum(shelved.values())
+    """Bytes of a model: its graph, nearly all of which are weights, and the shelf beside it where it has one, on which
+    those of other graphs may stand too."""
+    shelf = file.with_name(WEIGHTS)
+    return file.stat().st_size + (shelf.stat().st_size if shelf.exists() else 0)
 
 
 def bind_host_input(binding: Any, name: str, array: Array) -> None:

@@ -20,7 +20,6 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import CANONICAL, Bundle, DimSpec, Manifest
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.onnxruntime import weights_of
 from attnforge.runtime.openvino_graph import prepared
 from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.pool import Outputs, Pool, Recent
@@ -71,12 +70,11 @@ class OpenVino:
         }
         if options.threads is not None:
             self._properties["INFERENCE_NUM_THREADS"] = options.threads
-        self._weights = weights_of(file)
         self._results = Outputs()
-        self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
         self._lock = threading.Lock()
         self._seen: Recent[Shape, bool] = Recent(4096)
         self._special: dict[Shape, _Compiled | None] = {}  # None while it is being compiled
+        self._weights: int
         self._model: Any
         self._general: _Compiled | None
         try:
@@ -84,6 +82,7 @@ class OpenVino:
         except RuntimeError as error:
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise UnavailableError(f"OpenVINO does not take this model: {said[-1] if said else error}") from error
+        self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
         if not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims):
             self._limit, self._model = 0, None
 
@@ -112,13 +111,15 @@ class OpenVino:
 
     def _opened(self, file: Path, manifest: Manifest) -> tuple[Any, _Compiled]:
         """The model, rewritten where OpenVINO takes that, and what it is compiled to."""
+        model = self._core.read_model(str(file))
+        self._weights = _weights_of(model)
         if manifest.mixed is None:  # else what is rounded is what was chosen
             try:
-                model = prepared(self._core.read_model(str(file)), widen=self._weights <= WIDENED_BYTES)
+                model = prepared(model, widen=self._weights <= WIDENED_BYTES)
                 return model, self._compile(model)
             except RuntimeError:  # as it is written it is no less right
                 log.warning("OpenVINO does not take %s rewritten; it is tried as it is written", file, exc_info=True)
-        model = self._core.read_model(str(file))
+                model = self._core.read_model(str(file))
         return model, self._compile(model)
 
     def _for_shapes(self, key: Shape) -> _Compiled | None:
@@ -191,6 +192,11 @@ def _copied(tensor: Any) -> Array:
     if tensor.element_type.get_type_name() == "bf16":
         array = array.view(BFLOAT16).reshape(tuple(tensor.shape))
     return array
+
+
+def _weights_of(model: Any) -> int:
+    """Bytes of a model's constants."""
+    return sum(node.get_byte_size() for node in model.get_ops() if node.get_type_name() == "Constant")
 
 
 def _precision(core: Any, manifest: Manifest) -> str:

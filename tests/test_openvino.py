@@ -213,13 +213,12 @@ def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
 
 def test_the_weights_told_are_the_graphs_own(tmp_path: Path) -> None:
     """Though those of ONNX Runtime, which computes bf16 in fp32, lie in the same file."""
-    module, args, shapes = build_model("transformer-encoder", embed_dim=256, num_layers=1)
+    module, args, shapes = build_model("transformer-encoder", num_layers=1, vocab_size=50)
     options: dict[str, Any] = {"targets": ["onnxruntime"], "tune": False, "one_file_limit": 1}
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "bf16", **options)
     numbers = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
-    for backend, size in (("openvino", 2), ("onnxruntime-cpu", 4)):
-        with attnforge.load(bundle, backend) as session:
-            assert session.memory.weights == pytest.approx(size * numbers, rel=0.05)
+    with attnforge.load(bundle, "openvino") as session:
+        assert session.memory.weights == pytest.approx(2 * numbers, rel=0.01)
 
 
 def test_it_is_the_same_function_as_the_graph_that_it_is_made_of(encoder: Bundle) -> None:
