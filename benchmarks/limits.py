@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 from pydantic import Field
 
+from attnforge.benchmarks.products import DTYPES, LIBRARIES, Product
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.export.layout import LayoutError, sizes_of
 from attnforge.export.lowering.tuning import Unmeasurable, evaluated
@@ -68,6 +69,7 @@ class Ceilings(Record):
 
     Attributes:
         flops: floating-point operations a second of a square matrix product, by precision.
+        by: the library that reached them, by precision.
         bandwidth: bytes a second of copying in memory, read and written ones both counted.
         exponentials: a second, in fp32, of numbers that stay in the cache.
     """
@@ -76,6 +78,7 @@ class Ceilings(Record):
     flops: dict[str, float]
     bandwidth: float
     exponentials: float
+    by: dict[str, str] = Field(default_factory=dict)
 
 
 class Limit(Record):
@@ -98,17 +101,18 @@ class Limit(Record):
 def limit_seconds(work: Work, ceilings: Ceilings) -> Limit:
     """The least time that `work` takes on a machine of such `ceilings`.
 
-    A precision without a ceiling is taken to be as fast as fp32.
+    A precision without a ceiling is taken to be as fast as fp32, and 16 bits are no slower, for fp32 holds them.
 
     Raises:
         UsageError: nor has fp32 a ceiling.
     """
     compute = 0.0
     for precision, flops in work.products.items():
-        ceiling = ceilings.flops.get(precision, ceilings.flops.get("fp32"))
-        if ceiling is None:
+        able = {precision, "fp32"} if precision in ("bf16", "fp16") or precision not in ceilings.flops else {precision}
+        rates = [ceilings.flops[name] for name in able if name in ceilings.flops]
+        if not rates:
             raise UsageError(f"the work has products in {precision}; measure the ceilings of {precision} or fp32 too")
-        compute += flops / ceiling
+        compute += flops / max(rates)
     memory = work.least_bytes / ceilings.bandwidth
     bound: Literal["compute", "memory"] = "compute" if compute >= memory else "memory"
     return Limit(seconds=max(compute, memory), compute_seconds=compute, memory_seconds=memory, bound=bound)
@@ -322,8 +326,6 @@ def _read(weight: ir.Value, graph: ir.Graph, sizes: Mapping[str, int]) -> int:
 # --- the ceilings -----------------------------------------------------------------------------------------------------
 
 
-MEASURED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
 PRODUCT_SIZES = (256, 512, 1024, 2048)
 """Rows of the square matrices. The least ones tell whether there is time for the next."""
 
@@ -340,42 +342,51 @@ FEWEST_RUNS = 3
 def measure_ceilings(
     threads: int, precisions: Sequence[str] = ("fp32", "bf16", "fp16"), seconds: float = 1.0
 ) -> Ceilings:
-    """Measure what this machine's CPU does at best, with torch.
+    """Measure what this machine's CPU does at best: products with whichever library is fastest, all else with torch.
 
     Args:
-        threads: of torch; afterwards they are as many as before.
+        threads: of each library; torch has as many as before afterwards.
         precisions: whose products to measure, of fp32, bf16, fp16 and fp64.
-        seconds: for each precision, for copying and for exponentials; slow ones take longer, to run at all.
+        seconds: for each precision and library, for copying and for exponentials; slow ones take longer, to run at all.
 
     Raises:
         UnknownNameError: no such precision.
         UsageError: no threads.
     """
-    if unknown := [name for name in precisions if name not in MEASURED]:
-        raise UnknownNameError("precision", unknown[0], MEASURED)
+    if unknown := [name for name in precisions if name not in DTYPES]:
+        raise UnknownNameError("precision", unknown[0], DTYPES)
     if threads < 1:
         raise UsageError(f"{threads} threads were asked for; give 1 or more")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        best = {precision: _fastest_product(precision, threads, seconds) for precision in precisions}
         return Ceilings(
             threads=threads,
-            flops={name: _product_rate(MEASURED[name], seconds) for name in precisions},
+            flops={precision: rate for precision, (rate, _) in best.items()},
             bandwidth=_copy_rate(seconds),
             exponentials=_exponential_rate(threads, seconds),
+            by={precision: library for precision, (_, library) in best.items()},
         )
     finally:
         torch.set_num_threads(before)
 
 
-def _product_rate(dtype: torch.dtype, seconds: float) -> float:
+def _fastest_product(precision: str, threads: int, seconds: float) -> tuple[float, str]:
+    """Operations a second, and the library."""
+    return max((_product_rate(partial(make, precision), threads, seconds), name) for name, make in LIBRARIES.items())
+
+
+def _product_rate(make: Callable[[int, int], Product | None], threads: int, seconds: float) -> float:
+    """Operations a second, 0 where nothing multiplies so."""
     best, end = 0.0, time.perf_counter() + seconds
     for i, size in enumerate(PRODUCT_SIZES):
         flops, left = 2 * size**3, end - time.perf_counter()
         if best and FEWEST_RUNS * flops / best > left:
             break
-        a, b, out = torch.ones(3, size, size, dtype=dtype)
-        product = partial(torch.mm, a, b, out=out)
+        product = make(size, threads)
+        if product is None:
+            break
         best = max(best, _rate(product, flops, left / (len(PRODUCT_SIZES) - i)))
     return best
 

@@ -273,7 +273,10 @@ def _in_words(ceilings: Ceilings) -> str:
     threads = f"{ceilings.threads} thread{'s' if ceilings.threads != 1 else ''}"
     said = [f"At best, with {threads}, this machine was measured to copy {shown(ceilings.bandwidth / 1e9)} GB/s"]
     said += [f"to take {shown(ceilings.exponentials / 1e9)}·10⁹ exponentials a second"]
-    rates = [f"{shown(rate / 1e9)} GFLOP/s in {name}" for name, rate in ceilings.flops.items()]
+    rates = [
+        f"{shown(rate / 1e9)} GFLOP/s in {name}" + (f" ({ceilings.by[name]})" if name in ceilings.by else "")
+        for name, rate in ceilings.flops.items()
+    ]
     if rates:
         said.append(f"and to multiply matrices at {', '.join(rates)}")
     ridges = [

@@ -25,9 +25,18 @@ def publish(figures: dict[str, Any], table: str, name: str, results: Path, readm
         publish_table(table, name, results, readme)
 
 
+def has_place(name: str, results: Path, readme: Path) -> bool:
+    """Whether the README has marks for `name` of this results file."""
+    return _start(name, results) in readme.read_text(encoding="utf-8")
+
+
+def _start(name: str, results: Path) -> str:
+    return f"<!-- {name}: from {results.as_posix()} -->"
+
+
 def publish_table(table: str, name: str, results: Path, readme: Path) -> None:
     """Put `table` between the README's marks for `name`."""
-    start, end = f"<!-- {name}: from {results.as_posix()} -->", f"<!-- /{name} -->"
+    start, end = _start(name, results), f"<!-- /{name} -->"
     page = readme.read_text(encoding="utf-8")
     head, found, rest = page.partition(start)
     _, closed, tail = rest.partition(end)

@@ -1,8 +1,8 @@
 """The standard suite: what `make bench` runs, on the CPU at hand.
 
-`python -m attnforge.benchmarks.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the README from
-it, and writes a page and pictures. `--compare OLD.json` says what moved since an earlier run and exits with 1 where
-something got worse.
+`python -m attnforge.benchmarks.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the README that
+are from that file, and writes a page and pictures. `--results` names another file, of another machine, say. `--compare
+OLD.json` says what moved since an earlier run and exits with 1 where something got worse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from attnforge.benchmarks.measure import Plan, environment, load_now, measure
 from attnforge.benchmarks.page import growth_table, table, write_page
 from attnforge.benchmarks.peers import peers_here
 from attnforge.benchmarks.plots import save_plots
-from attnforge.benchmarks.report import RESULTS, publish_table
+from attnforge.benchmarks.report import RESULTS, has_place, publish_table
 from attnforge.bundle import Bundle, Source
 from attnforge.machine import processors
 from attnforge.model.registry import build_model
@@ -109,7 +109,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A part: a model, tokens or layers; repeat. All else.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
 ) -> None:
-    """Measure, write the figures, refresh the README's tables from them, write the page."""
+    """Measure, write the figures, refresh the README's tables that are from that file, write the page."""
     console = Console(stderr=True)
     earlier = found.read(old) if old is not None else None  # read before minutes are spent
     start = time.perf_counter()
@@ -128,7 +128,7 @@ def main(
     save_plots(taken, html.parent)
     for name, text in tables(taken).items():
         out.print(f"\n{name}\n{text}", highlight=False, soft_wrap=True, markup=False)
-        if readme is not None and readme.name and only is None:
+        if readme is not None and readme.name and only is None and has_place(name, results, readme):
             publish_table(text, name, results, readme)
     say(f"written to {results} and {html}")
     for name, reason in taken.left_out.items():

@@ -18,6 +18,7 @@ import attnforge
 from attnforge import reference
 from attnforge.benchmarks import limits
 from attnforge.benchmarks.limits import SOFTMAX, Ceilings, Work, limit_seconds, measure_ceilings, work_of
+from attnforge.benchmarks.products import LIBRARIES
 from attnforge.bundle import CANONICAL
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.export import mixed
@@ -25,6 +26,7 @@ from attnforge.export.canonicalize import canonicalize
 from attnforge.export.capture import Captured, capture
 from attnforge.model import build_model
 from attnforge.precision import precision_named
+from attnforge.runtime.backends import why_no_openvino
 
 FEW = 512
 """Bytes of all shapes and axes in a graph, which are less than any tensor of weights here."""
@@ -344,6 +346,8 @@ def test_the_longer_time_is_the_limit() -> None:
 
 def test_a_precision_without_a_ceiling_is_as_fast_as_fp32() -> None:
     assert limit_seconds(WORK, ceilings(1e9, fp32=1_000.0)).seconds == 6.0 + 8.0
+    slow = ceilings(1e9, fp32=1_000.0, bf16=10.0)  # no unit for bf16: fp32 is the way to compute it
+    assert limit_seconds(WORK, slow).seconds == 6.0 + 8.0
     with pytest.raises(UsageError, match="fp32"):
         limit_seconds(WORK, ceilings(1e9, bf16=1_000.0))
 
@@ -367,6 +371,27 @@ def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.flops == {"fp32": 2 * 8**3}
     assert (found.bandwidth, found.exponentials) == (64 + 64, 2 * 16)
     assert measure_ceilings(2, ("fp32",), seconds=0).flops == {"fp32": 2 * 4**3}  # no time for a larger one
+
+
+def test_the_ceiling_is_that_of_the_fastest_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"torch": {"fp32": 2.0, "bf16": 5.0}, "onnxruntime": {"fp32": 3.0}, "openvino": {"fp32": 1.0, "bf16": 4.0}}
+    libraries = {name: lambda precision, *_, name=name: rates[name].get(precision) for name in rates}
+    monkeypatch.setattr(limits, "LIBRARIES", libraries)
+    monkeypatch.setattr(limits, "_rate", lambda rate, *_: rate if isinstance(rate, float) else 1.0)
+    found = measure_ceilings(1, ("fp32", "bf16"))
+    assert found.flops == {"fp32": 3.0, "bf16": 5.0} and found.by == {"fp32": "onnxruntime", "bf16": "torch"}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_each_library_multiplies(name: str) -> None:
+    product = LIBRARIES[name]("fp32", 16, 1)
+    if name == "openvino" and product is None:
+        pytest.skip(str(why_no_openvino()))
+    assert product is not None
+    made = product()
+    result = next(iter(made)) if name == "onnxruntime" else made[0] if name == "openvino" else made  # type: ignore[call-overload,index]
+    assert np.array_equal(np.asarray(result), np.full((16, 16), 16.0))
+    assert LIBRARIES["onnxruntime"]("bf16", 16, 1) is None
 
 
 def test_the_best_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:

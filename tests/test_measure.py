@@ -24,6 +24,7 @@ from attnforge.arrays import Array
 from attnforge.benchmarks import bursts, fresh, growth, limits, measure, peers, suite
 from attnforge.benchmarks import results as found
 from attnforge.benchmarks.peers import PEERS, Job, Peer, peers_here, using_sdpa
+from attnforge.benchmarks.report import RESULTS, has_place
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
@@ -494,6 +495,12 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
 # --- the suite --------------------------------------------------------------------------------------------------------
 
 
+def test_the_readme_has_a_place_for_every_table_of_the_suite() -> None:
+    names = [*(subject.name for subject in suite.SUBJECTS), "claims", "growth-tokens", "growth-layers"]
+    readme = Path(__file__).parent.parent / "README.md"
+    assert [name for name in names if not has_place(name, RESULTS / "suite.json", readme)] == []
+
+
 def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**SMALL, "max_batch": 1, "batch_size": 1}
     small = suite.Subject(
@@ -509,11 +516,17 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "suite.json"
     names = ("small", "claims", "growth-tokens", "growth-layers")
     places = "\n".join(f"<!-- {name}: from {file.as_posix()} -->\nOUTDATED\n<!-- /{name} -->" for name in names)
-    readme.write_text(f"before\n{places}\nafter\n", encoding="utf-8")
+    other = "<!-- claims: from another.json -->\nANOTHER MACHINE'S\n<!-- /claims -->"
+    readme.write_text(f"before\n{places}\n{other}\nafter\n", encoding="utf-8")
     html = tmp_path / "page/index.html"
     suite.main(file, readme, html, None, None, 1)
     text = readme.read_text(encoding="utf-8")
-    assert text.startswith("before\n") and text.endswith("after\n") and "OUTDATED" not in text and "eager" in text
+    assert (
+        text.startswith("before\n")
+        and text.endswith(f"{other}\nafter\n")
+        and "OUTDATED" not in text
+        and "eager" in text
+    )
     assert html.exists() and list(html.parent.glob("*.png"))
     taken = found.read(file)
     assert [model.name for model in taken.models] == ["small"] and taken.command == suite.COMMAND
