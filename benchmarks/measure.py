@@ -517,6 +517,8 @@ def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender
             else:
                 orders[key] = order
     held: dict[str, fresh.Found] = {}
+    if orders and hasattr(os, "sync"):
+        os.sync()  # else who starts first waits for the disk, on which its weights and those of peers were just written
     for key, order in orders.items() if plan.starts else ():
         plan.progress(f"start {key} anew")
         with _noted(pairs[key][1], "start"):
