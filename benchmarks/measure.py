@@ -58,9 +58,6 @@ from attnforge.timing import race
 
 Progress = Callable[[str], None]
 
-READ = 2**24
-"""Bytes that are read of a file at a time."""
-
 THROUGHPUT_PEERS = ("onnxruntime-plain", "eager")
 """Peers whose throughput is measured too; the others' is near to their latency's inverse."""
 
@@ -522,7 +519,6 @@ def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender
     held: dict[str, fresh.Found] = {}
     for key, order in orders.items() if plan.starts else ():
         plan.progress(f"start {key} anew")
-        _read(_files(pairs[key][0]))
         with _noted(pairs[key][1], "start"):
             one = fresh.measured(order)
             cold = found.Cold(import_s=one.import_s, load_s=one.load_s, first_s=one.first_s)
@@ -543,15 +539,6 @@ def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender
                 if one.loaded_mib is not None and one.peak_mib is not None and one.extra_mib is not None:
                     memory = found.Memory(loaded_mib=one.loaded_mib, peak_mib=one.peak_mib, extra_mib=one.extra_mib)
                     pairs[key][1].memory = memory
-
-
-def _read(files: Sequence[Path]) -> None:
-    """Have the system hold them in memory. Those of others may have taken their place since they were last used, and
-    who is the first to start would wait for the disk on behalf of all."""
-    for file in files:
-        with file.open("rb") as stream:
-            while stream.read(READ):
-                pass
 
 
 @contextlib.contextmanager
