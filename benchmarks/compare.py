@@ -531,7 +531,8 @@ def _growth(before: Growth, after: Growth, notes: list[str]) -> list[Move]:
 
 
 def _exponents(growth: Growth, key: str, before: Series, after: Series, notes: list[str]) -> list[Move]:
-    """The exponents that differ, both over all sizes and between the two largest. A few MiB have none that holds."""
+    """The exponents that differ, beyond their intervals, and between the two largest sizes too. A few MiB have none
+    that holds."""
     moved = []
     for kind, was, now, values, least in (
         ("time", before.time, after.time, (before.ms, after.ms), 0.0),
@@ -544,7 +545,8 @@ def _exponents(growth: Growth, key: str, before: Series, after: Series, notes: l
         elif was is not None and now is not None:
             more = now.exponent.value - was.exponent.value, now.last - was.last
             largest = max((value for one in values for value in one if value is not None), default=0.0)
-            if largest > least and (min(more) > EXPONENT or max(more) < -EXPONENT):
+            low, high = sorted((was.exponent, now.exponent), key=lambda one: one.value)
+            if largest > least and high.low > low.high and (min(more) > EXPONENT or max(more) < -EXPONENT):
                 moved.append(Move(
                     model=growth.model, contender=key, what=f"exponent of {kind} over {growth.along}",
                     before=was.exponent.value, after=now.exponent.value, regression=after.ours and min(more) > 0,

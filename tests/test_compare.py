@@ -619,6 +619,17 @@ def test_growth_has_to_be_steeper_at_the_end_too() -> None:
     assert not grown(before, after).moved
 
 
+def test_growth_that_no_one_exponent_fits_has_to_be_steeper_beyond_its_interval() -> None:
+    before, after = growth(1.0), growth(1.0)
+    before.series[0].ms, after.series[0].ms = [1.0, 3.0, 4.0, 8.0], [1.0, 2.0, 6.0, 16.0]
+    for one in (before, after):
+        one.series[0].time = fit_of(one.sizes, one.series[0].ms)
+    was, now = before.series[0].time, after.series[0].time
+    assert was is not None and now is not None and was.exponent.high > now.exponent.low
+    assert now.exponent.value > was.exponent.value + 0.3 and now.last > was.last + 0.3
+    assert not grown(before, after).moved
+
+
 def test_memory_that_grows_more_steeply() -> None:
     for mib, moves in ((10.0, 1), (0.1, 0)):
         before, after = growth(1.0, mib=mib), growth(1.0, mib=mib)
