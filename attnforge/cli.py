@@ -582,8 +582,9 @@ def _print_measured(model: Model) -> None:
     out.print(f"[bold]{escape(model.name)}[/] at {at}, {turns}", highlight=False)
     columns = ("contender", "median ms", "95%", "p90", "p99", "ratio", "of limit", "error", "start s", "extra MiB")
     table = Table(*columns, box=None, header_style="bold")
-    for column in table.columns[1:]:
+    for column in table.columns:
         column.justify, column.no_wrap = "right", True
+    table.columns[0].justify = "left"
     for one in sorted(model.contenders, key=lambda one: one.latency.median.value):
         times, ratio = one.latency, one.ratio
         table.add_row(
@@ -598,10 +599,14 @@ def _print_measured(model: Model) -> None:
             "" if one.cold is None else f"{one.cold.load_s + one.cold.first_s:.2f}",
             "" if one.memory is None else f"{one.memory.extra_mib:.0f}",
         )
-    out.print(table)
+    whole = out.measure(table, options=out.options.update(width=1000)).maximum
+    Console(file=out.file, width=max(whole, out.width)).print(table)  # rather broken by a terminal than without names
     out.print("[dim]← what auto loads; ratios are to it, at the same precision[/]")
     for name, reason in model.wrong.items():
         out.print(f"[red]{escape(name)} was not timed, for its answer is wrong:[/] {escape(reason)}", soft_wrap=True)
+    for one in model.contenders:
+        if one.missed is not None:
+            out.print(f"[yellow]{one.key} misses the parity budget in {escape(one.missed)}[/]", soft_wrap=True)
     for name, reason in model.skipped.items():
         out.print(f"[dim]{escape(name)} did not run: {escape(reason)}[/]", soft_wrap=True)
 

@@ -463,6 +463,9 @@ def _measures(
     if _beyond(before, after, PARITY_FACTOR, 0) and max(before, after) > PARITY_SHARE:
         moved.append(Move(model=label, contender=now.key, what="parity", unit="of the budget", before=before,
                           after=after, change=_times(before, after)))  # fmt: skip
+    if now.missed is not None and was.missed is None and (was.cases or was.picked):
+        moved.append(Move(model=label, contender=now.key, what="parity", before=None, after=None, regression=now.ours,
+                          reason=f"now it misses the budget in {now.missed}"))  # fmt: skip
     return moved
 
 

@@ -51,8 +51,9 @@ from attnforge.runtime.backends import (
     chosen_here,
     why_unavailable,
 )
+from attnforge.runtime.budget import Comparison
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity import budget_precision, judged
+from attnforge.runtime.parity import budget_precision, judged, stored_inputs
 from attnforge.runtime.session import RUNS_TO_WARM
 from attnforge.timing import race
 
@@ -96,7 +97,8 @@ def benchmark(
             opening differs from another.
         threads: of CPU contenders; by default one a processor.
         module: the module that was deployed, where the bundle does not say how to make it again.
-        quick: latency alone, of one opening: no throughput, no processes of their own for starts and memory, no limits.
+        quick: latency alone, of one opening: no throughput, no processes of their own for starts and memory, no limits,
+            and parity on the inputs that are timed alone.
         command: that is recorded as giving the results.
         progress: called with the name of each stage as it starts.
 
@@ -120,7 +122,7 @@ def benchmark(
     start = time.perf_counter()
     plan = Plan(opened, backends, against, rounds, threads or processors(), module, progress=progress)
     plan.openings = openings
-    plan.throughput = plan.starts = plan.memory = not quick
+    plan.throughput = plan.starts = plan.memory = plan.cases = not quick
     plan.check()
     several = [sizes] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
     for one in several:
@@ -154,6 +156,8 @@ class Plan:
     throughput: bool = True
     starts: bool = True
     memory: bool = True
+    cases: bool = True
+    """Whether who is as fast as what is picked is held to the budget in all of a bundle's reference cases."""
     fresh_peers: Sequence[str] | None = None
     """Whose starts and memory are measured, besides ours; by default all."""
     seconds: float = float("inf")
@@ -230,6 +234,8 @@ def measure(plan: Plan, sizes: Mapping[str, int], ceilings: Ceilings | None) -> 
         per_second = _throughputs(plan, entries, case) if plan.throughput else {}
         contenders = [_contender(one, rounds[one.key], openings, per_second.get(one.key, [])) for one in entries]
         _compared(plan, contenders)
+        if plan.cases:
+            _held_to_all_cases(plan, truths, entries, contenders)
         for entry, contender in zip(entries, contenders, strict=True):
             contender.size_mb = _size_mb(entry)
         pairs = {entry.key: (entry, one) for entry, one in zip(entries, contenders, strict=True)}
@@ -294,21 +300,41 @@ class _Truth:
     def judged(self, entry: _Entry) -> str | None:
         """Why a contender's answer is wrong, or None; what it errs by is kept with it. It has run before, ours as often
         as they take to prepare for sizes that come again, so that what is judged is what is timed."""
-        manifest = self.bundle.manifest
-        precision = budget_precision(manifest, entry.name)
         for _ in range(RUNS_TO_WARM - 1 if entry.ours else 1):
             entry.run()
-        answered = entry.run()
-        own = {spec.name: spec.dtype for spec in manifest.outputs}
-        if not entry.ours:  # OpenVINO's answers to a 16-bit model's inputs are fp32
-            answered = {
-                n: a.astype(own[n]) if a.dtype.name != own[n] and is_floating(a) else a for n, a in answered.items()
-            }
-        found = judged(manifest, precision, self.case, self.job.feeds, answered, self._outputs)
+        found = self._held(entry, self.case, self.job.feeds, self._outputs)
         worst = max(found, key=lambda one: one.error / one.budget if one.budget else 0.0)
         if worst.error * entry.budget >= entry.error * worst.budget:  # of all openings
             entry.error, entry.budget = worst.error, worst.budget
         return next((f"{one.output}: {one.reason}" for one in found if not one.passed), None)
+
+    def missed(self, entry: _Entry) -> tuple[int, str | None]:
+        """On how many of the bundle's reference cases a contender was run, and the first in which it is wrong."""
+        manifest, outputs = self.bundle.manifest, load_file(self.bundle.file(REFERENCE_OUTPUTS))
+        stored = stored_inputs(self.bundle)
+        any_sizes = entry.ours or PEERS[entry.name].any_sizes
+        cases = [case for case in manifest.cases if any_sizes or case.sizes == self.case.sizes]
+        for i, case in enumerate(cases, 1):
+            try:
+                found = self._held(entry, case, reference.make_inputs(case, manifest.inputs, stored), outputs)
+            except Exception as error:  # of a peer that is a result
+                return i, f"{case.name}: {_first_line(error)}"
+            for one in found:
+                if not one.passed:
+                    return i, f"{case.name}, {one.output}: {one.reason}"
+        return len(cases), None
+
+    def _held(
+        self, entry: _Entry, case: Case, feeds: dict[str, Array], outputs: Mapping[str, Array]
+    ) -> list[Comparison]:
+        manifest = self.bundle.manifest
+        own = {spec.name: spec.dtype for spec in manifest.outputs}
+        answered = entry.runner(feeds)
+        if not entry.ours:  # OpenVINO's answers to a 16-bit model's inputs are fp32
+            answered = {
+                n: a.astype(own[n]) if a.dtype.name != own[n] and is_floating(a) else a for n, a in answered.items()
+            }
+        return judged(manifest, budget_precision(manifest, entry.name), case, feeds, answered, outputs)
 
 
 @dataclass(frozen=True)
@@ -456,6 +482,18 @@ def _compared(plan: Plan, contenders: Sequence[found.Contender]) -> None:
         if best is not None:
             for one in same:
                 one.ratio = ratio_of(one.latency.rounds, best.latency.rounds, best.latency.openings)
+
+
+def _held_to_all_cases(
+    plan: Plan, truths: Sequence[_Truth], entries: Sequence[_Entry], contenders: Sequence[found.Contender]
+) -> None:
+    """Hold ours, and every peer that is as fast as what is picked, to all cases that what is picked was held to when it
+    was deployed: who is faster there and wrong elsewhere is no better choice."""
+    at = {truth.bundle.manifest.precision: truth for truth in truths}
+    for entry, one in zip(entries, contenders, strict=True):
+        if not one.picked and (one.ours or (one.ratio is not None and one.ratio.value <= 1)):
+            plan.progress(f"check {one.key} in every case")
+            one.cases, one.missed = at[one.precision].missed(entry)
 
 
 # --- throughput -------------------------------------------------------------------------------------------------------

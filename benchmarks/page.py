@@ -146,7 +146,8 @@ def _answer(model: Model, precision: str) -> Answer:
     """The fastest of ours within the budget, or the one that is picked where the two cannot be told apart."""
     timed = [c for c in model.contenders if c.precision == precision and c.error <= c.budget]
     timed.sort(key=lambda c: c.latency.median.value)
-    ours, peers = [c for c in timed if c.ours], [c for c in timed if not c.ours]
+    right = [c for c in timed if c.missed is None]
+    ours, peers = [c for c in right if c.ours], [c for c in right if not c.ours]
     deployed = next((d for d in model.deployed if d.precision == precision), None)
     if not ours:
         return Answer(precision, None, deployed=deployed)
@@ -170,6 +171,9 @@ def _answer(model: Model, precision: str) -> Answer:
         first, *others = faster
         more = f"; so {'is' if len(others) == 1 else 'are'} {' and '.join(p.name for p in others)}" if others else ""
         answer.warnings.append(f"A peer is faster: {first.name} takes {_timed(first)}, {_speed(first, ship)}{more}.")
+    for one in timed:
+        if one.missed is not None and _is_faster(one, ship):
+            answer.notes.append(f"Not {one.name}, {_speed(one, ship)}: it misses the parity budget in {one.missed}.")
     return answer
 
 
@@ -225,7 +229,7 @@ class _Section:
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        return [(one.key, note) for group in self.groups.values() for one in group for note in one.notes]
+        return [(one.key, note) for group in self.groups.values() for one in group for note in _notes(one)]
 
 
 def _section(number: int, model: Model) -> _Section:
@@ -248,6 +252,10 @@ def _section(number: int, model: Model) -> _Section:
         plots.latencies(model),
         plots.ratios(model),
     )
+
+
+def _notes(one: Contender) -> list[str]:
+    return [*one.notes, *([f"it misses the parity budget in {one.missed}"] if one.missed is not None else [])]
 
 
 def _groups(model: Model) -> dict[str, list[Contender]]:
@@ -344,7 +352,7 @@ def _filled(values: Sequence[float | None], count: int) -> list[float | None]:
 
 
 def table(model: Model) -> str:
-    """One model's contenders as Markdown, for the README; ours in bold."""
+    """One model's contenders as Markdown, for the README; ours in bold. Under it, whose answers are wrong elsewhere."""
     groups = _groups(model)
     decimals = _decimals([one for group in groups.values() for one in group])
     head = (
@@ -363,7 +371,8 @@ def table(model: Model) -> str:
             _fixed(one.memory.extra_mib if one.memory else None, decimals["extra"]),
             _error(one.error),
         ))  # fmt: skip
-    return _markdown(head, rows, words=2)
+    missed = [f"{one.key} misses the parity budget in {one.missed}." for one in model.contenders if one.missed]
+    return "\n\n".join([_markdown(head, rows, words=2), *missed])
 
 
 def growth_table(growth: Growth) -> str:

@@ -94,6 +94,9 @@ class Contender(Record):
         ours: a backend of the bundle, and not what it is measured against.
         picked: what `load(backend="auto")` picks of the bundle at this precision.
         error, budget: relative to float64, on the inputs that were timed.
+        cases: how many of the bundle's reference cases it was then held to, where it is ours or as fast as what is
+            picked, which was held to all of them when it was deployed.
+        missed: the first of them in which it misses the budget, and by how much; None where it misses it in none.
         ratio: its median over that of the picked backend at the same precision: above 1, that one is faster.
         share: of the machine's limit, from 0 to 1 (:mod:`.limits`).
         size_mb: of the model's or plan's files.
@@ -106,6 +109,8 @@ class Contender(Record):
     what: str
     error: float
     budget: float
+    cases: int = 0
+    missed: str | None = None
     latency: Latency
     ratio: Interval | None = None
     share: float | None = None

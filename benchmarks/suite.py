@@ -211,7 +211,8 @@ def over_tokens(folder: Path, threads: int, say: Callable[[str], None]) -> found
     """Patch attention over its tokens, one bundle for all of them."""
     subject = Subject("patch-attention", "patch-attention", {"max_image_size": 4 * max(SIDES), "max_batch": 1})
     bundle = deployed(folder / "tokens", subject, "fp32", say)
-    plan = Plan([bundle], None, TOKEN_PEERS, 7, threads, throughput=False, starts=False, seconds=12, progress=say)
+    plan = Plan([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say)
+    plan.throughput = plan.starts = plan.cases = False
     return over_sizes(plan, "tokens", {side**2: {"rows": side, "cols": side} for side in SIDES})
 
 
@@ -222,7 +223,8 @@ def over_layers(folder: Path, threads: int, say: Callable[[str], None]) -> found
         options = {"num_layers": layers, "num_tokens": 128, "batch_size": 1, "max_batch": 1}
         subject = Subject(f"encoder-{layers}", "transformer-encoder", options)
         bundles[layers] = deployed(folder, subject, "fp32", say, tune=False)
-    plan = Plan([], None, USUAL, 7, threads, throughput=False, starts=False, seconds=10, progress=say)
+    plan = Plan([], None, USUAL, 7, threads, seconds=10, progress=say)
+    plan.throughput = plan.starts = plan.cases = False
     grown = over_bundles(plan, "layers", bundles)
     grown.model = "transformer-encoder"
     return grown

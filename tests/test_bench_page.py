@@ -287,6 +287,18 @@ def test_what_is_over_its_budget_is_not_shipped(tmp_path: Path) -> None:
     assert text.count('class="n over-budget"') == 1
 
 
+def test_what_is_wrong_in_another_case_is_not_shipped(tmp_path: Path) -> None:
+    found = model("m", {"fp32": {"onnxruntime-cpu": 10.0, "openvino": 8.0, "openvino-plain": 9.0, "eager": 9.5}})
+    for one in found.contenders[1:3]:
+        one.missed = "scaled-16, output: error 2e-06 is over the budget of 1e-06"
+    page = parsed(results([found]), tmp_path / "page.html")
+    first = answer(page, "m", "fp32")
+    assert "ship onnxruntime-cpu — 10.0 ms" in first and "A peer is faster: eager takes 9.50 ms" in first
+    for name, speed in (("openvino", "1.25"), ("openvino-plain", "1.11")):
+        assert f"Not {name}, {speed}× as fast: it misses the parity budget in scaled-16, output: error 2e-06" in first
+    assert "openvino-plain fp32 misses the parity budget in scaled-16" in table(found)
+
+
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,18 @@ def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
     assert claim.outcome(None).holds == "not measured"
 
 
+def test_who_misses_the_budget_elsewhere_is_no_choice() -> None:
+    """And what it takes is told all the same."""
+    ours, fast, right = (contender(n, "fp32", ms, n == "b", n == "b") for n, ms in (("b", 10), ("fast", 8), ("c", 9)))
+    fast.missed = "constant, output: error 2 is over the budget of 1"
+    every = {"others": claims._at("fp32"), "named": "any fp32 contender", "at_most": 1.05}
+    found = claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast, right))
+    assert found.against == "b fp32 to c fp32" and found.passed_over == ("fast fp32 1.25",)
+    assert found.measured is not None and found.measured.value == pytest.approx(10 / 9)
+    assert claims.Ratio("m", "fp32", **every).outcome(model(ours, fast, right)).against == "b fp32 to fast fp32"
+    assert claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast)).holds == "not measured"
+
+
 def test_openings_that_differ_make_a_claim_less_sure() -> None:
     """Fifteen rounds are sure where they are of one opening; three openings are not."""
     claim = claims.Ratio("m", "fp32", claims._named("eager fp32"), "eager", 1.05)

@@ -180,6 +180,15 @@ def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "results.json").models[0].sizes == {"batch": 3}
 
 
+def test_a_narrow_terminal_shows_whole_names_and_times(
+    here: Here, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    done = here("bench", bundle, "--backend", "onnxruntime-cpu", "--rounds", "1", "--quick")
+    head, line = (next(one for one in done.stdout.splitlines() if word in one) for word in ("median", "onnxruntime-c"))
+    assert "extra MiB" in head and "onnxruntime-cpu fp16 ←" in line and len(line) > 60 and "…" not in line
+
+
 def test_run_takes_arrays_and_images(here: Here, bundle: Path, tmp_path: Path) -> None:
     digit = np.random.default_rng(0).random((5, 1, 8, 8), np.float32)
     np.save(tmp_path / "digits.npy", digit)

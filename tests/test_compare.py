@@ -490,6 +490,16 @@ def test_errors_within_the_budget_are_no_regression() -> None:
     assert not compared(exact, exact).moved and compared(exact, [], wrong={"b fp32": "3 differ"}).regressions
 
 
+def test_to_miss_the_budget_in_a_case_is_a_regression() -> None:
+    missed = "scaled-16, output: error 2 is over the budget of 1"
+    for name, regression in (("backend3", True), ("eager", False)):
+        found = compared([contender(name, cases=9)], [contender(name, cases=4, missed=missed)])
+        assert said(found.moved) == [(f"{name} fp32", "parity")] and bool(found.regressions) == regression
+        assert f"now it misses the budget in {missed}" in found.text()
+        untried = compared([contender(name)], [contender(name, cases=4, missed=missed)])
+        assert not untried.moved  # before, nobody looked
+
+
 @pytest.mark.parametrize(
     ("found", "what", "reason"),
     [

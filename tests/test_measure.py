@@ -155,6 +155,44 @@ def test_a_wrong_answer_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPa
     assert calls["wrong"] == 2  # and no more
 
 
+@pytest.mark.parametrize("any_sizes", [True, False])
+@pytest.mark.parametrize("elsewhere", [1.0, 1.01])
+def test_who_is_faster_is_held_to_every_case(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, any_sizes: bool, elsewhere: float
+) -> None:
+    """A peer that knows the answer to what is timed, and errs elsewhere."""
+    right = attnforge.load(bundle, "onnxruntime-cpu").run
+    known: dict[bytes, dict[str, Array]] = {}
+    others = 0
+
+    def run(feeds: dict[str, Array]) -> dict[str, Array]:
+        nonlocal others
+        asked = b"".join(array.tobytes() for array in feeds.values())
+        if not known:
+            known[asked] = right(feeds)
+        if asked not in known:
+            others += 1
+            return {name: array * np.float32(elsewhere) for name, array in right(feeds).items()}
+        return known[asked]
+
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=lambda job, stack: run, any_sizes=any_sizes))
+    plan = measure.Plan([bundle], ["onnxruntime-cpu"], ["eager"], 2, 1, throughput=False, starts=False, memory=False)
+    model = measure.measure(plan, {}, None)
+    assert model.wrong == model.skipped == {}
+    picked, one = sorted(model.contenders, key=lambda one: not one.picked)
+    assert picked.cases == 0 and picked.missed is None  # it was held to all when it was deployed
+    assert one.ratio is not None and one.ratio.value < 1
+    cases = [case for case in bundle.manifest.cases if any_sizes or case.sizes == model.sizes]
+    assert len(cases) > 1 and (len(cases) < len(bundle.manifest.cases)) != any_sizes
+    if elsewhere == 1.0:
+        assert one.missed is None and one.cases == len(cases) and others > 0
+    else:
+        assert one.missed is not None and "over the budget" in one.missed and others == 1
+        assert one.missed.partition(",")[0] in [case.name for case in cases] and 1 <= one.cases <= len(cases)
+    plan.cases = False
+    assert [one.cases for one in measure.measure(plan, {}, None).contenders] == [0, 0]
+
+
 def test_a_wrong_backend_of_ours_has_no_time_either(tmp_path: Path) -> None:
     from conftest import rewrite
 
