@@ -43,10 +43,9 @@ FEW_ROUNDS = 5
 
 MEMORY_FACTOR, MEMORY_MIB = 1.1, 4.0
 SIZE_FACTOR, SIZE_MB = 1.02, 0.1
-COLD_FACTOR, COLD_SECONDS = 2.5, 0.3
+COLD_FACTOR, COLD_SECONDS = 1.5, 0.3
 DEPLOY_FACTOR, DEPLOY_SECONDS = 1.5, 2.0
-"""A number moves when it changes by more than the factor and by more than so much besides. A start is measured once:
-with equal code, loading 350 MB took 0.5 s in one suite and 1.3 s in the next."""
+"""A number moves when it changes by more than the factor and by more than so much besides."""
 
 EXPONENT = 0.15
 """By how much an exponent may grow."""

@@ -69,6 +69,9 @@ BATCHES, CALLERS = (1, 2, 4, 8), (1, 2, 4)
 
 ROUNDS, OPENINGS = 20, 3
 
+LONG_START = 0.3
+"""Seconds of loading from which it is worth another process to tell how long it really takes."""
+
 
 def benchmark(
     bundle: str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle],
@@ -544,7 +547,11 @@ def _allows(bundle: Bundle, sizes: Mapping[str, int]) -> bool:
 
 
 def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender]], case: Case) -> None:
-    """Starts one after another, then memory, of which two processes at a time do not disturb each other."""
+    """Starts one after another, then memory, of which two processes at a time do not disturb each other.
+
+    A model is loaded twice, and the lesser time taken: a virtual machine's memory is slow where it is touched for the
+    first time, which whoever happens to be the first pays for.
+    """
     orders = {}
     for key, (entry, contender) in pairs.items():
         named = entry.ours or plan.fresh_peers is None or entry.name in plan.fresh_peers
@@ -559,10 +566,10 @@ def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender
         plan.progress(f"start {key} anew")
         with _noted(pairs[key][1], "start"):
             one = fresh.measured(order)
-            cold = found.Cold(import_s=one.import_s, load_s=one.load_s, first_s=one.first_s)
-            pairs[key][1].cold = cold
-            if not (order.any_sizes and case.sizes):
-                held[key] = one  # it has run at these sizes alone all the same
+            if not (order.any_sizes and case.sizes):  # it runs at these sizes alone all the same
+                again = fresh.measured(order) if one.load_s > LONG_START else one
+                one = held[key] = min(one, again, key=lambda each: each.load_s)
+            pairs[key][1].cold = found.Cold(import_s=one.import_s, load_s=one.load_s, first_s=one.first_s)
     if plan.memory:
         plan.progress("measure memory")
         with ThreadPoolExecutor(2) as threads:
@@ -577,6 +584,8 @@ def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender
                 if one.loaded_mib is not None and one.peak_mib is not None and one.extra_mib is not None:
                     memory = found.Memory(loaded_mib=one.loaded_mib, peak_mib=one.peak_mib, extra_mib=one.extra_mib)
                     pairs[key][1].memory = memory
+                if (cold := pairs[key][1].cold) is not None:
+                    cold.load_s = min(cold.load_s, one.load_s)
 
 
 @contextlib.contextmanager

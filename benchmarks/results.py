@@ -61,7 +61,7 @@ class Cold(Record):
     """Seconds of a process of its own that has imported its libraries, and what the imports took.
 
     Attributes:
-        load: until the model is ready; a compiler's work is here or in `first`.
+        load: until the model is ready; a compiler's work is here or in `first`. The lesser of two where it is long.
         first: of the first output after that.
     """
 

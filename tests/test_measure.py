@@ -501,6 +501,22 @@ def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
     assert ours.loaded_mib < eager.loaded_mib  # which has torch
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_what_takes_long_to_load_is_loaded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed: bool) -> None:
+    """And the lesser time is taken. A model of other sizes too is loaded anew for its memory; one of fixed sizes only
+    where loading takes long."""
+    module = nn.Linear(8, 4)
+    shapes = None if fixed else ({0: Dim("batch", min=1, max=5)},)
+    made = attnforge.deploy(module, (torch.randn(3, 8),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    real, seconds = fresh.measured, iter([4.0, 2.0, 0.1, 0.2])
+    monkeypatch.setattr(fresh, "measured", lambda order: real(order).model_copy(update={"load_s": next(seconds)}))
+    plan = measure.Plan([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
+    for least, left in ((2.0, 2), (0.1, 1 if fixed else 0)):
+        (one,) = measure.measure(plan, {}, None).contenders
+        assert one.cold is not None and one.cold.load_s == least and one.memory is not None
+        assert seconds.__length_hint__() == left
+
+
 def test_a_process_that_fails_says_why(bundle: Bundle, tmp_path: Path) -> None:
     with pytest.raises(fresh.FailedError, match="no bundle"):
         fresh.measured(order(bundle, tmp_path, bundle=str(tmp_path)))
