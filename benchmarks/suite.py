@@ -120,6 +120,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         taken = run_suite(Path(folder), threads or processors(), only, say)
     taken.seconds = round(time.perf_counter() - start, 1)
+    if results != RESULTS / "suite.json":
+        taken.command = f"{COMMAND} --results {results.as_posix()}"
     found.write(taken, results)
     taken = found.read(results)  # what is shown is what is written
     out = Console()

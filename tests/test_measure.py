@@ -583,7 +583,8 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     )
     assert html.exists() and list(html.parent.glob("*.png"))
     taken = found.read(file)
-    assert [model.name for model in taken.models] == ["small"] and taken.command == suite.COMMAND
+    assert [model.name for model in taken.models] == ["small"]
+    assert taken.command == f"{suite.COMMAND} --results {file.as_posix()}" and f"`{taken.command}`" in text
     for one in taken.models[0].contenders:
         assert (one.cold is not None, one.memory is not None) == (one.ours, one.ours), one.notes
     for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many quiet rounds
