@@ -20,7 +20,7 @@ from attnforge.bundle import WEIGHTS, Bundle, Choice, SessionSettings
 from attnforge.machine import this_machine
 from attnforge.runtime.backends import BACKENDS, fastest_first, versions, why_unavailable
 from attnforge.runtime.onnxruntime import OnnxRuntime, session_options
-from attnforge.runtime.parity import BackendReport, compare, stored_inputs
+from attnforge.runtime.parity import compare, stored_inputs
 from attnforge.runtime.session import Session, load
 from attnforge.timing import ALIKE, LONG, medians, seconds_of
 
@@ -68,7 +68,8 @@ def _timed(
         for name in (name for name in names if name not in dropped):
             try:
                 session = stack.enter_context(load(bundle, name, cache=False))  # the folder is not the bundle's last
-                missed = _missed(compare(session)) if hold else None
+                missed = compare(session).missed if hold else None
+                missed = f"it missed the parity budget: {missed}" if missed is not None else None
                 session.warm_up()
             except Exception as error:  # of any library: a backend that fails is one that is not chosen
                 missed = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -77,14 +78,6 @@ def _timed(
             else:
                 dropped[name] = missed
         return medians({name: partial(session.run, feeds) for name, session in sessions.items()}, ROUNDS // 2, seconds)
-
-
-def _missed(report: BackendReport) -> str | None:
-    """Where the budget was missed, if it was."""
-    if report.passed:
-        return None
-    where = "; ".join(f"{one.case}, {one.output}: {one.reason}" for one in report.failures[:1])
-    return f"it missed the parity budget: {where or report.reason}"
 
 
 def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:

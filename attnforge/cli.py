@@ -388,8 +388,9 @@ def bench(
 ) -> None:
     """Measure a bundle's backends, and peers, side by side in one run. Only ratios mean anything elsewhere.
 
-    A contender is held to the parity budget before it is timed: a wrong answer has no time. Exits with 1 where one of
-    the bundle's own backends is wrong or fails, or none could be timed.
+    A contender is held to the parity budget before it is timed: a wrong answer has no time. Ours, and peers that are as
+    fast, are then held to it in every reference case. Exits with 1 where one of the bundle's own backends is wrong or
+    fails, or none could be timed.
 
     Example: `attnforge bench patch-attention-fp32 --against all --html bench.html`
 
@@ -449,8 +450,9 @@ def bench(
             out.print(f"written: {escape(str(file))}", soft_wrap=True)
     ours = [{one.name for one in model.contenders if one.ours} for model in taken.models]
     shipped = [name for name in BACKENDS if name not in WITHOUT_TARGET or name in (backend or ())]
-    failed = any(key.partition(" ")[0] in shipped for model in taken.models for key in model.wrong)
-    if failed or not all(ours) or (compared is not None and compared.regressions):
+    wrong = {key.partition(" ")[0] for model in taken.models for key in model.wrong}
+    wrong |= {one.name for model in taken.models for one in model.contenders if one.ours and one.wrong_in is not None}
+    if wrong & set(shipped) or not all(ours) or (compared is not None and compared.regressions):
         raise typer.Exit(1)
 
 
@@ -587,8 +589,9 @@ def _print_measured(model: Model) -> None:
     table.columns[0].justify = "left"
     for one in sorted(model.contenders, key=lambda one: one.latency.median.value):
         times, ratio = one.latency, one.ratio
+        marks = (" ←" if one.picked else "") + (" †" if one.wrong_in is not None else "")
         table.add_row(
-            f"{'[bold]' if one.ours else '[dim]'}{one.key}[/]{' ←' if one.picked else ''}",
+            f"{'[bold]' if one.ours else '[dim]'}{one.key}[/]{marks}",
             f"{times.median.value:.3f}",
             f"{times.median.low:.3f}–{times.median.high:.3f}",
             f"{times.p90:.3f}",
@@ -600,13 +603,16 @@ def _print_measured(model: Model) -> None:
             "" if one.memory is None else f"{one.memory.extra_mib:.0f}",
         )
     whole = out.measure(table, options=out.options.update(width=1000)).maximum
-    Console(file=out.file, width=max(whole, out.width)).print(table)  # rather broken by a terminal than without names
+    wide = Console(file=out.file, width=max(whole, out.width), height=out.height)
+    wide.print(table)  # rather broken by a terminal than without names
     out.print("[dim]← what auto loads; ratios are to it, at the same precision[/]")
     for name, reason in model.wrong.items():
         out.print(f"[red]{escape(name)} was not timed, for its answer is wrong:[/] {escape(reason)}", soft_wrap=True)
     for one in model.contenders:
-        if one.missed is not None:
-            out.print(f"[yellow]{one.key} misses the parity budget in {escape(one.missed)}[/]", soft_wrap=True)
+        if one.wrong_in is not None:
+            out.print(f"[yellow]† {one.key} is wrong in {escape(one.wrong_in)}[/]", soft_wrap=True)
+        elif one.partly is not None:
+            out.print(f"[dim]{one.key} was {one.partly}[/]", soft_wrap=True)
     for name, reason in model.skipped.items():
         out.print(f"[dim]{escape(name)} did not run: {escape(reason)}[/]", soft_wrap=True)
 

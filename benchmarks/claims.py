@@ -14,18 +14,26 @@ EXPONENT_AT_MOST = 1.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """A claim, and what was measured of it; None where nothing was."""
+    """A claim, and what was measured of it; None where nothing was.
+
+    Attributes:
+        against: what was compared with what.
+        passed_over: of others that are faster than that, and wrong in a reference case, what ours is to them.
+        wrong: the reference case in which ours is.
+    """
 
     claim: str
     at_most: float
     measured: Interval | None
     against: str = ""
     passed_over: tuple[str, ...] = ()
-    """Of others that are faster and miss the parity budget in one of the bundle's cases, their key and its ratio."""
+    wrong: str | None = None
 
     @property
     def holds(self) -> str:
         """Whether it holds, in a word or two: what is within its interval may be chance, either way."""
+        if self.wrong is not None:
+            return f"**no**, it is wrong in {self.wrong}"
         if self.measured is None:
             return "not measured"
         if self.measured.value <= self.at_most:
@@ -40,7 +48,7 @@ class Ratio:
     Attributes:
         ours: key of a contender, or a precision, for what `auto` picks at it.
         others: which contenders it is held to, by their key.
-        right: of the others only those that miss the parity budget in none of the bundle's cases, as what `auto` picks.
+        right: of the others only those that are not known to be wrong in a reference case of the bundle.
     """
 
     model: str
@@ -57,12 +65,16 @@ class Ratio:
         others = sorted(
             (c for c in contenders if c is not ours and self.others(c)), key=lambda c: c.latency.median.value
         )
-        first = next((i for i, c in enumerate(others) if not (self.right and c.missed)), None)
-        if ours is None or first is None:
+        if ours is None:
             return Outcome(claim, self.at_most, None)
-        ratios = [ratio_of(ours.latency.rounds, c.latency.rounds, ours.latency.openings) for c in others[: first + 1]]
-        over = tuple(f"{c.key} {ratio.value:.2f}" for c, ratio in zip(others[:first], ratios, strict=False))
-        return Outcome(claim, self.at_most, ratios[first], f"{ours.key} to {others[first].key}", over)
+        ratios = [ratio_of(ours.latency.rounds, c.latency.rounds, ours.latency.openings) for c in others]
+        first = next((i for i, c in enumerate(others) if not (self.right and c.wrong_in)), len(others))
+        over = tuple(f"{c.key} ({ratio.value:.2f})" for c, ratio in zip(others[:first], ratios, strict=False))
+        if first == len(others):
+            return Outcome(claim, self.at_most, None, "", over, ours.wrong_in)
+        partly = f", {others[first].partly}" if others[first].partly is not None else ""
+        against = f"{ours.key} to {others[first].key}{partly}"
+        return Outcome(claim, self.at_most, ratios[first], against, over, ours.wrong_in)
 
 
 def _named(key: str) -> Callable[[Contender], bool]:
@@ -119,12 +131,12 @@ def table(results: Results) -> str:
     """The claims as Markdown."""
     lines = ["| | at most | measured | 95% | holds |", "|---|---|---|---|---|"]
     for one in outcomes(results):
-        if one.measured is None:
-            lines.append(f"| {one.claim} | {one.at_most:g} | – | – | {one.holds} |")
-            continue
         of = f"{one.claim} ({one.against})" if one.against and "any" in one.claim else one.claim
         if one.passed_over:
-            of += f"; to what is faster and misses the parity budget elsewhere: {', '.join(one.passed_over)}"
+            of += f"; passed over, for they are wrong in another case: {', '.join(one.passed_over)}"
+        if one.measured is None:
+            lines.append(f"| {of} | {one.at_most:g} | – | – | {one.holds} |")
+            continue
         at = one.measured
         lines.append(f"| {of} | {one.at_most:g} | {at.value:.3g} | {at.low:.3g}–{at.high:.3g} | {one.holds} |")
     return "\n".join(lines)

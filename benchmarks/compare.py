@@ -427,8 +427,8 @@ MEASURES = (
 
 
 def _starts_apart(changes: Sequence[_Changes]) -> float:
-    """How many times as long, or as short, the start of any peer took. A start is measured once, and when neighbours
-    or its disk were busy then, that says nothing of ours."""
+    """How many times as long, or as short, the start of any peer took. When neighbours or a disk were busy just then,
+    that says nothing of ours."""
     apart = 1.0
     for one in changes:
         for was, now in (one.pairs[i] for i in one.peers):
@@ -462,9 +462,9 @@ def _measures(
     if _beyond(before, after, PARITY_FACTOR, 0) and max(before, after) > PARITY_SHARE:
         moved.append(Move(model=label, contender=now.key, what="parity", unit="of the budget", before=before,
                           after=after, change=_times(before, after)))  # fmt: skip
-    if now.missed is not None and was.missed is None and (was.cases or was.picked):
+    if was.cases is not None and was.wrong_in is None and now.wrong_in is not None:
         moved.append(Move(model=label, contender=now.key, what="parity", before=None, after=None, regression=now.ours,
-                          reason=f"now it misses the budget in {now.missed}"))  # fmt: skip
+                          reason=f"now it is wrong in {now.wrong_in}"))  # fmt: skip
     return moved
 
 

@@ -1,7 +1,8 @@
 """Latency, throughput, memory and starts of a bundle's backends and of its peers, side by side in one run.
 
 Machines drift, so only ratios within a run mean anything (:mod:`attnforge.timing`). Every contender is held to the
-parity budget before it is timed, on the very inputs that are timed: a wrong answer has no time.
+parity budget before it is timed, on the very inputs that are timed: a wrong answer has no time. Ours, and peers that
+are as fast, are then held to it in every reference case of the bundle.
 
 One model opened twice in one process has two speeds, up to 8% apart, which it keeps for as long as it is open. So
 contenders are opened several times in a run, each time for a share of the rounds.
@@ -10,6 +11,7 @@ contenders are opened several times in a run, each time for a share of the round
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import tempfile
@@ -51,9 +53,8 @@ from attnforge.runtime.backends import (
     chosen_here,
     why_unavailable,
 )
-from attnforge.runtime.budget import Comparison
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity import budget_precision, judged, stored_inputs
+from attnforge.runtime.parity import budget_precision, hold, judged
 from attnforge.runtime.session import RUNS_TO_WARM
 from attnforge.timing import race
 
@@ -160,7 +161,7 @@ class Plan:
     starts: bool = True
     memory: bool = True
     cases: bool = True
-    """Whether who is as fast as what is picked is held to the budget in all of a bundle's reference cases."""
+    """Whether ours, and peers that are as fast, are held to the budget in all of a bundle's reference cases."""
     fresh_peers: Sequence[str] | None = None
     """Whose starts and memory are measured, besides ours; by default all."""
     seconds: float = float("inf")
@@ -305,39 +306,40 @@ class _Truth:
         as they take to prepare for sizes that come again, so that what is judged is what is timed."""
         for _ in range(RUNS_TO_WARM - 1 if entry.ours else 1):
             entry.run()
-        found = self._held(entry, self.case, self.job.feeds, self._outputs)
+        manifest, feeds = self.bundle.manifest, self.job.feeds
+        precision = budget_precision(manifest, entry.name)
+        found = judged(manifest, precision, self.case, feeds, self._answer(entry, feeds), self._outputs)
         worst = max(found, key=lambda one: one.error / one.budget if one.budget else 0.0)
         if worst.error * entry.budget >= entry.error * worst.budget:  # of all openings
             entry.error, entry.budget = worst.error, worst.budget
         return next((f"{one.output}: {one.reason}" for one in found if not one.passed), None)
 
-    def missed(self, entry: _Entry) -> tuple[int, str | None]:
-        """On how many of the bundle's reference cases a contender was run, and the first in which it is wrong."""
-        manifest, outputs = self.bundle.manifest, load_file(self.bundle.file(REFERENCE_OUTPUTS))
-        stored = stored_inputs(self.bundle)
+    def in_every_case(self, entry: _Entry) -> found.Cases:
+        """How a contender does in the bundle's reference cases, at sizes that it was made for."""
+        every = self.bundle.manifest.cases
         any_sizes = entry.ours or PEERS[entry.name].any_sizes
-        cases = [case for case in manifest.cases if any_sizes or case.sizes == self.case.sizes]
-        for i, case in enumerate(cases, 1):
-            try:
-                found = self._held(entry, case, reference.make_inputs(case, manifest.inputs, stored), outputs)
-            except Exception as error:  # of a peer that is a result
-                return i, f"{case.name}: {_first_line(error)}"
-            for one in found:
-                if not one.passed:
-                    return i, f"{case.name}, {one.output}: {one.reason}"
-        return len(cases), None
+        cases = [case for case in every if any_sizes or case.sizes == self.case.sizes]
+        begun: list[str] = []
 
-    def _held(
-        self, entry: _Entry, case: Case, feeds: dict[str, Array], outputs: Mapping[str, Array]
-    ) -> list[Comparison]:
-        manifest = self.bundle.manifest
-        own = {spec.name: spec.dtype for spec in manifest.outputs}
+        def run(feeds: dict[str, Array]) -> dict[str, Array]:
+            begun.append(cases[len(begun)].name)
+            return self._answer(entry, feeds)
+
+        try:
+            wrong = hold(self.bundle, entry.name, run, cases).missed if cases else None
+        except BundleError:
+            raise
+        except Exception as error:  # what fails is a result
+            wrong = f"{begun[-1] if begun else 'all'}, where it fails: {_first_line(error)}"
+        return found.Cases(held=len(begun), of=len(every), wrong=wrong)
+
+    def _answer(self, entry: _Entry, feeds: dict[str, Array]) -> dict[str, Array]:
+        """The outputs, in their own dtypes: OpenVINO's answers to a 16-bit model's inputs are fp32."""
         answered = entry.runner(feeds)
-        if not entry.ours:  # OpenVINO's answers to a 16-bit model's inputs are fp32
-            answered = {
-                n: a.astype(own[n]) if a.dtype.name != own[n] and is_floating(a) else a for n, a in answered.items()
-            }
-        return judged(manifest, budget_precision(manifest, entry.name), case, feeds, answered, outputs)
+        if entry.ours:
+            return answered
+        own = {spec.name: spec.dtype for spec in self.bundle.manifest.outputs}
+        return {n: a.astype(own[n]) if a.dtype.name != own[n] and is_floating(a) else a for n, a in answered.items()}
 
 
 @dataclass(frozen=True)
@@ -490,13 +492,21 @@ def _compared(plan: Plan, contenders: Sequence[found.Contender]) -> None:
 def _held_to_all_cases(
     plan: Plan, truths: Sequence[_Truth], entries: Sequence[_Entry], contenders: Sequence[found.Contender]
 ) -> None:
-    """Hold ours, and every peer that is as fast as what is picked, to all cases that what is picked was held to when it
-    was deployed: who is faster there and wrong elsewhere is no better choice."""
-    at = {truth.bundle.manifest.precision: truth for truth in truths}
-    for entry, one in zip(entries, contenders, strict=True):
-        if not one.picked and (one.ours or (one.ratio is not None and one.ratio.value <= 1)):
-            plan.progress(f"check {one.key} in every case")
-            one.cases, one.missed = at[one.precision].missed(entry)
+    """Hold ours to all of a bundle's reference cases, then every peer that is as fast as the best of ours that are
+    right: who is faster on what is timed, and wrong elsewhere, is no better choice."""
+    for truth in truths:
+        pairs = [(e, c) for e, c in zip(entries, contenders, strict=True) if e.job is truth.job]
+        _held_in(plan, truth, [(entry, one) for entry, one in pairs if one.ours])
+        right = [one for _, one in pairs if one.ours and one.wrong_in is None]
+        fastest = min((one.latency.median.value for one in right), default=math.inf)
+        enough = max([fastest, *(one.latency.median.value for one in right if one.picked)])
+        _held_in(plan, truth, [(e, c) for e, c in pairs if not c.ours and c.latency.median.value <= enough])
+
+
+def _held_in(plan: Plan, truth: _Truth, pairs: Sequence[tuple[_Entry, found.Contender]]) -> None:
+    for entry, one in pairs:
+        plan.progress(f"check {one.key} in every case")
+        one.cases = truth.in_every_case(entry)
 
 
 # --- throughput -------------------------------------------------------------------------------------------------------
@@ -549,8 +559,8 @@ def _allows(bundle: Bundle, sizes: Mapping[str, int]) -> bool:
 def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender]], case: Case) -> None:
     """Starts one after another, then memory, of which two processes at a time do not disturb each other.
 
-    A model is loaded twice, and the lesser time taken: a virtual machine's memory is slow where it is touched for the
-    first time, which whoever happens to be the first pays for.
+    What takes long to load is loaded twice, by the process whose memory is measured or one more, and the lesser time
+    taken: a virtual machine's memory is slow where it is touched for the first time, and the first process pays.
     """
     orders = {}
     for key, (entry, contender) in pairs.items():
@@ -566,10 +576,12 @@ def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender
         plan.progress(f"start {key} anew")
         with _noted(pairs[key][1], "start"):
             one = fresh.measured(order)
+            pairs[key][1].cold = cold = found.Cold(import_s=one.import_s, load_s=one.load_s, first_s=one.first_s)
             if not (order.any_sizes and case.sizes):  # it runs at these sizes alone all the same
-                again = fresh.measured(order) if one.load_s > LONG_START else one
-                one = held[key] = min(one, again, key=lambda each: each.load_s)
-            pairs[key][1].cold = found.Cold(import_s=one.import_s, load_s=one.load_s, first_s=one.first_s)
+                held[key] = one
+                if one.load_s > LONG_START:
+                    with contextlib.suppress(fresh.FailedError):
+                        cold.load_s = min(one.load_s, fresh.measured(order).load_s)
     if plan.memory:
         plan.progress("measure memory")
         with ThreadPoolExecutor(2) as threads:
@@ -584,8 +596,8 @@ def _measure_fresh(plan: Plan, pairs: Mapping[str, tuple[_Entry, found.Contender
                 if one.loaded_mib is not None and one.peak_mib is not None and one.extra_mib is not None:
                     memory = found.Memory(loaded_mib=one.loaded_mib, peak_mib=one.peak_mib, extra_mib=one.extra_mib)
                     pairs[key][1].memory = memory
-                if (cold := pairs[key][1].cold) is not None:
-                    cold.load_s = min(cold.load_s, one.load_s)
+                if (start := pairs[key][1].cold) is not None and start.load_s > LONG_START:
+                    start.load_s = min(start.load_s, one.load_s)
 
 
 @contextlib.contextmanager

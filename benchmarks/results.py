@@ -61,7 +61,7 @@ class Cold(Record):
     """Seconds of a process of its own that has imported its libraries, and what the imports took.
 
     Attributes:
-        load: until the model is ready; a compiler's work is here or in `first`. The lesser of two where it is long.
+        load: until the model is ready; a compiler's work is here or in `first`. Where it is long, the lesser of two.
         first: of the first output after that.
     """
 
@@ -85,6 +85,20 @@ class Memory(Record):
     extra_mib: float
 
 
+class Cases(Record):
+    """How a contender did in a bundle's reference cases.
+
+    Attributes:
+        held: how many it was run in: those at sizes that it was made for.
+        of: how many the bundle has.
+        wrong: the first in which it misses the parity budget or fails, and how; None where it does in none.
+    """
+
+    held: int
+    of: int
+    wrong: str | None = None
+
+
 class Contender(Record):
     """One way to run the model, and what was measured of it. What could not be measured is None, and `notes` says why.
 
@@ -94,9 +108,7 @@ class Contender(Record):
         ours: a backend of the bundle, and not what it is measured against.
         picked: what `load(backend="auto")` picks of the bundle at this precision.
         error, budget: relative to float64, on the inputs that were timed.
-        cases: how many of the bundle's reference cases it was then held to, where it is ours or as fast as what is
-            picked, which was held to all of them when it was deployed.
-        missed: the first of them in which it misses the budget, and by how much; None where it misses it in none.
+        cases: how it did in the bundle's reference cases, if it was held to them: ours, and peers that are as fast.
         ratio: its median over that of the picked backend at the same precision: above 1, that one is faster.
         share: of the machine's limit, from 0 to 1 (:mod:`.limits`).
         size_mb: of the model's or plan's files.
@@ -109,8 +121,7 @@ class Contender(Record):
     what: str
     error: float
     budget: float
-    cases: int = 0
-    missed: str | None = None
+    cases: Cases | None = None
     latency: Latency
     ratio: Interval | None = None
     share: float | None = None
@@ -124,6 +135,18 @@ class Contender(Record):
     def key(self) -> str:
         """What it is called where contenders of several precisions stand side by side."""
         return f"{self.name} {self.precision}"
+
+    @property
+    def wrong_in(self) -> str | None:
+        """The first of the bundle's reference cases in which it is wrong, and how; None where none is known."""
+        return self.cases.wrong if self.cases is not None else None
+
+    @property
+    def partly(self) -> str | None:
+        """That it was held to some of the reference cases only, in words."""
+        if self.cases is None or self.cases.held == self.cases.of or self.cases.wrong is not None:
+            return None
+        return f"held to {self.cases.held} of {self.cases.of} cases"
 
 
 class Deployed(Record):

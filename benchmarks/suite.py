@@ -7,6 +7,7 @@ OLD.json` says what moved since an earlier run and exits with 1 where something 
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 import time
@@ -36,6 +37,7 @@ from attnforge.machine import processors
 from attnforge.model.registry import build_model
 
 COMMAND = "python -m attnforge.benchmarks.suite"
+SUITE = RESULTS / "suite.json"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ TOKEN_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openv
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "suite.json",
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = SUITE,
     readme: Annotated[Path | None, typer.Option(help="Whose tables to refresh; an empty name for none.")] = Path(
         "README.md"
     ),
@@ -120,8 +122,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         taken = run_suite(Path(folder), threads or processors(), only, say)
     taken.seconds = round(time.perf_counter() - start, 1)
-    if results != RESULTS / "suite.json":
-        taken.command = f"{COMMAND} --results {results.as_posix()}"
+    taken.command = _command(results, only or (), threads)
     found.write(taken, results)
     taken = found.read(results)  # what is shown is what is written
     out = Console()
@@ -139,6 +140,14 @@ def main(
         out.print(comparison.text(), highlight=False, soft_wrap=True, markup=False)
     if taken.left_out or (comparison is not None and comparison.regressions):
         sys.exit(1)
+
+
+def _command(results: Path, only: Sequence[str], threads: int | None) -> str:
+    """What gives the figures again."""
+    given = [] if results == SUITE else ["--results", results.as_posix()]
+    given += [word for name in only for word in ("--only", name)]
+    given += [] if threads is None else ["--threads", str(threads)]
+    return shlex.join([*COMMAND.split(), *given])
 
 
 def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Callable[[str], None]) -> found.Results:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +70,14 @@ class BackendReport(Record):
     outputs: dict[str, OutputReport] = {}
     metric: MetricReport | None = None
     reason: str | None = None
+
+    @property
+    def missed(self) -> str | None:
+        """The first case and output that did not pass, and why, in a line; None where all did."""
+        if self.passed:
+            return None
+        first = next((f"{one.case}, {one.output}: {one.reason}" for one in self.failures), None)
+        return first or self.reason or "it did not pass"
 
 
 class Report(Record):
@@ -158,16 +166,37 @@ def _unasked(bundle: Bundle) -> dict[str, str]:
 def compare(session: Session, scores: Scores | None = None) -> BackendReport:
     """Hold one session to the budget over every reference case of its bundle, and to a metric over those of data."""
     bundle = session.bundle
-    manifest, precision = bundle.manifest, budget_precision(bundle.manifest, session.backend)
+    return hold(bundle, session.backend, session.run, bundle.manifest.cases, scores, _of_eager(session))
+
+
+def hold(
+    bundle: Bundle,
+    backend: str,
+    run: Callable[[dict[str, Array]], Mapping[str, Array]],
+    cases: Sequence[Case],
+    scores: Scores | None = None,
+    also: str = "",
+) -> BackendReport:
+    """Hold whatever runs a bundle's model to the budget over some of its reference cases.
+
+    Args:
+        bundle: whose model it is.
+        backend: whose budget it has.
+        run: gives outputs by name.
+        cases: in which it is run; in none of them, it does not pass.
+        scores: a metric over those of data.
+        also: a dtype that outputs may have, besides their own.
+    """
+    manifest, precision = bundle.manifest, budget_precision(bundle.manifest, backend)
     outputs = load_file(bundle.file(REFERENCE_OUTPUTS))
     stored = stored_inputs(bundle)
     found: list[Comparison] = []
-    for case in manifest.cases:
+    for case in cases:
         feeds = reference.make_inputs(case, manifest.inputs, stored)
-        results = session.run(feeds)
+        results = run(feeds)
         if scores is not None:
             scores.add(case, results, outputs)
-        found += judged(manifest, precision, case, feeds, results, outputs, _of_eager(session))
+        found += judged(manifest, precision, case, feeds, results, outputs, also)
     if not found:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
@@ -181,7 +210,7 @@ def compare(session: Session, scores: Scores | None = None) -> BackendReport:
         eager_error=worst.eager_error,
         budget=worst.budget,
         case=worst.case,
-        cases=len(manifest.cases),
+        cases=len(cases),
         failures=[c for c in found if not c.passed],
         comparisons=found,
         outputs={name: _summary([c for c in found if c.output == name]) for name in {c.output: None for c in found}},

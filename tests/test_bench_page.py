@@ -20,6 +20,7 @@ from attnforge.benchmarks import plots
 from attnforge.benchmarks.limits import Ceilings, Work, limit_seconds
 from attnforge.benchmarks.page import growth_table, table, write_page
 from attnforge.benchmarks.results import (
+    Cases,
     Cold,
     Contender,
     Deployed,
@@ -289,14 +290,36 @@ def test_what_is_over_its_budget_is_not_shipped(tmp_path: Path) -> None:
 
 def test_what_is_wrong_in_another_case_is_not_shipped(tmp_path: Path) -> None:
     found = model("m", {"fp32": {"onnxruntime-cpu": 10.0, "openvino": 8.0, "openvino-plain": 9.0, "eager": 9.5}})
+    wrong = Cases(held=6, of=14, wrong="scaled-16, output: error 2e-06 is over the budget of 1e-06")
     for one in found.contenders[1:3]:
-        one.missed = "scaled-16, output: error 2e-06 is over the budget of 1e-06"
+        one.cases = wrong
+    found.contenders[3].cases = Cases(held=2, of=14)
     page = parsed(results([found]), tmp_path / "page.html")
     first = answer(page, "m", "fp32")
     assert "ship onnxruntime-cpu — 10.0 ms" in first and "A peer is faster: eager takes 9.50 ms" in first
+    assert "1.05× as fast, held to 2 of 14 cases." in first
     for name, speed in (("openvino", "1.25"), ("openvino-plain", "1.11")):
-        assert f"Not {name}, {speed}× as fast: it misses the parity budget in scaled-16, output: error 2e-06" in first
-    assert "openvino-plain fp32 misses the parity budget in scaled-16" in table(found)
+        assert f"Not {name}, {speed}× as fast: it is wrong in scaled-16, output: error 2e-06" in first
+    assert "| openvino-plain † | fp32 |" in table(found) and "† openvino-plain fp32 is wrong in scaled-16" in table(
+        found
+    )
+    found.contenders[3].latency = latency(12.0)
+    found.contenders[3].ratio = interval(1.2, 0.004)
+    first = answer(parsed(results([found]), tmp_path / "slower.html"), "m", "fp32")
+    assert "1.20× as fast as the module in PyTorch, as its author wrote it" in first and "A peer is faster" not in first
+    found.contenders[0].cases = wrong
+    none = answer(parsed(results([found]), tmp_path / "none.html"), "m", "fp32")
+    assert "nothing to ship" in none and "Not onnxruntime-cpu: it is wrong in scaled-16" in none
+
+
+def test_the_usual_peer_stays_and_the_fastest_is_one_that_is_right(tmp_path: Path) -> None:
+    found = model(
+        "m", {"fp32": {"onnxruntime-cpu": 10.0, "onnxruntime-plain": 10.01, "ort-fusions": 11.0, "eager": 24.0}}
+    )
+    found.contenders[1].cases = Cases(held=6, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
+    first = answer(parsed(results([found]), tmp_path / "page.html"), "m", "fp32")
+    assert "1.00× as fast as ONNX Runtime on the plain export" in first
+    assert "1.10× as fast as ort-fusions, the fastest peer that is right" in first
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

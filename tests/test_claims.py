@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attnforge.benchmarks import claims
-from attnforge.benchmarks.results import Contender, Growth, Interval, Model, Series
+from attnforge.benchmarks.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.benchmarks.statistics import fit_of, latency_of
+from attnforge.machine import this_machine
 
 
 def contender(name: str, precision: str, ms: float, ours: bool = False, picked: bool = False) -> Contender:
@@ -18,6 +19,11 @@ def contender(name: str, precision: str, ms: float, ours: bool = False, picked: 
 
 def model(*contenders: Contender) -> Model:
     return Model(name="m", sizes={}, inputs={}, rounds=15, deployed=[], contenders=list(contenders))
+
+
+def results_of(found: Model) -> Results:
+    here = Environment(machine=this_machine(), versions={}, threads=2, governor="-", load_before=None)
+    return Results(command="c", created="-", seconds=1, environment=here, models=[found])
 
 
 def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
@@ -33,16 +39,32 @@ def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
     assert claim.outcome(None).holds == "not measured"
 
 
-def test_who_misses_the_budget_elsewhere_is_no_choice() -> None:
-    """And what it takes is told all the same."""
+def test_who_is_wrong_in_another_case_is_passed_over() -> None:
+    """And is named, with what ours is to it."""
     ours, fast, right = (contender(n, "fp32", ms, n == "b", n == "b") for n, ms in (("b", 10), ("fast", 8), ("c", 9)))
-    fast.missed = "constant, output: error 2 is over the budget of 1"
+    fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
+    right.cases = Cases(held=2, of=14)
     every = {"others": claims._at("fp32"), "named": "any fp32 contender", "at_most": 1.05}
     found = claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast, right))
-    assert found.against == "b fp32 to c fp32" and found.passed_over == ("fast fp32 1.25",)
+    assert found.against == "b fp32 to c fp32, held to 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
     assert found.measured is not None and found.measured.value == pytest.approx(10 / 9)
     assert claims.Ratio("m", "fp32", **every).outcome(model(ours, fast, right)).against == "b fp32 to fast fp32"
-    assert claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast)).holds == "not measured"
+    alone = claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast))
+    assert alone.holds == "not measured" and alone.passed_over == found.passed_over
+    ours.cases = fast.cases
+    assert claims.Ratio("m", "fp32", **every).outcome(model(ours, right)).holds.startswith("**no**, it is wrong in co")
+
+
+def test_what_is_passed_over_is_in_the_table() -> None:
+    fast, ours = contender("openvino-plain", "fp32", 8), contender("onnxruntime-cpu", "fp32", 10, True, True)
+    fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
+    found = model(fast, ours, contender("eager", "fp32", 20)).model_copy(update={"name": "vit-b-16"})
+    (line,) = (one for one in claims.table(results_of(found)).splitlines() if "vit-b-16" in one)
+    over = "passed over, for they are wrong in another case: openvino-plain fp32 (1.25)"
+    assert line.startswith(
+        f"| vit-b-16: fp32 to any fp32 contender (onnxruntime-cpu fp32 to eager fp32); {over} | 1.05 |"
+    )
+    assert line.endswith("| yes |")
 
 
 def test_openings_that_differ_make_a_claim_less_sure() -> None:

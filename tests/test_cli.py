@@ -11,18 +11,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from conftest import rewrite
 from onnx import numpy_helper
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
+from attnforge import reference
+from attnforge.benchmarks import limits, measure
 from attnforge.benchmarks.results import read
-from attnforge.bundle import Bundle, write_manifest
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, write_manifest
 from attnforge.cli import main, out
-from attnforge.model.registry import MODELS
+from attnforge.export.deploy import deploy
+from attnforge.model.registry import MODELS, build_model
 from attnforge.runtime.backends import BACKENDS
 
 Done = subprocess.CompletedProcess[str]
@@ -178,6 +184,30 @@ def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
     assert "onnxruntime-plain" in page and "2 rounds in 2 openings." in page
     assert list((tmp_path / "plots").glob("*.png"))
     assert read(tmp_path / "results.json").models[0].sizes == {"batch": 3}
+
+
+def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the module had given something else for a constant image."""
+    monkeypatch.setattr(measure, "measure_ceilings", partial(limits.measure_ceilings, precisions=("fp32",), seconds=0.02))
+    module, args, shapes = build_model("vit", embed_dim=32, num_layers=1)
+    made = deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    file = made.file(REFERENCE_OUTPUTS)
+    outputs = load_file(file)
+    wrong = next(case for case in made.manifest.cases if case.kind == "constant")
+    for which in ("eager", "float64"):
+        key = reference.key(wrong, made.manifest.outputs[0].name, which)
+        outputs[key] = outputs[key] * np.asarray(1.01, outputs[key].dtype)
+    save_file(outputs, file)
+    rewrite(made.path)
+    arguments = ("--backend", "onnxruntime-cpu", "--rounds", "1", "--out", tmp_path / "r.json")
+    assert here("bench", made.path, *arguments, "--quick").returncode == 0  # it was not looked for
+    done = here("bench", made.path, *arguments, "--force")
+    assert done.returncode == 1 and "onnxruntime-cpu fp32 ← †" in done.stdout, done.stdout
+    assert "† onnxruntime-cpu fp32 is wrong in constant, output: error" in done.stdout.replace("\n", " ")
+    (one,) = read(tmp_path / "r.json").models[0].contenders
+    assert one.wrong_in is not None and one.error <= one.budget
 
 
 def test_a_narrow_terminal_shows_whole_names_and_times(

@@ -15,6 +15,7 @@ from attnforge.arrays import Array
 from attnforge.benchmarks import results
 from attnforge.benchmarks.compare import TOLERANCE, Comparison, Move, compare
 from attnforge.benchmarks.results import (
+    Cases,
     Cold,
     Contender,
     Deployed,
@@ -493,10 +494,11 @@ def test_errors_within_the_budget_are_no_regression() -> None:
 def test_to_miss_the_budget_in_a_case_is_a_regression() -> None:
     missed = "scaled-16, output: error 2 is over the budget of 1"
     for name, regression in (("backend3", True), ("eager", False)):
-        found = compared([contender(name, cases=9)], [contender(name, cases=4, missed=missed)])
+        held, wrong = Cases(held=9, of=9), Cases(held=4, of=9, wrong=missed)
+        found = compared([contender(name, cases=held)], [contender(name, cases=wrong)])
         assert said(found.moved) == [(f"{name} fp32", "parity")] and bool(found.regressions) == regression
-        assert f"now it misses the budget in {missed}" in found.text()
-        untried = compared([contender(name)], [contender(name, cases=4, missed=missed)])
+        assert f"now it is wrong in {missed}" in found.text()
+        untried = compared([contender(name)], [contender(name, cases=wrong)])
         assert not untried.moved  # before, nobody looked
 
 

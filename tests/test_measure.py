@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ from attnforge.bundle import Bundle, Source
 from attnforge.errors import InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
 from attnforge.runtime.backends import why_no_openvino
+from attnforge.runtime.parity import stored_inputs
 
 SMALL = {"embed_dim": 32, "vocab_size": 50}
 
@@ -155,42 +157,90 @@ def test_a_wrong_answer_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPa
     assert calls["wrong"] == 2  # and no more
 
 
+def held_to_all(
+    bundles: list[Bundle], against: list[str], monkeypatch: pytest.MonkeyPatch, peers: float = 1.0, cases: bool = True
+) -> list[found.Contender]:
+    """The contenders, of which peers take so many times as long as ours."""
+
+    def raced(runs: dict[str, Any], rounds: int, *given: Any, **options: Any) -> dict[str, list[list[float]]]:
+        return {key: [[peers if key.partition(" ")[0] in PEERS else 1.0]] * rounds for key in runs}
+
+    monkeypatch.setattr(measure, "race", raced)
+    plan = measure.Plan(bundles, ["onnxruntime-cpu"], against, 1, 1, throughput=False, starts=False, memory=False)
+    plan.cases = cases
+    return measure.measure(plan, {}, None).contenders
+
+
 @pytest.mark.parametrize("any_sizes", [True, False])
-@pytest.mark.parametrize("elsewhere", [1.0, 1.01])
-def test_who_is_faster_is_held_to_every_case(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, any_sizes: bool, elsewhere: float
+@pytest.mark.parametrize("does", ["well", "err", "fail"])
+def test_ours_and_who_is_as_fast_are_held_to_every_case(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, any_sizes: bool, does: str
 ) -> None:
-    """A peer that knows the answer to what is timed, and errs elsewhere."""
+    """A peer that errs, or fails, in one case that is not timed."""
     right = attnforge.load(bundle, "onnxruntime-cpu").run
-    known: dict[bytes, dict[str, Array]] = {}
-    others = 0
+    every, inputs = bundle.manifest.cases, bundle.manifest.inputs
+    timed = measure._case(bundle, {})
+    made_for = [case for case in every if any_sizes or case.sizes == timed.sizes]
+    assert len(made_for) > 1 and (len(made_for) < len(every)) != any_sizes
+    bad = next(case for case in reversed(made_for) if case != timed)
+    stored = stored_inputs(bundle)
+    cases = {_bytes(reference.make_inputs(case, inputs, stored)): case.name for case in made_for}
+    held: list[str] = []
 
     def run(feeds: dict[str, Array]) -> dict[str, Array]:
-        nonlocal others
-        asked = b"".join(array.tobytes() for array in feeds.values())
-        if not known:
-            known[asked] = right(feeds)
-        if asked not in known:
-            others += 1
-            return {name: array * np.float32(elsewhere) for name, array in right(feeds).items()}
-        return known[asked]
+        held.append(cases[_bytes(feeds)])
+        if held[-1] == bad.name and does == "fail":
+            raise RuntimeError("no such kernel")
+        by = 1.01 if held[-1] == bad.name and does == "err" else 1.0
+        return {name: array * np.float32(by) for name, array in right(feeds).items()}
 
     monkeypatch.setitem(PEERS, "eager", Peer("planted", module=lambda job, stack: run, any_sizes=any_sizes))
-    plan = measure.Plan([bundle], ["onnxruntime-cpu"], ["eager"], 2, 1, throughput=False, starts=False, memory=False)
-    model = measure.measure(plan, {}, None)
-    assert model.wrong == model.skipped == {}
-    picked, one = sorted(model.contenders, key=lambda one: not one.picked)
-    assert picked.cases == 0 and picked.missed is None  # it was held to all when it was deployed
-    assert one.ratio is not None and one.ratio.value < 1
-    cases = [case for case in bundle.manifest.cases if any_sizes or case.sizes == model.sizes]
-    assert len(cases) > 1 and (len(cases) < len(bundle.manifest.cases)) != any_sizes
-    if elsewhere == 1.0:
-        assert one.missed is None and one.cases == len(cases) and others > 0
-    else:
-        assert one.missed is not None and "over the budget" in one.missed and others == 1
-        assert one.missed.partition(",")[0] in [case.name for case in cases] and 1 <= one.cases <= len(cases)
-    plan.cases = False
-    assert [one.cases for one in measure.measure(plan, {}, None).contenders] == [0, 0]
+    ours, peer = held_to_all([bundle], ["eager"], monkeypatch)
+    assert ours.cases == found.Cases(held=len(every), of=len(every)) and ours.wrong_in is None and ours.partly is None
+    count = made_for.index(bad) + 1 if does == "fail" else len(made_for)
+    assert peer.cases is not None and (peer.cases.held, peer.cases.of) == (count, len(every))
+    assert held[-count:] == [case.name for case in made_for[:count]]
+    told = {"well": "None", "err": "error .* is over the budget of", "fail": "where it fails: no such kernel"}[does]
+    assert re.search(told, str(peer.wrong_in)) and (does == "well") == (peer.wrong_in is None)
+    assert does == "well" or str(peer.wrong_in).startswith(f"{bad.name}, ")
+    some = f"held to {len(made_for)} of {len(every)} cases"
+    assert peer.partly == (some if does == "well" and not any_sizes else None)
+
+
+def test_who_is_slower_is_not_held_to_every_case(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    for times, cases, held in ((1.0, True, [True, True]), (1.1, True, [True, False]), (1.0, False, [False, False])):
+        contenders = held_to_all([bundle], ["eager"], monkeypatch, times, cases)
+        assert [one.cases is not None for one in contenders] == held
+
+
+def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ours is wrong, though it is right in what is timed and was picked."""
+    real = measure.hold
+
+    def hold(of: Bundle, backend: str, *given: Any) -> Any:
+        report = real(of, backend, *given)
+        return report.model_copy(update={"passed": False, "reason": "planted"}) if backend != "eager" else report
+
+    monkeypatch.setattr(measure, "hold", hold)
+    ours, peer = held_to_all([bundle], ["eager"], monkeypatch, peers=1.1)
+    assert ours.wrong_in == "planted" and peer.cases is not None and peer.wrong_in is None
+
+
+def test_cases_of_real_data_and_of_two_precisions_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"embed_dim": 32, "num_layers": 1}
+    made = []
+    for precision in ("fp32", "bf16"):
+        module, args, shapes = build_model("vit", **options)
+        given = (tmp_path / precision, shapes, precision, ["onnxruntime"])
+        made.append(attnforge.deploy(module, args, *given, "vit", tune=False, data=[args, args]))
+    for one, bundle in zip(held_to_all(made, [], monkeypatch), made, strict=True):
+        count = len(bundle.manifest.cases)
+        assert one.cases == found.Cases(held=count, of=count), one.cases
+    assert any(case.kind == "data" for case in made[0].manifest.cases)
+
+
+def _bytes(feeds: dict[str, Array]) -> bytes:
+    return b"".join(array.tobytes() for array in feeds.values())
 
 
 def test_a_wrong_backend_of_ours_has_no_time_either(tmp_path: Path) -> None:
@@ -517,6 +567,23 @@ def test_what_takes_long_to_load_is_loaded_twice(tmp_path: Path, monkeypatch: py
         assert seconds.__length_hint__() == left
 
 
+def test_a_second_load_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = attnforge.deploy(nn.Linear(8, 4), (torch.randn(3, 8),), tmp_path / "b", targets=["onnxruntime"], tune=False)
+    real, calls = fresh.measured, Counter[str]()
+
+    def measured(order: fresh.Order) -> fresh.Found:
+        calls["processes"] += 1
+        if calls["processes"] > 1:
+            raise fresh.FailedError("planted")
+        return real(order).model_copy(update={"load_s": 4.0})
+
+    monkeypatch.setattr(fresh, "measured", measured)
+    plan = measure.Plan([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
+    (one,) = measure.measure(plan, {}, None).contenders
+    assert one.cold is not None and one.cold.load_s == 4.0 and one.memory is not None and one.notes == []
+    assert calls["processes"] == 2
+
+
 def test_a_process_that_fails_says_why(bundle: Bundle, tmp_path: Path) -> None:
     with pytest.raises(fresh.FailedError, match="no bundle"):
         fresh.measured(order(bundle, tmp_path, bundle=str(tmp_path)))
@@ -582,9 +649,13 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
         and "eager" in text
     )
     assert html.exists() and list(html.parent.glob("*.png"))
+    assert suite._command(suite.SUITE, (), None) == suite.COMMAND
+    assert (
+        suite._command(Path("a b.json"), ["vit"], 1) == f"{suite.COMMAND} --results 'a b.json' --only vit --threads 1"
+    )
     taken = found.read(file)
     assert [model.name for model in taken.models] == ["small"]
-    assert taken.command == f"{suite.COMMAND} --results {file.as_posix()}" and f"`{taken.command}`" in text
+    assert taken.command == f"{suite.COMMAND} --results {file.as_posix()} --threads 1" and f"`{taken.command}`" in text
     for one in taken.models[0].contenders:
         assert (one.cold is not None, one.memory is not None) == (one.ours, one.ours), one.notes
     for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many quiet rounds
