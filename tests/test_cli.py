@@ -190,7 +190,9 @@ def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the module had given something else for a constant image."""
-    monkeypatch.setattr(measure, "measure_ceilings", partial(limits.measure_ceilings, precisions=("fp32",), seconds=0.02))
+    monkeypatch.setattr(
+        measure, "measure_ceilings", partial(limits.measure_ceilings, precisions=("fp32",), seconds=0.02)
+    )
     module, args, shapes = build_model("vit", embed_dim=32, num_layers=1)
     made = deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     file = made.file(REFERENCE_OUTPUTS)
