@@ -375,7 +375,10 @@ def bench(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Latency alone, of one opening: no throughput, starts, memory or limits.")
+        bool,
+        typer.Option(
+            "--quick", help="Latency alone, of one opening: no throughput, starts, memory, limits or other cases."
+        ),
     ] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
@@ -452,7 +455,8 @@ def bench(
     shipped = [name for name in BACKENDS if name not in WITHOUT_TARGET or name in (backend or ())]
     wrong = {key.partition(" ")[0] for model in taken.models for key in model.wrong}
     wrong |= {one.name for model in taken.models for one in model.contenders if one.ours and one.wrong_in is not None}
-    if wrong & set(shipped) or not all(ours) or (compared is not None and compared.regressions):
+    loaded = {one.name for model in taken.models for one in model.contenders if one.picked}
+    if wrong & {*shipped, *loaded} or not all(ours) or (compared is not None and compared.regressions):
         raise typer.Exit(1)
 
 

@@ -39,7 +39,7 @@ from attnforge.benchmarks.limits import Ceilings, limit_seconds, measure_ceiling
 from attnforge.benchmarks.peers import ON_GPU as GPU_PEERS
 from attnforge.benchmarks.peers import PEERS, Job, expected, with_threads
 from attnforge.benchmarks.statistics import latency_of, ratio_of
-from attnforge.bundle import CANONICAL, FLAVOURS, REFERENCE_OUTPUTS, WEIGHTS, Bundle, Case
+from attnforge.bundle import CANONICAL, FLAVOURS, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, WEIGHTS, Bundle, Case
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.deploy import tool_versions
 from attnforge.export.expected import kept
@@ -238,12 +238,12 @@ def measure(plan: Plan, sizes: Mapping[str, int], ceilings: Ceilings | None) -> 
         per_second = _throughputs(plan, entries, case) if plan.throughput else {}
         contenders = [_contender(one, rounds[one.key], openings, per_second.get(one.key, [])) for one in entries]
         _compared(plan, contenders)
-        if plan.cases:
-            _held_to_all_cases(plan, truths, entries, contenders)
         for entry, contender in zip(entries, contenders, strict=True):
             contender.size_mb = _size_mb(entry)
         pairs = {entry.key: (entry, one) for entry, one in zip(entries, contenders, strict=True)}
         _measure_fresh(plan, pairs, case)
+        if plan.cases:
+            _held_to_all_cases(plan, truths, list(pairs.values()))
         model = found.Model(
             name=manifest.name,
             sizes=case.sizes,
@@ -289,6 +289,8 @@ class _Truth:
         case = self.case
         feeds = reference.make_inputs(case, manifest.inputs, {})
         self.job = Job(bundle, feeds, plan.threads, folder, plan.module)
+        for kept_file in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if plan.cases else ():
+            bundle.file(kept_file)  # that they are there and unaltered is known before anything is timed
         if any(case.name == one.name for one in manifest.cases):
             self._outputs: Mapping[str, Array] = load_file(bundle.file(REFERENCE_OUTPUTS))
             return
@@ -489,13 +491,11 @@ def _compared(plan: Plan, contenders: Sequence[found.Contender]) -> None:
                 one.ratio = ratio_of(one.latency.rounds, best.latency.rounds, best.latency.openings)
 
 
-def _held_to_all_cases(
-    plan: Plan, truths: Sequence[_Truth], entries: Sequence[_Entry], contenders: Sequence[found.Contender]
-) -> None:
-    """Hold ours to all of a bundle's reference cases, then every peer that is as fast as the best of ours that are
-    right: who is faster on what is timed, and wrong elsewhere, is no better choice."""
+def _held_to_all_cases(plan: Plan, truths: Sequence[_Truth], every: Sequence[tuple[_Entry, found.Contender]]) -> None:
+    """Hold ours to all of a bundle's reference cases, then every peer that is as fast as the best of ours that is
+    right, or as what is picked where that is slower: who is faster, and wrong elsewhere, is no better choice."""
     for truth in truths:
-        pairs = [(e, c) for e, c in zip(entries, contenders, strict=True) if e.job is truth.job]
+        pairs = [(entry, one) for entry, one in every if entry.job is truth.job]
         _held_in(plan, truth, [(entry, one) for entry, one in pairs if one.ours])
         right = [one for _, one in pairs if one.ours and one.wrong_in is None]
         fastest = min((one.latency.median.value for one in right), default=math.inf)

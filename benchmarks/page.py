@@ -66,6 +66,7 @@ def write_page(
         ceilings=_in_words(results.ceilings) if results.ceilings is not None else None,
         growth=[_grown(one) for one in results.growth],
         compared=list(compared or ()),
+        held=any(one.cases is not None for model in results.models for one in model.contenders),
     )
 
 
@@ -96,8 +97,8 @@ class Answer:
 
     Attributes:
         ship: the backend; None where none of ours kept its budget.
-        usual, best: how many times as fast it is as the usual peer, and as the fastest that is right where that is
-            another and not faster; and what those are.
+        usual, best: how many times as fast it is as the usual peer, and as the fastest that is not known to be wrong
+            where that is another and not faster; and what those are.
         warnings, notes: what else there is to know before it is shipped; what may be chance is no warning.
         deployed: the bundle that it comes from.
         base, gain: the model's first precision, and how many times as fast as at that one it is; None at that one.
@@ -152,19 +153,22 @@ def _answer(model: Model, precision: str) -> Answer:
     if not ours:
         warnings = [f"Not {c.name}: it is wrong in {c.wrong_in}." for c in timed if c.ours]
         return Answer(precision, None, warnings=warnings, deployed=deployed)
-    fastest, picked = ours[0], next((c for c in ours if c.picked), None)
-    ship = picked if picked is not None and _overlap(picked, fastest) else fastest
+    fastest, picked = ours[0], next((c for c in timed if c.ours and c.picked), None)
+    ship = picked if picked is not None and picked.wrong_in is None and _overlap(picked, fastest) else fastest
     answer = Answer(precision, ship, deployed=deployed)
     usual = next((peer for name in USUAL for peer in timed if peer.name == name), None)
     if usual is not None:
-        answer.usual = _times(usual, ship), usual.what if len(usual.what) <= SHORT else usual.name
+        wrong = ", which is wrong in another case" if usual.wrong_in is not None else ""
+        answer.usual = _times(usual, ship), f"{usual.what if len(usual.what) <= SHORT else usual.name}{wrong}"
     if peers and peers[0] is not usual and not _is_faster(peers[0], ship):
         passed = any(c.latency.median.value < peers[0].latency.median.value for c in timed if not c.ours)
-        answer.best = _times(peers[0], ship), f"{peers[0].name}, the fastest peer{' that is right' if passed else ''}"
-    if picked is not None and picked is not ship:
-        answer.warnings.append(
-            f'backend="auto" picks {picked.name}, at {_timed(picked)}: name {ship.name} when you load the bundle.'
+        answer.best = (
+            _times(peers[0], ship),
+            f"{peers[0].name}, the fastest peer{' not known to be wrong' if passed else ''}",
         )
+    if picked is not None and picked is not ship:
+        how = f"at {_timed(picked)}" if picked.wrong_in is None else f"which is wrong in {picked.wrong_in}"
+        answer.warnings.append(f'backend="auto" picks {picked.name}, {how}: name {ship.name} when you load the bundle.')
     if _is_faster(fastest, ship):
         answer.warnings.append(f"{fastest.name} is a little faster: {_timed(fastest)}, {_speed(fastest, ship)}.")
     elif fastest is not ship:
@@ -175,7 +179,8 @@ def _answer(model: Model, precision: str) -> Answer:
         more = f"; so {'is' if len(others) == 1 else 'are'} {' and '.join(p.name for p in others)}" if others else ""
         answer.warnings.append(f"A peer is faster: {first.name} takes {_timed(first)}, {speed}{more}.")
     for one in timed:
-        if one.wrong_in is not None and one.latency.median.value <= ship.latency.median.value:
+        ahead = one.latency.median.value <= ship.latency.median.value
+        if one.wrong_in is not None and ahead and one is not picked:
             answer.notes.append(f"Not {one.name}, {_speed(one, ship)}: it is wrong in {one.wrong_in}.")
     return answer
 

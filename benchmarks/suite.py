@@ -140,7 +140,12 @@ def main(
         out.print(f"{name} failed: {reason}", style="red", markup=False)
     if comparison is not None:
         out.print(comparison.text(), highlight=False, soft_wrap=True, markup=False)
-    if taken.left_out or (comparison is not None and comparison.regressions):
+    wrong = [
+        (model, one) for model in taken.models for one in model.contenders if one.ours and one.wrong_in is not None
+    ]
+    for model, one in wrong:
+        out.print(f"{model.name}, {one.key} is wrong in {one.wrong_in}", style="red", markup=False, soft_wrap=True)
+    if wrong or taken.left_out or (comparison is not None and comparison.regressions):
         sys.exit(1)
 
 

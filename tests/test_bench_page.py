@@ -319,7 +319,24 @@ def test_the_usual_peer_stays_and_the_fastest_is_one_that_is_right(tmp_path: Pat
     found.contenders[1].cases = Cases(held=6, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
     first = answer(parsed(results([found]), tmp_path / "page.html"), "m", "fp32")
     assert "1.00× as fast as ONNX Runtime on the plain export" in first
-    assert "1.10× as fast as ort-fusions, the fastest peer that is right" in first
+    assert "as fast as ONNX Runtime on the plain export, which is wrong in another case" in first
+    assert "1.10× as fast as ort-fusions, the fastest peer not known to be wrong" in first
+    page = parsed(results([found]), tmp_path / "held.html")
+    assert "after it ours, and peers that are as fast, in every reference case" in said(page)
+    assert "in every reference case" not in said(parsed(usual(), tmp_path / "unheld.html"))
+
+
+def test_that_what_auto_picks_is_wrong_is_a_warning(tmp_path: Path) -> None:
+    """Whether it is faster than what is right or slower."""
+    for other in (8.0, 12.0):
+        found = model("m", {"fp32": {"openvino": 10.0, "onnxruntime-cpu": other}})
+        found.contenders[0].cases = Cases(held=14, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
+        first = answer(parsed(results([found]), tmp_path / f"{other}.html"), "m", "fp32")
+        assert f"ship onnxruntime-cpu — {other:.2f}"[:-1] in first and "Not openvino" not in first
+        warning = (
+            '"auto" picks openvino, which is wrong in scaled-16, output: error 2 is over the budget of 1: name onnx'
+        )
+        assert warning in first
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from attnforge.benchmarks import bursts, fresh, growth, limits, measure, peers, 
 from attnforge.benchmarks import results as found
 from attnforge.benchmarks.peers import PEERS, Job, Peer, peers_here, using_sdpa
 from attnforge.benchmarks.report import RESULTS, has_place
-from attnforge.bundle import Bundle, Source
-from attnforge.errors import InputError, UnavailableError, UnknownNameError, UsageError
+from attnforge.benchmarks.statistics import latency_of
+from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
+from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
 from attnforge.runtime.backends import why_no_openvino
 from attnforge.runtime.parity import stored_inputs
@@ -158,7 +160,12 @@ def test_a_wrong_answer_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPa
 
 
 def held_to_all(
-    bundles: list[Bundle], against: list[str], monkeypatch: pytest.MonkeyPatch, peers: float = 1.0, cases: bool = True
+    bundles: list[Bundle],
+    against: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    peers: float = 1.0,
+    cases: bool = True,
+    sizes: dict[str, int] | None = None,
 ) -> list[found.Contender]:
     """The contenders, of which peers take so many times as long as ours."""
 
@@ -168,7 +175,7 @@ def held_to_all(
     monkeypatch.setattr(measure, "race", raced)
     plan = measure.Plan(bundles, ["onnxruntime-cpu"], against, 1, 1, throughput=False, starts=False, memory=False)
     plan.cases = cases
-    return measure.measure(plan, {}, None).contenders
+    return measure.measure(plan, sizes or {}, None).contenders
 
 
 @pytest.mark.parametrize("any_sizes", [True, False])
@@ -211,6 +218,41 @@ def test_who_is_slower_is_not_held_to_every_case(bundle: Bundle, monkeypatch: py
     for times, cases, held in ((1.0, True, [True, True]), (1.1, True, [True, False]), (1.0, False, [False, False])):
         contenders = held_to_all([bundle], ["eager"], monkeypatch, times, cases)
         assert [one.cases is not None for one in contenders] == held
+
+
+def test_what_fits_no_case_is_held_to_none(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attnforge.load(bundle, "onnxruntime-cpu").run
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=lambda job, stack: right, any_sizes=False))
+    _, peer = held_to_all([bundle], ["eager"], monkeypatch, sizes={"batch": 3, "tokens": 11})
+    count = len(bundle.manifest.cases)
+    assert peer.cases == found.Cases(held=0, of=count) and peer.partly == f"held to 0 of {count} cases"
+
+
+@pytest.mark.parametrize(("picked", "held"), [("onnxruntime-cpu", False), ("openvino", True)])
+def test_who_is_as_fast_as_what_is_picked_is_held(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, picked: str, held: bool
+) -> None:
+    """Though another of ours is faster."""
+    entries = []
+    for name, ms in (("onnxruntime-cpu", 1.0), ("openvino", 3.0), ("eager", 2.0)):
+        one = found.Contender(
+            name=name, precision="fp32", ours=name != "eager", picked=name == picked, what="", error=0, budget=1,
+            latency=latency_of([[ms]]),
+        )  # fmt: skip
+        entries.append((SimpleNamespace(job="the job"), one))
+    of = SimpleNamespace(job="the job", in_every_case=lambda entry: found.Cases(held=2, of=2))
+    measure._held_to_all_cases(measure.Plan([bundle], None, [], 1, 1), [of], entries)  # type: ignore[list-item,arg-type]
+    assert [one.cases is not None for _, one in entries] == [True, True, held]
+
+
+def test_a_reference_file_that_is_gone_is_told_before_anything_is_timed(tmp_path: Path) -> None:
+    made = attnforge.deploy(nn.Linear(8, 4), (torch.randn(3, 8),), tmp_path / "b", targets=["onnxruntime"], tune=False)
+    made.file(REFERENCE_EXAMPLE).unlink()
+    told: list[str] = []
+    with pytest.raises(BundleError, match="example"):
+        attnforge.benchmark(Bundle(made.path, lazily=True), rounds=1, progress=told.append)
+    assert not any(stage.startswith("time") for stage in told)
+    assert attnforge.benchmark(Bundle(made.path, lazily=True), ["onnxruntime-cpu"], rounds=1, quick=True).models
 
 
 def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
