@@ -67,8 +67,8 @@ class Ratio:
         )
         if ours is None:
             return Outcome(claim, self.at_most, None)
-        ratios = [ratio_of(ours.latency.rounds, c.latency.rounds, ours.latency.openings) for c in others]
         first = next((i for i, c in enumerate(others) if not (self.right and c.wrong_in)), len(others))
+        ratios = [ratio_of(ours.latency.rounds, c.latency.rounds, ours.latency.openings) for c in others[: first + 1]]
         over = tuple(f"{c.key} ({ratio.value:.2f})" for c, ratio in zip(others[:first], ratios, strict=False))
         if first == len(others):
             return Outcome(claim, self.at_most, None, "", over, ours.wrong_in)

@@ -111,6 +111,7 @@ def benchmark(
         UsageError: fewer than one round or opening, bundles of different models, or a module is needed and not at hand.
         InputError: a size outside the profile.
         UnavailableError: a backend that was asked for by name cannot run here.
+        BundleError: a bundle is not whole, or was altered.
     """
     given = [bundle] if isinstance(bundle, str | os.PathLike | Bundle) else list(bundle)
     opened = [one if isinstance(one, Bundle) else Bundle(one, lazily=True) for one in given]
@@ -289,8 +290,8 @@ class _Truth:
         case = self.case
         feeds = reference.make_inputs(case, manifest.inputs, {})
         self.job = Job(bundle, feeds, plan.threads, folder, plan.module)
-        for kept_file in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if plan.cases else ():
-            bundle.file(kept_file)  # that they are there and unaltered is known before anything is timed
+        for needed in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if plan.cases else ():
+            bundle.file(needed)  # that they are there and unaltered is known before anything is timed
         if any(case.name == one.name for one in manifest.cases):
             self._outputs: Mapping[str, Array] = load_file(bundle.file(REFERENCE_OUTPUTS))
             return

@@ -66,7 +66,7 @@ class Subject:
 
 BASE: Mapping[str, Any] = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "batch_size": 1, "max_batch": 1}
 USUAL = ("eager", "onnxruntime-plain", "openvino-plain")
-"""Peers that will do where a model is only seen to grow."""
+"""Peers that will do for a small model, and where one is only seen to grow."""
 SERVED = ("onnxruntime-plain", "openvino-plain")
 """Peers whose starts and memory will do where weights are most of what a model holds."""
 
