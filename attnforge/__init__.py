@@ -16,23 +16,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnforge.benchmarks.measure import benchmark
+    from attnforge.benchmarks.measure.bench import benchmark
     from attnforge.bundle import Bundle
     from attnforge.export.deploy import deploy
     from attnforge.export.diagnosis.diagnose import diagnose
-    from attnforge.runtime import Session, load, verify
+    from attnforge.runtime.parity.verify import verify
+    from attnforge.runtime.session import Session, load
 
 __version__ = "0.1.0"
 __all__ = ["Bundle", "Session", "benchmark", "deploy", "diagnose", "load", "verify"]
 
 _HOME = {
     "Bundle": "attnforge.bundle",
-    "Session": "attnforge.runtime",
-    "benchmark": "attnforge.benchmarks.measure",
+    "Session": "attnforge.runtime.session",
+    "benchmark": "attnforge.benchmarks.measure.bench",
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",
-    "load": "attnforge.runtime",
-    "verify": "attnforge.runtime",
+    "load": "attnforge.runtime.session",
+    "verify": "attnforge.runtime.parity.verify",
 }
 
 

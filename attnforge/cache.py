@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import stat
-import tempfile
 from pathlib import Path
+
+from attnforge.files import write_whole
 
 log = logging.getLogger("attnforge")
 
@@ -49,9 +50,7 @@ def write(file: Path, data: bytes) -> bool:
     """Keep `data`, whole or not at all; where that cannot be done, say so and go on."""
     try:
         file.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as stream:
-            stream.write(data)
-        os.replace(stream.name, file)
+        write_whole(file, data, mode=0o600)
     except OSError as error:
         log.info("what was compiled is not kept in %s: %s", file.parent, error)
         return False

@@ -27,12 +27,12 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import UnavailableError
-from attnforge.files import image_to_input
+from attnforge.input_files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
-from attnforge.page import write_page
-from attnforge.runtime.backends import BACKENDS, WITHOUT_TARGET
-from attnforge.runtime.parity import Report
+from attnforge.report.verify_page import write_page
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
+from attnforge.runtime.parity.verify import Report
 
 console = Console()
 COLUMNS = ("model", "backend", "precision", "fused", "error", "budget", "accuracy", "as eager", "median ms", "plan MB")

@@ -9,8 +9,8 @@ from typing import Any
 
 from attnforge.bundle import FLAVOURS
 from attnforge.export.deploy import TARGETS, tool_versions, why_not_buildable
-from attnforge.runtime.backends import BACKENDS, why_no_provider
-from attnforge.runtime.device import cuda_devices
+from attnforge.machine import cuda_devices
+from attnforge.runtime.backends.registry import BACKENDS, why_no_provider
 
 
 def examine() -> dict[str, Any]:

@@ -6,11 +6,9 @@ a traceback and exits with 2 for a :class:`UsageError` and 1 for any other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from attnforge.bundle import Certificate
+from typing import Any
 
 
 class AttnforgeError(Exception):
@@ -50,10 +48,13 @@ class BuildError(AttnforgeError):
 
 
 class UnfusedError(AttnforgeError):
-    """A model whose attention a target does not run fused, where that was required; `certificate` says of every site
-    why."""
+    """A model whose attention a target does not run fused, where that was required.
 
-    def __init__(self, message: str, certificate: Certificate) -> None:
+    Attributes:
+        certificate: the :class:`attnforge.bundle.Certificate`, which gives the reason for every site.
+    """
+
+    def __init__(self, message: str, certificate: Any) -> None:
         self.certificate = certificate
         super().__init__(message)
 
@@ -64,3 +65,9 @@ class UnavailableError(AttnforgeError):
 
 class DeviceError(AttnforgeError):
     """A CUDA call or a run on the GPU that failed; the message says how, and whether this process can go on."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first telling line of an error's message, without terminal colours; its type where there is none."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.startswith("Failed to export")), type(error).__name__)

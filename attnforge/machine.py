@@ -1,8 +1,9 @@
-"""The machine at hand: what decides which code is fast on it."""
+"""The machine at hand: its processor, its CUDA devices, and what decides which code is fast on it. Imports no torch."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import platform
 from pathlib import Path
@@ -39,8 +40,6 @@ def this_machine(gpus: bool = True) -> Machine:
     Args:
         gpus: without, none is asked for, which would initialise CUDA in this process.
     """
-    from attnforge.runtime.device import cuda_devices, device_name  # which needs bundles, which need machines
-
     about = _cpuinfo()
     flags = set((about.get("flags") or about.get("Features") or "").split())
     return Machine(
@@ -67,3 +66,30 @@ def _cpuinfo() -> dict[str, str]:
     except OSError:
         return {}
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+@functools.cache
+def cuda_devices() -> int:
+    """Number of CUDA devices that the driver reports; 0 where there is no driver or no cuda-bindings."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+        if int(driver.cuInit(0)[0]) != 0:
+            return 0
+        status, count = driver.cuDeviceGetCount()
+    except (ImportError, RuntimeError):  # RuntimeError: the bindings are there and the driver's library is not
+        return 0
+    return int(count) if int(status) == 0 else 0
+
+
+@functools.cache
+def compute_capability(device: int) -> str:
+    """Of a CUDA device, as TensorRT-RTX names it: `SM90` is 9.0. To be asked only where there is one."""
+    core = importlib.import_module("cuda.core")
+    major, minor = core.Device(device).compute_capability
+    return f"SM{major}{minor}"
+
+
+@functools.cache
+def device_name(device: int) -> str:
+    """Name of a CUDA device, such as `NVIDIA H200`. To be asked only where there is one."""
+    return str(importlib.import_module("cuda.core").Device(device).name)

@@ -23,25 +23,26 @@ from torch.export import ExportedProgram
 
 import attnforge
 from attnforge import bundle as b
-from attnforge import cache, reference
+from attnforge import cache
 from attnforge.arrays import is_floating, to_numpy
 from attnforge.errors import BuildError, UnavailableError, UnfusedError, UnknownNameError, UsageError
-from attnforge.export import engine
-from attnforge.export.canonicalize import Site, canonicalize
-from attnforge.export.capture import Captured, DynamicShapes, capture
-from attnforge.export.expected import Data, Expected, write_reference
-from attnforge.export.graph import Imported, import_graph
+from attnforge.export.attention.canonicalize import Site, canonicalize
+from attnforge.export.graphs.saving import LIMIT, SHELVED, Shelf, save_beside
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tuning import Tuner
-from attnforge.export.program import load_program, open_program
-from attnforge.export.saving import LIMIT, SHELVED, Shelf, save_beside
-from attnforge.export.search import AUTOMATIC, Budget, choose
+from attnforge.export.precision.search import AUTOMATIC, Budget, choose
+from attnforge.export.reference import Data, Expected, write_reference
+from attnforge.export.sources.exported_program import load_program, open_program
+from attnforge.export.sources.onnx_file import Imported, import_graph
+from attnforge.export.sources.torch_module import Captured, DynamicShapes, capture
+from attnforge.export.tensorrt import build as engine
+from attnforge.machine import compute_capability, device_name
 from attnforge.precision import PRECISIONS, Precision, precision_named
-from attnforge.runtime.device import compute_capability, device_name
 from attnforge.runtime.inputs import by_name
-from attnforge.runtime.metrics import Scores, metric_named
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.metrics import Scores, metric_named
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
@@ -209,7 +210,7 @@ class _Stages:
 
 def _measure_backends(folder: Path, manifest: b.Manifest) -> None:
     """Find how ONNX Runtime's session runs the model fastest here, and then which backend does."""
-    from attnforge.choice import choose_backend, tune_session
+    from attnforge.runtime.choose import choose_backend, tune_session
 
     if "onnxruntime" in manifest.targets:
         with suppress(Exception):  # what ONNX Runtime does not run is seen when it is verified

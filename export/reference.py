@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from attnforge import reference
 from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.precision import Precision
-from attnforge.reference import OUTLIERS
-from attnforge.runtime.budget import FAR_OFF, relative_error
 from attnforge.runtime.inputs import shapes_of
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.budget import FAR_OFF, relative_error
+from attnforge.runtime.parity.cases import OUTLIERS
 
 
 class Expected(Protocol):
@@ -64,7 +64,7 @@ def write_reference(
         folder: of the bundle.
         source: what the outputs are of.
         attention: the precision of attention alone, where it is another. Eager cannot be told to compute attention
-            alone so; all of it runs at that precision, as the yardstick of :mod:`attnforge.runtime.budget`.
+            alone so; all of it runs at that precision, as the yardstick of :mod:`attnforge.runtime.parity.budget`.
         data: what else to run, after the cases that are made from seeds.
 
     Returns:

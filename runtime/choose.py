@@ -14,15 +14,15 @@ from typing import Any
 
 import onnxruntime as ort
 
-from attnforge import reference
 from attnforge.arrays import Array
 from attnforge.bundle import WEIGHTS, Bundle, Choice, SessionSettings
 from attnforge.machine import this_machine
-from attnforge.runtime.backends import BACKENDS, fastest_first, versions, why_unavailable
-from attnforge.runtime.onnxruntime import OnnxRuntime, session_options
-from attnforge.runtime.parity import compare, stored_inputs
+from attnforge.runtime.backends.onnxruntime import OnnxRuntime, session_options
+from attnforge.runtime.backends.registry import BACKENDS, fastest_first, versions, why_unavailable
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.verify import compare, stored_inputs
 from attnforge.runtime.session import Session, load
-from attnforge.timing import ALIKE, LONG, medians, seconds_of
+from attnforge.runtime.turns import ALIKE, LONG, medians, seconds_of
 
 ROUNDS = 16
 """How often every backend, and every setting, is timed."""

@@ -22,7 +22,7 @@ from cuda.core.utils import StridedMemoryView
 from attnforge.arrays import Array, from_gpu, is_torch, library_of, on_gpu
 from attnforge.bundle import TensorSpec
 from attnforge.errors import DeviceError, InputError, UsageError
-from attnforge.runtime.device import cuda_devices
+from attnforge.machine import cuda_devices
 from attnforge.runtime.inputs import Form, Shapes, check_out, on_host
 from attnforge.runtime.pool import Recent
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from attnforge import reference
 from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
-from attnforge.runtime.backends import BACKENDS, by_preference, open_first
+from attnforge.runtime.backends.registry import BACKENDS, by_preference, open_first
 from attnforge.runtime.inputs import (
     Shapes,
     by_name,
@@ -29,6 +28,7 @@ from attnforge.runtime.inputs import (
     writable,
 )
 from attnforge.runtime.options import Memory, Options
+from attnforge.runtime.parity import cases as reference
 
 if TYPE_CHECKING:
     from cuda.core import Event
@@ -340,7 +340,7 @@ def load(
         raise UnknownNameError("backend", backend, NAMES)
     options = Options(threads, device, contexts, graphs, cache)
     if rebuild:
-        from attnforge.rebuild import rebuilt
+        from attnforge.export.tensorrt.rebuild import rebuilt
 
         bundle = rebuilt(bundle, backend, device)
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle, lazily=True)
@@ -351,7 +351,7 @@ def load(
             )
         if module is None:
             raise UnavailableError("the eager backend runs the module itself; give it: load(bundle, 'eager', module=…)")
-        from attnforge.runtime.eager import Eager
+        from attnforge.runtime.backends.eager import Eager
 
         return Session(opened, Eager(opened, module), options)
     candidates: Sequence[str] = {"auto": by_preference(opened), "onnxruntime": BACKENDS[2:5]}.get(backend, (backend,))

@@ -16,9 +16,9 @@ EXPECTED = (
     "attnforge/export/lowering/tensorrt.py",
     "attnforge/export/diagnosis/causes.py",
     "attnforge/runtime/session.py",
-    "attnforge/weights.py",
+    "attnforge/report/attention_maps.py",
     "attnforge/templates/verify.html",
-    "attnforge/benchmarks/measure.py",
+    "attnforge/benchmarks/measure/bench.py",
 )
 USE = """
 import attnforge

@@ -25,7 +25,7 @@ import attnforge
 from attnforge.errors import AttnforgeError, UnfusedError, UsageError
 
 if TYPE_CHECKING:
-    from attnforge.benchmarks.results import Model
+    from attnforge.benchmarks.measure.results import Model
     from attnforge.bundle import Bundle, Certificate, Mixed, SiteTarget
     from attnforge.export.diagnosis.diagnose import Diagnosis
 
@@ -162,9 +162,9 @@ def deploy(
     Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
     """
     from attnforge.export.deploy import deploy as deploy_model
+    from attnforge.export.sources.named import given
     from attnforge.model.data import Real, real_data
     from attnforge.model.registry import MODELS
-    from attnforge.sources import given
 
     with _stages(as_json) as progress:
         progress(f"build {model}")
@@ -234,7 +234,7 @@ def run(
     """
     import numpy as np
 
-    from attnforge.files import read_inputs, write_outputs
+    from attnforge.input_files import read_inputs, write_outputs
 
     if out_file.exists() and not force:
         raise UsageError(f"{out_file} exists; choose another file with --out, or overwrite it with --force")
@@ -279,14 +279,14 @@ def verify(
     Example: `attnforge verify vit-fp16 --html vit-fp16.html`
     """
     if html is not None:
-        from attnforge.page import check_page
+        from attnforge.report.verify_page import check_page
 
         check_page(html, force)
     with _stages(as_json) as progress:
         progress(f"verify {bundle}")
         report = attnforge.verify(bundle, backend, metric=metric, least=least)
         if html is not None:
-            from attnforge.page import write_page
+            from attnforge.report.verify_page import write_page
 
             progress(f"write {html}")
             write_page(report, bundle, html, force=force)
@@ -401,15 +401,15 @@ def bench(
 
     Example: `attnforge bench vit-fp32 --against all --compare yesterday.json`
     """
-    from attnforge.benchmarks import results
-    from attnforge.benchmarks.compare import compare
-    from attnforge.benchmarks.peers import peers_here
-    from attnforge.runtime.backends import BACKENDS, WITHOUT_TARGET
+    from attnforge.benchmarks.contenders.peers import peers_here
+    from attnforge.benchmarks.measure import results
+    from attnforge.benchmarks.measure.compare import compare
+    from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
 
     if out_file is not None and out_file.exists() and not force:
         raise UsageError(f"{out_file} exists; choose another file with --out, or overwrite it with --force")
     if html is not None:
-        from attnforge.page import check_page
+        from attnforge.report.verify_page import check_page
 
         check_page(html, force)
     earlier = results.read(old) if old is not None else None
@@ -433,11 +433,11 @@ def bench(
     if out_file is not None:
         results.write(taken, out_file)
     if html is not None:
-        from attnforge.benchmarks.page import write_page
+        from attnforge.benchmarks.report.bench_page import write_page
 
         write_page(taken, html, force=force, compared=compared.text().splitlines() if compared is not None else None)
     if plots is not None:
-        from attnforge.benchmarks.plots import save_plots
+        from attnforge.benchmarks.report.plots import save_plots
 
         save_plots(taken, plots)
     if as_json:

@@ -23,17 +23,17 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge import reference
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import CANONICAL, Bundle, Case, SiteRecord
-from attnforge.export.canonicalize import Site
-from attnforge.export.exact import NoDoublePath, to_double
-from attnforge.export.layout import Builder, constant, insert, replace_value
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.layout import Builder, constant, insert, replace_value
+from attnforge.export.graphs.float64 import NoDoublePath, to_double
+from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.types import FLOAT, LOW, round_results
 from attnforge.export.lowering.attention import attentions, mask_steps
 from attnforge.export.lowering.onnxruntime import candidates_for
-from attnforge.export.precision import FLOAT, LOW, round_results
-from attnforge.export.saving import save
-from attnforge.runtime.parity import stored_inputs
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.verify import stored_inputs
 
 TARGET = "onnxruntime"
 FORMS = ("Softmax", "MultiHeadAttention", "Attention", "GroupQueryAttention")

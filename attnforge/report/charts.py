@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.runtime.budget import BINS, BINS_A_DECADE, LEAST_DECADE
+from attnforge.runtime.parity.budget import BINS, BINS_A_DECADE, LEAST_DECADE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,7 @@ def histogram(
 
     Args:
         backend: its name.
-        errors: counts in the bins of :mod:`attnforge.runtime.budget`.
+        errors: counts in the bins of :mod:`attnforge.runtime.parity.budget`.
         eager_errors: the same of eager.
         allowed: the least and the most that one number may be off in any case, in the unit of the bins.
         alt: what the picture says.

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from attnforge import charts, reference
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, Case, DimSpec, Kind, Manifest, Masks, SiteRecord
-from attnforge.charts import Mark, Picture
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.precision import precision_named
-from attnforge.runtime.budget import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
-from attnforge.runtime.parity import BackendReport, OutputReport, Report, budget_precision
-from attnforge.weights import AttentionWeights, PatchGrid, SiteWeights, attention_weights, patch_grid
+from attnforge.report import charts
+from attnforge.report.attention_maps import AttentionWeights, PatchGrid, SiteWeights, attention_weights, patch_grid
+from attnforge.report.charts import Mark, Picture
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.budget import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
+from attnforge.runtime.parity.verify import BackendReport, OutputReport, Report, budget_precision
 
 TEMPLATE = "verify.html"
 

@@ -14,9 +14,9 @@ import numpy as np
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Bundle
 from attnforge.errors import UnavailableError
-from attnforge.runtime.backends import why_no_openvino, why_no_provider
-from attnforge.runtime.onnxruntime import OnnxRuntime
-from attnforge.runtime.openvino import CAPABILITIES
+from attnforge.runtime.backends.onnxruntime import OnnxRuntime
+from attnforge.runtime.backends.openvino import CAPABILITIES
+from attnforge.runtime.backends.registry import why_no_openvino, why_no_provider
 from attnforge.runtime.session import Session, load
 
 Runner = Callable[[dict[str, Array]], dict[str, Array]]

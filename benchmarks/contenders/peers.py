@@ -27,16 +27,16 @@ from torch import Tensor
 from torch.export import Dim
 
 from attnforge.arrays import Array, to_numpy, to_torch
-from attnforge.benchmarks.engines import ENGINES, Runner, Setup, wide
+from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, wide
 from attnforge.bundle import Bundle, DimSpec, TensorSpec
-from attnforge.eager import as_written, at_precision, in_float64, named_outputs, run, torch_dtype
 from attnforge.errors import UnavailableError
-from attnforge.export.capture import capture
-from attnforge.export.graph import Imported, import_graph
-from attnforge.export.saving import save
+from attnforge.export.graphs.saving import save
+from attnforge.export.sources.named import rebuild
+from attnforge.export.sources.onnx_file import Imported, import_graph
+from attnforge.export.sources.torch_module import capture
+from attnforge.machine import cuda_devices
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.device import cuda_devices
-from attnforge.sources import rebuild
+from attnforge.runtime.backends.eager import as_written, at_precision, in_float64, named_outputs, run, torch_dtype
 
 
 @dataclass

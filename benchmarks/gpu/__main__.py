@@ -31,8 +31,8 @@ from attnforge.benchmarks.gpu.parity import parity, parity_of
 from attnforge.benchmarks.gpu.processes import TAKE, supervise
 from attnforge.benchmarks.gpu.records import COMMAND, SHARES, Results, Settings, Step, first_line
 from attnforge.benchmarks.gpu.running import Run, Task, attempt, read, step, write
-from attnforge.benchmarks.report import RESULTS
-from attnforge.runtime.device import compute_capability, cuda_devices, device_name
+from attnforge.benchmarks.publish import RESULTS
+from attnforge.machine import compute_capability, cuda_devices, device_name
 
 NO_DEVICE = 3
 """Exit code without a CUDA device."""

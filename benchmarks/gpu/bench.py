@@ -14,7 +14,7 @@ from attnforge.arrays import to_numpy
 from attnforge.benchmarks.gpu.records import Item, broken
 from attnforge.benchmarks.gpu.running import Run
 from attnforge.precision import Precision
-from attnforge.runtime.backends import ON_GPU
+from attnforge.runtime.backends.registry import ON_GPU
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ class Bench:
         return self.torch.cuda.stream(self.torch.cuda.Stream(self.device)) if self.on_cuda else nullcontext()  # type: ignore[no-untyped-call]
 
     def to_device(self, tensor: Tensor, precision: Precision) -> Tensor:
-        from attnforge.eager import torch_dtype
+        from attnforge.runtime.backends.eager import torch_dtype
 
         moved = tensor.to(self.device, torch_dtype(precision))
         self.sync()  # it may be read on another stream

@@ -20,9 +20,9 @@ from attnforge.benchmarks.gpu.large import large_of, targets_of
 from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
 from attnforge.benchmarks.gpu.records import SIDES, Item
 from attnforge.benchmarks.gpu.running import Task, attempt, shortened, tail
-from attnforge.benchmarks.report import machine
+from attnforge.benchmarks.publish import machine
 from attnforge.bundle import PORTABLE
-from attnforge.runtime.backends import why_unavailable
+from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.session import load
 
 

@@ -27,15 +27,15 @@ from attnforge.bundle import (
     TensorSpec,
     write_manifest,
 )
+from attnforge.machine import compute_capability
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.budget import judge
-from attnforge.runtime.device import compute_capability
+from attnforge.runtime.parity.budget import judge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnforge.export.canonicalize import Site
-    from attnforge.export.capture import Captured
+    from attnforge.export.attention.canonicalize import Site
+    from attnforge.export.sources.torch_module import Captured
     from attnforge.model.registry import Example
 
 PLACES = 2**20
@@ -57,14 +57,14 @@ class Large:
     @cached_property
     def module(self) -> Any:
         """The module at its precision, on the device."""
-        from attnforge.eager import at_precision
+        from attnforge.runtime.backends.eager import at_precision
 
         return at_precision(self.captured.module, self.captured.precision).to(self.bench.device)
 
     @cached_property
     def exact(self) -> Any:
         """The same weights in float64."""
-        from attnforge.eager import in_float64
+        from attnforge.runtime.backends.eager import in_float64
 
         return in_float64(self.module)
 
@@ -91,7 +91,7 @@ class Large:
             wanted: what TensorRT-RTX's plan is to be for; by default what worked when it was tried.
         """
         from attnforge.export.deploy import tool_versions
-        from attnforge.rebuild import rebuilt
+        from attnforge.export.tensorrt.rebuild import rebuilt
 
         captured = self.captured
         fixed = zip(captured.inputs, shapes, strict=True)
@@ -150,8 +150,8 @@ class Large:
         fused: dict[str, int],
         wanted: Sequence[str],
     ) -> TargetRecord:
-        from attnforge.export import engine
         from attnforge.export.lowering import tensorrt as for_tensorrt
+        from attnforge.export.tensorrt import build as engine
 
         record = TargetRecord(model="tensorrt/model.onnx")
         graph = self.captured.model.clone()
@@ -172,7 +172,7 @@ class Large:
     def _save(graph: Any, file: Path, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
         import onnx_ir as ir
 
-        from attnforge.export.saving import save
+        from attnforge.export.graphs.saving import save
 
         for values, specs in ((graph.graph.inputs, inputs), (graph.graph.outputs, outputs)):
             for value, spec in zip(values, specs, strict=True):
@@ -183,8 +183,8 @@ class Large:
 @cache
 def large_of(bench: Bench, make: Callable[[], Example], precision: str) -> Large:
     """A model, exported once a process."""
-    from attnforge.export.canonicalize import canonicalize
-    from attnforge.export.capture import capture
+    from attnforge.export.attention.canonicalize import canonicalize
+    from attnforge.export.sources.torch_module import capture
 
     module, args, shapes = make()
     captured = capture(module, args, shapes, precision_named(precision))

@@ -74,7 +74,7 @@ def sessions_of(
 
 def peers_of(bench: Bench, module: nn.Module, images: Tensor, point: Point) -> dict[str, Callable[[], Opened]]:
     """torch's ways of running the same module on the same images."""
-    from attnforge.benchmarks.peers import using_sdpa
+    from attnforge.benchmarks.contenders.peers import using_sdpa
 
     torch = bench.torch
     torch.compiler.reset()  # else it would stop compiling after some sizes

@@ -30,10 +30,10 @@ from attnforge.benchmarks.gpu.running import (
 )
 from attnforge.bundle import Bundle
 from attnforge.precision import precision_named
-from attnforge.runtime.backends import why_unavailable
+from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
-from attnforge.runtime.parity import BackendReport, compare
+from attnforge.runtime.parity.verify import BackendReport, compare
 from attnforge.runtime.session import Session, load
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _verify(bench: Bench, model: str, precision: str, bundles: dict[str, Bundle]
 
 def _verify_torch(bench: Bench, model: str, precision: str, bundles: dict[str, Bundle], item: Item) -> None:
     """Eager and torch.compile on the device, held to the same budget on the same cases."""
-    from attnforge.eager import at_precision
+    from attnforge.runtime.backends.eager import at_precision
 
     if not bench.peers:
         item.skipped["torch"] = "torch has no CUDA here"
@@ -205,7 +205,7 @@ class OnDevice:
         self.name, self._bench, self._module = name, bench, module
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        from attnforge.eager import as_written, named_outputs
+        from attnforge.runtime.backends.eager import as_written, named_outputs
 
         bench = self._bench
         tensors = [to_torch(np.array(array)).to(bench.device) for array in arrays]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from attnforge.benchmarks.gpu.claims import claims
 from attnforge.benchmarks.gpu.page import page
 from attnforge.benchmarks.gpu.records import FATAL, WHOLE, Item, Results, Settings, Step
-from attnforge.runtime.device import cuda_devices
+from attnforge.machine import cuda_devices
 
 LOST = 75
 """Exit code of a process whose device was lost to it."""

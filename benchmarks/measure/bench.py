@@ -1,8 +1,8 @@
 """Latency, throughput, memory and starts of a bundle's backends and of its peers, side by side in one run.
 
-Machines drift, so only ratios within a run mean anything (:mod:`attnforge.timing`). Every contender is held to the
-parity budget before it is timed, on the very inputs that are timed: a wrong answer has no time. Ours, and peers that
-are as fast, are then held to it in every reference case of the bundle.
+Machines drift, so only ratios within a run mean anything (:mod:`attnforge.runtime.turns`). Every contender is held to
+the parity budget before it is timed, on the very inputs that are timed: a wrong answer has no time. Ours, and peers
+that are as fast, are then held to it in every reference case of the bundle.
 
 One model opened twice in one process has two speeds, up to 8% apart, which it keeps for as long as it is open. So
 contenders are opened several times in a run, each time for a share of the rounds.
@@ -29,23 +29,22 @@ import numpy as np
 import onnx_ir as ir
 from safetensors.numpy import load_file
 
-from attnforge import reference
 from attnforge.arrays import Array, is_floating
-from attnforge.benchmarks import fresh
-from attnforge.benchmarks import results as found
-from attnforge.benchmarks.bursts import bursts
-from attnforge.benchmarks.engines import Runner, open_backend, why_no_products
-from attnforge.benchmarks.limits import Ceilings, limit_seconds, measure_ceilings, work_of
-from attnforge.benchmarks.peers import ON_GPU as GPU_PEERS
-from attnforge.benchmarks.peers import PEERS, Job, expected, with_threads
-from attnforge.benchmarks.statistics import latency_of, ratio_of
+from attnforge.benchmarks.contenders.engines import Runner, open_backend, why_no_products
+from attnforge.benchmarks.contenders.peers import ON_GPU as GPU_PEERS
+from attnforge.benchmarks.contenders.peers import PEERS, Job, expected, with_threads
+from attnforge.benchmarks.measure import fresh
+from attnforge.benchmarks.measure import results as found
+from attnforge.benchmarks.measure.bursts import bursts
+from attnforge.benchmarks.measure.limits import Ceilings, limit_seconds, measure_ceilings, work_of
+from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
 from attnforge.bundle import CANONICAL, FLAVOURS, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, WEIGHTS, Bundle, Case
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.deploy import tool_versions
-from attnforge.export.expected import kept
+from attnforge.export.reference import kept
 from attnforge.machine import processors, this_machine
 from attnforge.precision import precision_named
-from attnforge.runtime.backends import (
+from attnforge.runtime.backends.registry import (
     BACKENDS,
     ON_GPU,
     WITHOUT_TARGET,
@@ -54,9 +53,10 @@ from attnforge.runtime.backends import (
     why_unavailable,
 )
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity import budget_precision, hold, judged
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.verify import budget_precision, hold, judged
 from attnforge.runtime.session import RUNS_TO_WARM
-from attnforge.timing import race
+from attnforge.runtime.turns import race
 
 Progress = Callable[[str], None]
 
@@ -93,7 +93,7 @@ def benchmark(
     Args:
         bundle: its folder; or several of one model at several precisions, which are measured in one run.
         backends: by default every deployed one that this machine can run.
-        against: peers by name (:data:`attnforge.benchmarks.peers.PEERS`); those of torch need the module.
+        against: peers by name (:data:`attnforge.benchmarks.contenders.peers.PEERS`); those of torch need the module.
         sizes: of the dynamic dims, or several such, each measured for itself; by default the example's.
         rounds: how often every contender has a turn.
         openings: how often every contender is opened anew; the rounds are shared out among the openings, of which there

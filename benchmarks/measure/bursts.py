@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from attnforge.timing import SETTLE, seconds_of
+from attnforge.runtime.turns import SETTLE, seconds_of
 
 BURST = 0.1
 """Seconds of a turn of throughput, about."""

@@ -18,8 +18,8 @@ from statistics import median
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.results import Contender, Environment, Growth, Interval, Model, Results, Series
-from attnforge.benchmarks.statistics import NORMAL, draws, lacking, percentiles, resampled_medians
+from attnforge.benchmarks.measure.results import Contender, Environment, Growth, Interval, Model, Results, Series
+from attnforge.benchmarks.measure.statistics import NORMAL, draws, lacking, percentiles, resampled_medians
 from attnforge.errors import UsageError
 from attnforge.records import Record
 

@@ -1,7 +1,7 @@
 """What only a process of its own can tell: how long a start takes, and how much memory a run.
 
-`python -m attnforge.benchmarks.fresh` is run with a job on its standard input; it prints what it measured. In one
-process a contender would hide behind what another has imported, allocated or compiled.
+`python -m attnforge.benchmarks.measure.fresh` is run with a job on its standard input; it prints what it measured. In
+one process a contender would hide behind what another has imported, allocated or compiled.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from attnforge import reference
 from attnforge.arrays import Array
-from attnforge.benchmarks.engines import ENGINES, Runner, Setup, open_backend
+from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, open_backend
 from attnforge.bundle import Bundle, DimSpec
 from attnforge.records import Record
+from attnforge.runtime.parity import cases as reference
 
 TIMEOUT = 300
 """Seconds that a process is given."""
@@ -74,7 +74,7 @@ def measured(order: Order) -> Found:
     Raises:
         FailedError: it failed, or took too long.
     """
-    command = [sys.executable, "-m", "attnforge.benchmarks.fresh"]
+    command = [sys.executable, "-m", "attnforge.benchmarks.measure.fresh"]
     try:
         done = subprocess.run(
             command, input=order.model_dump_json(), capture_output=True, text=True, timeout=TIMEOUT, check=False
@@ -98,7 +98,7 @@ def _main(order: Order) -> Found:
     libraries = {"backend": LIBRARIES.get(order.contender, "onnxruntime")}
     importlib.import_module(libraries.get(order.engine, order.engine.partition("-")[0]))
     if order.engine == "torch":
-        importlib.import_module("attnforge.benchmarks.peers")
+        importlib.import_module("attnforge.benchmarks.contenders.peers")
     imported = time.perf_counter()
     bundle = Bundle(order.bundle, lazily=True)
     feeds, least = _inputs(bundle, order.sizes), _inputs(bundle, _least(bundle))
@@ -144,7 +144,7 @@ def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
         return open_backend(order.contender, setup, stack)
     if order.file is not None:
         return ENGINES[order.engine](setup, Path(order.file), stack)
-    from attnforge.benchmarks.peers import PEERS, Job
+    from attnforge.benchmarks.contenders.peers import PEERS, Job
 
     return PEERS[order.contender].open(Job(setup.bundle, setup.feeds, setup.threads, Path(order.folder)), stack)
 

@@ -16,12 +16,12 @@ import onnx_ir as ir
 import torch
 from pydantic import Field
 
-from attnforge.benchmarks.products import DTYPES, LIBRARIES, Product
+from attnforge.benchmarks.measure.products import DTYPES, LIBRARIES, Product
 from attnforge.errors import UnknownNameError, UsageError
-from attnforge.export.layout import LayoutError, sizes_of
+from attnforge.export.attention.layout import LayoutError, sizes_of
+from attnforge.export.attention.operators import is_standard
 from attnforge.export.lowering.tuning import Unmeasurable, evaluated
-from attnforge.export.mixed import MOVERS
-from attnforge.export.operators import is_standard
+from attnforge.export.precision.assign import MOVERS
 from attnforge.records import Record
 
 

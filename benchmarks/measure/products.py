@@ -14,9 +14,9 @@ import onnxruntime as ort
 import torch
 
 from attnforge.arrays import Array
-from attnforge.runtime.backends import why_no_openvino
-from attnforge.runtime.onnxruntime import session_options
-from attnforge.runtime.openvino import CAPABILITIES
+from attnforge.runtime.backends.onnxruntime import session_options
+from attnforge.runtime.backends.openvino import CAPABILITIES
+from attnforge.runtime.backends.registry import why_no_openvino
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

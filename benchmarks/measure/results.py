@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from attnforge.benchmarks.limits import Ceilings, Limit, Work
+from attnforge.benchmarks.measure.limits import Ceilings, Limit, Work
 from attnforge.errors import UsageError
 from attnforge.machine import Machine
 from attnforge.records import Record

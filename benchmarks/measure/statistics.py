@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.results import Fit, Interval, Latency
+from attnforge.benchmarks.measure.results import Fit, Interval, Latency
 from attnforge.errors import UsageError
 
 Rounds = Sequence[Sequence[float]]

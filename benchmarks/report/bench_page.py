@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnforge.benchmarks import plots
-from attnforge.benchmarks.limits import Ceilings
-from attnforge.benchmarks.plots import interval, places, precisions, shown
-from attnforge.benchmarks.results import Contender, Deployed, Fit, Growth, Model, Results, Series, Throughput
-from attnforge.charts import Picture
-from attnforge.page import check_page, render
+from attnforge.benchmarks.measure.limits import Ceilings
+from attnforge.benchmarks.measure.results import Contender, Deployed, Fit, Growth, Model, Results, Series, Throughput
+from attnforge.benchmarks.report import plots
+from attnforge.benchmarks.report.plots import interval, places, precisions, shown
+from attnforge.report.charts import Picture
+from attnforge.report.verify_page import check_page, render
 
 TEMPLATE = "bench.html"
 

@@ -1,6 +1,6 @@
 """The pictures of a benchmark: how the times of every contender lie, who is faster than what is picked, how near to the
-machine's limit they come, and how time and memory grow. Drawn as a verification's are (:mod:`attnforge.charts`): colour
-tells ours from peers, or models or backends apart; the marker is the precision's."""
+machine's limit they come, and how time and memory grow. Drawn as a verification's are (:mod:`attnforge.report.charts`):
+colour tells ours from peers, or models or backends apart; the marker is the precision's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from attnforge.benchmarks.limits import Ceilings
-from attnforge.benchmarks.results import Contender, Fit, Growth, Interval, Model, Results, Series
-from attnforge.charts import (
+from attnforge.benchmarks.measure.limits import Ceilings
+from attnforge.benchmarks.measure.results import Contender, Fit, Growth, Interval, Model, Results, Series
+from attnforge.report.charts import (
     BACKEND,
     BUDGET,
     EAGER,

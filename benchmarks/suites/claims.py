@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from attnforge.benchmarks.results import Contender, Growth, Interval, Model, Results
-from attnforge.benchmarks.statistics import ratio_of
+from attnforge.benchmarks.measure.results import Contender, Growth, Interval, Model, Results
+from attnforge.benchmarks.measure.statistics import ratio_of
 
 MIB_AT_MOST, TOKENS = 64, 12544
 EXPONENT_AT_MOST = 1.1

@@ -1,12 +1,12 @@
 """How often `verify` rejects what is right: models drawn at random, deployed, and held to the budget.
 
-`python -m attnforge.benchmarks.false_alarms` writes `benchmarks/results/false_alarms.json` and refreshes the table in
-`docs/faults.md`. A model is a seed: its kind, sizes, masks, norms, weights and precision are drawn from it. Every one
+`python -m attnforge.benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json` and refreshes the table
+in `docs/faults.md`. A model is a seed: its kind, sizes, masks, norms, weights and precision are drawn from it. Every one
 is deployed for ONNX Runtime and verified; of those that are 16-bit, the graph that TensorRT is given is judged too, run
 without TensorRT: every operator computes in fp32 and its result is rounded.
 
 A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
-(:mod:`attnforge.runtime.budget`): it is counted apart, as is what is refused before anything is deployed.
+(:mod:`attnforge.runtime.parity.budget`): it is counted apart, as is what is refused before anything is deployed.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import attnforge
-from attnforge import reference
-from attnforge.benchmarks.report import RESULTS, machine, publish
+from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import AttnforgeError
-from attnforge.export.canonicalize import canonicalize
+from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.deploy import tool_versions
+from attnforge.export.graphs.execute import at_own_precision, held_by_fused_kernels
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.export.trace import at_own_precision, held_by_fused_kernels
 from attnforge.model.attention import merge_heads, split_heads
 from attnforge.model.general import GeneralAttention, GeneralMultiHeadAttention
 from attnforge.model.patch import PatchAttention, PatchAttentionClassifier
 from attnforge.model.registry import Example
 from attnforge.model.transformer import VisionTransformer
 from attnforge.precision import precision_named
-from attnforge.runtime.budget import Comparison, judge
-from attnforge.runtime.parity import stored_inputs
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.budget import Comparison, judge
+from attnforge.runtime.parity.verify import stored_inputs
 
-COMMAND = "python -m attnforge.benchmarks.false_alarms"
+COMMAND = "python -m attnforge.benchmarks.suites.false_alarms"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 

@@ -1,6 +1,6 @@
 """How many attention sites are fused: by attnforge, by others' optimisers, and by TensorRT-RTX alone.
 
-`python -m attnforge.benchmarks.fusion_coverage` writes `benchmarks/results/fusion_coverage.json` and refreshes the
+`python -m attnforge.benchmarks.suites.fusion` writes `benchmarks/results/fusion_coverage.json` and refreshes the
 table in the README. Every model is exported anew for each: for attnforge and for TensorRT-RTX alone
 at opset 23 in fp16, for ONNX Runtime's optimisers at opset 18 in fp32, the form that they were written for. Counted are
 sites that became one operator, and for TensorRT-RTX fused attention kernels in the plan.
@@ -19,20 +19,20 @@ import torch
 import typer
 from rich.console import Console
 
-from attnforge.benchmarks.huggingface import build, minilm, variants
-from attnforge.benchmarks.peers import export_at_18, fused_operators, ort_fusions, transformers_optimizer
-from attnforge.benchmarks.report import RESULTS, machine, publish
+from attnforge.benchmarks.contenders.peers import export_at_18, fused_operators, ort_fusions, transformers_optimizer
+from attnforge.benchmarks.publish import RESULTS, machine, publish
+from attnforge.benchmarks.suites.huggingface import build, minilm, variants
 from attnforge.errors import AttnforgeError
-from attnforge.export import engine
-from attnforge.export.canonicalize import canonicalize
-from attnforge.export.capture import Captured, capture
+from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.deploy import tool_versions
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.huggingface import example
+from attnforge.export.sources.huggingface import example
+from attnforge.export.sources.torch_module import Captured, capture
+from attnforge.export.tensorrt import build as engine
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 
-COMMAND = "python -m attnforge.benchmarks.fusion_coverage"
+COMMAND = "python -m attnforge.benchmarks.suites.fusion"
 COLUMNS = ("canonical", "tensorrt_rtx", "optimizer", "ort_fusions", "tensorrt_rtx_alone")
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attnforge.benchmarks import results as found
-from attnforge.benchmarks.measure import Plan, measure
-from attnforge.benchmarks.statistics import fit_of
+from attnforge.benchmarks.measure import results as found
+from attnforge.benchmarks.measure.bench import Plan, measure
+from attnforge.benchmarks.measure.statistics import fit_of
 from attnforge.bundle import Bundle
 
 

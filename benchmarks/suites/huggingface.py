@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnforge.huggingface import around
+from attnforge.export.sources.huggingface import around
 from attnforge.model.registry import Example
 
 _WIDTHS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}

@@ -1,7 +1,7 @@
 """What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
 
-`python -m attnforge.benchmarks.overhead` writes `benchmarks/results/overhead.json` and refreshes the table in the
-README. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks
+`python -m attnforge.benchmarks.suites.overhead` writes `benchmarks/results/overhead.json` and refreshes the table in
+the README. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks
 nor allocates nor binds anything. The Session does all of that at every call.
 """
 
@@ -23,14 +23,14 @@ from torch import nn
 from torch.export import Dim
 
 import attnforge
-from attnforge import reference
-from attnforge.benchmarks.report import RESULTS, machine, publish
+from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.bundle import Bundle
 from attnforge.export.deploy import tool_versions
 from attnforge.model.registry import build_model
-from attnforge.timing import SETTLE
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.turns import SETTLE
 
-COMMAND = "python -m attnforge.benchmarks.overhead"
+COMMAND = "python -m attnforge.benchmarks.suites.overhead"
 
 
 def main(

@@ -1,7 +1,7 @@
 """How long canonicalising and lowering takes, over the number of layers.
 
-`python -m attnforge.benchmarks.scaling` writes `benchmarks/results/scaling.json` and refreshes the table in the README.
-The time of torch's export, which comes before, is shown beside it.
+`python -m attnforge.benchmarks.suites.scaling` writes `benchmarks/results/scaling.json` and refreshes the table in the
+README. The time of torch's export, which comes before, is shown beside it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 import typer
 from rich.console import Console
 
-from attnforge.benchmarks.report import RESULTS, machine, publish
-from attnforge.export.canonicalize import canonicalize
-from attnforge.export.capture import capture
+from attnforge.benchmarks.publish import RESULTS, machine, publish
+from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.deploy import tool_versions
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
+from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 
-COMMAND = "python -m attnforge.benchmarks.scaling"
+COMMAND = "python -m attnforge.benchmarks.suites.scaling"
 LAYERS = (6, 12, 24, 48)
 
 

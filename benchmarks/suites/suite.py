@@ -1,7 +1,7 @@
 """The standard suite: what `make bench` runs, on the CPU at hand.
 
-`python -m attnforge.benchmarks.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the README that
-are from that file, and writes a page and pictures. `--results` names another file, of another machine, say. `--compare
+`python -m attnforge.benchmarks.suites.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the README
+that are from that file, and writes a page and pictures. `--results` names another file, of another machine, say. `--compare
 OLD.json` says what moved since an earlier run and exits with 1 where something got worse.
 """
 
@@ -22,21 +22,21 @@ import typer
 from rich.console import Console
 
 import attnforge
-from attnforge.benchmarks import claims
-from attnforge.benchmarks import results as found
-from attnforge.benchmarks.compare import compare
-from attnforge.benchmarks.growth import over_bundles, over_sizes
-from attnforge.benchmarks.limits import measure_ceilings
-from attnforge.benchmarks.measure import Plan, environment, load_now, measure
-from attnforge.benchmarks.page import growth_table, table, write_page
-from attnforge.benchmarks.peers import peers_here
-from attnforge.benchmarks.plots import save_plots
-from attnforge.benchmarks.report import RESULTS, has_place, publish_table
+from attnforge.benchmarks.contenders.peers import peers_here
+from attnforge.benchmarks.measure import results as found
+from attnforge.benchmarks.measure.bench import Plan, environment, load_now, measure
+from attnforge.benchmarks.measure.compare import compare
+from attnforge.benchmarks.measure.limits import measure_ceilings
+from attnforge.benchmarks.publish import RESULTS, has_place, publish_table
+from attnforge.benchmarks.report.bench_page import growth_table, table, write_page
+from attnforge.benchmarks.report.plots import save_plots
+from attnforge.benchmarks.suites import claims
+from attnforge.benchmarks.suites.growth import over_bundles, over_sizes
 from attnforge.bundle import Bundle, Source
 from attnforge.machine import processors
 from attnforge.model.registry import build_model
 
-COMMAND = "python -m attnforge.benchmarks.suite"
+COMMAND = "python -m attnforge.benchmarks.suites.suite"
 SUITE = RESULTS / "suite.json"
 
 

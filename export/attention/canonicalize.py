@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.layout import (
+from attnforge.export.attention.layout import (
     ONE,
     Axis,
     Builder,
@@ -36,8 +36,8 @@ from attnforge.export.layout import (
     typed,
     walk_forward,
 )
-from attnforge.export.operators import READERS, is_standard, scale_of, standard
-from attnforge.export.recognise import (
+from attnforge.export.attention.operators import READERS, is_standard, scale_of, standard
+from attnforge.export.attention.recognise import (
     Bias,
     Fill,
     NotAttention,
@@ -53,7 +53,7 @@ from attnforge.export.recognise import (
     walk_to_product,
     without_not,
 )
-from attnforge.export.softmax import restore_softmax
+from attnforge.export.attention.softmax import restore_softmax
 
 BOOL, FLOAT, INT32 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT32
 

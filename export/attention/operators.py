@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.layout import (
+from attnforge.export.attention.layout import (
     ONE,
     Builder,
     Size,
@@ -28,7 +28,7 @@ from attnforge.export.layout import (
     sizes_of,
     typed,
 )
-from attnforge.export.recognise import NotAttention
+from attnforge.export.attention.recognise import NotAttention
 
 BOOL, INT32, INT64 = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64
 CONTRIB = "com.microsoft"

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from attnforge.export.layout import (
+from attnforge.export.attention.layout import (
     ONE,
     Axis,
     Dims,
@@ -32,7 +32,7 @@ from attnforge.export.layout import (
     sizes_of,
     walk_back,
 )
-from attnforge.export.softmax import before_casts
+from attnforge.export.attention.softmax import before_casts
 
 
 class NotAttention(Exception):

@@ -11,7 +11,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from attnforge.export.layout import VIEWS, Builder, insert, like, replace_value
+from attnforge.export.attention.layout import VIEWS, Builder, insert, like, replace_value
 
 _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
 """What may stand between a softmax and a guard against its NaN."""

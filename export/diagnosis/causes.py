@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
+from attnforge.export.attention.recognise import scalar
 from attnforge.export.diagnosis.measure import Measured, Run
-from attnforge.export.precision import FLOATS
-from attnforge.export.recognise import scalar
-from attnforge.export.trace import at_own_precision
+from attnforge.export.graphs.execute import at_own_precision
+from attnforge.export.graphs.types import FLOATS
 
 Cause = Literal[
     "overflow",

@@ -11,11 +11,11 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.bundle import FLAVOURS, Bundle, TargetRecord, TensorSpec, write_manifest
-from attnforge.export import engine
-from attnforge.export.capture import output_dims
-from attnforge.export.precision import LOW
-from attnforge.export.saving import save
-from attnforge.export.trace import Tensors, computed, wide
+from attnforge.export.graphs.execute import Tensors, computed, wide
+from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.types import LOW
+from attnforge.export.sources.torch_module import output_dims
+from attnforge.export.tensorrt import build as engine
 from attnforge.runtime.session import load
 
 

@@ -13,21 +13,20 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from attnforge import reference
 from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Manifest
-from attnforge.eager import first_line
-from attnforge.errors import UnavailableError, UnknownNameError
+from attnforge.errors import UnavailableError, UnknownNameError, first_line
 from attnforge.export.diagnosis.causes import Blame, Cause, blame, error_of
 from attnforge.export.diagnosis.deployed import stored_low, tensors_on
-from attnforge.export.diagnosis.graphs import line_of, module_of, stages
 from attnforge.export.diagnosis.measure import Measured, Run, measure
 from attnforge.export.diagnosis.rewrites import first_parting, write_reproduction
-from attnforge.export.exact import NoDoublePath
+from attnforge.export.diagnosis.stages import line_of, module_of, stages
+from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.precision import precision_named
 from attnforge.records import Record
-from attnforge.runtime.budget import relative_error
-from attnforge.runtime.parity import BackendReport, stored_inputs, verify
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.budget import relative_error
+from attnforge.runtime.parity.verify import BackendReport, stored_inputs, verify
 
 SHOWN = 12
 """Tensors that a diagnosis lists, those that make errors largest."""

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.precision import FLOATS
-from attnforge.export.trace import Tensors, at_own_precision, computed, in_float64, wide
+from attnforge.export.graphs.execute import Tensors, at_own_precision, computed, in_float64, wide
+from attnforge.export.graphs.types import FLOATS
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Certificate
-from attnforge.export.diagnosis.graphs import Stage, module_of
-from attnforge.export.exact import NoDoublePath
-from attnforge.export.precision import FLOAT, LOW, retype
-from attnforge.export.saving import save
-from attnforge.export.trace import Runner, Tensors, computed, in_float64, values_of
+from attnforge.export.diagnosis.stages import Stage, module_of
+from attnforge.export.graphs.execute import Runner, Tensors, computed, in_float64, values_of
+from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.types import FLOAT, LOW, retype
 
 SAME = 1e-7
 """Relative difference in float64 up to which two graphs are one function; what is written out for want of a double

@@ -11,11 +11,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import CANONICAL, PLAIN, Bundle, Certificate
-from attnforge.export.canonicalize import Site
-from attnforge.export.layout import insert, replace_value
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.layout import insert, replace_value
+from attnforge.export.graphs.saving import load_beside
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.onnxruntime import candidates_for
-from attnforge.export.saving import load_beside
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _files(bundle: Bundle, found: list[Stage]) -> set[str]:
 
 
 def sites_of(certificate: Certificate) -> list[Site]:
-    """The canonical sites, as :func:`~attnforge.export.canonicalize.canonicalize` found them."""
+    """The canonical sites, as :func:`~attnforge.export.attention.canonicalize.canonicalize` found them."""
     return [Site(d.site, d.written_as, f"{d.site}/Attention", d.form) for d in certificate.details if d.canonical]
 
 

@@ -17,10 +17,10 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NotImplemented_
 
 from attnforge.arrays import Array, is_floating
-from attnforge.eager import first_line
-from attnforge.export.exact import NoDoublePath, to_double
-from attnforge.export.precision import FLOATS, LOW, round_results
-from attnforge.export.saving import save
+from attnforge.errors import first_line
+from attnforge.export.graphs.float64 import NoDoublePath, to_double
+from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.types import FLOATS, LOW, round_results
 
 Tensors = dict[str, Array]
 
@@ -126,7 +126,7 @@ def in_float64(
         names: of the tensors to give.
         given: of tensors that are given, not computed: with all but the first operators' inputs given, each operator
             works on them alone.
-        least_stays_least: see :func:`~attnforge.export.precision.retype`; else all numbers are as they are.
+        least_stays_least: see :func:`~attnforge.export.graphs.types.retype`; else all numbers are as they are.
 
     Raises:
         NoDoublePath: an operator that is not computed in double.

@@ -19,8 +19,8 @@ import onnx.inliner
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.layout import Builder, constant, insert
-from attnforge.export.precision import DOUBLE, FLOATS, retype
+from attnforge.export.attention.layout import Builder, constant, insert
+from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 
 FIRST_OPSET = 13
 """Since when the operators used here have the form that they are used in."""
@@ -43,7 +43,7 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
 
     Args:
         model: is changed.
-        least_stays_least: as :func:`~attnforge.export.precision.retype` has it.
+        least_stays_least: as :func:`~attnforge.export.graphs.types.retype` has it.
 
     Raises:
         NoDoublePath: an operator in a form that is not written out here.

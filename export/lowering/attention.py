@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.canonicalize import (
+from attnforge.export.attention.canonicalize import (
     BOOL,
     FLOAT,
     MASK_STEP,
@@ -18,7 +18,7 @@ from attnforge.export.canonicalize import (
     largest,
     representable,
 )
-from attnforge.export.layout import (
+from attnforge.export.attention.layout import (
     ONE,
     Axis,
     Builder,
@@ -35,7 +35,7 @@ from attnforge.export.layout import (
     walk_back,
     walk_forward,
 )
-from attnforge.export.recognise import Operand, scalar
+from attnforge.export.attention.recognise import Operand, scalar
 
 
 @dataclass

@@ -27,8 +27,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.export.canonicalize import BOOL, Site
-from attnforge.export.layout import (
+from attnforge.export.attention.canonicalize import BOOL, Site
+from attnforge.export.attention.layout import (
     ONE,
     Builder,
     Layout,
@@ -44,6 +44,7 @@ from attnforge.export.layout import (
     sizes_of,
     typed,
 )
+from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import (
     Attention,
     Lowered,
@@ -53,7 +54,6 @@ from attnforge.export.lowering.attention import (
     mask_steps,
 )
 from attnforge.export.lowering.tuning import Candidate, Choice, Tuner, Unmeasurable, evaluated
-from attnforge.export.precision import widen
 
 CONTRIB = "com.microsoft"
 MULTI_HEAD = f"{CONTRIB}::MultiHeadAttention"
@@ -82,7 +82,7 @@ def lower(
 
     Args:
         model: with canonical Attention nodes.
-        sites: what :func:`~attnforge.export.canonicalize.canonicalize` found in it.
+        sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
         sizes: what each symbol of the dims most often is.
         device: on `"cuda"` the types stay the graph's; on `"cpu"` 16-bit ones are widened.
         tuner: chooses by measuring on this machine's CPU; without one the rules choose.

@@ -26,9 +26,8 @@ from typing import Literal
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.canonicalize import BOOL, MASK_STEP, Site, cast
-from attnforge.export.engine import softmax_of
-from attnforge.export.layout import (
+from attnforge.export.attention.canonicalize import BOOL, MASK_STEP, Site, cast
+from attnforge.export.attention.layout import (
     ONE,
     Builder,
     Layout,
@@ -40,8 +39,9 @@ from attnforge.export.layout import (
     sizes_of,
     typed,
 )
+from attnforge.export.attention.recognise import Operand
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
-from attnforge.export.recognise import Operand
+from attnforge.export.tensorrt.build import softmax_of
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Head sizes that the fused kernels take."""
@@ -52,7 +52,7 @@ def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | Non
 
     Args:
         model: with canonical Attention nodes.
-        sites: what :func:`~attnforge.export.canonicalize.canonicalize` found in it.
+        sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
         attention_dtype: what attention alone is computed in, between casts; by default the graph's own type.
     """
     lowered = []

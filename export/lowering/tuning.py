@@ -18,11 +18,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from attnforge.arrays import Array
-from attnforge.export.canonicalize import BOOL, MASK_STEP
-from attnforge.export.layout import Axis, Builder, Layout, Size, constant, sizes_of, typed
+from attnforge.export.attention.canonicalize import BOOL, MASK_STEP
+from attnforge.export.attention.layout import Axis, Builder, Layout, Size, constant, sizes_of, typed
+from attnforge.export.attention.recognise import Operand, scalar
 from attnforge.export.lowering.attention import Attention
-from attnforge.export.recognise import Operand, scalar
-from attnforge.timing import ALIKE, medians
+from attnforge.runtime.turns import ALIKE, medians
 
 ROUNDS = 9
 """How often every candidate is timed."""

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 
-from attnforge.export.layout import VIEWS, like
-from attnforge.export.precision import FLOAT, kept_in_fp32, retyped
+from attnforge.export.attention.layout import VIEWS, like
+from attnforge.export.graphs.types import FLOAT, kept_in_fp32, retyped
 from attnforge.runtime.inputs import size_of
 
 MOVERS = VIEWS | {"Slice", "Split", "Expand", "Tile", "Pad", "Gather", "GatherElements", "Concat"}

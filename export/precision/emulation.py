@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle
-from attnforge.export.engine import softmax_of
-from attnforge.export.trace import Runner, at_own_precision, held_by_fused_kernels
+from attnforge.export.graphs.execute import Runner, at_own_precision, held_by_fused_kernels
+from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 

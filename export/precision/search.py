@@ -14,25 +14,25 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from attnforge import reference
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Case, Mixed, Region, TensorSpec
 from attnforge.errors import BuildError
-from attnforge.export.canonicalize import Site
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.layout import VIEWS
 from attnforge.export.diagnosis.causes import Blame, blame
-from attnforge.export.diagnosis.graphs import module_of, written_out
 from attnforge.export.diagnosis.measure import Run, measure
-from attnforge.export.emulation import emulate
-from attnforge.export.exact import NoDoublePath
-from attnforge.export.expected import Data, Expected, at_precision, stored_of
-from attnforge.export.layout import VIEWS
+from attnforge.export.diagnosis.stages import module_of, written_out
+from attnforge.export.graphs.execute import held_by_fused_kernels
+from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
-from attnforge.export.mixed import assign, cost_of, flops_of, operators
-from attnforge.export.trace import held_by_fused_kernels
+from attnforge.export.precision.assign import assign, cost_of, flops_of, operators
+from attnforge.export.precision.emulation import emulate
+from attnforge.export.reference import Data, Expected, at_precision, stored_of
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.budget import FAR_OFF, Allowed, judge
-from attnforge.runtime.metrics import Scores
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge
+from attnforge.runtime.parity.metrics import Scores
 
 AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
 """What `precision` may be to have precisions chosen, and the 16-bit ones that are tried."""

@@ -14,15 +14,14 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from attnforge.eager import first_line
-from attnforge.errors import CaptureError, UsageError
-from attnforge.export.graph import check_range
+from attnforge.errors import CaptureError, UsageError, first_line
+from attnforge.export.sources.onnx_file import check_range
 
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Opened(NamedTuple):
-    """What :func:`open_program` gives: what :func:`~attnforge.export.capture.capture` takes, and the own precision."""
+    """What :func:`~attnforge.export.sources.torch_module.capture` takes, read from a `.pt2`, and its own precision."""
 
     module: nn.Module
     args: tuple[Tensor, ...]

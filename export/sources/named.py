@@ -65,7 +65,7 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
         model: a registered name; `package.module:function`, which returns `(module, args, dynamic_shapes)`; or `hf:`
             and a Hugging Face folder or configuration.
         options: keyword arguments of the registered model, of the callable, or of
-            :func:`attnforge.huggingface.example`.
+            :func:`attnforge.export.sources.huggingface.example`.
         weights: a safetensors file with exactly the tensors of the module's state dict.
 
     Raises:
@@ -85,7 +85,7 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
 
 
 def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
-    from attnforge import huggingface
+    from attnforge.export.sources import huggingface
 
     if weights is not None:
         raise UsageError(f"the weights of {model} are those in its folder, as model.safetensors; it takes no others")
@@ -109,7 +109,7 @@ def rebuild(source: Source) -> Example:
             f"the bundle was deployed from an ONNX graph ({source.name}); there is no torch module, so no eager peer"
         )
     if source.kind == "program":
-        from attnforge.export.program import as_module, load_program
+        from attnforge.export.sources.exported_program import as_module, load_program
 
         module, args = as_module(load_program(Path(source.name)))
         return Example(module, tuple(args.values()), None)

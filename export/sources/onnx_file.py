@@ -27,13 +27,13 @@ from onnxscript import optimizer, version_converter
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, DimSpec, TensorSpec
 from attnforge.errors import CaptureError, UsageError
-from attnforge.export.capture import OPSET, output_dims
-from attnforge.export.exact import FIRST_OPSET, through_onnx
-from attnforge.export.original import Original
-from attnforge.export.precision import DOUBLE, FLOAT, FLOATS, LOW, retype
-from attnforge.export.repair import repair
+from attnforge.export.graphs.float64 import FIRST_OPSET, through_onnx
+from attnforge.export.graphs.types import DOUBLE, FLOAT, FLOATS, LOW, retype
+from attnforge.export.sources.original import Original
+from attnforge.export.sources.repair import repair
+from attnforge.export.sources.torch_module import OPSET, output_dims
 from attnforge.precision import Precision, precision_named
-from attnforge.reference import excluded_by, make_inputs, shape_of
+from attnforge.runtime.parity.cases import excluded_by, make_inputs, shape_of
 
 Ranges = Mapping[str, tuple[int, int, int]]
 """Least, most usual and largest size of every dynamic dim, by the name that the graph has for it."""

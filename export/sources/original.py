@@ -15,9 +15,9 @@ from onnx.reference import ReferenceEvaluator
 
 from attnforge.arrays import Array, is_floating
 from attnforge.errors import BuildError
-from attnforge.export.exact import NoDoublePath, to_double
-from attnforge.export.precision import DOUBLE, FLOATS, LOW, retype, round_results
-from attnforge.export.saving import save
+from attnforge.export.graphs.float64 import NoDoublePath, to_double
+from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.types import DOUBLE, FLOATS, LOW, retype, round_results
 from attnforge.precision import Precision
 
 ESTRANGED = 0.25

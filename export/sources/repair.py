@@ -6,7 +6,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from attnforge.export.layout import ONE, Builder, constant, dims_of, insert, sizes_of, typed
+from attnforge.export.attention.layout import ONE, Builder, constant, dims_of, insert, sizes_of, typed
 
 
 def repair(model: ir.Model) -> bool:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.eager import as_written, at_precision, first_line, in_float64, output_names, run, torch_dtype
-from attnforge.errors import CaptureError
-from attnforge.export.repair import repair
+from attnforge.errors import CaptureError, first_line
+from attnforge.export.sources.repair import repair
 from attnforge.precision import Precision
-from attnforge.reference import excluded_by
+from attnforge.runtime.backends.eager import as_written, at_precision, in_float64, output_names, run, torch_dtype
+from attnforge.runtime.parity.cases import excluded_by
 
 OPSET = 23
 """The first opset with the Attention operator."""

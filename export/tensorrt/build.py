@@ -18,7 +18,7 @@ from typing import Any
 
 from attnforge.bundle import DimSpec, Engine, Range, TensorSpec
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
-from attnforge.export.builder import Answer, Layer, Request
+from attnforge.export.tensorrt.process import Answer, Layer, Request
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def build(
             timing_cache=str(timing_cache) if timing_cache is not None else None,
         )
         done = subprocess.run(
-            [sys.executable, "-m", "attnforge.export.builder"],
+            [sys.executable, "-m", "attnforge.export.tensorrt.process"],
             input=request.model_dump_json(),
             capture_output=True,
             text=True,

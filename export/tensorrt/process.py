@@ -1,4 +1,4 @@
-"""The TensorRT builder in a process of its own: `python -m attnforge.export.builder < request`.
+"""The TensorRT builder in a process of its own: `python -m attnforge.export.tensorrt.process < request`.
 
 The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a process of its own that is an
 error to report instead of the end of whoever asked. The request comes on standard input as JSON, the answer leaves on

@@ -8,15 +8,14 @@ those that are missing or altered go.
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 from attnforge import cache
-from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, Bundle, Certificate, Unfused, sha256
+from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, Bundle, Certificate, Unfused
 from attnforge.errors import BundleError, UnavailableError
-from attnforge.export import engine
-from attnforge.runtime.backends import engine_for
-from attnforge.runtime.device import compute_capability, cuda_devices, device_name
+from attnforge.export.tensorrt import build as engine
+from attnforge.files import sha256, write_whole
+from attnforge.machine import compute_capability, cuda_devices, device_name
+from attnforge.runtime.backends.registry import engine_for
 
 
 def rebuilt(bundle: str | os.PathLike[str] | Bundle, backend: str, device: int = 0) -> Bundle:
@@ -90,10 +89,10 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
     for file in gone:
         del manifest.files[file]
     try:
-        _replace(bundle.path / name, plan.data)
+        write_whole(bundle.path / name, plan.data)
         manifest.files[name] = sha256(bundle.path / name)
         manifest.files = dict(sorted(manifest.files.items()))
-        _replace(bundle.path / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
+        write_whole(bundle.path / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
         for file in gone:
             (bundle.path / file).unlink(missing_ok=True)
     except OSError as error:
@@ -127,11 +126,3 @@ def _is_whole(bundle: Bundle, file: str) -> bool:
     except BundleError:
         return False
     return True
-
-
-def _replace(file: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as stream:
-        stream.write(data)
-    Path(stream.name).chmod(0o644)
-    os.replace(stream.name, file)

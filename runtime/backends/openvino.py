@@ -19,8 +19,8 @@ import numpy as np
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import CANONICAL, Bundle, DimSpec, Manifest
 from attnforge.errors import UnavailableError, UsageError
+from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.openvino_graph import prepared
 from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.pool import Outputs, Pool, Recent
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from attnforge.bundle import FLAVOURS, PORTABLE, Bundle, Choice, Engine
 from attnforge.errors import UnavailableError
-from attnforge.machine import this_machine
-from attnforge.runtime.device import compute_capability, cuda_devices
+from attnforge.machine import compute_capability, cuda_devices, this_machine
 from attnforge.runtime.options import Options
 
 if TYPE_CHECKING:
@@ -206,17 +205,17 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options) -> B
 def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
     """A backend of `bundle` that :func:`why_unavailable` has nothing against."""
     if backend in FLAVOURS:
-        from attnforge.runtime.tensorrt import TensorRT
+        from attnforge.runtime.backends.tensorrt import TensorRT
 
         return TensorRT(bundle, backend, options)
     if backend in PROVIDERS:
-        from attnforge.runtime.onnxruntime_gpu import OnnxRuntimeGpu
+        from attnforge.runtime.backends.onnxruntime_gpu import OnnxRuntimeGpu
 
         return OnnxRuntimeGpu(bundle, backend, options)
     if backend == "openvino":
-        from attnforge.runtime import openvino
+        from attnforge.runtime.backends import openvino
 
         return openvino.open_bundle(bundle, options)
-    from attnforge.runtime.onnxruntime import open_bundle
+    from attnforge.runtime.backends.onnxruntime import open_bundle
 
     return open_bundle(bundle, options)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from safetensors.numpy import load_file
 
-from attnforge import reference
 from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.records import Record
+from attnforge.runtime.parity import cases as reference
 
 Outputs = Mapping[str, Array]
 Metric = Callable[[Outputs, Array], float]

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from attnforge import reference
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Manifest
 from attnforge.errors import UnknownNameError
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
-from attnforge.runtime.backends import BACKENDS, WITHOUT_TARGET, chosen_here, why_unavailable
-from attnforge.runtime.budget import (
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, chosen_here, why_unavailable
+from attnforge.runtime.inputs import shapes_of
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.budget import (
     FAR_OFF,
     QUANTILES,
     Allowed,
@@ -28,8 +29,7 @@ from attnforge.runtime.budget import (
     judge_whole,
     of_another_form,
 )
-from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.metrics import Metric, MetricReport, Scores, chosen_metric
+from attnforge.runtime.parity.metrics import Metric, MetricReport, Scores, chosen_metric
 from attnforge.runtime.session import Session, load
 
 
@@ -235,7 +235,7 @@ def judged(
         precision: whose budget the backend has.
         feeds: the inputs.
         results: its outputs by name.
-        outputs: eager's and float64's, as :func:`attnforge.reference.key` names them.
+        outputs: eager's and float64's, as :func:`attnforge.runtime.parity.cases.key` names them.
         also: a dtype that outputs may have, besides their own.
     """
     allowed, found = allowed_by(manifest), []

@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_page
 from PIL import Image
-from test_page import Parsed
 
-from attnforge.benchmarks import plots
-from attnforge.benchmarks.limits import Ceilings, Work, limit_seconds
-from attnforge.benchmarks.page import growth_table, table, write_page
-from attnforge.benchmarks.results import (
+from attnforge.benchmarks.measure.limits import Ceilings, Work, limit_seconds
+from attnforge.benchmarks.measure.results import (
     Cases,
     Cold,
     Contender,
@@ -35,8 +31,12 @@ from attnforge.benchmarks.results import (
     Series,
     Throughput,
 )
+from attnforge.benchmarks.report import plots
+from attnforge.benchmarks.report.bench_page import growth_table, table, write_page
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.machine import Machine
+from tests.report import test_verify_page as test_page
+from tests.report.test_verify_page import Parsed
 
 CEILINGS = Ceilings(
     threads=2, flops={"fp32": 1.9e11, "bf16": 7.1e11, "fp16": 1.8e11}, bandwidth=2.1e10, exponentials=1.4e9

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnforge.benchmarks import claims
-from attnforge.benchmarks.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
-from attnforge.benchmarks.statistics import fit_of, latency_of
+from attnforge.benchmarks.measure.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
+from attnforge.benchmarks.measure.statistics import fit_of, latency_of
+from attnforge.benchmarks.suites import claims
 from attnforge.machine import this_machine
 
 

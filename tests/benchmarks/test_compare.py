@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from attnforge.arrays import Array
-from attnforge.benchmarks import results
-from attnforge.benchmarks.compare import TOLERANCE, Comparison, Move, compare
-from attnforge.benchmarks.results import (
+from attnforge.benchmarks.measure import results
+from attnforge.benchmarks.measure.compare import TOLERANCE, Comparison, Move, compare
+from attnforge.benchmarks.measure.results import (
     Cases,
     Cold,
     Contender,
@@ -27,7 +27,7 @@ from attnforge.benchmarks.results import (
     Results,
     Series,
 )
-from attnforge.benchmarks.statistics import draws, fit_of, latency_of, ratio_of, resampled_medians
+from attnforge.benchmarks.measure.statistics import draws, fit_of, latency_of, ratio_of, resampled_medians
 from attnforge.errors import UsageError
 from attnforge.machine import Machine
 
@@ -63,7 +63,7 @@ def test_a_resample_is_whole_rounds(calls: tuple[int, ...]) -> None:
 def test_many_calls_are_resampled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = np.random.default_rng(0).lognormal(0, 0.1, (9, 7)).tolist()
     whole = resampled_medians(rounds, draws(9))
-    monkeypatch.setattr("attnforge.benchmarks.statistics.BLOCK", 1000)
+    monkeypatch.setattr("attnforge.benchmarks.measure.statistics.BLOCK", 1000)
     assert (resampled_medians(rounds, draws(9)) == whole).all()
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnforge.benchmarks import false_alarms
-from attnforge.benchmarks.false_alarms import Outcome, draw, make, summary, table, tried
+from attnforge.benchmarks.suites import false_alarms
+from attnforge.benchmarks.suites.false_alarms import Outcome, draw, make, summary, table, tried
 from attnforge.bundle import Case
 from attnforge.precision import precision_named
-from attnforge.runtime.budget import judge
+from attnforge.runtime.parity.budget import judge
 
 SEEDS = range(1000, 1016)
 

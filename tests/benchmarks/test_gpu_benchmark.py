@@ -37,8 +37,8 @@ from attnforge.benchmarks.gpu.records import (
 )
 from attnforge.benchmarks.gpu.running import LOST, OutOfTime, Run, read, step, write
 from attnforge.bundle import Case
+from attnforge.machine import cuda_devices
 from attnforge.precision import precision_named
-from attnforge.runtime.device import cuda_devices
 
 without_gpu = pytest.mark.skipif(cuda_devices() > 0, reason="there is a CUDA device")
 

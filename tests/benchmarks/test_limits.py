@@ -15,18 +15,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnforge
-from attnforge import reference
-from attnforge.benchmarks import limits
-from attnforge.benchmarks.limits import SOFTMAX, Ceilings, Work, limit_seconds, measure_ceilings, work_of
-from attnforge.benchmarks.products import LIBRARIES
+from attnforge.benchmarks.measure import limits
+from attnforge.benchmarks.measure.limits import SOFTMAX, Ceilings, Work, limit_seconds, measure_ceilings, work_of
+from attnforge.benchmarks.measure.products import LIBRARIES
 from attnforge.bundle import CANONICAL
 from attnforge.errors import UnknownNameError, UsageError
-from attnforge.export import mixed
-from attnforge.export.canonicalize import canonicalize
-from attnforge.export.capture import Captured, capture
+from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.precision import assign as mixed
+from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.model import build_model
 from attnforge.precision import precision_named
-from attnforge.runtime.backends import why_no_openvino
+from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.parity import cases as reference
 
 FEW = 512
 """Bytes of all shapes and axes in a graph, which are less than any tensor of weights here."""

@@ -21,18 +21,22 @@ from torch import nn
 from torch.export import Dim
 
 import attnforge
-from attnforge import reference, timing
 from attnforge.arrays import Array
-from attnforge.benchmarks import bursts, fresh, growth, limits, measure, peers, suite
-from attnforge.benchmarks import results as found
-from attnforge.benchmarks.peers import PEERS, Job, Peer, peers_here, using_sdpa
-from attnforge.benchmarks.report import RESULTS, has_place
-from attnforge.benchmarks.statistics import latency_of
+from attnforge.benchmarks.contenders import peers
+from attnforge.benchmarks.contenders.peers import PEERS, Job, Peer, peers_here, using_sdpa
+from attnforge.benchmarks.measure import bench as measure
+from attnforge.benchmarks.measure import bursts, fresh, limits
+from attnforge.benchmarks.measure import results as found
+from attnforge.benchmarks.measure.statistics import latency_of
+from attnforge.benchmarks.publish import RESULTS, has_place
+from attnforge.benchmarks.suites import growth, suite
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
-from attnforge.runtime.backends import why_no_openvino
-from attnforge.runtime.parity import stored_inputs
+from attnforge.runtime import turns as timing
+from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.verify import stored_inputs
 
 SMALL = {"embed_dim": 32, "vocab_size": 50}
 
@@ -286,7 +290,7 @@ def _bytes(feeds: dict[str, Array]) -> bytes:
 
 
 def test_a_wrong_backend_of_ours_has_no_time_either(tmp_path: Path) -> None:
-    from conftest import rewrite
+    from tests.support.bundles import rewrite
 
     copy = deployed(tmp_path)
     file = copy.path / "onnxruntime/model.onnx"

@@ -12,7 +12,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from broken import DIM, TOKENS, Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,9 +19,10 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.errors import CaptureError, UsageError
 from attnforge.export.diagnosis.diagnose import diagnose
-from attnforge.runtime.metrics import accuracy
-from attnforge.runtime.parity import compare
+from attnforge.runtime.parity.metrics import accuracy
+from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
+from tests.support.broken import DIM, TOKENS, Block
 
 
 class Function(nn.Module):

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import rewrite, small_example
 
 import attnforge
-from attnforge.bundle import MANIFEST, SCHEMA_VERSION, Bundle, DimSpec, Manifest, TensorSpec, sha256, writing
+from attnforge.bundle import MANIFEST, SCHEMA_VERSION, Bundle, DimSpec, Manifest, TensorSpec, writing
 from attnforge.errors import AttnforgeError, BundleError, UnavailableError, UnknownNameError, UsageError
+from attnforge.files import sha256
 from attnforge.model.registry import build_model
+from tests.support.bundles import rewrite, small_example
 
 Small = Callable[[str], Bundle]
 

@@ -17,19 +17,20 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from conftest import rewrite
 from onnx import numpy_helper
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from attnforge import reference
-from attnforge.benchmarks import limits, measure
-from attnforge.benchmarks.results import read
+from attnforge.benchmarks.measure import bench as measure
+from attnforge.benchmarks.measure import limits
+from attnforge.benchmarks.measure.results import read
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, write_manifest
 from attnforge.cli import main, out
 from attnforge.export.deploy import deploy
 from attnforge.model.registry import MODELS, build_model
-from attnforge.runtime.backends import BACKENDS
+from attnforge.runtime.backends.registry import BACKENDS
+from attnforge.runtime.parity import cases as reference
+from tests.support.bundles import rewrite
 
 Done = subprocess.CompletedProcess[str]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import example_of
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -16,7 +15,8 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
 from attnforge.model import MODELS, MultiHeadSelfAttention, build_model, worked_example
-from attnforge.runtime.backends import why_no_openvino
+from attnforge.runtime.backends.registry import why_no_openvino
+from tests.support.bundles import example_of
 
 Deploy = Callable[[str, str], Bundle]
 

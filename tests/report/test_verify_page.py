@@ -17,27 +17,27 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from conftest import rewrite, small_example
 from torch import Tensor, nn
 from torch.export import Dim
 from typer.testing import CliRunner
 
 import attnforge
-from attnforge import charts
-from attnforge import weights as looking
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Kind, Masks
-from attnforge.charts import Mark
 from attnforge.cli import app
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
 from attnforge.export.lowering.tuning import Choice
 from attnforge.model import build_model
-from attnforge.page import KINDS, MASKS, check_page, write_page
-from attnforge.runtime.budget import BINS
-from attnforge.runtime.metrics import MetricReport
-from attnforge.runtime.parity import Report
-from attnforge.weights import SiteWeights, attention_weights, patch_grid
+from attnforge.report import attention_maps as looking
+from attnforge.report import charts
+from attnforge.report.attention_maps import SiteWeights, attention_weights, patch_grid
+from attnforge.report.charts import Mark
+from attnforge.report.verify_page import KINDS, MASKS, check_page, write_page
+from attnforge.runtime.parity.budget import BINS
+from attnforge.runtime.parity.metrics import MetricReport
+from attnforge.runtime.parity.verify import Report
+from tests.support.bundles import rewrite, small_example
 
 PRODUCTS = "MatMul·Softmax·MatMul"
 Pages = dict[str, tuple[Report, str, Path]]

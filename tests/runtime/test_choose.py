@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from conftest import rewrite
 
 import attnforge
-from attnforge import choice as choosing
-from attnforge import reference
 from attnforge.bundle import Bundle, Choice, Manifest
 from attnforge.model.registry import build_model
-from attnforge.runtime import backends
-from attnforge.runtime.backends import why_no_openvino
-from attnforge.timing import medians
+from attnforge.runtime import choose as choosing
+from attnforge.runtime.backends import registry as backends
+from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.turns import medians
+from tests.support.bundles import rewrite
 
 needs_openvino = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = sorted(
     file for folder in ("runtime", "attnforge", "benchmarks", "benchmarks/gpu") for file in (ROOT / folder).glob("*.py")
 )

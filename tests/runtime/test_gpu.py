@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import rewrite, small_example
-from conftest import small_inputs as arrays
 from torch import Tensor
 
 import attnforge
@@ -21,8 +19,10 @@ from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import FLAVOURS, Bundle, Manifest
 from attnforge.errors import BundleError, InputError, UnavailableError
-from attnforge.runtime import Session
-from attnforge.runtime.backends import ON_GPU
+from attnforge.runtime.backends.registry import ON_GPU
+from attnforge.runtime.session import Session
+from tests.support.bundles import rewrite, small_example
+from tests.support.bundles import small_inputs as arrays
 
 pytestmark = pytest.mark.gpu
 needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch has no CUDA")

@@ -16,11 +16,11 @@ import attnforge
 from attnforge import cache
 from attnforge.bundle import Bundle, DimSpec, Engine, Range, TensorSpec
 from attnforge.errors import InputError, UnavailableError, UnknownNameError, UsageError
-from attnforge.export.engine import profiles_of
-from attnforge.runtime import backends
-from attnforge.runtime.backends import engine_for
+from attnforge.export.tensorrt.build import profiles_of
+from attnforge.runtime.backends import registry as backends
+from attnforge.runtime.backends.registry import engine_for
 from attnforge.runtime.options import Options
-from attnforge.runtime.profiles import profile_for
+from attnforge.runtime.plans import profile_for
 
 VERSION = "1.7.1"
 
@@ -205,7 +205,7 @@ def test_the_next_backend_is_taken_where_the_best_cannot_be_opened_after_all(
 
 
 def test_what_tensorrt_rtx_has_against_a_plan_is_said() -> None:
-    tensorrt = pytest.importorskip("attnforge.runtime.tensorrt")
+    tensorrt = pytest.importorskip("attnforge.runtime.backends.tensorrt")
     trt = pytest.importorskip("tensorrt_rtx")
     assert list(tensorrt.invalid(0)) == []
     assert list(tensorrt.invalid(2 | 4)) == [tensorrt.INVALID[2], tensorrt.INVALID[4]]
@@ -214,7 +214,7 @@ def test_what_tensorrt_rtx_has_against_a_plan_is_said() -> None:
 
 
 def test_errors_of_tensorrt_are_recorded(tmp_path: Path) -> None:
-    tensorrt = pytest.importorskip("attnforge.runtime.tensorrt")
+    tensorrt = pytest.importorskip("attnforge.runtime.backends.tensorrt")
     trt = pytest.importorskip("tensorrt_rtx")
     recorder = tensorrt._recorder(trt)
     assert recorder.last() == "it gave no reason, unless on standard error"
@@ -240,7 +240,7 @@ def test_arrays_without_gaps(shape: tuple[int, ...], strides: tuple[int, ...] | 
 
 @pytest.mark.parametrize(("precision", "tf32"), [("fp32", "0"), ("tf32", "1")])
 def test_what_onnxruntime_is_told_on_a_gpu(small: Callable[[str], Bundle], precision: str, tf32: str) -> None:
-    module = pytest.importorskip("attnforge.runtime.onnxruntime_gpu")
+    module = pytest.importorskip("attnforge.runtime.backends.onnxruntime_gpu")
     bundle = small(precision)
     ((name, cuda),) = module.provider_options(bundle, "onnxruntime-cuda", Options(device=1), stream=4096)
     assert name == "CUDAExecutionProvider"

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import small_example
-from conftest import small_inputs as arrays
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -23,9 +21,11 @@ import attnforge
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, DimSpec, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
-from attnforge.runtime import Session
+from attnforge.runtime.backends.onnxruntime import COPIED
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.onnxruntime import COPIED
+from attnforge.runtime.session import Session
+from tests.support.bundles import small_example
+from tests.support.bundles import small_inputs as arrays
 
 Small = Callable[[str], Bundle]
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from attnforge.arrays import Array
-from attnforge.export.canonicalize import MASK_STEP, SILENT_ROWS
+from attnforge.export.attention.canonicalize import MASK_STEP, SILENT_ROWS
 
 Tensor = NDArray[Any]
 
@@ -143,7 +143,7 @@ Step = tuple[str, Tensor, Tensor | None]
 
 
 def _mask_steps(mask: ir.Value | None, known: Mapping[ir.Value | None, Tensor]) -> list[Step]:
-    """What a canonical node's mask does, in order: see :data:`attnforge.export.canonicalize.MASK_STEP`."""
+    """What a canonical node's mask does, in order: see :data:`attnforge.export.attention.canonicalize.MASK_STEP`."""
     node = mask.producer() if mask is not None else None
     kind = node.metadata_props.get(MASK_STEP) if node is not None else None
     if node is None or kind is None:
@@ -157,7 +157,7 @@ def _mask_steps(mask: ir.Value | None, known: Mapping[ir.Value | None, Tensor]) 
 
 
 def _attention(node: ir.Node, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()) -> Tensor:
-    """The canonical node, on four dims: see :mod:`attnforge.export.canonicalize`."""
+    """The canonical node, on four dims: see :mod:`attnforge.export.attention.canonicalize`."""
     group = query.shape[1] // key.shape[1]
     key, value = (np.repeat(x, group, axis=1) for x in (key, value))
     scale = node.attributes.get_float("scale", query.shape[-1] ** -0.5)

@@ -27,18 +27,18 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from conftest import rewrite
 from torch.export import Dim
 
 import attnforge
-from attnforge import reference
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle
-from attnforge.export.exact import to_double
-from attnforge.export.layout import Builder, constant, insert
+from attnforge.export.attention.layout import Builder, constant, insert
+from attnforge.export.graphs.float64 import to_double
 from attnforge.model import Example, build_model
-from attnforge.runtime.budget import Comparison, relative_error
-from attnforge.runtime.parity import BackendReport, stored_inputs
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.budget import Comparison, relative_error
+from attnforge.runtime.parity.verify import BackendReport, stored_inputs
+from tests.support.bundles import rewrite
 
 NOTHING = 1e-12
 PAGE = Path("docs/faults.md")

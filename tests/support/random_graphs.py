@@ -17,7 +17,7 @@ import onnx_ir as ir
 from numpy.typing import ArrayLike
 
 from attnforge.arrays import Array
-from attnforge.export.layout import ONE, Size, sizes_of
+from attnforge.export.attention.layout import ONE, Size, sizes_of
 
 T = TypeVar("T")
 Names = tuple[str, ...]

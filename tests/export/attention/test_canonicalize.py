@@ -31,14 +31,14 @@ from torch.nn import functional as F
 from attnforge.arrays import Array
 from attnforge.bundle import Case
 from attnforge.errors import BuildError
-from attnforge.export.canonicalize import Site, canonicalize
-from attnforge.export.capture import Captured, capture
-from attnforge.export.engine import Plan, build
+from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
+from attnforge.export.sources.torch_module import Captured, capture
+from attnforge.export.tensorrt.build import Plan, build
 from attnforge.precision import precision_named
-from attnforge.runtime.budget import judge
+from attnforge.runtime.parity.budget import judge
 
 BATCH, TOKENS, MEMORY = 2, 12, 7  # of the examples
 HEADS, HEAD_DIM, WIDTH = 4, 16, 64

@@ -9,23 +9,23 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from idioms import IDIOMS, X_DIMS, Idiom, Layers, X
 
 import attnforge
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec
-from attnforge.eager import in_float64, named_outputs, run
-from attnforge.export import engine
-from attnforge.export.canonicalize import canonicalize
-from attnforge.export.capture import Captured, capture
-from attnforge.export.emulation import Emulated
+from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
+from attnforge.export.precision.emulation import Emulated
+from attnforge.export.sources.torch_module import Captured, capture
+from attnforge.export.tensorrt import build as engine
 from attnforge.precision import precision_named
-from attnforge.reference import cases, make_inputs
-from attnforge.runtime.budget import relative_error
-from attnforge.runtime.parity import compare
+from attnforge.runtime.backends.eager import in_float64, named_outputs, run
+from attnforge.runtime.parity.budget import relative_error
+from attnforge.runtime.parity.cases import cases, make_inputs
+from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
+from tests.support.idioms import IDIOMS, X_DIMS, Idiom, Layers, X
 
 
 def captured(idiom: Idiom, precision: str) -> Captured:

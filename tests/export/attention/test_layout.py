@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
-from attnforge.export.layout import (
+from attnforge.export.attention.layout import (
     ONE,
     Axis,
     Builder,

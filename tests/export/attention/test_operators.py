@@ -14,10 +14,10 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from attnforge.arrays import Array
-from attnforge.export.canonicalize import Site, canonicalize
+from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.runtime.budget import relative_error
+from attnforge.runtime.parity.budget import relative_error
 
 CONTRIB = "com.microsoft"
 RNG = np.random.default_rng(0)

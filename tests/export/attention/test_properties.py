@@ -15,8 +15,16 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from evaluate import Tensor, evaluate
-from graphs import (
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from attnforge.arrays import Array
+from attnforge.export.attention.canonicalize import Site, canonicalize
+from attnforge.export.attention.layout import ONE, Size, sizes_of
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering import tensorrt as for_tensorrt
+from tests.support.evaluate import Tensor, evaluate
+from tests.support.random_graphs import (
     BOOL,
     FLAWS,
     FLOAT,
@@ -28,14 +36,6 @@ from graphs import (
     Program,
     attention,
 )
-from hypothesis import assume, event, given, settings
-from hypothesis import strategies as st
-
-from attnforge.arrays import Array
-from attnforge.export.canonicalize import Site, canonicalize
-from attnforge.export.layout import ONE, Size, sizes_of
-from attnforge.export.lowering import onnxruntime as for_onnxruntime
-from attnforge.export.lowering import tensorrt as for_tensorrt
 
 T = TypeVar("T")
 DOUBLE, FLOAT16, BFLOAT16 = ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
@@ -98,7 +98,7 @@ def check(program: Program, tolerance: float | None = None) -> list[Site]:
     """Canonicalize and lower a copy of the program, and hold every form against the program itself.
 
     A softmax that is written out without the maximum taken off is given numbers where it had none, by design
-    (:mod:`attnforge.export.softmax`), so such a program counts where it is finite.
+    (:mod:`attnforge.export.attention.softmax`), so such a program counts where it is finite.
     """
     dtype = next((v.dtype for v in program.model.graph.inputs if v.dtype in TOLERANCE), FLOAT)
     assert dtype is not None

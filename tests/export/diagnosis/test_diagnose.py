@@ -11,8 +11,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from broken import BROKEN, healthy, made
-from conftest import rewrite
 from torch import nn
 from typer.testing import CliRunner
 
@@ -20,10 +18,12 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.cli import app
 from attnforge.errors import UnknownNameError
+from attnforge.export.attention.layout import Builder
 from attnforge.export.diagnosis.diagnose import Diagnosis, diagnose
-from attnforge.export.layout import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering.attention import Attention
+from tests.support.broken import BROKEN, healthy, made
+from tests.support.bundles import rewrite
 
 TARGETS = ("onnxruntime", "tensorrt_rtx")
 

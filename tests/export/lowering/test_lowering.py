@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.export.canonicalize import SILENT_ROWS, Site, canonicalize
-from attnforge.export.capture import capture
-from attnforge.export.engine import Plan, build
+from attnforge.export.attention.canonicalize import SILENT_ROWS, Site, canonicalize
+from attnforge.export.graphs.types import widen
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
-from attnforge.export.precision import widen
+from attnforge.export.sources.torch_module import capture
+from attnforge.export.tensorrt.build import Plan, build
 from attnforge.model import MultiHeadSelfAttention, build_model
 from attnforge.precision import precision_named
 

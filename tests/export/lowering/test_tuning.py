@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from idioms import IDIOMS
 from test_idioms import captured
 from test_lowering import CPU, OPT, SIZES, Attends, agree, run
 from torch import nn
@@ -21,12 +20,13 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.bundle import Bundle
-from attnforge.export.canonicalize import canonicalize
-from attnforge.export.layout import Builder, insert, replace_value
+from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.attention.layout import Builder, insert, replace_value
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
 from attnforge.export.lowering.attention import Attention, attentions
 from attnforge.export.lowering.onnxruntime import CONTRIB, GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for
+from tests.support.idioms import IDIOMS
 
 QUICK = 0.01
 """Seconds for measuring where only that it is done matters."""

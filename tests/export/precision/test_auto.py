@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from broken import BROKEN, DIM, TOKENS, Block, Shifted, Stack, healthy, made
 from torch import Tensor, nn
 from torch.export import Dim
 from typer.testing import CliRunner
@@ -19,11 +18,12 @@ import attnforge
 from attnforge.bundle import Bundle, Mixed
 from attnforge.cli import app
 from attnforge.errors import BuildError, UnknownNameError, UsageError
-from attnforge.export.emulation import Emulated
-from attnforge.export.mixed import assign, flops_of, operators
+from attnforge.export.precision.assign import assign, flops_of, operators
+from attnforge.export.precision.emulation import Emulated
 from attnforge.model import build_model
-from attnforge.runtime.parity import compare
+from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
+from tests.support.broken import BROKEN, DIM, TOKENS, Block, Shifted, Stack, healthy, made
 
 FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
 TARGETS = ("onnxruntime", "tensorrt_rtx")
@@ -185,7 +185,7 @@ def test_accuracy_is_measured_over_real_data(precision: str, tmp_path: Path) -> 
     assert metric.samples == 64 and metric.float64 == 1.0 and metric.value >= metric.least
     assert any(case.kind == "data" and case.sizes == {"batch": 64} for case in bundle.manifest.cases)
     with attnforge.load(bundle) as session:
-        stored = attnforge.runtime.parity.stored_inputs(bundle)["data-0/x"]
+        stored = attnforge.runtime.parity.verify.stored_inputs(bundle)["data-0/x"]
         found = session(stored).argmax(-1)
     assert metric.value == np.mean(found == labels.numpy())
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from attnforge.arrays import to_numpy
-from attnforge.benchmarks.huggingface import build, minilm, variants
-from attnforge.eager import in_float64, run
+from attnforge.benchmarks.suites.huggingface import build, minilm, variants
 from attnforge.errors import UsageError
-from attnforge.export.canonicalize import canonicalize
-from attnforge.export.capture import capture
+from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.deploy import deploy
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.huggingface import around, example
+from attnforge.export.sources.huggingface import around, example
+from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
-from attnforge.reference import cases, make_inputs
-from attnforge.runtime import load
-from attnforge.runtime.parity import judge, verify
+from attnforge.runtime.backends.eager import in_float64, run
+from attnforge.runtime.parity.cases import cases, make_inputs
+from attnforge.runtime.parity.verify import judge, verify
+from attnforge.runtime.session import load
 
 FP32 = precision_named("fp32")
 SITES = {"swin": 4}  # two elsewhere

@@ -20,12 +20,12 @@ from torch.export import Dim
 import attnforge
 from attnforge.arrays import Array
 from attnforge.errors import AttnforgeError, BuildError, UsageError
-from attnforge.export.graph import import_graph, infer_shapes
-from attnforge.export.original import Original
-from attnforge.export.precision import FLOAT, retype
-from attnforge.export.program import open_program
+from attnforge.export.graphs.types import FLOAT, retype
+from attnforge.export.sources.exported_program import open_program
+from attnforge.export.sources.onnx_file import import_graph, infer_shapes
+from attnforge.export.sources.original import Original
 from attnforge.precision import precision_named
-from attnforge.runtime.budget import relative_error
+from attnforge.runtime.parity.budget import relative_error
 
 RANGES = {"batch": (1, 2, 3), "height": (8, 24, 40), "width": (8, 16, 16)}
 FP32 = precision_named("fp32")

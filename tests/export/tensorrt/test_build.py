@@ -10,7 +10,7 @@ import pytest
 
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import BuildError, UnavailableError, UsageError
-from attnforge.export.engine import Plan, build, load_tensorrt
+from attnforge.export.tensorrt.build import Plan, build, load_tensorrt
 
 pytest.importorskip("tensorrt_rtx")
 

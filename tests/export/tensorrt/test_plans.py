@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from attnforge.bundle import Bundle
-from attnforge.export.engine import build
+from attnforge.export.tensorrt.build import build
 from attnforge.model import MODELS
 
 pytest.importorskip("tensorrt_rtx")

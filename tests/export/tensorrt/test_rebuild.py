@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import rewrite, small_example
 
 import attnforge
 from attnforge.bundle import Bundle, Manifest
 from attnforge.errors import BundleError, UnavailableError, UsageError
-from attnforge.rebuild import fits, rebuild, rebuilt
-from attnforge.runtime.device import cuda_devices
+from attnforge.export.tensorrt.rebuild import fits, rebuild, rebuilt
+from attnforge.machine import cuda_devices
+from tests.support.bundles import rewrite, small_example
 
 pytest.importorskip("tensorrt_rtx")
 RTX = "tensorrt_rtx"

@@ -26,7 +26,7 @@ import pytest
 
 pytest.importorskip("tensorrt_rtx")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 OBJECTS = {
     "builder": "Builder",

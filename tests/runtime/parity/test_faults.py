@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from faults import FAULTS, INERT, NEVER, PRECISIONS, Faults, Graph, NotThere, softmax_twice
+
+from tests.support.faults import FAULTS, INERT, NEVER, PRECISIONS, Faults, Graph, NotThere, softmax_twice
 
 TESTED = [(name, p) for name, precisions in PRECISIONS.items() for p in precisions if p in ("fp32", "fp16")]
 """Of the sixteen bits one kind: `python tests/faults.py` tries both."""

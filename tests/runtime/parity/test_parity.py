@@ -11,23 +11,23 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from conftest import Small as SmallModule
-from conftest import rewrite, small_example
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from torch import nn
 
 import attnforge
-from attnforge import reference
 from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.precision import PRECISIONS, precision_named
-from attnforge.runtime import Session
-from attnforge.runtime.backends import BACKENDS
-from attnforge.runtime.budget import Allowed, Comparison, judge, relative_error
-from attnforge.runtime.parity import compare
+from attnforge.runtime.backends.registry import BACKENDS
+from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.parity.budget import Allowed, Comparison, judge, relative_error
+from attnforge.runtime.parity.verify import compare
+from attnforge.runtime.session import Session
+from tests.support.bundles import Small as SmallModule
+from tests.support.bundles import rewrite, small_example
 
 Small = Callable[[str], Bundle]
 CASE = Case(name="case", sizes={}, kind="normal", seed=1)

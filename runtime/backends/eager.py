@@ -1,10 +1,9 @@
-"""An eager module at a precision: what the deployed one is held against. The runtime imports this only to run eager."""
+"""An eager module at a precision: what a deployed model is held against, and the only backend that imports torch."""
 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnforge.arrays import Array, to_torch
-from attnforge.errors import CaptureError
-from attnforge.precision import Precision
+from attnforge.arrays import Array, to_numpy, to_torch
+from attnforge.bundle import Bundle
+from attnforge.errors import CaptureError, UsageError, first_line
+from attnforge.precision import Precision, precision_named
+from attnforge.runtime.inputs import Shapes
+from attnforge.runtime.options import Memory
 
 
 def torch_dtype(precision: Precision) -> torch.dtype:
@@ -86,7 +88,30 @@ def output_names(result: Any) -> list[str]:
     return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
 
 
-def first_line(error: BaseException) -> str:
-    """What torch says first, without colours."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
-    return next((line for line in lines if line and not line.startswith("Failed to export")), type(error).__name__)
+class Eager:
+    """A copy of the module in eval mode, its weights in the bundle's dtype."""
+
+    name = "eager"
+    gpu = None
+
+    def __init__(self, bundle: Bundle, module: torch.nn.Module) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"the eager backend runs a torch.nn.Module, and was given {type(module).__name__}")
+        chosen = bundle.manifest.mixed is not None  # what a bundle that chose its precisions stands for is fp32
+        precision = precision_named("fp32" if chosen else bundle.manifest.precision)
+        self._dtype = torch_dtype(precision)
+        self._inputs = [spec.name for spec in bundle.manifest.inputs]
+        self._module = at_precision(module, precision)
+
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        feeds = dict(zip(self._inputs, arrays, strict=True))
+        return [to_numpy(name, tensor) for name, tensor in run(self._module, feeds, self._dtype).items()]
+
+    def memory(self) -> Memory:
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        return Memory(weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+    def keep(self) -> None: ...
+
+    def close(self) -> None:
+        del self._module
