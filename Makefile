@@ -10,12 +10,11 @@ demo: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# The types of the package as it is installed, under its own name.
-lint: wheel
+lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/typed && $(BIN)/pip install --quiet --no-deps --target build/typed build/wheel/*.whl
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p attnforge
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy -p attnforge
 
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready

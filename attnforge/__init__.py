@@ -12,8 +12,11 @@ Names are imported when they are first used: loading and running a bundle import
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from attnforge.version import __version__
 
 if TYPE_CHECKING:
     from attnforge.benchmarks.measure.bench import benchmark
@@ -21,10 +24,9 @@ if TYPE_CHECKING:
     from attnforge.export.deploy import deploy
     from attnforge.export.diagnosis.diagnose import diagnose
     from attnforge.runtime.parity.verify import verify
-    from attnforge.runtime.session import Session, load
+    from attnforge.runtime.session import Session
 
-__version__ = "0.1.0"
-__all__ = ["Bundle", "Session", "benchmark", "deploy", "diagnose", "load", "verify"]
+__all__ = ["Bundle", "Session", "__version__", "benchmark", "deploy", "diagnose", "load", "verify"]
 
 _HOME = {
     "Bundle": "attnforge.bundle",
@@ -32,9 +34,57 @@ _HOME = {
     "benchmark": "attnforge.benchmarks.measure.bench",
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",
-    "load": "attnforge.runtime.session",
     "verify": "attnforge.runtime.parity.verify",
 }
+
+
+def load(
+    bundle: str | os.PathLike[str] | Bundle,
+    backend: str = "auto",
+    *,
+    module: Any = None,
+    threads: int | None = None,
+    device: int = 0,
+    contexts: int = 4,
+    graphs: bool | None = None,
+    cache: bool = True,
+    rebuild: bool = False,
+) -> Session:
+    """Load a bundle.
+
+    Args:
+        bundle: its folder.
+        backend: `auto` (on the machine that deployed the bundle, what was measured to be fastest within the parity
+            budget, on a GPU where one can run it; elsewhere the first that can run of TensorRT, TensorRT-RTX, ONNX
+            Runtime with TensorRT, on CUDA, and on the CPU), `onnxruntime` (on a GPU where there is one), one of those
+            or `openvino` by name, or `eager`.
+        module: for `eager`, the torch module, in any precision and mode.
+        threads: that a CPU backend spreads one run over; by default its own choice.
+        device: number of the CUDA device.
+        contexts: how many calls may run at once on a GPU, each with activation memory of its own, and how many of
+            :meth:`Session.run_async` on a CPU; further callers wait.
+        graphs: replay CUDA graphs. By default TensorRT does, for shapes and addresses that come again; ONNX Runtime
+            must be told to, and copies inputs and outputs for it.
+        cache: keep what TensorRT compiles for this device on disk, in `BUNDLE.cache` beside the bundle.
+        rebuild: where the bundle has no plan that this machine can load, for its version, its device, or because the
+            file was altered, build one from the bundle's own model and add it to the bundle.
+
+    Raises:
+        BundleError: what is there is no bundle of this schema, or a file that is needed is missing or altered.
+        UnknownNameError: no such backend.
+        UsageError: no such device, or fewer than one context.
+        UnavailableError: this machine or this bundle cannot run it; says what would.
+        BuildError: the plan could not be built again.
+    """
+    from attnforge.runtime import session
+
+    if rebuild:
+        from attnforge.export.tensorrt.rebuild import rebuilt
+
+        bundle = rebuilt(bundle, backend, device)
+    return session.load(
+        bundle, backend, module=module, threads=threads, device=device, contexts=contexts, graphs=graphs, cache=cache
+    )
 
 
 def __getattr__(name: str) -> object:

@@ -10,7 +10,8 @@ from typing import Any
 from attnforge.bundle import FLAVOURS
 from attnforge.export.deploy import TARGETS, tool_versions, why_not_buildable
 from attnforge.machine import cuda_devices
-from attnforge.runtime.backends.registry import BACKENDS, why_no_provider
+from attnforge.runtime.backends.backend import BACKENDS
+from attnforge.runtime.backends.registry import why_no_provider
 
 
 def examine() -> dict[str, Any]:

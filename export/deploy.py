@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-import attnforge
 from attnforge import bundle as b
 from attnforge import cache
 from attnforge.arrays import is_floating, to_numpy
@@ -40,9 +39,10 @@ from attnforge.export.sources.torch_module import Captured, DynamicShapes, captu
 from attnforge.export.tensorrt import build as engine
 from attnforge.machine import compute_capability, device_name
 from attnforge.precision import PRECISIONS, Precision, precision_named
+from attnforge.runtime import cases as reference
 from attnforge.runtime.inputs import by_name
-from attnforge.runtime.parity import cases as reference
 from attnforge.runtime.parity.metrics import Scores, metric_named
+from attnforge.version import __version__
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Progress = Callable[[str], None]
@@ -543,7 +543,7 @@ def tool_versions() -> dict[str, str]:
         "openvino",
         "numpy",
     )
-    versions = {"attnforge": attnforge.__version__}
+    versions = {"attnforge": __version__}
     for name in names:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.precision import Precision
+from attnforge.runtime import cases as reference
+from attnforge.runtime.cases import OUTLIERS
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity import cases as reference
 from attnforge.runtime.parity.budget import FAR_OFF, relative_error
-from attnforge.runtime.parity.cases import OUTLIERS
 
 
 class Expected(Protocol):

@@ -17,9 +17,10 @@ import onnxruntime as ort
 from attnforge.arrays import Array
 from attnforge.bundle import WEIGHTS, Bundle, Choice, SessionSettings
 from attnforge.machine import this_machine
+from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.backend import BACKENDS
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime, session_options
-from attnforge.runtime.backends.registry import BACKENDS, fastest_first, versions, why_unavailable
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime.backends.registry import fastest_first, versions, why_unavailable
 from attnforge.runtime.parity.verify import compare, stored_inputs
 from attnforge.runtime.session import Session, load
 from attnforge.runtime.turns import ALIKE, LONG, medians, seconds_of

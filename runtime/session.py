@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
-from attnforge.runtime.backends.registry import BACKENDS, by_preference, open_first
+from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.backend import BACKENDS, Backend
+from attnforge.runtime.backends.registry import by_preference, open_first
 from attnforge.runtime.inputs import (
     Shapes,
     by_name,
@@ -28,12 +30,10 @@ from attnforge.runtime.inputs import (
     writable,
 )
 from attnforge.runtime.options import Memory, Options
-from attnforge.runtime.parity import cases as reference
 
 if TYPE_CHECKING:
     from cuda.core import Event
 
-    from attnforge.runtime.gpu import Gpu
 
 NAMES = ("auto", "eager", "onnxruntime", *BACKENDS)
 
@@ -42,31 +42,6 @@ SHAPES_KEPT = 4096
 
 RUNS_TO_WARM = 3
 """The first run compiles, the second captures a CUDA graph where there are graphs, and the third replays it."""
-
-
-class Backend(Protocol):
-    """Runs a deployed model on arrays that have been checked; from several threads at once.
-
-    Attributes:
-        name: of the backend.
-    """
-
-    name: str
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The device that it computes on; such a backend is a :class:`~attnforge.runtime.gpu.GpuBackend` too."""
-
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        """Outputs for host arrays, in order; they may be written to the arrays of `out` where it has one and `shapes`
-        says the output's shape, and are new ones else."""
-
-    def memory(self) -> Memory: ...
-
-    def keep(self) -> None:
-        """Write what was compiled to disk, for the next start."""
-
-    def close(self) -> None: ...
 
 
 class Session:
@@ -308,41 +283,18 @@ def load(
     contexts: int = 4,
     graphs: bool | None = None,
     cache: bool = True,
-    rebuild: bool = False,
 ) -> Session:
-    """Load a bundle.
-
-    Args:
-        bundle: its folder.
-        backend: `auto` (on the machine that deployed the bundle, what was measured to be fastest within the parity
-            budget, on a GPU where one can run it; elsewhere the first that can run of TensorRT, TensorRT-RTX, ONNX
-            Runtime with TensorRT, on CUDA, and on the CPU), `onnxruntime` (on a GPU where there is one), one of those
-            or `openvino` by name, or `eager`.
-        module: for `eager`, the torch module, in any precision and mode.
-        threads: that a CPU backend spreads one run over; by default its own choice.
-        device: number of the CUDA device.
-        contexts: how many calls may run at once on a GPU, each with activation memory of its own, and how many of
-            :meth:`Session.run_async` on a CPU; further callers wait.
-        graphs: replay CUDA graphs. By default TensorRT does, for shapes and addresses that come again; ONNX Runtime
-            must be told to, and copies inputs and outputs for it.
-        cache: keep what TensorRT compiles for this device on disk, in `BUNDLE.cache` beside the bundle.
-        rebuild: where the bundle has no plan that this machine can load, for its version, its device, or because the
-            file was altered, build one from the bundle's own model and add it to the bundle.
+    """A bundle, loaded: :func:`attnforge.load` without building plans anew, and with its arguments.
 
     Raises:
-        BundleError: what is there is no bundle of this schema, or a file that is needed is missing or altered.
+        BundleError: the folder holds no bundle of this schema, or a file that is needed is missing or altered.
         UnknownNameError: no such backend.
         UsageError: no such device, or fewer than one context.
         UnavailableError: this machine or this bundle cannot run it; says what would.
-        BuildError: the plan could not be built again.
     """
     if backend not in NAMES:
         raise UnknownNameError("backend", backend, NAMES)
     options = Options(threads, device, contexts, graphs, cache)
-    if rebuild:
-        from attnforge.export.tensorrt.rebuild import rebuilt
-
-        bundle = rebuilt(bundle, backend, device)
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle, lazily=True)
     if backend == "eager":
         if opened.manifest.source.kind == "onnx":

@@ -205,8 +205,8 @@ class Case(Record):
 
     Attributes:
         sizes: what each symbol stands for.
-        kind: how floating-point inputs are drawn (:func:`attnforge.runtime.parity.cases.make_inputs`); "example" are the
-            inputs that the model was deployed with, "data" real ones that came with it.
+        kind: how floating-point inputs are drawn (:func:`attnforge.runtime.cases.make_inputs`); "example" are
+            the inputs that the model was deployed with, "data" real ones that came with it.
         masks: how masks are drawn.
         spread: by output, the largest relative and absolute error of eager's further draws of its rounding: on
             neighbouring inputs, or on other ordinary ones.

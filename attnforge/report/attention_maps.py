@@ -32,7 +32,7 @@ from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import FLOAT, LOW, round_results
 from attnforge.export.lowering.attention import attentions, mask_steps
 from attnforge.export.lowering.onnxruntime import candidates_for
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
 
 TARGET = "onnxruntime"

@@ -19,7 +19,7 @@ from attnforge.precision import precision_named
 from attnforge.report import charts
 from attnforge.report.attention_maps import AttentionWeights, PatchGrid, SiteWeights, attention_weights, patch_grid
 from attnforge.report.charts import Mark, Picture
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
 from attnforge.runtime.parity.verify import BackendReport, OutputReport, Report, budget_precision
 

@@ -44,16 +44,10 @@ from attnforge.export.deploy import tool_versions
 from attnforge.export.reference import kept
 from attnforge.machine import processors, this_machine
 from attnforge.precision import precision_named
-from attnforge.runtime.backends.registry import (
-    BACKENDS,
-    ON_GPU,
-    WITHOUT_TARGET,
-    by_preference,
-    chosen_here,
-    why_unavailable,
-)
+from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.backend import BACKENDS, ON_GPU, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import by_preference, chosen_here, why_unavailable
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity import cases as reference
 from attnforge.runtime.parity.verify import budget_precision, hold, judged
 from attnforge.runtime.session import RUNS_TO_WARM
 from attnforge.runtime.turns import race

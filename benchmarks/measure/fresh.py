@@ -23,7 +23,7 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, open_backend
 from attnforge.bundle import Bundle, DimSpec
 from attnforge.records import Record
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 
 TIMEOUT = 300
 """Seconds that a process is given."""

@@ -1,9 +1,9 @@
 """How often `verify` rejects what is right: models drawn at random, deployed, and held to the budget.
 
-`python -m attnforge.benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json` and refreshes the table
-in `docs/faults.md`. A model is a seed: its kind, sizes, masks, norms, weights and precision are drawn from it. Every one
-is deployed for ONNX Runtime and verified; of those that are 16-bit, the graph that TensorRT is given is judged too, run
-without TensorRT: every operator computes in fp32 and its result is rounded.
+`python -m attnforge.benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json` and refreshes the
+table in `docs/faults.md`. A model is a seed: its kind, sizes, masks, norms, weights and precision are drawn from it.
+Every model is deployed for ONNX Runtime and verified; of those that are 16-bit, the graph that TensorRT is given is
+judged too, run without TensorRT: every operator computes in fp32 and its result is rounded.
 
 A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
 (:mod:`attnforge.runtime.parity.budget`): it is counted apart, as is what is refused before anything is deployed.
@@ -44,7 +44,7 @@ from attnforge.model.patch import PatchAttention, PatchAttentionClassifier
 from attnforge.model.registry import Example
 from attnforge.model.transformer import VisionTransformer
 from attnforge.precision import precision_named
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import Comparison, judge
 from attnforge.runtime.parity.verify import stored_inputs
 

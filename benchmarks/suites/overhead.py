@@ -1,8 +1,8 @@
 """What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
 
 `python -m attnforge.benchmarks.suites.overhead` writes `benchmarks/results/overhead.json` and refreshes the table in
-the README. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks
-nor allocates nor binds anything. The Session does all of that at every call.
+the README. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither
+checks nor allocates nor binds anything. The Session does all of that at every call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.bundle import Bundle
 from attnforge.export.deploy import tool_versions
 from attnforge.model.registry import build_model
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 from attnforge.runtime.turns import SETTLE
 
 COMMAND = "python -m attnforge.benchmarks.suites.overhead"

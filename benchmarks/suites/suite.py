@@ -1,8 +1,8 @@
 """The standard suite: what `make bench` runs, on the CPU at hand.
 
 `python -m attnforge.benchmarks.suites.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the README
-that are from that file, and writes a page and pictures. `--results` names another file, of another machine, say. `--compare
-OLD.json` says what moved since an earlier run and exits with 1 where something got worse.
+that are from that file, and writes a page and pictures. `--results` names another file, of another machine, say.
+`--compare OLD.json` says what moved since an earlier run and exits with 1 where something got worse.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from attnforge.export.diagnosis.stages import line_of, module_of, stages
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.precision import precision_named
 from attnforge.records import Record
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.parity.verify import BackendReport, stored_inputs, verify
 

@@ -30,7 +30,7 @@ from attnforge.export.precision.assign import assign, cost_of, flops_of, operato
 from attnforge.export.precision.emulation import emulate
 from attnforge.export.reference import Data, Expected, at_precision, stored_of
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge
 from attnforge.runtime.parity.metrics import Scores
 

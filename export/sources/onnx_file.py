@@ -33,7 +33,7 @@ from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.torch_module import OPSET, output_dims
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.parity.cases import excluded_by, make_inputs, shape_of
+from attnforge.runtime.cases import excluded_by, make_inputs, shape_of
 
 Ranges = Mapping[str, tuple[int, int, int]]
 """Least, most usual and largest size of every dynamic dim, by the name that the graph has for it."""

@@ -23,7 +23,7 @@ from attnforge.errors import CaptureError, first_line
 from attnforge.export.sources.repair import repair
 from attnforge.precision import Precision
 from attnforge.runtime.backends.eager import as_written, at_precision, in_float64, output_names, run, torch_dtype
-from attnforge.runtime.parity.cases import excluded_by
+from attnforge.runtime.cases import excluded_by
 
 OPSET = 23
 """The first opset with the Attention operator."""

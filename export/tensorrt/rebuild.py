@@ -15,7 +15,7 @@ from attnforge.errors import BundleError, UnavailableError
 from attnforge.export.tensorrt import build as engine
 from attnforge.files import sha256, write_whole
 from attnforge.machine import compute_capability, cuda_devices, device_name
-from attnforge.runtime.backends.registry import engine_for
+from attnforge.runtime.plans import engine_for
 
 
 def rebuilt(bundle: str | os.PathLike[str] | Bundle, backend: str, device: int = 0) -> Bundle:

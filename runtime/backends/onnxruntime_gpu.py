@@ -18,6 +18,7 @@ from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import FLAVOURS, Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UsageError
+from attnforge.runtime.backends.backend import PROVIDERS
 from attnforge.runtime.backends.onnxruntime import (
     BFLOAT16_ONNX,
     bind_host_input,
@@ -25,11 +26,10 @@ from attnforge.runtime.backends.onnxruntime import (
     session_options,
     weights_of,
 )
-from attnforge.runtime.backends.registry import PROVIDERS
+from attnforge.runtime.cases import cases, shape_of
 from attnforge.runtime.gpu import Block, Feed, Gpu, Outputs, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
-from attnforge.runtime.parity.cases import cases, shape_of
 
 GRAPHS_KEPT = 16
 """Shapes of which ONNX Runtime keeps a CUDA graph; it cannot let go of one, so later shapes run without."""

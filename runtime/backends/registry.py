@@ -9,37 +9,15 @@ import importlib.metadata
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from attnforge.bundle import FLAVOURS, PORTABLE, Bundle, Choice, Engine
+from attnforge.bundle import FLAVOURS, Bundle, Choice
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices, this_machine
+from attnforge.runtime.backends.backend import BACKENDS, LIBRARIES, ON_GPU, PROVIDERS, WITHOUT_TARGET, Backend
 from attnforge.runtime.options import Options
-
-if TYPE_CHECKING:
-    from attnforge.runtime.session import Backend
+from attnforge.runtime.plans import engine_for
 
 log = logging.getLogger("attnforge")
-
-BACKENDS = ("tensorrt", "tensorrt_rtx", "onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime-cpu", "openvino")
-"""The one that `auto` likes best first, where nothing was measured."""
-
-ON_GPU = BACKENDS[:4]
-WITHOUT_TARGET = ("openvino",)
-"""Backends that run the canonical graph: no bundle is lowered for them, so one that misses the budget is no fault of a
-bundle's."""
-
-LIBRARIES = {
-    "tensorrt": ("tensorrt",),
-    "tensorrt_rtx": ("tensorrt_rtx",),
-    "onnxruntime-tensorrt": ("onnxruntime", "onnxruntime-gpu", "tensorrt"),
-    "onnxruntime-cuda": ("onnxruntime", "onnxruntime-gpu"),
-    "onnxruntime-cpu": ("onnxruntime", "onnxruntime-gpu"),
-    "openvino": ("openvino",),
-}
-"""The packages whose versions a backend's speed depends on."""
-
-PROVIDERS = {"onnxruntime-tensorrt": "TensorrtExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
 
 
 def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None:
@@ -121,27 +99,6 @@ def _why_no_tensorrt(bundle: Bundle, backend: str, device: int) -> str | None:
     return chosen if isinstance(chosen, str) else None
 
 
-def engine_for(engines: Sequence[Engine], version: str, capability: str) -> Engine | str:
-    """The plan to load on a device, or why none of them can be: one for just this device first, the newest first.
-
-    Args:
-        engines: of one flavour.
-        version: of that TensorRT on this machine.
-        capability: of the device, such as `SM90`.
-    """
-    built_here = [engine for engine in reversed(engines) if engine.version == version]
-    if exact := [engine for engine in built_here if capability in engine.compute_capabilities]:
-        return exact[0]
-    portable = [engine for engine in built_here if PORTABLE in engine.compute_capabilities]
-    if portable and _number(capability) >= 80:
-        return portable[0]
-    has = sorted({name for engine in engines for name in engine.compute_capabilities})
-    return (
-        f"its plans are for {', '.join(has)}{' (SM80 and later)' if PORTABLE in has else ''} and this device is "
-        f"{capability}; build one for it from the bundle's own model with load(…, {engines[0].flavour!r}, rebuild=True)"
-    )
-
-
 def versions(backends: Iterable[str]) -> dict[str, str]:
     """Of the packages of some backends that are installed."""
     found = {}
@@ -173,11 +130,6 @@ def by_preference(bundle: Bundle) -> list[str]:
 def fastest_first(milliseconds: Mapping[str, float]) -> list[str]:
     """Backends on a GPU, whose callers' arrays lie there and stay there, before those on the CPU; then by time."""
     return sorted(milliseconds, key=lambda name: (name not in ON_GPU, milliseconds[name]))
-
-
-def _number(capability: str) -> int:
-    digits = capability.removeprefix("SM")
-    return int(digits) if digits.isdecimal() else 0
 
 
 def open_first(bundle: Bundle, candidates: Sequence[str], options: Options) -> Backend:

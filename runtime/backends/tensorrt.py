@@ -34,11 +34,10 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Engine
 from attnforge.errors import DeviceError, InputError, UnavailableError
 from attnforge.machine import compute_capability, device_name
-from attnforge.runtime.backends.registry import engine_for
 from attnforge.runtime.gpu import ALIGNMENT, Block, Feed, Gpu, Outputs, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
-from attnforge.runtime.plans import profile_for
+from attnforge.runtime.plans import engine_for, profile_for
 from attnforge.runtime.pool import Pool, Recent
 
 log = logging.getLogger("attnforge.tensorrt")

@@ -12,7 +12,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.records import Record
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 
 Outputs = Mapping[str, Array]
 Metric = Callable[[Outputs, Array], float]

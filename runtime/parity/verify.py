@@ -16,9 +16,10 @@ from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case,
 from attnforge.errors import UnknownNameError
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
-from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, chosen_here, why_unavailable
+from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.backend import BACKENDS, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import chosen_here, why_unavailable
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity import cases as reference
 from attnforge.runtime.parity.budget import (
     FAR_OFF,
     QUANTILES,
@@ -235,7 +236,7 @@ def judged(
         precision: whose budget the backend has.
         feeds: the inputs.
         results: its outputs by name.
-        outputs: eager's and float64's, as :func:`attnforge.runtime.parity.cases.key` names them.
+        outputs: eager's and float64's, as :func:`attnforge.runtime.cases.key` names them.
         also: a dtype that outputs may have, besides their own.
     """
     allowed, found = allowed_by(manifest), []

@@ -25,8 +25,8 @@ from attnforge.export.precision import assign as mixed
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.model import build_model
 from attnforge.precision import precision_named
+from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import why_no_openvino
-from attnforge.runtime.parity import cases as reference
 
 FEW = 512
 """Bytes of all shapes and axes in a graph, which are less than any tensor of weights here."""

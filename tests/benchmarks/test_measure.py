@@ -33,9 +33,9 @@ from attnforge.benchmarks.suites import growth, suite
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
+from attnforge.runtime import cases as reference
 from attnforge.runtime import turns as timing
 from attnforge.runtime.backends.registry import why_no_openvino
-from attnforge.runtime.parity import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
 
 SMALL = {"embed_dim": 32, "vocab_size": 50}
@@ -664,7 +664,7 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
 
 def test_the_readme_has_a_place_for_every_table_of_the_suite() -> None:
     names = [*(subject.name for subject in suite.SUBJECTS), "claims", "growth-tokens", "growth-layers"]
-    readme = Path(__file__).parent.parent / "README.md"
+    readme = Path(__file__).parents[2] / "README.md"
     assert [name for name in names if not has_place(name, RESULTS / "suite.json", readme)] == []
 
 

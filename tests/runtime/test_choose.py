@@ -13,10 +13,10 @@ import pytest
 import attnforge
 from attnforge.bundle import Bundle, Choice, Manifest
 from attnforge.model.registry import build_model
+from attnforge.runtime import cases as reference
 from attnforge.runtime import choose as choosing
 from attnforge.runtime.backends import registry as backends
 from attnforge.runtime.backends.registry import why_no_openvino
-from attnforge.runtime.parity import cases as reference
 from attnforge.runtime.turns import medians
 from tests.support.bundles import rewrite
 

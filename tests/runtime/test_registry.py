@@ -18,9 +18,8 @@ from attnforge.bundle import Bundle, DimSpec, Engine, Range, TensorSpec
 from attnforge.errors import InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.tensorrt.build import profiles_of
 from attnforge.runtime.backends import registry as backends
-from attnforge.runtime.backends.registry import engine_for
 from attnforge.runtime.options import Options
-from attnforge.runtime.plans import profile_for
+from attnforge.runtime.plans import engine_for, profile_for
 
 VERSION = "1.7.1"
 

@@ -35,7 +35,7 @@ from attnforge.bundle import Bundle
 from attnforge.export.attention.layout import Builder, constant, insert
 from attnforge.export.graphs.float64 import to_double
 from attnforge.model import Example, build_model
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import Comparison, relative_error
 from attnforge.runtime.parity.verify import BackendReport, stored_inputs
 from tests.support.bundles import rewrite

@@ -1,6 +1,6 @@
 """Attention as people write it: each idiom is a few lines of a forward, with its inputs and dynamic dims.
 
-`tests/test_idioms.py` runs them all. A new one needs a function here, and nothing there.
+`tests/export/attention/test_idioms.py` runs them all. A new one needs a function here, and nothing there.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt import build as engine
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.eager import in_float64, named_outputs, run
+from attnforge.runtime.cases import cases, make_inputs
 from attnforge.runtime.parity.budget import relative_error
-from attnforge.runtime.parity.cases import cases, make_inputs
 from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
 from tests.support.idioms import IDIOMS, X_DIMS, Idiom, Layers, X

@@ -13,8 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_idioms import captured
-from test_lowering import CPU, OPT, SIZES, Attends, agree, run
 from torch import nn
 from torch.export import Dim
 
@@ -26,6 +24,8 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
 from attnforge.export.lowering.attention import Attention, attentions
 from attnforge.export.lowering.onnxruntime import CONTRIB, GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for
+from tests.export.attention.test_idioms import captured
+from tests.export.lowering.test_lowering import CPU, OPT, SIZES, Attends, agree, run
 from tests.support.idioms import IDIOMS
 
 QUICK = 0.01

@@ -19,7 +19,7 @@ from attnforge.export.sources.huggingface import around, example
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.eager import in_float64, run
-from attnforge.runtime.parity.cases import cases, make_inputs
+from attnforge.runtime.cases import cases, make_inputs
 from attnforge.runtime.parity.verify import judge, verify
 from attnforge.runtime.session import load
 

@@ -16,10 +16,10 @@ from attnforge.arrays import BFLOAT16
 from attnforge.bundle import CANONICAL, Bundle
 from attnforge.errors import UsageError
 from attnforge.model.registry import build_model
+from attnforge.runtime import cases as reference
 from attnforge.runtime.backends import openvino
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.backends.registry import why_no_openvino
-from attnforge.runtime.parity import cases as reference
 
 pytestmark = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
 

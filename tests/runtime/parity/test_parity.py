@@ -21,8 +21,8 @@ from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.precision import PRECISIONS, precision_named
-from attnforge.runtime.backends.registry import BACKENDS
-from attnforge.runtime.parity import cases as reference
+from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.backend import BACKENDS
 from attnforge.runtime.parity.budget import Allowed, Comparison, judge, relative_error
 from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
