@@ -34,7 +34,6 @@ from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
-from attnforge.runtime import turns as timing
 from attnforge.runtime.backends.registry import why_no_openvino
 from attnforge.runtime.parity.verify import stored_inputs
 
@@ -61,67 +60,7 @@ def job_of(bundle: Bundle, folder: Path, **sizes: int) -> Job:
     return Job(bundle, feeds, 1, folder)
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------
-
-
-def test_contenders_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LONG", 0.0)  # no call but the timed one
-    monkeypatch.setattr(timing, "MOST_CALLS", 1)
-    said: list[str] = []
-    names = ["a", "b", "c"]
-    times = timing.race({name: lambda name=name: said.append(name) for name in names}, 12)  # type: ignore[misc]
-    turns = said[len(names) :]  # the first of each only tells how long it takes
-    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
-    assert len(rounds) == 12 and all(sorted(one) == names for one in rounds)
-    assert len({tuple(one) for one in rounds}) > 2
-    assert {name: [len(one) for one in times[name]] for name in names} == {name: [1] * 12 for name in names}
-
-
-def test_another_race_has_other_orders() -> None:
-    def orders(seed: int) -> list[str]:
-        said: list[str] = []
-        timing.race({name: lambda name=name: said.append(name) for name in "abc"}, 4, seed=seed)  # type: ignore[misc]
-        return said
-
-    assert orders(0) == orders(0) != orders(1)
-
-
-def test_what_is_quick_runs_several_times_a_turn_and_each_call_is_timed() -> None:
-    times = timing.race({"quick": lambda: None, "slow": lambda: time.sleep(0.03)}, 3)
-    assert [len(one) for one in times["quick"]] == [timing.MOST_CALLS] * 3
-    assert [len(one) for one in times["slow"]] == [1] * 3
-    assert all(ms >= 30 for one in times["slow"] for ms in one)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "warmed"),
-    [
-        ([0.001, 0.02, 0.09], 0.09),
-        ([0.09, 0.11, 0.15, 0.2, 0.5], 0.2),  # nobody is warm beside one who is cold and nearly as quick
-        ([0.04, 0.1], 0.04),
-        ([0.1, 0.11, 0.15], 0.0),  # all are long
-    ],
-)
-def test_who_is_nearly_as_quick_is_as_warm(seconds: list[float], warmed: float) -> None:
-    assert timing._warmed(seconds) == warmed == timing._warmed(reversed(seconds))
-
-
-def test_an_untimed_call_comes_before_the_timed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LONG", 0.01)
-    calls: Counter[str] = Counter()
-    takes = {"quick": 0.003, "slow": 0.03}
-
-    def run(name: str) -> None:
-        calls[name] += 1
-        time.sleep(takes[name])
-
-    times = timing.race({name: lambda name=name: run(name) for name in takes}, 4)  # type: ignore[misc]
-    timed = {name: sum(map(len, rounds)) for name, rounds in times.items()}
-    assert {name: calls[name] - timed[name] for name in takes} == {"quick": 2 + 4, "slow": 1}
-
-
-def test_a_race_has_at_least_three_rounds_however_little_time_there_is() -> None:
-    assert len(timing.race({"a": lambda: time.sleep(0.01)}, 50, 0.0)["a"]) == timing.FEWEST_ROUNDS
+# --- throughput -------------------------------------------------------------------------------------------------------
 
 
 def test_callers_call_at_once() -> None:
