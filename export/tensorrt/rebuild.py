@@ -12,7 +12,7 @@ import os
 from attnforge import cache
 from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, Bundle, Certificate, Unfused
 from attnforge.errors import BundleError, UnavailableError
-from attnforge.export.tensorrt import build as engine
+from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
 from attnforge.files import sha256, write_whole
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.runtime.plans import engine_for
@@ -51,7 +51,7 @@ def fits(bundle: Bundle, flavour: str, capability: str) -> bool:
         UnavailableError: that TensorRT is not installed.
     """
     whole = [record for record in bundle.manifest.targets[flavour].engines if _is_whole(bundle, record.file)]
-    version = engine.load_tensorrt(flavour).__version__
+    version = load_tensorrt(flavour).__version__
     return bool(whole) and not isinstance(engine_for(whole, version, capability), str)
 
 
@@ -70,7 +70,7 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
         UnavailableError: that TensorRT is not installed.
         BuildError: the builder refused.
     """
-    trt, manifest = engine.load_tensorrt(flavour), bundle.manifest.model_copy(deep=True)
+    trt, manifest = load_tensorrt(flavour), bundle.manifest.model_copy(deep=True)
     record = manifest.targets[flavour]
     portable = flavour == "tensorrt_rtx" and not hasattr(trt.ComputeCapability, capability)
     wanted = () if portable or flavour == "tensorrt" else (capability,)
@@ -78,7 +78,7 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
         cache.timing_cache_file(bundle.path, trt.__version__, device_name(device)) if flavour == "tensorrt" else None
     )
     further = record.engines[0].profiles[1:] if record.engines else []
-    plan = engine.build(
+    plan = build(
         bundle.file(record.model), flavour, manifest.inputs, manifest.precision, wanted, further, timings, device
     )
     name = f"tensorrt/engine.{flavour}-{plan.version}-{PORTABLE if portable else capability.lower()}.plan"
@@ -100,7 +100,7 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
     return Bundle(bundle.path, check_plans=False)
 
 
-def certified(certificate: Certificate, flavour: str, plan: engine.Plan) -> Certificate:
+def certified(certificate: Certificate, flavour: str, plan: Plan) -> Certificate:
     """The certificate with what another plan made of every site that was lowered for it."""
     found = certificate.model_copy(deep=True)
     found.unfused = [one for one in found.unfused if one.target != flavour]
@@ -109,7 +109,7 @@ def certified(certificate: Certificate, flavour: str, plan: engine.Plan) -> Cert
         if target is None:
             found.unfused.append(Unfused(site=site.site, target=flavour, reason=site.reason or "not canonical"))
             continue
-        softmax = engine.softmax_of(site.site)
+        softmax = softmax_of(site.site)
         target.kernel = plan.kernel_of(softmax)
         target.reason = None if target.kernel else target.reason or plan.why_unfused(softmax)
         if target.reason is not None:

@@ -443,7 +443,7 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # importing it raises
 import attnforge
-from attnforge.page import write_page
+from attnforge.report.verify_page import write_page
 report = attnforge.verify(sys.argv[1], ["onnxruntime-cpu"])
 print(write_page(report, sys.argv[1], sys.argv[2]))
 assert "matplotlib.pyplot" not in sys.modules

@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(
-    file for folder in ("runtime", "attnforge", "benchmarks", "benchmarks/gpu") for file in (ROOT / folder).glob("*.py")
-)
+FILES = sorted(file for folder in ("runtime", "attnforge", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
 PUBLIC = """
 from cuda.core._device import Device as Device
 from cuda.core._event import Event as Event, EventOptions as EventOptions
@@ -66,14 +64,13 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (core / "__init__.py").unlink()
     (core / "__init__.pyi").write_text(PUBLIC)
     shutil.copytree(ROOT / "attnforge", folder / "attnforge", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "runtime", folder / "attnforge" / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "mypy.ini").write_text(CONFIG)
     return folder
 
 
 def checked(folder: Path) -> str:
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--follow-imports", "silent"]
-    files = [f"attnforge/runtime/{name}.py" for name in ("gpu", "tensorrt", "onnxruntime_gpu")]
+    files = [f"attnforge/runtime/{name}.py" for name in ("gpu", "backends/tensorrt", "backends/onnxruntime_gpu")]
     environment = {"MYPYPATH": "types", "PATH": ""}
     done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
     return done.stdout + done.stderr
@@ -84,7 +81,7 @@ def test_every_use_of_cuda_core_fits_its_signatures(laid_out: Path) -> None:
 
 
 def test_a_use_that_does_not_fit_is_noticed(laid_out: Path) -> None:
-    file = laid_out / "attnforge" / "runtime" / "tensorrt.py"
+    file = laid_out / "attnforge" / "runtime" / "backends" / "tensorrt.py"
     source = file.read_text(encoding="utf-8")
     for right, wrong in (
         ("graph.graph.launch(stream)", "stream.launch(graph)"),

@@ -273,7 +273,7 @@ def test_objects_are_named_for_what_they_are(readers: list[Reader]) -> None:
 
 def test_what_is_read_is_what_the_code_uses(readers: list[Reader]) -> None:
     """Nothing found would be nothing wrong."""
-    assert {"export/builder.py", "runtime/tensorrt.py"} <= sources().keys()
+    assert {"export/tensorrt/process.py", "runtime/backends/tensorrt.py"} <= sources().keys()
     used = {use.name for reader in readers for use in reader.uses}
     assert used >= {
         "Builder.build_serialized_network",
