@@ -26,7 +26,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import CANONICAL, Bundle, Case, SiteRecord
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import Builder, constant, insert, replace_value
+from attnforge.export.graphs.build import Builder, constant, insert, replace_value
 from attnforge.export.graphs.float64 import NoDoublePath, to_double
 from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import FLOAT, LOW, round_results

@@ -20,20 +20,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.export.attention.layout import (
     ONE,
     Axis,
-    Builder,
     Dims,
     Layout,
     LayoutError,
     Sized,
-    broadcast_like,
-    constant,
-    dims_of,
-    insert,
-    like,
     rearrange,
-    replace_value,
     sizes_of,
-    typed,
     walk_forward,
 )
 from attnforge.export.attention.operators import READERS, is_standard, scale_of, standard
@@ -54,6 +46,17 @@ from attnforge.export.attention.recognise import (
     without_not,
 )
 from attnforge.export.attention.softmax import restore_softmax
+from attnforge.export.graphs.build import (
+    Builder,
+    broadcast_like,
+    cast,
+    constant,
+    dims_of,
+    insert,
+    like,
+    replace_value,
+    typed,
+)
 
 BOOL, FLOAT, INT32 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT32
 
@@ -438,11 +441,6 @@ def _bias(op: Builder, step: Bias, canonical: Layout, dtype: ir.DataType, sized:
 def largest(dtype: ir.DataType) -> float:
     """The largest finite number of a floating-point type."""
     return float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
-
-
-def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """`value` in `dtype`; itself where it is."""
-    return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
 
 
 def _broadcastable(op: Builder, operand: Operand, layout: Layout, sized: Sequence[Sized]) -> ir.Value:

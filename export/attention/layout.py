@@ -9,26 +9,15 @@ einops, with the axes found instead of named.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-import numpy as np
 import onnx_ir as ir
 import sympy
-from numpy.typing import ArrayLike
-from onnx_ir.tape import Tape
 
-
-class Builder(Tape):
-    """A tape on which `op.MatMul(a, b, …)` writes a node and gives its output."""
-
-    def __getattr__(self, op_type: str) -> Callable[..., ir.Value]:
-        if not op_type[0].isupper():
-            raise AttributeError(op_type)
-        return lambda *inputs, **attributes: self.op(op_type, inputs, attributes)
-
+from attnforge.export.graphs.build import Builder, constant, typed
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _FUNCTIONS = frozenset({"floor", "max", "min", "Max", "Min", "Mod"})
@@ -416,73 +405,3 @@ def _holder(axis: Axis, layout: Layout) -> int | None:
         if axis in dim and all(other is axis or other.size.is_static for other in dim):
             return i
     return None
-
-
-def constant(op: Builder, data: ArrayLike, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
-    """A Constant node holding `data`, with its shape and type set."""
-    tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
-    value = typed(op.Constant(value=tensor), dtype, np.shape(data))
-    value.const_value = tensor
-    return value
-
-
-def typed(value: ir.Value, dtype: ir.DataType, dims: Iterable[int | ir.SymbolicDim]) -> ir.Value:
-    """Set type and shape of `value`. Both are made anew: values that shared one would change together."""
-    value.type, value.shape = ir.TensorType(dtype), ir.Shape(dims)
-    return value
-
-
-def dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
-    """The dims of a value whose shape is known."""
-    assert value.shape is not None
-    return [dim if isinstance(dim, int) else ir.SymbolicDim(dim.value) for dim in value.shape]
-
-
-def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
-    """Set on `value` the shape of `other`, and its type or `dtype`."""
-    dtype = other.dtype if dtype is None else dtype
-    assert dtype is not None
-    return typed(value, dtype, dims_of(other))
-
-
-def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
-    """Set on `value` the type of `first` and the shape to which `first` and `second`, of one rank, broadcast."""
-    assert first.shape is not None and second.shape is not None
-    assert first.dtype is not None
-    return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
-
-
-def insert(
-    graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False, stem: str | None = None
-) -> ir.Value:
-    """Run `build` with a builder, put what it made in front of `at` (or behind it), and return its result.
-
-    New nodes are named after `stem`, by default the name of `at`; give one where more than one insertion is made there.
-    """
-    op = Builder()
-    try:
-        result = build(op)
-    except Exception:
-        for node in op.nodes:  # what was half made must not count as a use of what it reads
-            for i in range(len(node.inputs)):
-                node.replace_input_with(i, None)
-        raise
-    stem = stem or at.name or at.op_type
-    for i, node in enumerate(op.nodes):
-        node.name = node.name or f"{stem}/{node.op_type}_{i}"
-        for j, output in enumerate(node.outputs):
-            output.name = output.name or f"{node.name}:{j}"
-    if after:
-        graph.insert_after(at, op.nodes)
-    else:
-        graph.insert_before(at, op.nodes)
-    return result
-
-
-def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Let `new` stand wherever `old` stood, under its name, so that it is found again; an input's or output's own name
-    stays."""
-    like(new, old)
-    if old.is_graph_output() or (new.producer() is not None and not new.is_graph_output()):
-        old.name, new.name = f"{old.name}/replaced", old.name
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -11,7 +11,8 @@ from functools import partial
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import VIEWS, Builder, insert, like, replace_value
+from attnforge.export.attention.layout import VIEWS
+from attnforge.export.graphs.build import Builder, insert, like, replace_value
 
 _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
 """What may stand between a softmax and a guard against its NaN."""

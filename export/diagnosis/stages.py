@@ -12,7 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import CANONICAL, PLAIN, Bundle, Certificate
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import insert, replace_value
+from attnforge.export.graphs.build import insert, replace_value
 from attnforge.export.graphs.saving import load_beside
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.onnxruntime import candidates_for

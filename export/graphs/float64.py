@@ -19,7 +19,7 @@ import onnx.inliner
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.attention.layout import Builder, constant, insert
+from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 
 FIRST_OPSET = 13

@@ -8,34 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.canonicalize import (
-    BOOL,
-    FLOAT,
-    MASK_STEP,
-    SILENT_ROWS,
-    Site,
-    cast,
-    largest,
-    representable,
-)
-from attnforge.export.attention.layout import (
-    ONE,
-    Axis,
-    Builder,
-    Dims,
-    Layout,
-    Size,
-    Sized,
-    broadcast_like,
-    constant,
-    dims_of,
-    like,
-    sizes_of,
-    typed,
-    walk_back,
-    walk_forward,
-)
+from attnforge.export.attention.canonicalize import BOOL, FLOAT, MASK_STEP, SILENT_ROWS, Site, largest, representable
+from attnforge.export.attention.layout import ONE, Axis, Dims, Layout, Size, Sized, sizes_of, walk_back, walk_forward
 from attnforge.export.attention.recognise import Operand, scalar
+from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
 
 
 @dataclass

@@ -28,22 +28,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import BOOL, Site
-from attnforge.export.attention.layout import (
-    ONE,
-    Builder,
-    Layout,
-    Size,
-    constant,
-    dims_of,
-    effort,
-    insert,
-    like,
-    needs_transpose,
-    rearrange,
-    replace_value,
-    sizes_of,
-    typed,
-)
+from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, rearrange, sizes_of
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import (
     Attention,

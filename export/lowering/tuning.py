@@ -19,8 +19,9 @@ import onnxruntime as ort
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import BOOL, MASK_STEP
-from attnforge.export.attention.layout import Axis, Builder, Layout, Size, constant, sizes_of, typed
+from attnforge.export.attention.layout import Axis, Layout, Size, sizes_of
 from attnforge.export.attention.recognise import Operand, scalar
+from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.lowering.attention import Attention
 from attnforge.runtime.turns import ALIKE, medians
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import VIEWS, like
+from attnforge.export.attention.layout import VIEWS
+from attnforge.export.graphs.build import like
 from attnforge.export.graphs.types import FLOAT, kept_in_fp32, retyped
 from attnforge.runtime.inputs import size_of
 

@@ -6,7 +6,8 @@ from functools import partial
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import ONE, Builder, constant, dims_of, insert, sizes_of, typed
+from attnforge.export.attention.layout import ONE, sizes_of
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
 
 
 def repair(model: ir.Model) -> bool:

@@ -32,7 +32,7 @@ from torch.export import Dim
 import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle
-from attnforge.export.attention.layout import Builder, constant, insert
+from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.float64 import to_double
 from attnforge.model import Example, build_model
 from attnforge.runtime import cases as reference

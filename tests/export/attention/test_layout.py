@@ -17,19 +17,17 @@ from attnforge.arrays import Array
 from attnforge.export.attention.layout import (
     ONE,
     Axis,
-    Builder,
     Layout,
     LayoutError,
     Size,
-    constant,
     effort,
     needs_transpose,
     rearrange,
     sizes_of,
-    typed,
     walk_back,
     walk_forward,
 )
+from attnforge.export.graphs.build import Builder, constant, typed
 
 FLOAT = ir.DataType.FLOAT
 

@@ -18,8 +18,8 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.cli import app
 from attnforge.errors import UnknownNameError
-from attnforge.export.attention.layout import Builder
 from attnforge.export.diagnosis.diagnose import Diagnosis, diagnose
+from attnforge.export.graphs.build import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering.attention import Attention
 from tests.support.broken import BROKEN, healthy, made

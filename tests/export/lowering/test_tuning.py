@@ -19,7 +19,7 @@ from torch.export import Dim
 import attnforge
 from attnforge.bundle import Bundle
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.attention.layout import Builder, insert, replace_value
+from attnforge.export.graphs.build import Builder, insert, replace_value
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
 from attnforge.export.lowering.attention import Attention, attentions

@@ -1,0 +1,104 @@
+"""Writing new nodes into a graph, with the type and shape of every value set, and putting values in place of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import ArrayLike
+from onnx_ir.tape import Tape
+
+
+class Builder(Tape):
+    """A tape on which `op.MatMul(a, b, …)` records a node and returns its output."""
+
+    def __getattr__(self, op_type: str) -> Callable[..., ir.Value]:
+        if not op_type[0].isupper():
+            raise AttributeError(op_type)
+        return lambda *inputs, **attributes: self.op(op_type, inputs, attributes)
+
+
+def constant(op: Builder, data: ArrayLike, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
+    """A Constant node that holds `data` in `dtype`, with its shape and type set."""
+    tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
+    value = typed(op.Constant(value=tensor), dtype, np.shape(data))
+    value.const_value = tensor
+    return value
+
+
+def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """`value` in `dtype`; `value` itself where it has that type already."""
+    return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
+
+
+def typed(value: ir.Value, dtype: ir.DataType, dims: Iterable[int | ir.SymbolicDim]) -> ir.Value:
+    """Set the type and the shape of `value`, and return it.
+
+    Both objects are new: two values that shared one would change together.
+    """
+    value.type, value.shape = ir.TensorType(dtype), ir.Shape(dims)
+    return value
+
+
+def dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
+    """Copies of the dims of a value whose shape is known."""
+    assert value.shape is not None
+    return [dim if isinstance(dim, int) else ir.SymbolicDim(dim.value) for dim in value.shape]
+
+
+def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
+    """Set on `value` the shape of `other`, and `dtype`, by default the type of `other`; return `value`."""
+    dtype = other.dtype if dtype is None else dtype
+    assert dtype is not None
+    return typed(value, dtype, dims_of(other))
+
+
+def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
+    """Set on `value` the type of `first` and the shape to which `first` and `second`, both of one rank, broadcast."""
+    assert first.shape is not None and second.shape is not None
+    assert first.dtype is not None
+    return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
+
+
+def insert(
+    graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False, stem: str | None = None
+) -> ir.Value:
+    """Run `build` with a new builder, insert the recorded nodes next to `at`, and return what `build` returned.
+
+    Args:
+        graph: the graph of `at`, changed in place.
+        at: the node before which the new nodes are inserted.
+        build: records nodes; where it raises, the graph stays as it was.
+        after: insert behind `at` instead.
+        stem: prefix of the new nodes' names, by default the name of `at`. Two insertions at one node need two stems.
+    """
+    op = Builder()
+    try:
+        result = build(op)
+    except Exception:
+        for node in op.nodes:  # nodes of a build that failed must not count as users of what they read
+            for i in range(len(node.inputs)):
+                node.replace_input_with(i, None)
+        raise
+    stem = stem or at.name or at.op_type
+    for i, node in enumerate(op.nodes):
+        node.name = node.name or f"{stem}/{node.op_type}_{i}"
+        for j, output in enumerate(node.outputs):
+            output.name = output.name or f"{node.name}:{j}"
+    if after:
+        graph.insert_after(at, op.nodes)
+    else:
+        graph.insert_before(at, op.nodes)
+    return result
+
+
+def replace_value(old: ir.Value, new: ir.Value) -> None:
+    """Let every user of `old`, graph outputs included, read `new`, which gets the type, shape and name of `old`.
+
+    An input or output of the graph keeps its own name instead.
+    """
+    like(new, old)
+    if old.is_graph_output() or (new.producer() is not None and not new.is_graph_output()):
+        old.name, new.name = f"{old.name}/replaced", old.name
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
