@@ -6,16 +6,12 @@ deployed. All compute with the same number of threads, at the precision of the b
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +32,7 @@ from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import cuda_devices
 from attnforge.precision import Precision, precision_named
+from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import as_written, at_precision, in_float64, named_outputs, run, torch_dtype
 
 
@@ -160,7 +157,7 @@ def _open_sdpa(job: Job, stack: ExitStack) -> Runner:
     return _torch(job, run_module)
 
 
-@contextlib.contextmanager
+@contextmanager
 def using_sdpa() -> Iterator[list[None]]:
     """This library's modules compute attention with torch's `scaled_dot_product_attention`; gives a list that grows by
     one with every call of it."""
@@ -311,7 +308,7 @@ def transformers_optimizer(file: Path, kinds: Sequence[str] = KINDS) -> onnx.Mod
     found: list[onnx.ModelProto] = []
     with quiet():
         for kind in kinds:
-            with contextlib.suppress(Exception):  # a kind that the model is not
+            with suppress(Exception):  # a kind that the model is not
                 found.append(optimizer.optimize_model(str(file), kind, opt_level=0).model)
     if not found:
         raise RuntimeError("it refuses the model as every kind that it knows")
@@ -333,19 +330,6 @@ FUSED_OPERATORS = ("Attention", "MultiHeadAttention", "GroupQueryAttention")
 
 def fused_operators(model: onnx.ModelProto) -> int:
     return sum(node.op_type in FUSED_OPERATORS for node in model.graph.node)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without what others' tools print and log."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(StringIO()), contextlib.redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from attnforge.errors import CaptureError, UsageError, first_line
 from attnforge.export.sources.onnx_file import check_range
+from attnforge.quiet import quiet
 
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -37,14 +37,11 @@ def load_program(file: Path) -> ExportedProgram:
     """
     if not file.is_file():
         raise UsageError(f"no file {str(file)!r}; give the path of a program that torch.export.save wrote")
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
     try:
-        return torch.export.load(file)
+        with quiet():
+            return torch.export.load(file)
     except Exception as error:
         raise UsageError(f"{file} is no exported program that can be read: {first_line(error)}") from error
-    finally:
-        logging.disable(disabled)
 
 
 def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, int]] | None = None) -> Opened:

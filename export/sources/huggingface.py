@@ -9,8 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch.export import Dim
 
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.model.registry import Example
+from attnforge.quiet import quiet
 
 SHORTEST, LONGEST = 2, 512
 """Tokens that a deployed model takes, unless told otherwise or unless its position table is shorter."""
@@ -129,7 +128,7 @@ def load(path: str | os.PathLike[str], attention: str, architecture: str | None,
 
 def _made(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
     if folder.is_dir() and (any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))):
-        with redirect_stderr(StringIO()):  # its progress bar
+        with quiet():  # a progress bar
             model = kind.from_pretrained(str(folder), local_files_only=True, attn_implementation=attention)
     elif kind.__name__ == "AutoModel":
         model = kind.from_config(config, attn_implementation=attention)

@@ -11,8 +11,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.torch_module import OPSET, output_dims
 from attnforge.precision import Precision, precision_named
+from attnforge.quiet import quiet
 from attnforge.runtime.cases import excluded_by, make_inputs, shape_of
 
 Ranges = Mapping[str, tuple[int, int, int]]
@@ -319,7 +319,7 @@ def at_opset(model: ir.Model) -> ir.Model:
     if have >= OPSET:
         return model
     try:
-        with _quiet():
+        with quiet():
             if have >= 18:
                 version_converter.convert_version(model, OPSET)
             else:  # below, onnxscript's converter changes the number alone
@@ -340,7 +340,7 @@ def _fold(model: ir.Model, floats: bool = True) -> None:
     def should_fold(node: ir.Node) -> bool | None:
         return False if not floats and any(v.dtype in FLOATS for v in node.outputs) else None
 
-    with _quiet():
+    with quiet():
         optimizer.fold_constants(model, onnx_shape_inference=False, should_fold=should_fold)
     # Whole numbers in an attribute of a Constant are beyond ONNX Runtime's inference.
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -359,7 +359,7 @@ def infer_shapes(model: ir.Model) -> None:
     found: dict[str, ir.Value] = {}
 
     def look(proto: onnx.ModelProto) -> onnx.ModelProto:
-        with _quiet():
+        with quiet():
             try:
                 inferred = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
             except Exception:  # an operator that it does not know; onnx's own gets as far as it can
@@ -381,14 +381,3 @@ def _name_scopes(model: ir.Model) -> None:
     for node in model.graph:
         if _SCOPES not in node.metadata_props and (parts := (node.name or "").split("/"))[0] == "" and len(parts) > 2:
             node.metadata_props[_SCOPES] = repr(["", ".".join(parts[1:-1]), parts[-1]])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What these tools log as they go stays off the user's terminal; what they raise is told."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)

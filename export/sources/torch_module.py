@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from io import StringIO
 from typing import Any
 
 import onnx_ir as ir
@@ -22,6 +18,7 @@ from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
 from attnforge.export.sources.repair import repair
 from attnforge.precision import Precision
+from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import as_written, at_precision, in_float64, output_names, run, torch_dtype
 from attnforge.runtime.cases import excluded_by
 
@@ -93,7 +90,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     copied = at_precision(module, precision)
     cast = tuple(_to(arg, torch_dtype(precision)) for arg in args)
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
-    with _quiet(), torch.no_grad(), as_written():
+    with quiet(), torch.no_grad(), as_written():
         example = copied(*cast)
         result_names = output_names(example)
         try:
@@ -234,16 +231,3 @@ def _why(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What the exporter prints and logs as it goes stays off the user's terminal; what it raises is told."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
