@@ -297,14 +297,26 @@ def load(
     options = Options(threads, device, contexts, graphs, cache)
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle, lazily=True)
     if backend == "eager":
-        if opened.manifest.source.kind == "onnx":
-            raise UnavailableError(
-                f"{opened.path} was deployed from an ONNX graph; there is no torch module, so no eager backend"
-            )
-        if module is None:
-            raise UnavailableError("the eager backend runs the module itself; give it: load(bundle, 'eager', module=…)")
-        from attnforge.runtime.backends.eager import Eager
+        return Session(opened, _eager(opened, module), options)
+    return Session(opened, open_first(opened, _candidates(opened, backend), options), options)
 
-        return Session(opened, Eager(opened, module), options)
-    candidates: Sequence[str] = {"auto": by_preference(opened), "onnxruntime": BACKENDS[2:5]}.get(backend, (backend,))
-    return Session(opened, open_first(opened, candidates, options), options)
+
+def _candidates(bundle: Bundle, backend: str) -> Sequence[str]:
+    """The backends to try, in order. What `auto` prefers is found out for `auto` alone: that asks CUDA for its devices,
+    which initialises it in this process, and a process may not fork after that."""
+    if backend == "auto":
+        return by_preference(bundle)
+    return BACKENDS[2:5] if backend == "onnxruntime" else (backend,)
+
+
+def _eager(bundle: Bundle, module: Any) -> Backend:
+    """The eager backend of a torch module; the one place of the runtime that imports torch."""
+    if bundle.manifest.source.kind == "onnx":
+        raise UnavailableError(
+            f"{bundle.path} was deployed from an ONNX graph; there is no torch module, so no eager backend"
+        )
+    if module is None:
+        raise UnavailableError("the eager backend runs the module itself; give it: load(bundle, 'eager', module=…)")
+    from attnforge.runtime.backends.eager import Eager
+
+    return Eager(bundle, module)

@@ -19,15 +19,19 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.bundle import Bundle, DimSpec, TensorSpec
+from attnforge.bundle import Bundle, Choice, DimSpec, Manifest, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
+from attnforge.machine import this_machine
+from attnforge.runtime.backends.backend import BACKENDS
 from attnforge.runtime.backends.onnxruntime import COPIED
+from attnforge.runtime.backends.registry import versions, why_no_openvino
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.session import Session
-from tests.support.bundles import small_example
+from tests.support.bundles import rewrite, small_example
 from tests.support.bundles import small_inputs as arrays
 
 Small = Callable[[str], Bundle]
+needs_openvino = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
 
 
 @pytest.fixture(scope="module")
@@ -551,6 +555,51 @@ print("fine")
 def test_loading_running_and_verifying_import_no_torch(small: Small, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, str(small("fp32").path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "fine"
+
+
+# Before a fork
+
+WITHOUT_CUDA = """
+import sys
+import attnforge
+from attnforge.bundle import Bundle
+from attnforge.machine import cuda_devices
+folder, backend = sys.argv[1:]
+module = None
+if backend == "eager":
+    from tests.support.bundles import rewrite, small_example
+    module = small_example().module
+opened = Bundle(folder)
+assert opened.manifest.choice is not None
+with attnforge.load(folder, backend, module=module) as session:
+    assert session.backend == backend
+    session.warm_up()
+assert cuda_devices.cache_info().misses == 0, "CUDA was asked for its devices, which initialises it"
+assert backend == "eager" or "cuda.bindings.driver" not in sys.modules  # torch imports it, and does not initialise CUDA
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime-cpu", "eager", pytest.param("openvino", marks=needs_openvino)])
+def test_a_backend_of_the_cpu_loaded_by_name_leaves_cuda_alone(copy: Path, backend: str) -> None:
+    """cuInit in a process makes a fork of it unsafe: its children can use no GPU."""
+
+    def with_choice(manifest: Manifest) -> None:
+        manifest.choice = Choice(
+            machine=this_machine(),
+            versions=versions(BACKENDS),
+            sizes={},
+            picked="onnxruntime-cpu",
+            milliseconds={"onnxruntime-cpu": 1.0},
+            dropped={},
+            seconds=1.0,
+        )
+
+    bundle = rewrite(copy, with_choice)
+    command = [sys.executable, "-c", WITHOUT_CUDA, str(bundle.path), backend]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "fine"
 
