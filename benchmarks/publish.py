@@ -21,7 +21,7 @@ def publish(figures: dict[str, Any], table: str, name: str, results: Path, readm
     """Write `figures` to the results file, and put `table` between the README's marks for `name`."""
     results.parent.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    if readme is not None:
+    if readme is not None and readme.name:
         publish_table(table, name, results, readme)
 
 

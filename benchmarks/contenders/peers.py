@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -258,6 +260,25 @@ def export_at_18(
     program.save(str(file))
 
 
+def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path) -> None:
+    """Write what torch's older exporter, which traces to TorchScript, makes of a module at opset 17.
+
+    Args:
+        shapes: dynamic shapes as torch.export takes them, by the input's name or in order.
+    """
+    names = list(inspect.signature(module.forward).parameters)[: len(args)]
+    by_name = shapes if isinstance(shapes, dict) else dict(zip(names, shapes or (), strict=False))
+    axes = {
+        name: {axis: f"{name}_{axis}" for axis, dim in dims.items() if dim is not None}
+        for name, dims in by_name.items()
+        if dims
+    }
+    with quiet(), torch.no_grad(), as_written():
+        torch.onnx.export(
+            module.eval(), args, str(file), input_names=names, dynamic_axes=axes, dynamo=False, opset_version=17
+        )
+
+
 def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
     """What the bundle was deployed with, from its manifest."""
     roots: dict[str, Any] = {}
@@ -296,23 +317,29 @@ KINDS = ("bert", "gpt2", "vit", "clip", "t5", "swin")
 """Of model that ONNX Runtime's optimizer is told to look for."""
 
 
-def transformers_optimizer(file: Path, kinds: Sequence[str] = KINDS) -> onnx.ModelProto:
-    """What `onnxruntime.transformers.optimizer` makes of a model: of some kinds, the one that it fuses most attention
-    as.
+def transformers_optimizer(
+    file: Path, kinds: Sequence[str] = KINDS, widths: Iterable[tuple[int, int]] = ((0, 0),)
+) -> onnx.ModelProto:
+    """What `onnxruntime.transformers.optimizer` makes of a model: of all attempts, the one that fuses most attention.
+
+    Args:
+        kinds: kinds of model to try.
+        widths: numbers of heads and hidden sizes to try; 0 lets the optimizer look for them in the graph, where it
+            does not find them if the batch is dynamic.
 
     Raises:
-        RuntimeError: it refuses the model as every kind.
+        RuntimeError: the optimizer refuses the model as every kind.
     """
     from onnxruntime.transformers import optimizer
 
-    found: list[onnx.ModelProto] = []
+    models: list[onnx.ModelProto] = []
     with quiet():
-        for kind in kinds:
+        for kind, (heads, hidden) in itertools.product(kinds, widths):
             with suppress(Exception):  # a kind that the model is not
-                found.append(optimizer.optimize_model(str(file), kind, opt_level=0).model)
-    if not found:
+                models.append(optimizer.optimize_model(str(file), kind, heads, hidden, opt_level=0).model)
+    if not models:
         raise RuntimeError("it refuses the model as every kind that it knows")
-    return max(found, key=fused_operators)
+    return max(models, key=fused_operators)
 
 
 def ort_fusions(file: Path) -> onnx.ModelProto:

@@ -1,9 +1,11 @@
 """How many attention sites are fused: by attnforge, by others' optimisers, and by TensorRT-RTX alone.
 
 `python -m attnforge.benchmarks.suites.fusion` writes `benchmarks/results/fusion_coverage.json` and refreshes the
-table in the README. Every model is exported anew for each: for attnforge and for TensorRT-RTX alone
-at opset 23 in fp16, for ONNX Runtime's optimisers at opset 18 in fp32, the form that they were written for. Counted are
-sites that became one operator, and for TensorRT-RTX fused attention kernels in the plan.
+published table. Every model is exported anew for each column: for attnforge and for TensorRT-RTX alone by torch.export
+at opset 23 in fp16; for ONNX Runtime's optimisers in fp32 by torch.export at opset 18; and for
+`onnxruntime.transformers.optimizer`, which was written for the graphs of the older exporter, by TorchScript at opset 17
+as well. That optimizer is tried as every kind of model that it knows, and is told the number of heads and the hidden
+size. Counted are sites that became one operator, and for TensorRT-RTX fused attention kernels in the plan.
 """
 
 from __future__ import annotations
@@ -19,10 +21,16 @@ import torch
 import typer
 from rich.console import Console
 
-from attnforge.benchmarks.contenders.peers import export_at_18, fused_operators, ort_fusions, transformers_optimizer
+from attnforge.benchmarks.contenders.peers import (
+    export_at_18,
+    export_by_torchscript,
+    fused_operators,
+    ort_fusions,
+    transformers_optimizer,
+)
 from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.benchmarks.suites.huggingface import build, minilm, variants
-from attnforge.errors import AttnforgeError
+from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.deploy import tool_versions
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -33,7 +41,20 @@ from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 
 COMMAND = "python -m attnforge.benchmarks.suites.fusion"
-COLUMNS = ("canonical", "tensorrt_rtx", "optimizer", "ort_fusions", "tensorrt_rtx_alone")
+COLUMNS = {
+    "canonical": "attnforge: canonical",
+    "tensorrt_rtx": "attnforge: TensorRT-RTX kernels",
+    "optimizer": "onnxruntime.transformers.optimizer",
+    "optimizer_torchscript": "the same, on TorchScript exports",
+    "ort_fusions": "ort_fusions",
+    "tensorrt_rtx_alone": "TensorRT-RTX alone",
+}
+"""Headings of the table, by the names that the counts have in the results file."""
+
+BUILT = ("tensorrt_rtx", "tensorrt_rtx_alone")
+"""Columns that attnforge builds itself, where only its own errors are refusals."""
+
+Exporter = Callable[[torch.nn.Module, tuple[Any, ...], Any, Path], None]
 
 
 def main(
@@ -73,46 +94,64 @@ def models() -> dict[str, Callable[[], Example]]:
 
 def coverage(model: Example) -> dict[str, Any]:
     """For one model: its sites, and how many each way fuses. What a tool refuses counts as none, with its words."""
-    counts: dict[str, Any] = {}
-    refused: dict[str, str] = {}
+    captured = capture(*model, precision_named("fp16"))
+    plain = captured.model.clone()
+    sites = canonicalize(captured.model)
+    widths = _widths(captured.model)
+    lowered = for_tensorrt.lower(captured.model, sites)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
-        captured = capture(*model, precision_named("fp16"))
-        plain = captured.model.clone()
-        sites = canonicalize(captured.model)
-        counts["sites"], counts["canonical"] = len(sites), sum(site.node is not None for site in sites)
-        lowered = for_tensorrt.lower(captured.model, sites)
-        for column, graph in (("tensorrt_rtx", captured.model), ("tensorrt_rtx_alone", plain)):
+
+        def exported(write: Exporter) -> Path:
+            write(model.module, model.args, model.dynamic_shapes, file)
+            return file
+
+        def kernels() -> int:
+            plan = _plan(captured.model, captured, file)
+            return sum(plan.kernel_of(attention.node) is not None for attention in lowered)
+
+        ways: dict[str, Callable[[], int]] = {
+            "tensorrt_rtx": kernels,
+            "tensorrt_rtx_alone": lambda: sum(
+                layer.is_fused_attention for layer in _plan(plain, captured, file).layers
+            ),
+            "optimizer": lambda: fused_operators(transformers_optimizer(exported(export_at_18), widths=widths)),
+            "optimizer_torchscript": lambda: fused_operators(
+                transformers_optimizer(exported(export_by_torchscript), widths=widths)
+            ),
+            "ort_fusions": lambda: fused_operators(ort_fusions(exported(export_at_18))),
+        }
+        counts: dict[str, Any] = {"sites": len(sites), "canonical": sum(site.node is not None for site in sites)}
+        refused: dict[str, str] = {}
+        for column, count in ways.items():
+            refusals = AttnforgeError if column in BUILT else Exception  # others' tools raise anything
             try:
-                plan = _built(graph, captured, file)
-            except AttnforgeError as error:
-                counts[column], refused[column] = 0, str(error)
-                continue
-            if column == "tensorrt_rtx":
-                counts[column] = sum(plan.kernel_of(one.node) is not None for one in lowered)
-            else:
-                counts[column] = sum(layer.is_fused_attention for layer in plan.layers)
-        for column, optimize in (("optimizer", transformers_optimizer), ("ort_fusions", ort_fusions)):
-            try:
-                export_at_18(model.module, model.args, model.dynamic_shapes, file)
-                counts[column] = fused_operators(optimize(file))
-            except Exception as error:  # others' tools, whatever they raise
-                counts[column], refused[column] = 0, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                counts[column] = count()
+            except refusals as error:
+                counts[column], refused[column] = 0, f"{type(error).__name__}: {first_line(error)}"
     return {**counts, "refused": refused}
 
 
-def _built(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
+def _widths(canonical: ir.Model) -> set[tuple[int, int]]:
+    """Number of heads and width of all heads together, of every canonical Attention node where both are known."""
+    widths = set()
+    for node in canonical.graph:
+        if node.op_type == "Attention":
+            query, _, value = (value.shape if value is not None else None for value in node.inputs[:3])
+            heads, head_dim = query[1] if query is not None else None, value[3] if value is not None else None
+            if isinstance(heads, int) and isinstance(head_dim, int):
+                widths.add((heads, heads * head_dim))
+    return widths or {(0, 0)}
+
+
+def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
     ir.save(graph, file)
     return engine.build(file, "tensorrt_rtx", captured.inputs, "fp16")
 
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = [
-        "| model | sites | attnforge: canonical | attnforge: TensorRT-RTX kernels | onnxruntime.transformers.optimizer "
-        "| ort_fusions | TensorRT-RTX alone |",
-        "|" + "---|" * 7,
-    ]
+    lines = [f"| model | sites | {' | '.join(COLUMNS.values())} |", "|" + "---|" * (2 + len(COLUMNS))]
     rows = figures["models"]
     for name, row in rows.items():
         lines.append(f"| {name} | {row['sites']} | " + " | ".join(_cell(row, column) for column in COLUMNS) + " |")
