@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -39,13 +38,13 @@ from attnforge.export.sources.torch_module import Captured, DynamicShapes, captu
 from attnforge.export.tensorrt import build as engine
 from attnforge.machine import compute_capability, device_name
 from attnforge.precision import PRECISIONS, Precision, precision_named
+from attnforge.progress import Listener, Progress, Stages
 from attnforge.runtime import cases as reference
 from attnforge.runtime.inputs import by_name
 from attnforge.runtime.parity.metrics import Scores, metric_named
 from attnforge.version import __version__
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
-Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 
@@ -71,7 +70,7 @@ def deploy(
     force: bool = False,
     one_file_limit: int = SHELVED,
     source: b.Source | None = None,
-    progress: Progress = lambda stage: None,
+    progress: Listener = None,
 ) -> b.Bundle:
     """Export `module` as it computes in eval mode, lower it for every target, and write a bundle to `out`.
 
@@ -110,7 +109,8 @@ def deploy(
         one_file_limit: bytes of weights above which they stand in a file of their own, which the bundle's graphs share;
             at most what an ONNX file can hold, 2 GiB. That loads faster than weights inside a graph.
         source: where the module came from, for those who want to make it again.
-        progress: called with the name of each stage as it starts.
+        progress: hears of every stage as it begins, by its name, and a :class:`attnforge.progress.Progress` of every
+            step within it too.
 
     Raises:
         UsageError: an argument that cannot be meant, `out` exists, or a file that is no model.
@@ -122,24 +122,30 @@ def deploy(
     automatic = _automatic(precision, max_error, attention_precision)
     chosen, skipped = choose_targets(targets)
     _check_required(require_fused, chosen, skipped)
-    stages = _Stages(progress)
-    progress = stages.begin
+    building = {target: f"lower and build for {target}" for target in chosen}
+    stages = Stages(
+        progress,
+        [
+            *("export", "canonicalize", *(["choose precisions"] if automatic else []), *building.values(), "reference"),
+            *(["measure backends"] if tune else []),
+        ],
+    )
     with b.writing(out, force) as folder:
         shelf = Shelf(folder, min(one_file_limit, LIMIT))
-        progress("export")
+        stages.begin("export")
         captured, origin = _captured(module, args, dynamic_shapes, "fp32" if automatic else precision)
         p = captured.precision
         attention = _attention_precision(attention_precision, p, chosen)
         real = _data(captured.inputs, data, labels, metric)
-        progress("canonicalize")
+        stages.begin("canonicalize")
         plain = captured.model.clone()
         sites = canonicalize(captured.model)
         source_of_truth: Expected = captured
         mixed = None
         if automatic:
-            progress("choose precisions")
             budget = Budget(max_error, partial(_scores, metric, real, least) if metric is not None else None)
-            found = choose(captured.model, sites, captured, automatic, budget, real)
+            steps = stages.begin("choose precisions")
+            found = choose(captured.model, sites, captured, automatic, budget, real, steps)
             source_of_truth, mixed = found.source, found.mixed
             captured = replace(captured, model=found.model, precision=found.source.precision)
             p = captured.precision
@@ -149,7 +155,7 @@ def deploy(
         engine.profiles_of(captured.inputs, profiles)  # refused before anything is built
         built = _Built(folder, shelf, captured, sites)
         for target in chosen:
-            progress(f"lower and build for {target}")
+            stages.begin(building[target])
             if target == "onnxruntime":
                 _for_onnxruntime(built, tune)
                 continue
@@ -162,8 +168,7 @@ def deploy(
                 built.refused[target] = str(error)
         certificate = certify(built)
         _hold_to(require_fused, certificate)
-        progress("reference")
-        cases = write_reference(folder, source_of_truth, attention, real)
+        cases = write_reference(folder, source_of_truth, attention, real, stages.begin("reference"))
         manifest = b.Manifest(
             name=name or (Path(origin.name).stem if origin.kind != "module" else origin.name.rpartition(".")[2]),
             precision=p.name,
@@ -184,31 +189,13 @@ def deploy(
         manifest.seconds = stages.seconds()
         b.write_manifest(folder, manifest)
         if tune:
-            progress("measure backends")
-            _measure_backends(folder, manifest)
+            _measure_backends(folder, manifest, stages.begin("measure backends"))
             manifest.seconds = stages.seconds()
             b.write_manifest(folder, manifest, only_new=True)
     return b.Bundle(out)
 
 
-class _Stages:
-    """Says which stage begins, and keeps how long each took."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._begun: dict[str, float] = {}
-
-    def begin(self, stage: str) -> None:
-        self._begun[stage] = time.perf_counter()
-        self._progress(stage)
-
-    def seconds(self) -> dict[str, float]:
-        """Of every stage so far, the last up to now."""
-        ends = [*list(self._begun.values())[1:], time.perf_counter()]
-        return {stage: round(end - begun, 3) for (stage, begun), end in zip(self._begun.items(), ends, strict=True)}
-
-
-def _measure_backends(folder: Path, manifest: b.Manifest) -> None:
+def _measure_backends(folder: Path, manifest: b.Manifest, progress: Progress) -> None:
     """Find how ONNX Runtime's session runs the model fastest here, and then which backend does."""
     from attnforge.runtime.choose import choose_backend, tune_session
 
@@ -216,7 +203,7 @@ def _measure_backends(folder: Path, manifest: b.Manifest) -> None:
         with suppress(Exception):  # what ONNX Runtime does not run is seen when it is verified
             manifest.targets["onnxruntime"].session = tune_session(b.Bundle(folder, lazily=True))
         b.write_manifest(folder, manifest, only_new=True)
-    manifest.choice = choose_backend(b.Bundle(folder, lazily=True))
+    manifest.choice = choose_backend(b.Bundle(folder, lazily=True), progress=progress)
 
 
 def _captured(

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.precision import Precision
+from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.cases import OUTLIERS
 from attnforge.runtime.inputs import shapes_of
@@ -56,7 +57,11 @@ class Data:
 
 
 def write_reference(
-    folder: Path, source: Expected, attention: Precision | None = None, data: Data | None = None
+    folder: Path,
+    source: Expected,
+    attention: Precision | None = None,
+    data: Data | None = None,
+    progress: Progress | None = None,
 ) -> list[Case]:
     """Run every case through the source at the bundle's precision and in float64; keep the outputs.
 
@@ -66,6 +71,7 @@ def write_reference(
         attention: the precision of attention alone, where it is another. Eager cannot be told to compute attention
             alone so; all of it runs at that precision, as the yardstick of :mod:`attnforge.runtime.parity.budget`.
         data: what else to run, after the cases that are made from seeds.
+        progress: hears of every case.
 
     Returns:
         the cases.
@@ -74,7 +80,9 @@ def write_reference(
     low = source.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
     few = _Few([])
+    steps = Steps(progress, len(cases))
     for case in cases:
+        steps.begin(case.name)
         if case.kind == "denormal":  # at the precision, where that is less than the inputs'
             case.scale = source.precision.smallest_normal / _limits(source, "smallest_normal")
         if case.kind == "extremes":

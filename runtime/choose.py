@@ -17,6 +17,7 @@ import onnxruntime as ort
 from attnforge.arrays import Array
 from attnforge.bundle import WEIGHTS, Bundle, Choice, SessionSettings
 from attnforge.machine import this_machine
+from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.backend import BACKENDS
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime, session_options
@@ -29,13 +30,14 @@ ROUNDS = 16
 """How often every backend, and every setting, is timed."""
 
 
-def choose_backend(bundle: Bundle, seconds: float = 10.0) -> Choice | None:
+def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | None = None) -> Choice | None:
     """Hold every backend that can run here to the budget, and time those that are within it, in turns; once more where
     they were opened in the reverse order, for who is opened first may stay slower for that.
 
     Args:
         bundle: whose reference cases are held to, and whose example is timed.
         seconds: for timing.
+        progress: hears of every backend as it is opened, twice.
 
     Returns:
         what was found; None where fewer than two backends can run, so that there is nothing to choose.
@@ -45,7 +47,11 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0) -> Choice | None:
     if len(able) < 2:
         return None
     dropped: dict[str, str] = {}
-    openings = [_timed(bundle, able, dropped, seconds / 2, hold=True), _timed(bundle, able[::-1], dropped, seconds / 2)]
+    steps = Steps(progress, 2 * len(able))
+    openings = [
+        _timed(bundle, able, dropped, seconds / 2, steps, hold=True),
+        _timed(bundle, able[::-1], dropped, seconds / 2, steps),
+    ]
     found = {name: round(mean(one[name] for one in openings), 4) for name in able if name not in dropped}
     return Choice(
         machine=this_machine(),
@@ -59,7 +65,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0) -> Choice | None:
 
 
 def _timed(
-    bundle: Bundle, names: Sequence[str], dropped: dict[str, str], seconds: float, *, hold: bool = False
+    bundle: Bundle, names: Sequence[str], dropped: dict[str, str], seconds: float, steps: Steps, *, hold: bool = False
 ) -> dict[str, float]:
     """The median milliseconds of the backends, opened in this order, but for those that are dropped. One that fails is
     dropped here, and so is one that misses the budget, if they are to be held to it."""
@@ -67,6 +73,7 @@ def _timed(
     with ExitStack() as stack:
         sessions: dict[str, Session] = {}
         for name in (name for name in names if name not in dropped):
+            steps.begin(name)
             try:
                 session = stack.enter_context(load(bundle, name, cache=False))  # the folder is not the bundle's last
                 missed = compare(session).missed if hold else None

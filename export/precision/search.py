@@ -30,6 +30,7 @@ from attnforge.export.precision.assign import assign, cost_of, flops_of, operato
 from attnforge.export.precision.emulation import emulate
 from attnforge.export.reference import Data, Expected, at_precision, stored_of
 from attnforge.precision import Precision, precision_named
+from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge
 from attnforge.runtime.parity.metrics import Scores
@@ -126,6 +127,7 @@ class _Search:
     expected: dict[str, tuple[dict[str, Array], dict[str, Array]]]
     all_cases: list[Case]
     feed: Callable[[Case], dict[str, Array]]
+    trials: Steps
     tried: dict[frozenset[str], Verdict] = field(default_factory=dict)
     steps: list[str] = field(default_factory=list)
     out_of_range: frozenset[str] = frozenset()
@@ -148,6 +150,7 @@ class _Search:
     def judge(self, high: frozenset[str]) -> Verdict:
         """The verdict on an assignment, over all cases."""
         if high not in self.tried:
+            self.trials.begin(f"{len(high)} of {len(self.nodes)} operators in fp32")
             self.tried[high] = self._judged(high)
         return self.tried[high]
 
@@ -354,6 +357,7 @@ def choose(
     names: Sequence[str],
     budget: Budget,
     data: Data,
+    progress: Progress,
 ) -> Found:
     """The cheapest assignment found that meets the budget.
 
@@ -364,6 +368,7 @@ def choose(
         names: the 16-bit precisions to try, the first alone where it needs no fp32.
         budget: what has to be met.
         data: real inputs, on which it is judged too.
+        progress: hears of every assignment that is tried.
 
     Raises:
         BuildError: not even fp32 meets the budget.
@@ -378,8 +383,11 @@ def choose(
     feeds = {case.name: feed(case) for case in judged}
     expected = {name: (sources[0].eager(inputs), whole.exact(inputs)) for name, inputs in feeds.items()}
     found: list[Found] = []
+    trials = Steps(progress)
     for source in sources:
-        search = _Search(model, sites, source, sources[0], budget, judged, feeds, cases[0].sizes, expected, cases, feed)
+        search = _Search(
+            model, sites, source, sources[0], budget, judged, feeds, cases[0].sizes, expected, cases, feed, trials
+        )
         found.append(_chosen(search))
         if not found[-1].mixed.regions:
             break

@@ -1,0 +1,100 @@
+"""Progress of long work: stages in order, and steps within a stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Hears of every stage and every step as it begins, in the thread that works.
+
+    :func:`attnforge.deploy` calls `stage` once a stage, `number` rising from 1 to `total`, and during a stage `step`
+    any number of times, or never where a stage is one piece of work. A stage ends where the next one begins or where
+    `deploy` returns or raises. What a method raises ends the work, and `deploy` leaves nothing behind.
+
+    A display on a terminal takes its stream (`sys.stderr`) before the work begins: while torch exports, `sys.stdout`
+    and `sys.stderr` are redirected (:mod:`attnforge.quiet`).
+    """
+
+    def stage(self, name: str, number: int, total: int) -> None:
+        """The stage `name`, such as "lower and build for onnxruntime", begins, the `number`-th of `total`."""
+
+    def step(self, what: str, done: int, total: int | None) -> None:
+        """Work on `what` begins (a reference case, a backend, an assignment of precisions), after `done` steps of this
+        stage; of `total`, or None where nobody knows how many there will be."""
+
+
+class Silent:
+    """Progress that nobody hears of."""
+
+    def stage(self, name: str, number: int, total: int) -> None: ...
+
+    def step(self, what: str, done: int, total: int | None) -> None: ...
+
+
+class StageNames:
+    """Progress for a plain function, which hears the names of stages alone."""
+
+    def __init__(self, hear: Callable[[str], None]) -> None:
+        self._hear = hear
+
+    def stage(self, name: str, number: int, total: int) -> None:
+        self._hear(name)
+
+    def step(self, what: str, done: int, total: int | None) -> None: ...
+
+
+Listener = Progress | Callable[[str], None] | None
+"""Whom a caller may name as the one to hear of progress: a :class:`Progress`, a function of a stage's name, nobody."""
+
+
+class Stages:
+    """The stages of one piece of work: tells a listener of each, and keeps how long each took.
+
+    Args:
+        listener: hears of them.
+        names: of all stages, in order.
+    """
+
+    def __init__(self, listener: Listener, names: Sequence[str]) -> None:
+        if listener is None:
+            listener = Silent()
+        self.progress = listener if isinstance(listener, Progress) else StageNames(listener)
+        self._names = list(names)
+        self._begun: dict[str, float] = {}
+
+    def begin(self, name: str) -> Progress:
+        """Begin a stage, which ends the one before.
+
+        Returns:
+            what hears of the stage's steps.
+        """
+        self._begun[name] = time.perf_counter()
+        self.progress.stage(name, self._names.index(name) + 1, len(self._names))
+        return self.progress
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds that every stage so far took, the last one up to now."""
+        ends = [*list(self._begun.values())[1:], time.perf_counter()]
+        return {name: round(end - start, 3) for (name, start), end in zip(self._begun.items(), ends, strict=True)}
+
+
+class Steps:
+    """Counts the steps of one stage.
+
+    Args:
+        progress: hears of each; None where nobody does.
+        total: how many there will be, or None where that shows on the way.
+    """
+
+    def __init__(self, progress: Progress | None, total: int | None = None) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def begin(self, what: str) -> None:
+        """Begin a step, which ends the one before."""
+        if self._progress is not None:
+            self._progress.step(what, self._done, self._total)
+        self._done += 1

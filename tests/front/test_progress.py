@@ -1,0 +1,46 @@
+"""What deploy tells of its progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attnforge
+from attnforge.progress import Progress, Stages, Steps
+from tests.support.bundles import small_example
+
+
+class Heard:
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, int, int]] = []
+        self.steps: dict[str, list[tuple[str, int, int | None]]] = {}
+
+    def stage(self, name: str, number: int, total: int) -> None:
+        self.stages.append((name, number, total))
+
+    def step(self, what: str, done: int, total: int | None) -> None:
+        self.steps.setdefault(self.stages[-1][0], []).append((what, done, total))
+
+
+def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
+    module, args, shapes = small_example()
+    heard = Heard()
+    assert isinstance(heard, Progress)
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False, progress=heard
+    )
+    stages = ["export", "canonicalize", "lower and build for onnxruntime", "reference"]
+    assert heard.stages == [(name, i + 1, len(stages)) for i, name in enumerate(stages)]
+    names = [case.name for case in bundle.manifest.cases]
+    assert heard.steps == {"reference": [(name, i, len(names)) for i, name in enumerate(names)]}
+    assert list(bundle.manifest.seconds) == stages
+
+
+def test_a_function_hears_the_names_of_stages() -> None:
+    names: list[str] = []
+    stages = Stages(names.append, ["first", "second"])
+    Steps(stages.begin("first"), 1).begin("a step")
+    stages.begin("second")
+    assert names == ["first", "second"]
+    assert list(stages.seconds()) == names
