@@ -31,7 +31,7 @@ from attnforge.input_files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.report.verify_page import write_page
-from attnforge.runtime.backends.backend import BACKENDS, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
 from attnforge.runtime.parity.verify import Report
 
 console = Console()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 from typing import Any
 
-from attnforge.bundle import FLAVOURS
-from attnforge.export.deploy import TARGETS, tool_versions, why_not_buildable
-from attnforge.machine import cuda_devices
-from attnforge.runtime.backends.backend import BACKENDS
-from attnforge.runtime.backends.registry import why_no_provider
+from attnforge.export.deploy import TARGETS, why_not_buildable
+from attnforge.machine import cuda_devices, tool_versions
+from attnforge.runtime.backends.registry import BACKENDS, why_not_here
 
 
 def examine() -> dict[str, Any]:
@@ -21,16 +18,5 @@ def examine() -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {cuda_devices()} CUDA devices",
         "packages": tool_versions(),
         "build": {target: why_not_buildable(target) for target in TARGETS},
-        "run": {backend: _why_not_runnable(backend) for backend in BACKENDS},
+        "run": {backend: why_not_here(backend) for backend in BACKENDS},
     }
-
-
-def _why_not_runnable(backend: str) -> str | None:
-    if backend not in FLAVOURS:
-        return why_no_provider(backend)
-    try:
-        importlib.import_module(backend)
-    except ImportError as error:
-        package = "tensorrt_rtx" if backend == "tensorrt_rtx" else "attnforge[tensorrt]"
-        return f"not installed ({error}); pip install {package}"
-    return None if cuda_devices() else "no CUDA device: plans are built without one, and run only on an NVIDIA GPU"

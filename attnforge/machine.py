@@ -1,29 +1,45 @@
-"""The machine at hand: its processor, its CUDA devices, and what decides which code is fast on it. Imports no torch."""
+"""The machine at hand: its processor, its CUDA devices, and the versions of what is installed. Imports no torch.
+
+Results of measurements hold for a :class:`Machine` and for versions (:func:`versions`, :func:`tool_versions`); whoever
+records some takes both from here.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from attnforge.records import Record
+from attnforge.version import __version__
 
 INSTRUCTIONS = (
     "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16",
     "asimd", "asimdhp", "bf16", "sve",
 )  # fmt: skip
-"""Of the processor's instruction sets those that matrix products and attention are written for."""
+"""The instruction sets that kernels of matrix products and attention are written for."""
+
+TOOLS = (
+    "torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt_rtx", "openvino",
+    "numpy",
+)  # fmt: skip
+"""The packages that decide what a bundle holds and how it runs."""
 
 
 class Machine(Record):
-    """What a measurement holds for: where all of this is the same, it may be expected again.
+    """What a measurement holds for: on an equal machine, equal times are to be expected.
 
     Attributes:
-        processors: that this process may run on.
-        instructions: the processor's, of :data:`INSTRUCTIONS`.
-        gpus: names of CUDA devices.
+        system: operating system and architecture, such as `Linux x86_64`.
+        processor: its model.
+        processors: how many this process may run on.
+        instructions: those of :data:`INSTRUCTIONS` that the processor has.
+        gpus: names of the CUDA devices.
     """
 
     system: str
@@ -35,10 +51,11 @@ class Machine(Record):
 
 @functools.cache
 def this_machine(gpus: bool = True) -> Machine:
-    """The machine that this runs on.
+    """The machine that this process runs on.
 
     Args:
-        gpus: without, none is asked for, which would initialise CUDA in this process.
+        gpus: whether to ask for CUDA devices, which initialises CUDA in this process; a process must not fork after
+            that. Without, `gpus` is empty.
     """
     about = _cpuinfo()
     flags = set((about.get("flags") or about.get("Features") or "").split())
@@ -59,8 +76,22 @@ def processors() -> int:
         return os.cpu_count() or 1
 
 
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those of `packages` that are installed."""
+    installed = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
+
+
+def tool_versions() -> dict[str, str]:
+    """The versions of attnforge and of the installed :data:`TOOLS`."""
+    return {"attnforge": __version__, **versions(TOOLS)}
+
+
 def _cpuinfo() -> dict[str, str]:
-    """What Linux says of the first processor."""
+    """What Linux says of the first processor, by key; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:
@@ -70,7 +101,10 @@ def _cpuinfo() -> dict[str, str]:
 
 @functools.cache
 def cuda_devices() -> int:
-    """Number of CUDA devices that the driver reports; 0 where there is no driver or no cuda-bindings."""
+    """Number of CUDA devices that the driver reports; 0 where there is no driver or no cuda-bindings.
+
+    Calls `cuInit`: a process that has asked must not fork, for its children could use no GPU.
+    """
     try:
         driver = importlib.import_module("cuda.bindings.driver")
         if int(driver.cuInit(0)[0]) != 0:
@@ -83,7 +117,11 @@ def cuda_devices() -> int:
 
 @functools.cache
 def compute_capability(device: int) -> str:
-    """Of a CUDA device, as TensorRT-RTX names it: `SM90` is 9.0. To be asked only where there is one."""
+    """The compute capability of a CUDA device, as TensorRT-RTX writes it: `SM90` is 9.0.
+
+    Args:
+        device: its number; there must be such a device.
+    """
     core = importlib.import_module("cuda.core")
     major, minor = core.Device(device).compute_capability
     return f"SM{major}{minor}"
@@ -91,5 +129,9 @@ def compute_capability(device: int) -> str:
 
 @functools.cache
 def device_name(device: int) -> str:
-    """Name of a CUDA device, such as `NVIDIA H200`. To be asked only where there is one."""
+    """The name of a CUDA device, such as `NVIDIA H200`.
+
+    Args:
+        device: its number; there must be such a device.
+    """
     return str(importlib.import_module("cuda.core").Device(device).name)

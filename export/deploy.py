@@ -3,7 +3,6 @@ bundle."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,13 +35,12 @@ from attnforge.export.sources.exported_program import load_program, open_program
 from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.torch_module import Captured, DynamicShapes, capture
 from attnforge.export.tensorrt import build as engine
-from attnforge.machine import compute_capability, device_name
+from attnforge.machine import compute_capability, device_name, tool_versions
 from attnforge.precision import PRECISIONS, Precision, precision_named
 from attnforge.progress import Listener, Progress, Stages
 from attnforge.runtime import cases as reference
 from attnforge.runtime.inputs import by_name
 from attnforge.runtime.parity.metrics import Scores, metric_named
-from attnforge.version import __version__
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt_rtx")
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
@@ -515,25 +513,3 @@ def _nodes_kept_by_onnxruntime(file: Path) -> dict[str, str]:
     finally:
         for left in file.parent.glob(f"{optimized.name}*"):
             left.unlink()
-
-
-def tool_versions() -> dict[str, str]:
-    names = (
-        "torch",
-        "onnx",
-        "onnx_ir",
-        "onnxscript",
-        "onnxruntime",
-        "onnxruntime-gpu",
-        "tensorrt",
-        "tensorrt_rtx",
-        "openvino",
-        "numpy",
-    )
-    versions = {"attnforge": __version__}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -16,13 +16,13 @@ import onnxruntime as ort
 
 from attnforge.arrays import Array
 from attnforge.bundle import WEIGHTS, Bundle, Choice, SessionSettings
-from attnforge.machine import this_machine
+from attnforge.machine import this_machine, versions
 from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.backend import BACKENDS
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime, session_options
-from attnforge.runtime.backends.registry import fastest_first, versions, why_unavailable
+from attnforge.runtime.backends.registry import BACKENDS, libraries_of, why_unavailable
 from attnforge.runtime.parity.verify import compare, stored_inputs
+from attnforge.runtime.preference import fastest_first
 from attnforge.runtime.session import Session, load
 from attnforge.runtime.turns import ALIKE, LONG, medians, seconds_of
 
@@ -55,7 +55,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     found = {name: round(mean(one[name] for one in openings), 4) for name in able if name not in dropped}
     return Choice(
         machine=this_machine(),
-        versions=versions(able),
+        versions=versions(libraries_of(able)),
         sizes=next(case.sizes for case in bundle.manifest.cases if case.kind == "example"),
         picked=next(iter(fastest_first(found)), None),
         milliseconds=found,

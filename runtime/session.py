@@ -17,8 +17,8 @@ from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.backend import BACKENDS, Backend
-from attnforge.runtime.backends.registry import by_preference, open_first
+from attnforge.runtime.backends.backend import Backend
+from attnforge.runtime.backends.registry import BACKENDS, open_first
 from attnforge.runtime.inputs import (
     Shapes,
     by_name,
@@ -30,6 +30,7 @@ from attnforge.runtime.inputs import (
     writable,
 )
 from attnforge.runtime.options import Memory, Options
+from attnforge.runtime.preference import by_preference
 
 if TYPE_CHECKING:
     from cuda.core import Event

@@ -404,7 +404,7 @@ def bench(
     from attnforge.benchmarks.contenders.peers import peers_here
     from attnforge.benchmarks.measure import results
     from attnforge.benchmarks.measure.compare import compare
-    from attnforge.runtime.backends.backend import BACKENDS, WITHOUT_TARGET
+    from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
 
     if out_file is not None and out_file.exists() and not force:
         raise UsageError(f"{out_file} exists; choose another file with --out, or overwrite it with --force")

@@ -16,7 +16,7 @@ from attnforge.bundle import Bundle
 from attnforge.errors import UnavailableError
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime
 from attnforge.runtime.backends.openvino import CAPABILITIES
-from attnforge.runtime.backends.registry import why_no_openvino, why_no_provider
+from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.session import Session, load
 
 Runner = Callable[[dict[str, Array]], dict[str, Array]]
@@ -76,7 +76,7 @@ def _in_onnxruntime(setup: Setup, file: Path, stack: ExitStack) -> Runner:
 
 
 def _on_cuda(setup: Setup, file: Path, stack: ExitStack) -> Runner:
-    if (reason := why_no_provider("onnxruntime-cuda")) is not None:
+    if (reason := why_not_here("onnxruntime-cuda")) is not None:
         raise UnavailableError(reason)
     import onnxruntime as ort
 
@@ -86,7 +86,7 @@ def _on_cuda(setup: Setup, file: Path, stack: ExitStack) -> Runner:
 
 
 def _in_openvino(setup: Setup, file: Path, stack: ExitStack, static: bool = False) -> Runner:
-    if (reason := why_no_openvino()) is not None:
+    if (reason := why_not_here("openvino")) is not None:
         raise UnavailableError(reason)
     import openvino
 

@@ -14,7 +14,7 @@ from attnforge.arrays import to_numpy
 from attnforge.benchmarks.gpu.records import Item, broken
 from attnforge.benchmarks.gpu.running import Run
 from attnforge.precision import Precision
-from attnforge.runtime.backends.backend import ON_GPU
+from attnforge.runtime.backends.registry import ON_GPU
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from attnforge.benchmarks.gpu.records import (
     ours,
 )
 from attnforge.bundle import FLAVOURS
-from attnforge.runtime.backends.backend import BACKENDS, ON_GPU, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET
 
 
 def wrong_answers(results: Results) -> list[str]:

@@ -90,8 +90,8 @@ class Large:
             failed: where a builder's refusal goes.
             wanted: what TensorRT-RTX's plan is to be for; by default what worked when it was tried.
         """
-        from attnforge.export.deploy import tool_versions
         from attnforge.export.tensorrt.rebuild import rebuilt
+        from attnforge.machine import tool_versions
 
         captured = self.captured
         fixed = zip(captured.inputs, shapes, strict=True)

@@ -20,7 +20,7 @@ from attnforge.benchmarks.gpu.records import (
     first_line,
     worked,
 )
-from attnforge.runtime.backends.backend import BACKENDS
+from attnforge.runtime.backends.registry import BACKENDS
 
 TIMES = (
     "Milliseconds as p50 / p90 / p99. On the device: between CUDA events, the device kept busy until all is enqueued. "

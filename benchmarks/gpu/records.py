@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from attnforge.bundle import PORTABLE
 from attnforge.records import Record
-from attnforge.runtime.backends.backend import BACKENDS, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
 
 COMMAND = "python -m attnforge.benchmarks.gpu"
 

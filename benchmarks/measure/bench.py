@@ -40,15 +40,14 @@ from attnforge.benchmarks.measure.limits import Ceilings, limit_seconds, measure
 from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
 from attnforge.bundle import CANONICAL, FLAVOURS, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, WEIGHTS, Bundle, Case
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
-from attnforge.export.deploy import tool_versions
 from attnforge.export.reference import kept
-from attnforge.machine import processors, this_machine
+from attnforge.machine import processors, this_machine, tool_versions
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.backend import BACKENDS, ON_GPU, WITHOUT_TARGET
-from attnforge.runtime.backends.registry import by_preference, chosen_here, why_unavailable
+from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET, why_unavailable
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.verify import budget_precision, hold, judged
+from attnforge.runtime.preference import by_preference, chosen_here
 from attnforge.runtime.session import RUNS_TO_WARM
 from attnforge.runtime.turns import race
 

@@ -16,7 +16,7 @@ import torch
 from attnforge.arrays import Array
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.backends.openvino import CAPABILITIES
-from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.backends.registry import why_not_here
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -39,7 +39,7 @@ def by_onnxruntime(precision: str, size: int, threads: int) -> Product | None:
 
 def by_openvino(precision: str, size: int, threads: int) -> Product | None:
     """In fp32, and in the 16-bit types that it computes in on this processor."""
-    if why_no_openvino() is not None or precision not in ("fp32", *CAPABILITIES):
+    if why_not_here("openvino") is not None or precision not in ("fp32", *CAPABILITIES):
         return None
     from openvino import Core
 

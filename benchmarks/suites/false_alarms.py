@@ -35,9 +35,9 @@ from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import AttnforgeError
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.deploy import tool_versions
 from attnforge.export.graphs.execute import at_own_precision, held_by_fused_kernels
 from attnforge.export.lowering import tensorrt as for_tensorrt
+from attnforge.machine import tool_versions
 from attnforge.model.attention import merge_heads, split_heads
 from attnforge.model.general import GeneralAttention, GeneralMultiHeadAttention
 from attnforge.model.patch import PatchAttention, PatchAttentionClassifier

@@ -32,11 +32,11 @@ from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.benchmarks.suites.huggingface import build, minilm, variants
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.deploy import tool_versions
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.huggingface import example
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt import build as engine
+from attnforge.machine import tool_versions
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 

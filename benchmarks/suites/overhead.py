@@ -25,7 +25,7 @@ from torch.export import Dim
 import attnforge
 from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.bundle import Bundle
-from attnforge.export.deploy import tool_versions
+from attnforge.machine import tool_versions
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime.turns import SETTLE

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.deploy import tool_versions
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.torch_module import capture
+from attnforge.machine import tool_versions
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 

@@ -1,4 +1,4 @@
-"""What a backend is, and the names of all of them."""
+"""What every backend offers to a session."""
 
 from __future__ import annotations
 
@@ -12,29 +12,15 @@ from attnforge.runtime.options import Memory
 if TYPE_CHECKING:
     from attnforge.runtime.gpu import Gpu
 
-BACKENDS = ("tensorrt", "tensorrt_rtx", "onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime-cpu", "openvino")
-"""The one that `auto` likes best first, where nothing was measured."""
-
-ON_GPU = BACKENDS[:4]
-WITHOUT_TARGET = ("openvino",)
-"""Backends that run the canonical graph: no bundle is lowered for them, so one that misses the budget is no fault of a
-bundle's."""
-
-LIBRARIES = {
-    "tensorrt": ("tensorrt",),
-    "tensorrt_rtx": ("tensorrt_rtx",),
-    "onnxruntime-tensorrt": ("onnxruntime", "onnxruntime-gpu", "tensorrt"),
-    "onnxruntime-cuda": ("onnxruntime", "onnxruntime-gpu"),
-    "onnxruntime-cpu": ("onnxruntime", "onnxruntime-gpu"),
-    "openvino": ("openvino",),
-}
-"""The packages whose versions a backend's speed depends on."""
 
 PROVIDERS = {"onnxruntime-tensorrt": "TensorrtExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
+"""ONNX Runtime's names of what computes on a GPU, by backend."""
 
 
 class Backend(Protocol):
     """Runs a deployed model on arrays that have been checked; from several threads at once.
+
+    A new backend is one file in this folder and one row of :data:`attnforge.runtime.backends.registry.REGISTRY`.
 
     Attributes:
         name: of the backend.
@@ -44,15 +30,24 @@ class Backend(Protocol):
 
     @property
     def gpu(self) -> Gpu | None:
-        """The device that it computes on; such a backend is a :class:`~attnforge.runtime.gpu.GpuBackend` too."""
+        """The device that it computes on; such a backend is a :class:`~attnforge.runtime.gpu.GpuBackend` too. None on
+        the CPU."""
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        """Outputs for host arrays, in order; they may be written to the arrays of `out` where it has one and `shapes`
-        says the output's shape, and are new ones else."""
+        """The model's outputs for host arrays, both in the order of the manifest.
 
-    def memory(self) -> Memory: ...
+        Args:
+            arrays: the inputs, contiguous, of the manifest's dtypes.
+            shapes: of inputs and outputs; an output's shape is None where the inputs' sizes do not decide it.
+            out: by output, an array that the backend may write it to, or None. The backend returns a new array where it
+                does not, and where `shapes` does not know the output's shape.
+        """
+
+    def memory(self) -> Memory:
+        """The bytes that the backend holds, as far as its library says."""
 
     def keep(self) -> None:
         """Write what was compiled to disk, for the next start."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free everything. Later runs raise a UsageError."""

@@ -1,142 +1,83 @@
-"""The deployed backends: which of them this machine can run, and why not the others."""
+"""The registry of backends: one row each, with what this machine and a bundle need to run it, and how it is opened.
+
+A backend's own file is imported when the backend is opened, because most of them import libraries that need not be
+installed.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import importlib
-import importlib.metadata
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from attnforge.bundle import FLAVOURS, Bundle, Choice
+from attnforge.bundle import FLAVOURS, Bundle, Certificate
 from attnforge.errors import UnavailableError
-from attnforge.machine import compute_capability, cuda_devices, this_machine
-from attnforge.runtime.backends.backend import BACKENDS, LIBRARIES, ON_GPU, PROVIDERS, WITHOUT_TARGET, Backend
+from attnforge.machine import compute_capability, cuda_devices
+from attnforge.runtime.backends.backend import PROVIDERS, Backend
 from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for
 
 log = logging.getLogger("attnforge")
 
 
+@dataclass(frozen=True)
+class Registered:
+    """A backend, before it is opened.
+
+    Attributes:
+        name: as users write it.
+        libraries: packages whose versions decide its speed and its results, as they are called when installed.
+        on_gpu: whether it computes on a CUDA device.
+        not_here: by name, the reason why this machine cannot run it whatever the bundle, or None.
+        not_this: by bundle, name and number of the CUDA device, the reason why it cannot run the bundle here, or None.
+        opened: opens a bundle that `not_this` has nothing against.
+        certified: the entry of the bundle's certificate that counts what this backend compiled; None where the bundle
+            holds no such count.
+        uncertified: why it holds none.
+        has_target: whether a bundle is lowered for it. A backend without a target runs the canonical graph; where it
+            misses the budget, the bundle is not at fault.
+    """
+
+    name: str
+    libraries: tuple[str, ...]
+    on_gpu: bool
+    not_here: Callable[[str], str | None]
+    not_this: Callable[[Bundle, str, int], str | None]
+    opened: Callable[[Bundle, str, Options], Backend]
+    certified: str | None = None
+    uncertified: str = ""
+    has_target: bool = True
+
+
 def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None:
-    """Why `backend` cannot run `bundle` on this machine, or None."""
-    if backend in FLAVOURS:
-        return _why_no_tensorrt(bundle, backend, device)
-    if backend in WITHOUT_TARGET:
-        return why_no_provider(backend)
-    if backend == "onnxruntime-tensorrt" and not any(flavour in bundle.manifest.targets for flavour in FLAVOURS):
-        return "the bundle has no model for TensorRT; deploy it again with --target tensorrt_rtx, or tensorrt"
-    if backend != "onnxruntime-tensorrt" and "onnxruntime" not in bundle.manifest.targets:
-        return "the bundle was not deployed for onnxruntime; deploy it again with --target onnxruntime"
-    return why_no_provider(backend)
+    """Why `backend` cannot run `bundle` on this machine and its CUDA device `device`, or None."""
+    return REGISTRY[backend].not_this(bundle, backend, device)
 
 
-def why_no_provider(backend: str) -> str | None:
-    """Why no model can run on `backend`, which is not TensorRT, on this machine, or None."""
-    if backend == "onnxruntime-cpu":
-        return None
-    if backend == "openvino":
-        return why_no_openvino()
-    import onnxruntime as ort
-
-    if PROVIDERS[backend] not in ort.get_available_providers():
-        return f"this onnxruntime has no {PROVIDERS[backend]}; pip install onnxruntime-gpu"
-    if cuda_devices() == 0:
-        return "no CUDA device"
-    if backend == "onnxruntime-tensorrt" and not _holds_nvinfer():
-        return "its provider needs TensorRT 10's library libnvinfer.so.10, which is not here; pip install 'tensorrt<11'"
-    return None
+def why_not_here(backend: str) -> str | None:
+    """Why this machine cannot run `backend`, whatever the bundle, or None."""
+    return REGISTRY[backend].not_here(backend)
 
 
-@functools.cache
-def why_no_openvino() -> str | None:
-    """Why this machine cannot run OpenVINO, or None."""
-    try:
-        import openvino
+def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
+    """Open a backend of `bundle` that :func:`why_unavailable` has nothing against.
 
-        openvino.Core().get_property("CPU", "FULL_DEVICE_NAME")
-    except (ImportError, RuntimeError) as error:
-        return f"openvino is not installed, or finds no CPU that it knows ({error}); pip install attnforge[openvino]"
-    return None
-
-
-@functools.cache
-def _holds_nvinfer() -> bool:
-    """Whether the TensorRT that ONNX Runtime is built for can be loaded; tensorrt's wheel brings it along."""
-    with suppress(ImportError):
-        importlib.import_module("tensorrt")
-    try:
-        ctypes.CDLL("libnvinfer.so.10")
-    except OSError:
-        return False
-    return True
-
-
-def _why_no_tensorrt(bundle: Bundle, backend: str, device: int) -> str | None:
-    if backend not in bundle.manifest.targets:
-        skipped = bundle.manifest.skipped.get(backend, f"deploy it again with --target {backend}")
-        return f"the bundle holds no plan for {backend}: {skipped}"
-    try:
-        version = importlib.import_module(backend).__version__
-    except ImportError as error:
-        package = "tensorrt_rtx" if backend == "tensorrt_rtx" else "attnforge[tensorrt]"
-        return f"{backend} is not installed ({error}); pip install {package}"
-    engines = bundle.manifest.targets[backend].engines
-    if not engines:
-        return f"the bundle has no plan for {backend}; build it from the bundle's model with load(…, rebuild=True)"
-    if all(engine.version != version for engine in engines):
-        built = " and ".join(sorted({engine.version for engine in engines}))
-        return (
-            f"its plan was built by {backend} {built} and this machine has {version}, which may not load it; build it "
-            f"again from the bundle's own model with load(…, {backend!r}, rebuild=True), or install "
-            f"{backend}=={engines[0].version}"
-        )
-    if cuda_devices() == 0:
-        return f"no CUDA device: {backend} plans are built and inspected without one, and run only on an NVIDIA GPU"
-    chosen = engine_for(engines, version, compute_capability(device))
-    return chosen if isinstance(chosen, str) else None
-
-
-def versions(backends: Iterable[str]) -> dict[str, str]:
-    """Of the packages of some backends that are installed."""
-    found = {}
-    for package in sorted({package for name in backends for package in LIBRARIES[name]}):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def chosen_here(bundle: Bundle) -> Choice | None:
-    """What was measured when the bundle was deployed, where that was on this machine and with its libraries."""
-    choice = bundle.manifest.choice
-    if choice is None or choice.machine != this_machine():
-        return None
-    return choice if choice.versions == versions([*choice.milliseconds, *choice.dropped]) else None
-
-
-def by_preference(bundle: Bundle) -> list[str]:
-    """The backends that `auto` tries, in order: what was measured here, those on a GPU first, each from the fastest on,
-    and then by rule; what missed the budget here not at all, where anything met it. What the bundle has no model for is
-    loaded only where it was measured."""
-    choice, ruled = chosen_here(bundle), [name for name in BACKENDS if name not in WITHOUT_TARGET]
-    if choice is None or choice.picked is None:
-        return ruled
-    measured = fastest_first(choice.milliseconds)
-    return [*measured, *(name for name in ruled if name not in measured and name not in choice.dropped)]
-
-
-def fastest_first(milliseconds: Mapping[str, float]) -> list[str]:
-    """Backends on a GPU, whose callers' arrays lie there and stay there, before those on the CPU; then by time."""
-    return sorted(milliseconds, key=lambda name: (name not in ON_GPU, milliseconds[name]))
+    Raises:
+        UnavailableError: its library refuses the bundle's model or plan after all.
+        BundleError: a file that it needs is missing or altered.
+    """
+    return REGISTRY[backend].opened(bundle, backend, options)
 
 
 def open_first(bundle: Bundle, candidates: Sequence[str], options: Options) -> Backend:
-    """The first of `candidates` that runs here; that a plan cannot be loaded after all is known when it is tried.
+    """Open the first of `candidates` that runs here. Whether a plan can be loaded is known only once it is tried.
 
     Raises:
-        UnavailableError: none does; says why of each.
+        UnavailableError: none runs here; says why of each.
     """
     reasons: dict[str, str] = {}
     for candidate in candidates:
@@ -154,20 +95,183 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options) -> B
     raise UnavailableError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
 
 
-def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
-    """A backend of `bundle` that :func:`why_unavailable` has nothing against."""
-    if backend in FLAVOURS:
-        from attnforge.runtime.backends.tensorrt import TensorRT
+def fused_by(certificate: Certificate, backend: str) -> int | str:
+    """How many attention sites `backend` runs as one kernel each, by the certificate; the reason where nobody counted.
 
-        return TensorRT(bundle, backend, options)
-    if backend in PROVIDERS:
-        from attnforge.runtime.backends.onnxruntime_gpu import OnnxRuntimeGpu
+    A count holds for the backend that it was taken from and for no other: ONNX Runtime's is of the graph that its CPU
+    provider compiled, and says nothing about its CUDA or TensorRT provider.
+    """
+    row = REGISTRY[backend]
+    if row.certified is None:
+        return row.uncertified
+    return certificate.fused.get(row.certified, f"the bundle was not deployed for {row.certified}")
 
-        return OnnxRuntimeGpu(bundle, backend, options)
-    if backend == "openvino":
-        from attnforge.runtime.backends import openvino
 
-        return openvino.open_bundle(bundle, options)
+def libraries_of(backends: Sequence[str]) -> list[str]:
+    """The packages that `backends` depend on, sorted."""
+    return sorted({package for name in backends for package in REGISTRY[name].libraries})
+
+
+# --- what this machine lacks ------------------------------------------------------------------------------------------
+
+NO_DEVICE = "no CUDA device: {} plans are built and inspected without one, and run only on an NVIDIA GPU"
+
+
+def _nothing(backend: str) -> str | None:
+    return None
+
+
+def _no_tensorrt(backend: str) -> str | None:
+    return _no_package(backend) or (NO_DEVICE.format(backend) if cuda_devices() == 0 else None)
+
+
+def _no_package(backend: str) -> str | None:
+    try:
+        importlib.import_module(backend)
+    except ImportError as error:
+        package = "tensorrt_rtx" if backend == "tensorrt_rtx" else "attnforge[tensorrt]"
+        return f"{backend} is not installed ({error}); pip install {package}"
+    return None
+
+
+def _no_provider(backend: str) -> str | None:
+    import onnxruntime as ort
+
+    if PROVIDERS[backend] not in ort.get_available_providers():
+        return f"this onnxruntime has no {PROVIDERS[backend]}; pip install onnxruntime-gpu"
+    return "no CUDA device" if cuda_devices() == 0 else None
+
+
+def _no_tensorrt_provider(backend: str) -> str | None:
+    if (reason := _no_provider(backend)) is not None:
+        return reason
+    if not _holds_nvinfer():
+        return "its provider needs TensorRT 10's library libnvinfer.so.10, which is not here; pip install 'tensorrt<11'"
+    return None
+
+
+@functools.cache
+def _holds_nvinfer() -> bool:
+    """Whether the TensorRT that ONNX Runtime is built for can be loaded; tensorrt's wheel brings it along."""
+    with suppress(ImportError):
+        importlib.import_module("tensorrt")
+    try:
+        ctypes.CDLL("libnvinfer.so.10")
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def _no_openvino(backend: str) -> str | None:
+    try:
+        import openvino
+
+        openvino.Core().get_property("CPU", "FULL_DEVICE_NAME")
+    except (ImportError, RuntimeError) as error:
+        return f"openvino is not installed, or finds no CPU that it knows ({error}); pip install attnforge[openvino]"
+    return None
+
+
+# --- what a bundle lacks ----------------------------------------------------------------------------------------------
+
+
+def _no_plan(bundle: Bundle, backend: str, device: int) -> str | None:
+    if backend not in bundle.manifest.targets:
+        skipped = bundle.manifest.skipped.get(backend, f"deploy it again with --target {backend}")
+        return f"the bundle holds no plan for {backend}: {skipped}"
+    if (reason := _no_package(backend)) is not None:
+        return reason
+    version = importlib.import_module(backend).__version__
+    engines = bundle.manifest.targets[backend].engines
+    if not engines:
+        return f"the bundle has no plan for {backend}; build it from the bundle's model with load(…, rebuild=True)"
+    if all(engine.version != version for engine in engines):
+        built = " and ".join(sorted({engine.version for engine in engines}))
+        return (
+            f"its plan was built by {backend} {built} and this machine has {version}, which may not load it; build it "
+            f"again from the bundle's own model with load(…, {backend!r}, rebuild=True), or install "
+            f"{backend}=={engines[0].version}"
+        )
+    if cuda_devices() == 0:
+        return NO_DEVICE.format(backend)
+    engine = engine_for(engines, version, compute_capability(device))
+    return engine if isinstance(engine, str) else None
+
+
+def _no_onnxruntime_model(bundle: Bundle, backend: str, device: int) -> str | None:
+    if "onnxruntime" not in bundle.manifest.targets:
+        return "the bundle was not deployed for onnxruntime; deploy it again with --target onnxruntime"
+    return why_not_here(backend)
+
+
+def _no_tensorrt_model(bundle: Bundle, backend: str, device: int) -> str | None:
+    if not any(flavour in bundle.manifest.targets for flavour in FLAVOURS):
+        return "the bundle has no model for TensorRT; deploy it again with --target tensorrt_rtx, or tensorrt"
+    return why_not_here(backend)
+
+
+def _no_library(bundle: Bundle, backend: str, device: int) -> str | None:
+    return why_not_here(backend)  # every bundle holds the canonical graph
+
+
+# --- how each is opened -----------------------------------------------------------------------------------------------
+
+
+def _tensorrt(bundle: Bundle, backend: str, options: Options) -> Backend:
+    from attnforge.runtime.backends.tensorrt import TensorRT
+
+    return TensorRT(bundle, backend, options)
+
+
+def _onnxruntime_gpu(bundle: Bundle, backend: str, options: Options) -> Backend:
+    from attnforge.runtime.backends.onnxruntime_gpu import OnnxRuntimeGpu
+
+    return OnnxRuntimeGpu(bundle, backend, options)
+
+
+def _onnxruntime(bundle: Bundle, backend: str, options: Options) -> Backend:
     from attnforge.runtime.backends.onnxruntime import open_bundle
 
     return open_bundle(bundle, options)
+
+
+def _openvino(bundle: Bundle, backend: str, options: Options) -> Backend:
+    from attnforge.runtime.backends.openvino import open_bundle
+
+    return open_bundle(bundle, options)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+ORT = ("onnxruntime", "onnxruntime-gpu")
+
+REGISTRY = {
+    row.name: row
+    for row in (
+        Registered("tensorrt", ("tensorrt",), True, _no_tensorrt, _no_plan, _tensorrt, certified="tensorrt"),
+        Registered(
+            "tensorrt_rtx", ("tensorrt_rtx",), True, _no_tensorrt, _no_plan, _tensorrt, certified="tensorrt_rtx"
+        ),
+        Registered(
+            "onnxruntime-tensorrt", (*ORT, "tensorrt"), True, _no_tensorrt_provider, _no_tensorrt_model,
+            _onnxruntime_gpu, uncertified="its provider compiles when a session first runs, so nobody counted",
+        ),
+        Registered(
+            "onnxruntime-cuda", ORT, True, _no_provider, _no_onnxruntime_model, _onnxruntime_gpu,
+            uncertified="ONNX Runtime's fused sites were counted on the CPU; nobody counted its CUDA provider's",
+        ),
+        Registered(
+            "onnxruntime-cpu", ORT, False, _nothing, _no_onnxruntime_model, _onnxruntime, certified="onnxruntime"
+        ),
+        Registered(
+            "openvino", ("openvino",), False, _no_openvino, _no_library, _openvino, has_target=False,
+            uncertified="it runs the canonical graph and does not say what it fuses",
+        ),
+    )
+}  # fmt: skip
+"""Every backend by name, in the order that `auto` likes them where nothing was measured."""
+
+BACKENDS = tuple(REGISTRY)
+ON_GPU = tuple(name for name, row in REGISTRY.items() if row.on_gpu)
+WITHOUT_TARGET = tuple(name for name, row in REGISTRY.items() if not row.has_target)

@@ -17,8 +17,7 @@ from attnforge.errors import UnknownNameError
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.backend import BACKENDS, WITHOUT_TARGET
-from attnforge.runtime.backends.registry import chosen_here, why_unavailable
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_unavailable
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import (
     FAR_OFF,
@@ -31,6 +30,7 @@ from attnforge.runtime.parity.budget import (
     of_another_form,
 )
 from attnforge.runtime.parity.metrics import Metric, MetricReport, Scores, chosen_metric
+from attnforge.runtime.preference import chosen_here
 from attnforge.runtime.session import Session, load
 
 

@@ -26,7 +26,7 @@ from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.model import build_model
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.backends.registry import why_not_here
 
 FEW = 512
 """Bytes of all shapes and axes in a graph, which are less than any tensor of weights here."""
@@ -386,7 +386,7 @@ def test_the_ceiling_is_that_of_the_fastest_library(monkeypatch: pytest.MonkeyPa
 def test_each_library_multiplies(name: str) -> None:
     product = LIBRARIES[name]("fp32", 16, 1)
     if name == "openvino" and product is None:
-        pytest.skip(str(why_no_openvino()))
+        pytest.skip(str(why_not_here("openvino")))
     assert product is not None
     made = product()
     result = next(iter(made)) if name == "onnxruntime" else made[0] if name == "openvino" else made  # type: ignore[call-overload,index]

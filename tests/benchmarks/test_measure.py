@@ -34,7 +34,7 @@ from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity.verify import stored_inputs
 
 SMALL = {"embed_dim": 32, "vocab_size": 50}
@@ -255,7 +255,7 @@ def test_what_cannot_run_is_a_result(bundle: Bundle, monkeypatch: pytest.MonkeyP
     assert [one.name for one in model.contenders] == ["onnxruntime-cpu"]
 
 
-@pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+@pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 def test_every_peer_of_a_cpu_is_right_and_timed(bundle: Bundle) -> None:
     named = [name for name in PEERS if name not in (*peers.ON_GPU, "torch-compile")]
     (model,) = attnforge.benchmark(bundle, None, named, sizes={"batch": 2, "tokens": 7}, rounds=3, quick=True).models

@@ -29,7 +29,7 @@ from attnforge.cli import main, out
 from attnforge.export.deploy import deploy
 from attnforge.model.registry import MODELS, build_model
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.backend import BACKENDS
+from attnforge.runtime.backends.registry import BACKENDS
 from tests.support.bundles import rewrite
 
 Done = subprocess.CompletedProcess[str]

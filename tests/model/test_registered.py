@@ -15,7 +15,7 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
 from attnforge.model import MODELS, MultiHeadSelfAttention, build_model, worked_example
-from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.backends.registry import why_not_here
 from tests.support.bundles import example_of
 
 Deploy = Callable[[str, str], Bundle]
@@ -41,7 +41,7 @@ def test_a_deployed_model_is_the_same_function(registered: Deploy, name: str, pr
     assert found.cases >= 5 and found.error <= found.budget
 
 
-@pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+@pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
 def test_openvino_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
     report = attnforge.verify(registered(name, precision), ["openvino"])

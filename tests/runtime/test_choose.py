@@ -15,12 +15,12 @@ from attnforge.bundle import Bundle, Choice, Manifest
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime import choose as choosing
-from attnforge.runtime.backends import registry as backends
-from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.preference import by_preference, fastest_first
 from attnforge.runtime.turns import medians
 from tests.support.bundles import rewrite
 
-needs_openvino = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+needs_openvino = pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +102,12 @@ def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
     report = attnforge.verify(bundle)
     assert report.passed and "planted" in report.skipped["openvino"]
     assert attnforge.load(bundle).backend == "onnxruntime-cpu"
-    assert "openvino" not in backends.by_preference(bundle)
+    assert "openvino" not in by_preference(bundle)
 
 
 def test_what_runs_on_a_gpu_comes_first() -> None:
     times = {"openvino": 1.0, "tensorrt_rtx": 3.0, "onnxruntime-cpu": 2.0, "onnxruntime-cuda": 2.5}
-    assert backends.fastest_first(times) == ["onnxruntime-cuda", "tensorrt_rtx", "openvino", "onnxruntime-cpu"]
+    assert fastest_first(times) == ["onnxruntime-cuda", "tensorrt_rtx", "openvino", "onnxruntime-cpu"]
 
 
 @needs_openvino

@@ -19,7 +19,7 @@ from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import FLAVOURS, Bundle, Manifest
 from attnforge.errors import BundleError, InputError, UnavailableError
-from attnforge.runtime.backends.backend import ON_GPU
+from attnforge.runtime.backends.registry import ON_GPU
 from attnforge.runtime.session import Session
 from tests.support.bundles import rewrite, small_example
 from tests.support.bundles import small_inputs as arrays

@@ -203,6 +203,18 @@ def test_the_next_backend_is_taken_where_the_best_cannot_be_opened_after_all(
         attnforge.load(small("fp32"), "tensorrt_rtx")
 
 
+def test_fused_sites_are_counted_for_the_backend_that_compiled_them_alone(small: Callable[[str], Bundle]) -> None:
+    """Of ONNX Runtime's providers only the one of the CPU compiled anything when the bundle was deployed."""
+    certificate = small("fp32").manifest.attention
+    counts = {name: backends.fused_by(certificate, name) for name in backends.BACKENDS}
+    assert counts["onnxruntime-cpu"] == certificate.fused["onnxruntime"]
+    assert counts["tensorrt_rtx"] == certificate.fused["tensorrt_rtx"] == 0, "TensorRT fuses no attention in fp32"
+    assert counts["tensorrt"] == "the bundle was not deployed for tensorrt"
+    for name in ("onnxruntime-tensorrt", "onnxruntime-cuda"):
+        assert "nobody counted" in str(counts[name])
+    assert counts["openvino"] == "it runs the canonical graph and does not say what it fuses"
+
+
 def test_what_tensorrt_rtx_has_against_a_plan_is_said() -> None:
     tensorrt = pytest.importorskip("attnforge.runtime.backends.tensorrt")
     trt = pytest.importorskip("tensorrt_rtx")

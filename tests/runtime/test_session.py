@@ -21,17 +21,16 @@ import attnforge
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, Choice, DimSpec, Manifest, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
-from attnforge.machine import this_machine
-from attnforge.runtime.backends.backend import BACKENDS
+from attnforge.machine import this_machine, versions
 from attnforge.runtime.backends.onnxruntime import COPIED
-from attnforge.runtime.backends.registry import versions, why_no_openvino
+from attnforge.runtime.backends.registry import libraries_of, why_not_here
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.session import Session
 from tests.support.bundles import rewrite, small_example
 from tests.support.bundles import small_inputs as arrays
 
 Small = Callable[[str], Bundle]
-needs_openvino = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+needs_openvino = pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 
 
 @pytest.fixture(scope="module")
@@ -589,7 +588,7 @@ def test_a_backend_of_the_cpu_loaded_by_name_leaves_cuda_alone(copy: Path, backe
     def with_choice(manifest: Manifest) -> None:
         manifest.choice = Choice(
             machine=this_machine(),
-            versions=versions(BACKENDS),
+            versions=versions(libraries_of(["onnxruntime-cpu"])),
             sizes={},
             picked="onnxruntime-cpu",
             milliseconds={"onnxruntime-cpu": 1.0},

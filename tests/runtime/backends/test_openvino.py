@@ -19,9 +19,9 @@ from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends import openvino
 from attnforge.runtime.backends.openvino_graph import prepared
-from attnforge.runtime.backends.registry import why_no_openvino
+from attnforge.runtime.backends.registry import why_not_here
 
-pytestmark = pytest.mark.skipif(why_no_openvino() is not None, reason=str(why_no_openvino()))
+pytestmark = pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 
 
 @pytest.fixture(scope="module")

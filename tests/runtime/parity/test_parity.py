@@ -22,7 +22,7 @@ from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, DimSpec, Kind, Mas
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.precision import PRECISIONS, precision_named
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.backend import BACKENDS
+from attnforge.runtime.backends.registry import BACKENDS
 from attnforge.runtime.parity.budget import Allowed, Comparison, judge, relative_error
 from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
