@@ -1,32 +1,54 @@
-"""What every benchmark of the project's own figures shares: the machine, the results file, the README's table."""
+"""What every benchmark of the project's own figures shares: the machine, the results file, the published table."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnforge.files import write_whole
 from attnforge.machine import this_machine
 
 RESULTS = Path("benchmarks/results")
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What was measured on."""
+    """The machine that figures were measured on, and on how many of its threads."""
     here = this_machine(gpus=False)
     return {"system": here.system, "processor": here.processor, "threads": threads}
 
 
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], words: int | None = None) -> str:
+    """A table in Markdown.
+
+    Args:
+        header: heading of every column.
+        rows: cells of every row; a bar in one is escaped, and lines are joined.
+        words: how many of the first columns are text, the others being numbers that are aligned right; None for all.
+    """
+    numbers = 0 if words is None else len(header) - words
+    rule = "|" + "---|" * (len(header) - numbers) + "---:|" * numbers
+    lines = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, rule, *body])
+
+
 def publish(figures: dict[str, Any], table: str, name: str, results: Path, readme: Path | None) -> None:
-    """Write `figures` to the results file, and put `table` between the README's marks for `name`."""
+    """Write `figures` to the results file, and put `table` between the marks for `name` on a page.
+
+    Args:
+        figures: what a JSON document can hold.
+        readme: the page; None, or a path without a name, for none.
+    """
     results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_whole(results, f"{json.dumps(figures, indent=2)}\n".encode())
     if readme is not None and readme.name:
         publish_table(table, name, results, readme)
 
 
 def has_place(name: str, results: Path, readme: Path) -> bool:
-    """Whether the README has marks for `name` of this results file."""
+    """Whether a page has marks for `name` of this results file."""
     return _start(name, results) in readme.read_text(encoding="utf-8")
 
 
@@ -35,11 +57,14 @@ def _start(name: str, results: Path) -> str:
 
 
 def publish_table(table: str, name: str, results: Path, readme: Path) -> None:
-    """Put `table` between the README's marks for `name`."""
+    """Put `table` between a page's marks for `name`.
+
+    Raises:
+        SystemExit: the page has no such marks.
+    """
     start, end = _start(name, results), f"<!-- /{name} -->"
-    page = readme.read_text(encoding="utf-8")
-    head, found, rest = page.partition(start)
-    _, closed, tail = rest.partition(end)
-    if not (found and closed):
+    head, opening, rest = readme.read_text(encoding="utf-8").partition(start)
+    _, closing, tail = rest.partition(end)
+    if not (opening and closing):
         raise SystemExit(f"{readme} has no place for the table: put {start} and {end} where it belongs")
-    readme.write_text(f"{head}{start}\n{table}\n{end}{tail}", encoding="utf-8")
+    write_whole(readme, f"{head}{start}\n{table}\n{end}{tail}".encode())

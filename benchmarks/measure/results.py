@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from attnforge.benchmarks.measure.limits import Ceilings, Limit, Work
 from attnforge.errors import UsageError
+from attnforge.files import write_whole
 from attnforge.machine import Machine
 from attnforge.records import Record
 
@@ -291,18 +292,15 @@ def read(file: str | os.PathLike[str]) -> Results:
 
 
 def write(results: Results, file: str | os.PathLike[str]) -> None:
-    """Write results, times to four digits."""
+    """Write results, numbers to four digits, whole or not at all."""
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
-    document = _shortened(results.model_dump(mode="json"))
-    part = target.with_name(f".{target.name}.partial")
-    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    part.replace(target)
+    write_whole(target, f"{json.dumps(_to_four_digits(results.model_dump(mode='json')), indent=1)}\n".encode())
 
 
-def _shortened(value: object) -> object:
+def _to_four_digits(value: object) -> object:
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _shortened(one) for key, one in value.items()}
-    return [_shortened(one) for one in value] if isinstance(value, list) else value
+        return {key: _to_four_digits(item) for key, item in value.items()}
+    return [_to_four_digits(item) for item in value] if isinstance(value, list) else value

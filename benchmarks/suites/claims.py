@@ -1,4 +1,4 @@
-"""What the suite's results are held to: ratios within the run, memory, and how it grows."""
+"""Claims that the suite's results are held to: ratios of times within one run, memory, and how memory grows."""
 
 from __future__ import annotations
 
@@ -7,48 +7,63 @@ from dataclasses import dataclass
 
 from attnforge.benchmarks.measure.results import Contender, Growth, Interval, Model, Results
 from attnforge.benchmarks.measure.statistics import ratio_of
+from attnforge.benchmarks.publish import markdown_table
 
 MIB_AT_MOST, TOKENS = 64, 12544
 EXPONENT_AT_MOST = 1.1
 
 
+def answer(measured: Interval | float, at_most: float) -> str:
+    """Whether a measurement is at most a limit: `yes`, `no`, or `within noise`.
+
+    The whole 95% interval has to lie on one side of the limit; the limit itself is allowed. A single reading has no
+    interval and stands for itself.
+    """
+    low, high = (measured.low, measured.high) if isinstance(measured, Interval) else (measured, measured)
+    return "yes" if high <= at_most else "no" if low > at_most else "within noise"
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """A claim, and what was measured of it; None where nothing was.
+    """A claim and what was measured of it.
 
     Attributes:
-        against: what was compared with what.
-        passed_over: of others that are faster than that, and wrong in a reference case, what ours is to them.
-        wrong: the reference case in which ours is.
+        claim: what is to be at most `at_most`.
+        measured: an estimate with its interval, or a single reading; None where nothing was measured.
+        against: which contender was compared with which.
+        passed_over: contenders that are faster than the compared one and wrong in a reference case, each with the ratio
+            of ours to it.
+        wrong: the reference case in which ours is wrong.
     """
 
     claim: str
     at_most: float
-    measured: Interval | None
+    measured: Interval | float | None
     against: str = ""
     passed_over: tuple[str, ...] = ()
     wrong: str | None = None
 
     @property
     def holds(self) -> str:
-        """Whether it holds, in a word or two: what is within its interval may be chance, either way."""
+        """Whether the claim holds, in a word or two, as Markdown."""
         if self.wrong is not None:
             return f"**no**, it is wrong in {self.wrong}"
         if self.measured is None:
             return "not measured"
-        if self.measured.value <= self.at_most:
-            return "yes"
-        return "**no**" if self.measured.low > self.at_most else "no, within noise"
+        word = answer(self.measured, self.at_most)
+        return "**no**" if word == "no" else word
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """That one contender takes at most so many times as long as another; of several others, as the fastest.
+    """The claim that one contender takes at most `at_most` times as long as another; as the fastest of several others.
 
     Attributes:
-        ours: key of a contender, or a precision, for what `auto` picks at it.
-        others: which contenders it is held to, by their key.
-        right: of the others only those that are not known to be wrong in a reference case of the bundle.
+        model: name of the model in the results.
+        ours: key of a contender; or a precision, for the backend that `auto` picks at it.
+        others: tells which contenders ours is compared with.
+        named: what the others are called in the table.
+        right: skip others that are known to be wrong in a reference case of the bundle.
     """
 
     model: str
@@ -59,14 +74,15 @@ class Ratio:
     right: bool = False
 
     def outcome(self, model: Model | None) -> Outcome:
+        """What `model` says of the claim; None where the results lack the model."""
         claim = f"{self.model}: {self.ours} to {self.named}"
         contenders = model.contenders if model is not None else []
         ours = next((c for c in contenders if c.key == self.ours or (c.picked and c.precision == self.ours)), None)
+        if ours is None:
+            return Outcome(claim, self.at_most, None)
         others = sorted(
             (c for c in contenders if c is not ours and self.others(c)), key=lambda c: c.latency.median.value
         )
-        if ours is None:
-            return Outcome(claim, self.at_most, None)
         first = next((i for i, c in enumerate(others) if not (self.right and c.wrong_in)), len(others))
         ratios = [ratio_of(ours.latency.rounds, c.latency.rounds, ours.latency.openings) for c in others[: first + 1]]
         over = tuple(f"{c.key} ({ratio.value:.2f})" for c, ratio in zip(others[:first], ratios, strict=False))
@@ -78,11 +94,11 @@ class Ratio:
 
 
 def _named(key: str) -> Callable[[Contender], bool]:
-    return lambda one: one.key == key
+    return lambda contender: contender.key == key
 
 
 def _at(precision: str) -> Callable[[Contender], bool]:
-    return lambda one: one.precision == precision
+    return lambda contender: contender.precision == precision
 
 
 RATIOS = [
@@ -112,31 +128,34 @@ RATIOS = [
 def outcomes(results: Results) -> list[Outcome]:
     """Every claim, with what was measured."""
     models = {model.name: model for model in results.models}
-    found = [claim.outcome(models.get(claim.model)) for claim in RATIOS]
-    return [*found, *_of_memory(results.growth)]
+    ratios = [claim.outcome(models.get(claim.model)) for claim in RATIOS]
+    return [*ratios, *_of_memory(results.growth)]
 
 
 def _of_memory(growth: Sequence[Growth]) -> Iterator[Outcome]:
     over = next((one for one in growth if one.along == "tokens"), None)
     series = next((s for s in over.series if s.name == "onnxruntime-cpu"), None) if over is not None else None
     mib = dict(zip(over.sizes, series.extra_mib, strict=True)).get(TOKENS) if over and series else None
-    held = None if mib is None else Interval(value=mib, low=mib, high=mib)
-    yield Outcome(f"patch-attention: MiB that {TOKENS} tokens add on onnxruntime-cpu", MIB_AT_MOST, held)
-    fit = series.memory if series is not None else None
-    exponent = None if fit is None else fit.exponent
+    yield Outcome(f"patch-attention: MiB that {TOKENS} tokens add on onnxruntime-cpu", MIB_AT_MOST, mib)
+    exponent = series.memory.exponent if series is not None and series.memory is not None else None
     yield Outcome("patch-attention: p of memory ~ tokensᵖ on onnxruntime-cpu", EXPONENT_AT_MOST, exponent)
 
 
 def table(results: Results) -> str:
     """The claims as Markdown."""
-    lines = ["| | at most | measured | 95% | holds |", "|---|---|---|---|---|"]
-    for one in outcomes(results):
-        of = f"{one.claim} ({one.against})" if one.against and "any" in one.claim else one.claim
-        if one.passed_over:
-            of += f"; passed over, for they are wrong in another case: {', '.join(one.passed_over)}"
-        if one.measured is None:
-            lines.append(f"| {of} | {one.at_most:g} | – | – | {one.holds} |")
-            continue
-        at = one.measured
-        lines.append(f"| {of} | {one.at_most:g} | {at.value:.3g} | {at.low:.3g}–{at.high:.3g} | {one.holds} |")
-    return "\n".join(lines)
+    return markdown_table(("", "at most", "measured", "95%", "holds"), [_row(one) for one in outcomes(results)])
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    claim = outcome.claim
+    if outcome.against and "any" in claim:
+        claim += f" ({outcome.against})"
+    if outcome.passed_over:
+        claim += f"; passed over, for they are wrong in another case: {', '.join(outcome.passed_over)}"
+    measured, interval = "–", "–"
+    if isinstance(outcome.measured, Interval):
+        measured = f"{outcome.measured.value:.3g}"
+        interval = f"{outcome.measured.low:.3g}–{outcome.measured.high:.3g}"
+    elif outcome.measured is not None:
+        measured, interval = f"{outcome.measured:.3g}", "one reading"
+    return claim, f"{outcome.at_most:g}", measured, interval, outcome.holds

@@ -32,7 +32,7 @@ def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
     faster, low = contender("eager", "fp32", 8), contender("eager", "bf16", 1)
     outcome = claim.outcome(model(ours, slow, faster, low))
     assert outcome.against == "openvino fp32 to eager fp32"
-    assert outcome.measured is not None and outcome.measured.value == pytest.approx(1.25)
+    assert isinstance(outcome.measured, Interval) and outcome.measured.value == pytest.approx(1.25)
     assert outcome.holds == "**no**"
     assert claim.outcome(model(ours, slow, low)).holds == "yes"  # half of the other's time
     assert claim.outcome(model(slow, faster)).holds == "not measured"  # nothing is picked
@@ -47,7 +47,7 @@ def test_who_is_wrong_in_another_case_is_passed_over() -> None:
     every = {"others": claims._at("fp32"), "named": "any fp32 contender", "at_most": 1.05}
     found = claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast, right))
     assert found.against == "b fp32 to c fp32, held to 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
-    assert found.measured is not None and found.measured.value == pytest.approx(10 / 9)
+    assert isinstance(found.measured, Interval) and found.measured.value == pytest.approx(10 / 9)
     assert claims.Ratio("m", "fp32", **every).outcome(model(ours, fast, right)).against == "b fp32 to fast fp32"
     alone = claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast))
     assert alone.holds == "not measured" and alone.passed_over == found.passed_over
@@ -75,13 +75,23 @@ def test_openings_that_differ_make_a_claim_less_sure() -> None:
     apart = model(ours, contender("eager", "fp32", 10))
     assert claim.outcome(apart).holds == "**no**"
     ours.latency = ours.latency.model_copy(update={"openings": [5, 5, 5]})
-    assert claim.outcome(apart).holds == "no, within noise"
+    assert claim.outcome(apart).holds == "within noise"
 
 
-def test_what_is_within_its_interval_may_be_chance() -> None:
-    for value, holds in ((0.70, "yes"), (0.77, "no, within noise"), (0.90, "**no**")):
-        measured = Interval(value=value, low=value - 0.05, high=value + 0.05)
-        assert claims.Outcome("", 0.75, measured).holds == holds
+@pytest.mark.parametrize(
+    ("value", "holds"),
+    [(0.70, "yes"), (0.73, "within noise"), (0.75, "within noise"), (0.77, "within noise"), (0.90, "**no**")],
+)
+def test_what_is_within_its_interval_may_be_chance(value: float, holds: str) -> None:
+    """On either side of the limit alike."""
+    measured = Interval(value=value, low=value - 0.05, high=value + 0.05)
+    assert claims.Outcome("", 0.75, measured).holds == holds
+
+
+@pytest.mark.parametrize(("reading", "word"), [(63.9, "yes"), (64.0, "yes"), (64.1, "no")])
+def test_a_single_reading_stands_for_itself(reading: float, word: str) -> None:
+    assert claims.answer(reading, 64) == word
+    assert claims.answer(Interval(value=reading, low=reading, high=reading), 64) == word
 
 
 def test_memory_and_how_it_grows() -> None:
@@ -90,6 +100,8 @@ def test_memory_and_how_it_grows() -> None:
         name="onnxruntime-cpu", precision="fp32", ours=True, ms=[1, 2, 3, 4], extra_mib=mib, memory=fit_of(sizes, mib)
     )
     most, exponent = claims._of_memory([Growth(model="m", along="tokens", sizes=sizes, series=[series])])
-    assert most.measured is not None and most.measured.value == 32 and most.holds == "yes"
-    assert exponent.measured is not None and exponent.measured.value == pytest.approx(1) and exponent.holds == "yes"
+    assert most.measured == 32 and most.holds == "yes"
+    assert isinstance(exponent.measured, Interval) and exponent.measured.value == pytest.approx(1)
+    assert exponent.holds == "yes"
     assert [one.holds for one in claims._of_memory([])] == ["not measured"] * 2
+    assert claims._row(most)[1:] == ("64", "32", "one reading", "yes"), "a reading is no interval"
