@@ -34,9 +34,11 @@ import attnforge
 from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import AttnforgeError
-from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.graphs.execute import at_own_precision, held_by_fused_kernels
+from attnforge.export.diagnosis.stages import sites_of
+from attnforge.export.graphs.saving import save
 from attnforge.export.lowering import tensorrt as for_tensorrt
+from attnforge.export.precision.emulation import emulate
+from attnforge.export.tensorrt.build import build
 from attnforge.machine import tool_versions
 from attnforge.model.attention import merge_heads, split_heads
 from attnforge.model.general import GeneralAttention, GeneralMultiHeadAttention
@@ -514,30 +516,22 @@ def tried(recipe: Recipe) -> Outcome:
 
 
 def emulated(bundle: Bundle) -> Iterator[Comparison]:
-    """The comparisons of a 16-bit bundle's graph as TensorRT is given it, each result rounded to 16 bits; but for the
-    scores of what it fuses, which its kernels hold in fp32, and products before their bias, as in eager."""
+    """The comparisons of a 16-bit bundle's graph as TensorRT-RTX compiles it, with 16-bit storage emulated: what is
+    stored between kernels is read off the plan, which needs no GPU to be built."""
     manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
     model = ir.load(bundle.file(CANONICAL))
-    fused = {one.node for one in for_tensorrt.lower(model, canonicalize(model)) if one.unfused is None}
-    held = [*held_by_fused_kernels(model, fused), *_before_bias(model)]
-    run = at_own_precision(model, [spec.name for spec in manifest.outputs], unrounded=held)
+    lowered = for_tensorrt.lower(model, sites_of(manifest.attention))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        save(model, file)
+        plan = build(file, "tensorrt_rtx", manifest.inputs, manifest.precision)
+    run = emulate(model, [site.site for site in lowered if plan.kernel_of(site.node) is not None], plan)
     stored, outputs = stored_inputs(bundle), load_file(bundle.file(REFERENCE_OUTPUTS))
     for case in manifest.cases:
         for name, array in run(reference.make_inputs(case, manifest.inputs, stored)).items():
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
             got = reference.sampled(array.astype(precision.dtype), case).astype(np.float64)
             yield judge(case, name, got, eager.astype(np.float64), truth, precision)
-
-
-def _before_bias(model: ir.Model) -> list[ir.Value]:
-    """Products to which a weight is added next."""
-    added = (
-        value
-        for node in model.graph
-        if node.op_type == "Add" and any(v is not None and v.is_initializer() for v in node.inputs)
-        for value in node.inputs
-    )
-    return [v for v in added if v is not None and (by := v.producer()) is not None and by.op_type == "MatMul"]
 
 
 def margin(found: Comparison) -> float:

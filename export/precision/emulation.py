@@ -1,60 +1,70 @@
-"""What a TensorRT plan of a bundle computes, emulated on the CPU: each operator in fp32 and its result rounded to what
-it is stored in, but for the scores of fused attention, which its kernel holds in fp32.
+"""What a TensorRT plan computes, emulated on the CPU: each operator in float32 and its result rounded to the type that
+it is stored in, but for what a kernel never stores: the scores of fused attention, and a product whose bias is added by
+the kernel of the product.
 
-It is no GPU: the order of sums is another, and so are kernels' own approximations.
+This is the only emulation of 16-bit storage in the house. It is no GPU: the order of sums is another, and the
+approximations of a GPU's kernels are not in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import onnx_ir as ir
 
-from attnforge.arrays import Array
-from attnforge.bundle import Bundle
-from attnforge.export.graphs.execute import Runner, at_own_precision, held_by_fused_kernels
-from attnforge.export.tensorrt.build import softmax_of
-from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory
+from attnforge.export.graphs.execute import Runner, at_own_precision
+from attnforge.export.graphs.types import LOW
+from attnforge.export.tensorrt.build import Plan, softmax_of
 
 
-def emulate(model: ir.Model, fused: Collection[str]) -> Runner:
-    """A graph lowered for TensorRT, from its inputs to its outputs, which are as they are stored.
+def emulate(model: ir.Model, fused: Collection[str], plan: Plan | None = None) -> Runner:
+    """A graph that was lowered for TensorRT, from its inputs to its outputs, both float32 where they are 16-bit.
 
     Args:
         model: is not touched.
         fused: names of the sites that TensorRT fuses.
+        plan: compiled from `model`, tells which kernels add the bias to their product. Without a plan every product is
+            rounded before its bias is added, which is stricter than a plan.
     """
-    held = held_by_fused_kernels(model, {softmax_of(site) for site in fused})
-    return at_own_precision(model, [str(value.name) for value in model.graph.outputs], unrounded=held)
+    held = held_by_fused_kernels(model, fused)
+    if plan is not None:
+        held += _held_before_bias(model, plan)
+    return at_own_precision(model, unrounded=held)
 
 
-class Emulated:
-    """The plan of a bundle as a backend.
+def held_by_fused_kernels(model: ir.Model, fused: Collection[str]) -> list[ir.Value]:
+    """The 16-bit scores of the sites named `fused`, from the product to the softmax: a fused kernel holds them in
+    float32 and rounds the attention map alone."""
+    softmaxes = {softmax_of(site) for site in fused}
+    held: list[ir.Value] = []
+    for node in model.graph:
+        if node.op_type == "Softmax" and node.name in softmaxes:
+            held += [value for value in scores_of(node) if value.dtype in LOW]
+    return held
 
-    Args:
-        bundle: that has one.
-        target: `tensorrt_rtx` or `tensorrt`.
-    """
 
-    gpu = None
+def scores_of(softmax: ir.Node) -> list[ir.Value]:
+    """The scores of attention written out as products, from the input of the softmax back to the product."""
+    scores: list[ir.Value] = []
+    value = softmax.inputs[0]
+    while value is not None and (node := value.producer()) is not None:
+        scores.append(value)
+        if node.op_type == "MatMul":
+            break
+        value = node.inputs[1 if node.op_type == "Where" else 0]
+    return scores
 
-    def __init__(self, bundle: Bundle, target: str = "tensorrt_rtx") -> None:
-        manifest = bundle.manifest
-        self.name = target  # whose budget it has
-        details = manifest.attention.details
-        fused = [d.site for d in details if target in d.targets and d.targets[target].kernel is not None]
-        self._run = emulate(ir.load(bundle.file(manifest.targets[target].model)), fused)
-        self._names = [spec.name for spec in manifest.inputs]
-        self._dtypes = [(spec.name, spec.dtype) for spec in manifest.outputs]
 
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        results = self._run(dict(zip(self._names, arrays, strict=True)))
-        return [results[name].astype(dtype) for name, dtype in self._dtypes]
-
-    def memory(self) -> Memory:
-        return Memory(weights=0)
-
-    def keep(self) -> None: ...
-
-    def close(self) -> None: ...
+def _held_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
+    """The 16-bit products that a kernel of `plan` holds in float32 until it has added the bias, as eager does."""
+    held: list[ir.Value] = []
+    for node in model.graph:
+        if node.op_type != "Add" or not any(value is not None and value.is_initializer() for value in node.inputs):
+            continue
+        for value in node.inputs:
+            product = value.producer() if value is not None else None
+            if value is None or product is None or product.op_type != "MatMul" or value.dtype not in LOW:
+                continue
+            if not {*plan.layers_of(str(product.name))}.isdisjoint(plan.layers_of(str(node.name))):
+                held.append(value)
+    return held

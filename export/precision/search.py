@@ -22,12 +22,11 @@ from attnforge.export.attention.layout import VIEWS
 from attnforge.export.diagnosis.causes import Blame, blame
 from attnforge.export.diagnosis.measure import Run, measure
 from attnforge.export.diagnosis.stages import module_of, written_out
-from attnforge.export.graphs.execute import held_by_fused_kernels
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.precision.assign import assign, cost_of, flops_of, operators
-from attnforge.export.precision.emulation import emulate
+from attnforge.export.precision.emulation import emulate, held_by_fused_kernels
 from attnforge.export.reference import Data, Expected, at_precision, stored_of
 from attnforge.precision import Precision, precision_named
 from attnforge.progress import Progress, Steps
@@ -242,7 +241,7 @@ class _Search:
         _, lowered = self.lowered(high)
         fused = {one.site for one in lowered if one.unfused is None}
         graph = written_out(self.assigned(high), self.sites)
-        held = held_by_fused_kernels(graph, {f"{site}/Softmax" for site in fused})
+        held = held_by_fused_kernels(graph, fused)
         try:
             run = measure(graph, self.feeds[case.name], held)
         except NoDoublePath as error:

@@ -16,7 +16,6 @@ from attnforge.bundle import DimSpec
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.export.precision.emulation import Emulated
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt import build as engine
 from attnforge.precision import precision_named
@@ -25,6 +24,7 @@ from attnforge.runtime.cases import cases, make_inputs
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
+from tests.support.emulated import Emulated
 from tests.support.idioms import IDIOMS, X_DIMS, Idiom, Layers, X
 
 

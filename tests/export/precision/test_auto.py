@@ -19,11 +19,11 @@ from attnforge.bundle import Bundle, Mixed
 from attnforge.cli import app
 from attnforge.errors import BuildError, UnknownNameError, UsageError
 from attnforge.export.precision.assign import assign, flops_of, operators
-from attnforge.export.precision.emulation import Emulated
 from attnforge.model import build_model
 from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
 from tests.support.broken import BROKEN, DIM, TOKENS, Block, Shifted, Stack, healthy, made
+from tests.support.emulated import Emulated
 
 FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
 TARGETS = ("onnxruntime", "tensorrt_rtx")
