@@ -11,7 +11,8 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.bundle import FLAVOURS, Bundle, TargetRecord, TensorSpec, write_manifest
-from attnforge.export.graphs.execute import Tensors, computed, wide
+from attnforge.export.graphs.execute import Tensors, wide
+from attnforge.export.graphs.parts import computed
 from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.torch_module import output_dims

@@ -15,7 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.execute import Tensors, at_own_precision, computed, in_float64, wide
+from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64, wide
+from attnforge.export.graphs.parts import computed
 from attnforge.export.graphs.types import FLOATS
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Certificate
 from attnforge.export.diagnosis.stages import Stage, module_of
-from attnforge.export.graphs.execute import Runner, Tensors, computed, in_float64, values_of
+from attnforge.export.graphs.execute import Tensors, as_it_is, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.parts import computed, part_of, values_of
 from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import FLOAT, LOW, retype
 
@@ -95,7 +95,7 @@ def _both(
         one, other = (in_float64(m, names, least_stays_least=stands_for_infinity)(feeds) for m in (before, after))
         return one, other, SAME
     except NoDoublePath:
-        return Runner(before.clone(), names)(feeds), Runner(after.clone(), names)(feeds), SAME_IN_FP32
+        return as_it_is(before, names)(feeds), as_it_is(after, names)(feeds), SAME_IN_FP32
 
 
 def _difference(got: Array, wanted: Array) -> float:
@@ -171,10 +171,10 @@ def write_reproduction(parting: Parting, feeds: Mapping[str, Array], folder: Pat
         folder: is made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    after, inputs = _piece(parting.after.model, parting.tensor, parting.inputs)
-    shared = [name for name in inputs if name in set(computed(parting.before.model)) | set(feeds)]
-    before, others = _piece(parting.before.model, parting.tensor, shared)
-    names = list(dict.fromkeys([*inputs, *others]))
+    after = part_of(parting.after.model, [parting.tensor], parting.inputs)
+    shared = {*computed(parting.before.model), *feeds}.intersection(_inputs(after))
+    before = part_of(parting.before.model, [parting.tensor], shared)
+    names = list(dict.fromkeys([*_inputs(after), *_inputs(before)]))
     held = _tensors(parting.before.model, names, feeds)
     _of_one_type(before, after)
     save(after, folder / "after.onnx")
@@ -188,32 +188,16 @@ def write_reproduction(parting: Parting, feeds: Mapping[str, Array], folder: Pat
     return [folder / name for name in ("before.onnx", "after.onnx", "inputs.npz")]
 
 
+def _inputs(model: ir.Model) -> list[str]:
+    return [str(value.name) for value in model.graph.inputs]
+
+
 def _of_one_type(before: ir.Model, after: ir.Model) -> None:
     """Both pieces in fp32 where one is, so that they take the same inputs."""
     types = [{v.dtype for v in model.graph.inputs} for model in (before, after)]
     if types[0] != types[1]:
         for model in (before, after):
             retype(model, LOW, FLOAT, least_stays_least=False)
-
-
-def _piece(model: ir.Model, tensor: str, inputs: Sequence[str]) -> tuple[ir.Model, list[str]]:
-    """The part of `model` from `inputs` to `tensor`, and what it takes."""
-    piece = model.clone()
-    values = values_of(piece)
-    for name in inputs:
-        if values[name].producer() is None:
-            continue
-        given = ir.Value(name=name, type=values[name].type, shape=values[name].shape)
-        values[name].name = f"{name}/computed"
-        for user, index in list(values[name].uses()):
-            user.replace_input_with(index, given)
-        piece.graph.inputs.append(given)
-    piece.graph.outputs[:] = [values[tensor]]
-    RemoveUnusedNodesPass()(piece)
-    for value in list(piece.graph.inputs):
-        if not value.uses():
-            piece.graph.inputs.remove(value)
-    return piece, [str(v.name) for v in piece.graph.inputs]
 
 
 def _tensors(model: ir.Model, names: Sequence[str], feeds: Mapping[str, Array]) -> Tensors:

@@ -15,20 +15,19 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NotImplemented_
 
 from attnforge.arrays import Array, is_floating
 from attnforge.errors import first_line
 from attnforge.export.graphs.float64 import NoDoublePath, to_double
+from attnforge.export.graphs.parts import part_of
 from attnforge.export.graphs.saving import save
-from attnforge.export.graphs.types import FLOAT, FLOATS, round_results
+from attnforge.export.graphs.types import FLOAT, round_results
+
+BFLOAT16 = ir.DataType.BFLOAT16
 
 Tensors = dict[str, Array]
 """Arrays by the names of tensors."""
-
-GIVEN = "given:"
-"""Prefix of the graph inputs that replace computed tensors."""
 
 
 def open_session(model: ir.Model, *, optimised: bool = False) -> Any:
@@ -51,58 +50,55 @@ def open_session(model: ir.Model, *, optimised: bool = False) -> Any:
 
 
 class Runner:
-    """A graph, ready to run: from inputs by name to tensors by name. Nodes that these do not need are not run.
+    """A graph, ready to run: from inputs by name to outputs by name.
 
-    NumPy has no bfloat16 that ONNX Runtime takes, so bfloat16 inputs and results are float32 here, which holds every
+    NumPy has no bfloat16 that ONNX Runtime takes, so bfloat16 inputs and outputs are float32 here, which holds every
     bfloat16 number.
 
     Args:
-        model: is not touched.
-        names: of the tensors to compute; by default the outputs.
-        given: names of tensors that the caller gives instead of the graph computing them.
-        known_as: names in the graph of those tensors that have another name there.
+        model: belongs to the runner.
+        names: of the outputs, in their order.
         optimised: whether ONNX Runtime may rewrite the graph.
     """
 
-    def __init__(
-        self,
-        model: ir.Model,
-        names: Sequence[str] | None = None,
-        given: Collection[str] = (),
-        known_as: Mapping[str, str] | None = None,
-        *,
-        optimised: bool = False,
-    ) -> None:
-        model, known_as = model.clone(), known_as or {}
-        values = values_of(model)
-        names = [str(value.name) for value in model.graph.outputs] if names is None else names
-        for name in given:
-            _replace_by_input(model, values[known_as.get(name, name)], f"{GIVEN}{name}")
-        wanted = {name: values[known_as.get(name, name)] for name in names}
-        shown = {value: _as_output(model, value) for value in dict.fromkeys(wanted.values())}
-        self._outputs = {name: str(shown[value].name) for name, value in wanted.items()}
-        model.graph.outputs[:] = shown.values()
-        for value in [value for value in model.graph.inputs if value.dtype == ir.DataType.BFLOAT16]:
-            _widen_input(model, value)
-        RemoveUnusedNodesPass()(model)
-        self._dtypes = {str(v.name): v.dtype.numpy() for v in model.graph.inputs if v.dtype is not None}
+    def __init__(self, model: ir.Model, names: Sequence[str], *, optimised: bool = False) -> None:
+        graph = model.graph
+        for value in graph.inputs:
+            if value.dtype == BFLOAT16:
+                _widen_input(graph, value)
+        graph.outputs[:] = [_widened(graph, value) if value.dtype == BFLOAT16 else value for value in graph.outputs]
+        self._names = list(names)
+        self._dtypes = {str(v.name): v.dtype.numpy() for v in graph.inputs if v.dtype is not None}
         self._session = open_session(model, optimised=optimised)
 
     def __call__(self, feeds: Mapping[str, Array]) -> Tensors:
-        """Compute the tensors.
+        """Run the graph.
 
         Args:
-            feeds: the inputs and the tensors that are given, by name. Floating-point arrays are cast to the types of
-                the graph; arrays that it does not take are left out.
+            feeds: inputs by name. Floating-point arrays are cast to the types of the graph; arrays that it does not
+                take are left out.
         """
-        arrays = {name: feeds[key] for name in self._dtypes if (key := name.removeprefix(GIVEN)) in feeds}
+        arrays = {name: feeds[name] for name in self._dtypes if name in feeds}
         arrays = {
             name: array.astype(self._dtypes[name], copy=False) if is_floating(array) else array
             for name, array in arrays.items()
         }
-        wanted = list(dict.fromkeys(self._outputs.values()))
-        results = dict(zip(wanted, self._session.run(wanted, arrays), strict=True))
-        return {name: results[output] for name, output in self._outputs.items()}
+        return dict(zip(self._names, self._session.run(None, arrays), strict=True))
+
+
+def as_it_is(
+    model: ir.Model, names: Sequence[str] | None = None, given: Collection[str] = (), *, optimised: bool = False
+) -> Runner:
+    """`model` at its own types, by whatever kernels ONNX Runtime has for them.
+
+    Args:
+        model: is not touched.
+        names: of the tensors to compute; by default the outputs.
+        given: names of tensors that the caller gives, so that the graph does not compute them.
+        optimised: whether ONNX Runtime may rewrite the graph.
+    """
+    names = _names(model, names)
+    return Runner(part_of(model, names, given), names, optimised=optimised)
 
 
 def in_float64(
@@ -124,13 +120,11 @@ def in_float64(
     Raises:
         NoDoublePath: the graph has an operator that is not computed in double.
     """
-    double = model.clone()
-    if names is not None:
-        values = values_of(double)
-        double.graph.outputs[:] = [values[name] for name in names]  # an output keeps its name when it is written out
+    names = _names(model, names)
+    double = part_of(model, names, given)
     to_double(double, least_stays_least=least_stays_least)
     try:
-        return Runner(double, names, given)
+        return Runner(double, names)
     except NotImplemented_ as error:
         raise NoDoublePath(first_line(error)) from error
 
@@ -148,31 +142,13 @@ def at_own_precision(
         model: is not touched.
         names: of the tensors to compute; by default the outputs.
         given: names of tensors that the caller gives, as they are stored.
-        unrounded: tensors that are never stored, because a fused kernel holds them in float32.
+        unrounded: tensors that are never stored, because a kernel holds them in float32; none of them is given.
     """
-    emulated = model.clone()
-    names = [str(value.name) for value in model.graph.outputs] if names is None else names
+    names = _names(model, names)
+    emulated = part_of(model, names, given)
     kept = {str(value.name) for value in unrounded}
-    stored = round_results(emulated, [v for node in emulated.graph for v in node.outputs if v.name in kept])
-    return Runner(emulated, names, given, stored)
-
-
-def computed(model: ir.Model) -> list[str]:
-    """Names of the floating-point tensors that `model` computes, in the order in which it does."""
-    return [
-        str(output.name)
-        for node in model.graph
-        if node.op_type != "Constant"
-        for output in node.outputs
-        if output.dtype in FLOATS and output.name
-    ]
-
-
-def values_of(model: ir.Model) -> dict[str, ir.Value]:
-    """Every tensor of a graph by name: inputs, parameters, and results."""
-    graph = model.graph
-    results = (output for node in graph for output in node.outputs)
-    return {str(value.name): value for value in (*graph.inputs, *graph.initializers.values(), *results)}
+    round_results(emulated, [value for node in emulated.graph for value in node.outputs if value.name in kept])
+    return Runner(emulated, names)
 
 
 def wide(array: Array) -> Array:
@@ -180,16 +156,12 @@ def wide(array: Array) -> Array:
     return array.astype(np.float64) if is_floating(array) else array
 
 
-def _replace_by_input(model: ir.Model, value: ir.Value, name: str) -> None:
-    """Let the users of `value` take a new input of the graph instead."""
-    given = ir.Value(name=name, type=value.type, shape=value.shape)
-    for user, index in list(value.uses()):
-        user.replace_input_with(index, given)
-    model.graph.inputs.append(given)
+def _names(model: ir.Model, names: Sequence[str] | None) -> list[str]:
+    return list(dict.fromkeys([str(value.name) for value in model.graph.outputs] if names is None else names))
 
 
-def _widen_input(model: ir.Model, value: ir.Value) -> None:
-    """Let a bfloat16 input be float32, cast behind the input."""
+def _widen_input(graph: ir.Graph, value: ir.Value) -> None:
+    """Let a bfloat16 input be float32, with a cast behind it."""
     assert value.dtype is not None
     users = list(value.uses())
     cast = ir.node("Cast", [value], {"to": value.dtype.value}, name=f"{value.name}/narrowed")
@@ -197,19 +169,13 @@ def _widen_input(model: ir.Model, value: ir.Value) -> None:
     cast.outputs[0].shape, value.type = value.shape, ir.TensorType(FLOAT)
     for user, index in users:
         user.replace_input_with(index, cast.outputs[0])
-    if model.graph.num_nodes():
-        model.graph.insert_before(model.graph[0], cast)
+    graph.insert_before(graph[0], cast)
 
 
-def _as_output(model: ir.Model, value: ir.Value) -> ir.Value:
-    """`value`, or a copy where it cannot be an output: parameters and inputs may not be, and no NumPy bfloat16 is."""
-    is_bfloat16 = value.dtype == ir.DataType.BFLOAT16
-    if value.producer() is not None and not is_bfloat16:
-        return value
-    copy = ir.node("Cast", [value], {"to": FLOAT.value}) if is_bfloat16 else ir.node("Identity", [value])
-    copy.name = f"{value.name}/output"
-    output = copy.outputs[0]
-    output.name, output.shape = f"{copy.name}:0", value.shape
-    output.type = ir.TensorType(FLOAT) if is_bfloat16 else value.type
-    model.graph.append(copy)
+def _widened(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """A bfloat16 result in float32."""
+    cast = ir.node("Cast", [value], {"to": FLOAT.value}, name=f"{value.name}/widened")
+    output = cast.outputs[0]
+    output.name, output.type, output.shape = f"{cast.name}:0", ir.TensorType(FLOAT), value.shape
+    graph.append(cast)
     return output

@@ -99,36 +99,38 @@ class _To:
     least_stays_least: bool = True
 
 
-def round_results(model: ir.Model, but: Collection[ir.Value] = ()) -> dict[str, str]:
-    """Let every 16-bit operator of `model` compute in fp32 and its result be rounded to its type, in place. Inputs and
-    outputs become fp32.
+def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> None:
+    """Let every 16-bit operator of `model` compute in float32 and its result be rounded to its type, in place. Inputs
+    and outputs become float32, outputs with the numbers that are stored.
 
-    So ONNX Runtime itself runs 16-bit operators that it has no kernels for; for bf16 it has to be written out.
+    This is how ONNX Runtime itself runs 16-bit operators that it has no kernels for; for bfloat16 it has to be written
+    out.
 
     Args:
         model: is changed.
-        but: what is not rounded.
-
-    Returns:
-        for every tensor that is rounded, the name of what it is then; its own is that of what is rounded.
+        unrounded: results that stay as they are computed.
     """
-    graph, stored = model.graph, {}
+    graph = model.graph
     low = {
-        output: output.dtype for node in graph for output in node.outputs if output.dtype in LOW and output not in but
+        output: output.dtype
+        for node in graph
+        for output in node.outputs
+        if output.dtype in LOW and output not in unrounded
     }
     retype(model, LOW, FLOAT, least_stays_least=False)
+    stored: dict[ir.Value, ir.Value] = {}
     for output, dtype in low.items():
         users, node = list(output.uses()), output.producer()
         assert node is not None and dtype is not None
         rounded = ir.node("Cast", [output], {"to": dtype.value}, name=f"{output.name}/rounded")
         again = ir.node("Cast", [rounded.outputs[0]], {"to": FLOAT.value}, name=f"{output.name}/again")
-        for cast, given in ((rounded, dtype), (again, FLOAT)):
-            cast.outputs[0].name, cast.outputs[0].type = f"{cast.name}:0", ir.TensorType(given)
+        for cast, target in ((rounded, dtype), (again, FLOAT)):
+            cast.outputs[0].name, cast.outputs[0].type = f"{cast.name}:0", ir.TensorType(target)
         for user, index in users:
             user.replace_input_with(index, again.outputs[0])
         graph.insert_after(node, [rounded, again])
-        stored[str(output.name)] = str(again.outputs[0].name)
-    return stored
+        stored[output] = again.outputs[0]
+    graph.outputs[:] = [stored.get(value, value) for value in graph.outputs]
 
 
 def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:

@@ -22,6 +22,7 @@ from attnforge.export.attention.canonicalize import BOOL, MASK_STEP
 from attnforge.export.attention.layout import Axis, Layout, Size, sizes_of
 from attnforge.export.attention.recognise import Operand, scalar
 from attnforge.export.graphs.build import Builder, constant, typed
+from attnforge.export.graphs.execute import open_session
 from attnforge.export.lowering.attention import Attention
 from attnforge.runtime.turns import ALIKE, medians
 
@@ -173,12 +174,8 @@ def _disagreement(got: Array, expected: Array) -> str | None:
 
 def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     """`model` in a session of its own, as often as wanted on `feeds`; gives its output as ONNX Runtime has it."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    data = ir.to_proto(model).SerializeToString()
-    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    session = open_session(model, optimised=True)
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
-
     return lambda: session.run_with_ort_values(["output"], values)[0]
 
 

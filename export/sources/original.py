@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 from attnforge.arrays import Array
 from attnforge.errors import BuildError, first_line
-from attnforge.export.graphs.execute import Runner, at_own_precision, in_float64, wide
+from attnforge.export.graphs.execute import Runner, as_it_is, at_own_precision, in_float64, wide
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 from attnforge.precision import Precision
@@ -67,7 +67,7 @@ class Original:
     @cached_property
     def _eager(self) -> Runner:
         try:
-            return at_own_precision(self.model) if self._precision.is_low else Runner(self.model)
+            return (at_own_precision if self._precision.is_low else as_it_is)(self.model)
         except Exception as error:
             raise BuildError(f"ONNX Runtime cannot run the graph as it was given: {first_line(error)}") from error
 
