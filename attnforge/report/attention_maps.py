@@ -1,63 +1,56 @@
-"""Attention weights: how much each query attends to each key, in float64, in eager and in the deployed model.
+"""Attention maps: how much each query attends to each key, in float64, in eager and in the deployed model.
 
-Float64's and eager's come from the bundle's canonical graph, whose Attention nodes have query, key and mask as inputs:
-the graph runs in double, and with every result rounded to the bundle's precision, and the weights are computed from
-these inputs. The deployed ones come from the ONNX Runtime model: where a site is plain products they are the Softmax's
-own output; a fused operator never holds them, so they are computed from what it is given and told. A mistake in how a
-site was lowered shows in them, one inside of a fused kernel does not. Imports no torch.
+The maps of float64 and of eager come from the bundle's canonical graph with its attention written out as products: the
+graph runs in double, and with every result rounded to the bundle's precision. The deployed maps come from the ONNX
+Runtime model: where a site is plain products they are the output of its Softmax; a fused operator never holds them, so
+they are computed from the inputs and attributes of the operator. A mistake in how a site was lowered shows in them, a
+mistake inside a fused kernel does not. Imports no torch.
 """
 
 from __future__ import annotations
 
 import itertools
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isqrt
-from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.arrays import BFLOAT16, Array
+from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, Bundle, Case, SiteRecord
-from attnforge.export.attention.canonicalize import Site
-from attnforge.export.graphs.build import Builder, constant, insert, replace_value
-from attnforge.export.graphs.float64 import NoDoublePath, to_double
-from attnforge.export.graphs.saving import save
-from attnforge.export.graphs.types import FLOAT, LOW, round_results
-from attnforge.export.lowering.attention import attentions, mask_steps
-from attnforge.export.lowering.onnxruntime import candidates_for
+from attnforge.errors import first_line
+from attnforge.export.diagnosis.stages import scores_of, sites_of, written_out
+from attnforge.export.graphs.build import Builder, constant, insert
+from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
+from attnforge.export.graphs.parts import part_of, values_of
+from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
 
 TARGET = "onnxruntime"
 FORMS = ("Softmax", "MultiHeadAttention", "Attention", "GroupQueryAttention")
-"""How the name of the node ends that a site was lowered to, after the site's own."""
+"""How the name of the node ends that a site was lowered to, after the name of the site."""
 
 MOST_SCORES, MOST_IN_ALL = 2**25, 2**26
-"""How many weights of one sample are looked at: of one site (256 MiB in float64), and of all."""
+"""How many numbers the maps of one sample may have: those of one site (256 MiB in float64), and of all sites."""
 
 
 @dataclass(frozen=True)
-class SiteWeights:
-    """The weights of one site, of the first sample: three arrays (heads, queries, keys), each row summing to one, or
-    all zeros where a query may attend to nothing.
+class SiteMaps:
+    """The attention maps of one site, of the first sample: three arrays (heads, queries, keys), each row summing to
+    one, or all zeros where a query may attend to nothing.
 
     Attributes:
-        site: its name.
-        form: what it was lowered to.
-        is_held: whether `deployed` is what the model itself computed; else it follows from what the fused operator is
-            given.
-        samples: how many the site attends in, each apart: a batch, or the windows of all its images.
-        exact: in float64, of the numbers that the graph holds: the scale is fp32 in ONNX. None where the graph cannot
-            be computed so.
-        eager: at the bundle's precision, every step rounded to it.
-        deployed: in the deployed model.
+        site: name of the site.
+        form: what the site was lowered to.
+        is_held: whether `deployed` is what the model itself computed; else it follows from the inputs of the fused
+            operator.
+        samples: how many samples the site attends in, each apart: a batch, or the windows of all its images.
+        exact: float64, of the numbers that the graph holds: the scale is fp32 in ONNX. None where the graph cannot be
+            computed so.
+        eager: float32, with every step rounded to the bundle's precision.
+        deployed: float32 where `is_held`, else float64.
     """
 
     site: str
@@ -71,7 +64,7 @@ class SiteWeights:
 
 @dataclass(frozen=True)
 class Operands:
-    """What the weights of one sample are computed from.
+    """What the map of one sample is computed from.
 
     Attributes:
         query: (H, n_q, d).
@@ -79,8 +72,7 @@ class Operands:
         scale: factor on the scores.
         softcap: scores are capped at ± this; 0 for no cap.
         is_causal: whether a query may attend to no later key.
-        steps: what is done to the scores in order, each an array that broadcasts to (H, n_q, n_k): added to them, or
-            where a number comes with it, a condition and what takes the place of the scores where it is False.
+        mask: broadcasts to (H, n_q, n_k): added to the scores, or where it is boolean, False for what is left out.
     """
 
     query: Array
@@ -88,90 +80,81 @@ class Operands:
     scale: float
     softcap: float = 0.0
     is_causal: bool = False
-    steps: Sequence[tuple[Array, float | None]] = ()
+    mask: Array | None = None
 
-
-def weights_of(o: Operands, dtype: np.dtype[Any]) -> Array:
-    """`softmax(scale · QKᵀ + …)`, (H, n_q, n_k), in float64 where `dtype` is, else in float32 and every step rounded to
-    `dtype`."""
-    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-    def rounded(x: Array) -> Array:
-        return x.astype(dtype).astype(wide) if dtype != wide else x
-
-    query, key = o.query.astype(wide), o.key.astype(wide)
-    key = key.repeat(len(query) // len(key), axis=0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        scores = rounded(wide.type(o.scale) * (query @ key.swapaxes(-1, -2)))
-        if o.softcap:
-            scores = rounded(wide.type(o.softcap) * np.tanh(scores / wide.type(o.softcap)))
-        if o.is_causal:
-            queries, keys = (np.arange(n) for n in scores.shape[-2:])
-            scores = np.where(keys <= queries[:, None], scores, wide.type(-np.inf))
-        for operand, fill in o.steps:
-            if fill is None:
-                scores = rounded(scores + operand.astype(wide))
-            else:
-                scores = np.where(operand, scores, wide.type(_held(fill, dtype)))
-        highest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
-        weights = np.exp(scores - np.where(highest == -np.inf, 0, highest))
-        total = weights.sum(axis=-1, keepdims=True)
-        return rounded(weights / np.where(total == 0, 1, total))
-
-
-def _held(number: float, dtype: np.dtype[Any]) -> float:
-    """A finite number as far as `dtype` holds it."""
-    most = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
-    return float(np.clip(number, -most, most)) if np.isfinite(number) else number
+    def map(self) -> Array:
+        """`softmax(scale · QKᵀ + mask)`, (H, n_q, n_k), in float64."""
+        query, key = self.query.astype(np.float64), self.key.astype(np.float64)
+        key = key.repeat(len(query) // len(key), axis=0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            scores = self.scale * (query @ key.swapaxes(-1, -2))
+            if self.softcap:
+                scores = self.softcap * np.tanh(scores / self.softcap)
+            if self.is_causal:
+                queries, keys = (np.arange(n) for n in scores.shape[-2:])
+                scores = np.where(keys <= queries[:, None], scores, -np.inf)
+            if self.mask is not None:
+                is_condition = self.mask.dtype == np.bool_
+                scores = np.where(self.mask, scores, -np.inf) if is_condition else scores + self.mask
+            highest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+            exponentials = np.exp(scores - np.where(highest == -np.inf, 0, highest))
+            total = exponentials.sum(axis=-1, keepdims=True)
+            return np.asarray(exponentials / np.where(total == 0, 1, total))
 
 
 @dataclass(frozen=True)
-class Found:
-    """A site, how many samples it attends in, the type that eager has there, and what its weights follow from; of a
-    deployed Softmax the weights."""
+class _SiteRuns:
+    """A site, and what its maps are computed from when they are asked for.
+
+    Attributes:
+        site, form, samples: as of :class:`SiteMaps`.
+        scores: the written-out site, whose inputs are the operands.
+        exact: operands of the first sample in float64; None where the graph cannot be computed so.
+        eager: operands of the first sample at the bundle's precision.
+        deployed: operands of the fused operator, or the map that the model holds.
+    """
 
     site: str
     form: str
     samples: int
-    dtype: np.dtype[Any]
-    exact: Operands | None
-    eager: Operands
+    scores: WrittenSite
+    exact: Tensors | None
+    eager: Tensors
     deployed: Operands | Array
+
+    def maps(self) -> SiteMaps:
+        eager = self.scores.map(at_own_precision, self.eager)
+        exact = self.scores.map(_exactly, self.exact) if self.exact is not None else None
+        deployed = self.deployed.map() if isinstance(self.deployed, Operands) else self.deployed
+        silent = ~eager.any(axis=-1, keepdims=True)
+        deployed = np.where(silent & np.isnan(deployed), 0, deployed)  # a bare softmax has NaN there, as meant
+        is_held = not isinstance(self.deployed, Operands)
+        return SiteMaps(self.site, self.form, is_held, self.samples, exact, eager, deployed)
 
 
 @dataclass
-class AttentionWeights:
-    """The weights of every site that can be looked at, on one case. Iterating gives one :class:`SiteWeights` after
-    another, in the order of the graph, whose arrays are made as they are asked for.
+class AttentionMaps:
+    """The maps of every site that can be looked at, on one case. Iterating gives one :class:`SiteMaps` after another,
+    in the order of the graph, whose arrays are computed as they are asked for.
 
     Attributes:
         case: whose inputs the model was given.
         inputs: by name.
-        left_out: why there are none, by site.
-        no_exact: why there are none in float64; None where there are.
-        found: what the weights follow from.
+        left_out: why a site has no maps, by site.
+        no_exact: why there are no maps in float64; None where there are.
     """
 
     case: Case
     inputs: Mapping[str, Array]
     left_out: dict[str, str]
     no_exact: str | None = None
-    found: list[Found] = field(default_factory=list)
+    _runs: list[_SiteRuns] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[SiteWeights]:
-        for one in self.found:
-            eager = weights_of(one.eager, one.dtype)
-            exact = weights_of(one.exact, np.dtype(np.float64)) if one.exact is not None else None
-            is_held = not isinstance(one.deployed, Operands)
-            deployed = one.deployed
-            if isinstance(deployed, Operands):
-                deployed = weights_of(deployed, np.dtype(np.float64))
-            silent = ~eager.any(axis=-1, keepdims=True)
-            deployed = np.where(silent & np.isnan(deployed), 0, deployed)  # a bare softmax has NaN there, as meant
-            yield SiteWeights(one.site, one.form, is_held, one.samples, exact, eager, deployed)
+    def __iter__(self) -> Iterator[SiteMaps]:
+        return (run.maps() for run in self._runs)
 
 
-def attention_weights(bundle: Bundle, case: Case | None = None) -> AttentionWeights:
+def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
     """Run the canonical graph and the deployed ONNX Runtime model on one case, and look at every attention site.
 
     Args:
@@ -179,9 +162,7 @@ def attention_weights(bundle: Bundle, case: Case | None = None) -> AttentionWeig
         case: whose inputs to run; by default the first of real data, else the example.
     """
     manifest = bundle.manifest
-    if case is None:
-        case = next((one for kind in ("data", "example") for one in manifest.cases if one.kind == kind), None)
-        case = case or manifest.cases[0]
+    case = case or _usual(manifest.cases)
     inputs = reference.make_inputs(case, manifest.inputs, stored_inputs(bundle))
     records = {record.site: record for record in manifest.attention.details}
     left_out = {
@@ -189,50 +170,54 @@ def attention_weights(bundle: Bundle, case: Case | None = None) -> AttentionWeig
         for name, record in records.items()
         if not record.canonical
     }
-    found = AttentionWeights(case, inputs, left_out)
+    maps = AttentionMaps(case, inputs, left_out)
     canonical = {name: record for name, record in records.items() if record.canonical}
     if not canonical:
-        return found
+        return maps
     if TARGET not in manifest.targets:
-        found.left_out |= dict.fromkeys(
+        maps.left_out |= dict.fromkeys(
             canonical, "the bundle has no ONNX Runtime model, and a TensorRT plan does not show what it computes inside"
         )
-        return found
+        return maps
+    model = written_out(ir.load(bundle.file(CANONICAL)), sites_of(manifest.attention))
+    written = _written_sites(model, list(canonical))
+    operands = list(dict.fromkeys(name for site in written.values() for name in site.operands))
     try:
-        plain = _canonical_graph(bundle, list(canonical))
-        eager_model = plain.model.clone()
-        round_results(eager_model)
-        eager = plain.operands(_run(eager_model, inputs, np.float32, optimized=False))
+        eager = at_own_precision(model, operands)(inputs)
     except Exception as error:  # ONNX Runtime's are of many kinds
-        found.left_out |= dict.fromkeys(canonical, f"ONNX Runtime cannot run the canonical graph: {_first(error)}")
-        return found
-    exact: dict[str, tuple[Operands, int]] = {}
+        maps.left_out |= dict.fromkeys(canonical, f"ONNX Runtime cannot run the canonical graph: {first_line(error)}")
+        return maps
+    exact: Tensors | None = None
     try:
-        to_double(plain.model)
-        exact = plain.operands(_run(plain.model, inputs, np.float64, optimized=False))
+        exact = _exactly(model, operands)(inputs)
     except Exception as error:
-        what = str(error) if isinstance(error, NoDoublePath) else _first(error)
-        found.no_exact = f"ONNX Runtime cannot compute the graph in double: {what}"
-    sizes = {site: (len(o.query), o.query.shape[1], o.key.shape[1]) for site, (o, _) in eager.items()}
-    chosen = _within_limits(sizes, found.left_out)
+        maps.no_exact = f"ONNX Runtime cannot compute the graph in double: {first_line(error)}"
+    sizes = {name: site.sizes(eager) for name, site in written.items()}
+    chosen = _within_limits(sizes, maps.left_out)
     try:
         deployed = _deployed(bundle, {name: canonical[name] for name in chosen}, sizes, inputs)
     except Exception as error:
-        found.left_out |= dict.fromkeys(chosen, f"ONNX Runtime cannot run the deployed graph: {_first(error)}")
-        return found
-    for site in chosen:
-        if site not in deployed:
-            found.left_out[site] = "its node is not in the deployed model"
+        maps.left_out |= dict.fromkeys(chosen, f"ONNX Runtime cannot run the deployed graph: {first_line(error)}")
+        return maps
+    for name in chosen:
+        if name not in deployed:
+            maps.left_out[name] = "its node is not in the deployed model"
             continue
-        operands, samples = eager[site]
-        form = canonical[site].targets[TARGET].form
-        in_double = exact[site][0] if site in exact else None
-        found.found.append(Found(site, form, samples, plain.seen[site].dtype, in_double, operands, deployed[site]))
-    return found
+        site, form = written[name], canonical[name].targets[TARGET].form
+        firsts = [site.first_sample(tensors) if tensors is not None else None for tensors in (exact, eager)]
+        assert firsts[1] is not None
+        maps._runs.append(_SiteRuns(name, form, site.samples(eager), site, firsts[0], firsts[1], deployed[name]))
+    return maps
+
+
+def _usual(cases: list[Case]) -> Case:
+    """The first case of real data, else the example, else the first."""
+    of_kinds = (case for kind in ("data", "example") for case in cases if case.kind == kind)
+    return next(of_kinds, cases[0])
 
 
 def _within_limits(sizes: Mapping[str, tuple[int, int, int]], left_out: dict[str, str]) -> list[str]:
-    """The sites whose weights are not too many; of the others `left_out` is told why."""
+    """The sites whose maps are not too large; `left_out` is told why the others are not shown."""
     chosen, total = [], 0
     for site, (heads, queries, keys) in sizes.items():
         count = heads * queries * keys
@@ -251,88 +236,72 @@ def _within_limits(sizes: Mapping[str, tuple[int, int, int]], left_out: dict[str
 # --- the canonical graph ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Seen:
-    """What is seen of one canonical node: its type, names of the outputs that show its inputs, and what its attributes
-    say."""
+@dataclass(frozen=True)
+class WrittenSite:
+    """A canonical site written out as products, a graph of its own.
 
-    dtype: np.dtype[Any]
-    query: str
-    key: str
-    scale: float
-    softcap: float
-    is_causal: bool
-    steps: list[tuple[str, float | None]]
-
-
-@dataclass
-class _Canonical:
-    """The canonical graph with its attention as plain products, whose outputs are the inputs of every site."""
+    Attributes:
+        model: from the operands to the scores and the map.
+        scores: name of the input of the softmax.
+        softmax: name of the map, at the type of the products.
+        operands: names of what the graph takes: query (B, H, n_q, d), key (B, H, d, n_k), and what masks.
+    """
 
     model: ir.Model
-    seen: dict[str, _Seen]
+    scores: str
+    softmax: str
+    operands: list[str]
 
-    def operands(self, results: Mapping[str, Array]) -> dict[str, tuple[Operands, int]]:
-        """Of every site what its first sample's weights follow from, and how many samples there are."""
-        found = {}
-        for site, seen in self.seen.items():
-            query, key = results[seen.query], results[seen.key]
-            steps = [(_first_of(results[name]), fill) for name, fill in seen.steps]
-            operands = Operands(query[0], key[0], seen.scale, seen.softcap, seen.is_causal, steps)
-            found[site] = operands, len(query)
-        return found
+    def samples(self, tensors: Tensors) -> int:
+        return len(tensors[self.operands[0]])
 
+    def sizes(self, tensors: Tensors) -> tuple[int, int, int]:
+        """Heads, queries and keys."""
+        query, key = (tensors[name] for name in self.operands[:2])
+        return query.shape[1], query.shape[2], key.shape[3]
 
-def _canonical_graph(bundle: Bundle, sites: list[str]) -> _Canonical:
-    model = ir.load(bundle.file(CANONICAL))
-    seen: dict[str, _Seen] = {}
-    taps = _Taps(model.graph)
-    named = [Site(name, "", node=f"{name}/Attention") for name in sites]
-    for site, attention in attentions(model, named):
-        node = attention.node
-        query, key = node.inputs[:2]
-        assert query is not None and key is not None
-        seen[site.name] = _Seen(
-            attention.dtype.numpy(),
-            taps.add(query, node),
-            taps.add(key, node),
-            attention.scale,
-            attention.softcap,
-            attention.is_causal,
-            [(taps.add(step.operand, node), step.fill) for step in mask_steps(attention.mask)],
-        )
-        # As products: ONNX Runtime's own Attention takes not every mask, and knows no precision between its steps.
-        products = candidates_for(site.name, attention)[0]
-        result = insert(model.graph, node, lambda op, emit=products.emit, a=attention: emit(op, a))  # type: ignore[misc]
-        replace_value(attention.output, result)
-    taps.take_over()
-    RemoveUnusedNodesPass()(model)
-    return _Canonical(model, seen)
+    def first_sample(self, tensors: Tensors) -> Tensors:
+        """The operands among `tensors`, of the first sample."""
+        return {name: tensors[name][:1] if tensors[name].ndim == 4 else tensors[name] for name in self.operands}
+
+    def map(self, run: Callable[..., Runner], operands: Tensors) -> Array:
+        """The map (H, n_q, n_k) of one sample, zeros where a query may attend to nothing."""
+        tensors = run(self.model)(operands)
+        silent = (tensors[self.scores] == -np.inf).all(axis=-1, keepdims=True)
+        return np.asarray(np.where(silent, 0, tensors[self.softmax])[0])
 
 
-class _Taps:
-    """Values of a graph that are to be its outputs."""
+def _exactly(model: ir.Model, names: list[str] | None = None) -> Runner:
+    return in_float64(model, names, least_stays_least=True)
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self._graph = graph
-        self._outputs: list[ir.Value] = []
 
-    def add(self, value: ir.Value, at: ir.Node, after: bool = False) -> str:
-        """Show `value`, with a node before or after `at`; under the name that is returned."""
-        node = ir.node("Identity", [value], name=f"attnforge/seen/{len(self._outputs)}")
-        shown = node.outputs[0]
-        shown.name, shown.type, shown.shape = node.name, value.type, value.shape
-        if after:
-            self._graph.insert_after(at, node)
-        else:
-            self._graph.insert_before(at, node)
-        self._outputs.append(shown)
-        return str(shown.name)
+def _written_sites(model: ir.Model, names: list[str]) -> dict[str, WrittenSite]:
+    nodes = {node.name: node for node in model.graph}
+    sites: dict[str, tuple[str, str, list[str]]] = {}
+    for name in names:
+        softmax = nodes[softmax_of(name)]
+        scores, result = scores_of(softmax), softmax.outputs[0]
+        users = [use.node for use in result.uses()]
+        if [user.op_type for user in users] == ["Cast"]:  # back from the type that the softmax is computed in
+            result = users[0].outputs[0]
+        inputs = [value for score in reversed(scores) for value in _producer(score).inputs if value is not None]
+        operands = [v for v in inputs if v not in scores and ir.convenience.get_const_tensor(v) is None]
+        sites[name] = str(scores[0].name), str(result.name), [str(v.name) for v in dict.fromkeys(operands)]
+    outputs = [output for scores, result, _ in sites.values() for output in (scores, result)]
+    together = part_of(model, outputs, {name for _, _, operands in sites.values() for name in operands})
+    for value in values_of(together).values():
+        if not value.is_initializer():
+            value.shape = None  # it runs on one sample, whatever batch the model is fixed to
+    return {
+        name: WrittenSite(part_of(together, [scores, result], operands), scores, result, operands)
+        for name, (scores, result, operands) in sites.items()
+    }
 
-    def take_over(self) -> None:
-        """Let what is shown be the outputs of the graph, and nothing else."""
-        self._graph.outputs.clear()
-        self._graph.outputs.extend(self._outputs)
+
+def _producer(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None
+    return node
 
 
 # --- the deployed graph -----------------------------------------------------------------------------------------------
@@ -344,10 +313,9 @@ def _deployed(
     sizes: Mapping[str, tuple[int, int, int]],
     inputs: Mapping[str, Array],
 ) -> dict[str, Operands | Array]:
-    """Of every site that is found in the deployed model what its weights follow from, or the weights."""
+    """Of every site that the deployed model has, the map, or what it is computed from."""
     model = ir.load(bundle.file(bundle.manifest.targets[TARGET].model))
     nodes = {node.name: node for node in model.graph}
-    taps = _Taps(model.graph)
     shown: dict[str, tuple[ir.Node, dict[int, list[str]]]] = {}
     for site in sites:
         node = next((nodes[name] for form in FORMS if (name := f"{site}/{form}") in nodes), None)
@@ -355,30 +323,24 @@ def _deployed(
             continue
         if node.op_type == "Softmax":
             first = insert(model.graph, node, lambda op, node=node: _first_sample(op, node), after=True)  # type: ignore[misc]
-            producer = first.producer()
-            assert producer is not None
-            shown[site] = node, {0: [taps.add(first, producer, after=True)]}
+            shown[site] = node, {0: [str(first.name)]}
         else:
             mask = 5 if node.op_type == "MultiHeadAttention" else 3 if node.op_type == "Attention" else None
             wanted = [i for i in (0, 1, mask) if i is not None and i < len(node.inputs) and node.inputs[i] is not None]
             heads = [node, *_further_heads(node, nodes)]
-            shown[site] = node, {i: [taps.add(_input(one, i), one) for one in heads] for i in wanted}
-    taps.take_over()
-    RemoveUnusedNodesPass()(model)
-    for value in model.graph.inputs:
-        if value.dtype in LOW:  # a cast to fp32 follows; NumPy has no bfloat16 to feed
-            value.type = ir.TensorType(FLOAT)
-    results = _run(model, inputs, np.float32, optimized=True) if shown else {}
+            shown[site] = node, {i: [str(_input(head, i).name) for head in heads] for i in wanted}
+    names = [name for _, operands in shown.values() for of_heads in operands.values() for name in of_heads]
+    tensors = as_it_is(model, names, optimised=True)(inputs) if names else {}
     return {
-        site: results[names[0][0]][0]
+        site: tensors[operands[0][0]][0]
         if node.op_type == "Softmax"
         else _operands_of(
             node,
-            {i: np.concatenate([results[name] for name in some], axis=-1) for i, some in names.items()},
+            {i: np.concatenate([tensors[name] for name in names], axis=-1) for i, names in operands.items()},
             sizes[site][0],
-            apart=len(names[0]) == 1,
+            apart=len(operands[0]) == 1,
         )
-        for site, (node, names) in shown.items()
+        for site, (node, operands) in shown.items()
     }
 
 
@@ -394,29 +356,28 @@ def _input(node: ir.Node, i: int) -> ir.Value:
     return value
 
 
-def _first_sample(op: Builder, node: ir.Node) -> ir.Value:
-    weights = node.outputs[0]
-    first = op.Slice(weights, constant(op, [0]), constant(op, [1]), constant(op, [0]))
-    first.type = weights.type
+def _first_sample(op: Builder, softmax: ir.Node) -> ir.Value:
+    result = softmax.outputs[0]
+    first = op.Slice(result, constant(op, [0]), constant(op, [1]), constant(op, [0]))
+    first.type = result.type
     return first
 
 
-def _operands_of(node: ir.Node, given: Mapping[int, Array], heads: int, apart: bool) -> Operands:
-    """What a fused operator was given of the first sample, with its heads apart.
+def _operands_of(node: ir.Node, tensors: Mapping[int, Array], heads: int, apart: bool) -> Operands:
+    """The operands of a fused operator for the first sample, with the heads apart.
 
     Args:
-        apart: whether it is one operator for all heads; else what was given to one a head stands side by side.
+        node: the operator.
+        tensors: its inputs, by place.
+        heads: of the site.
+        apart: whether it is one operator for all heads; else the inputs of one operator a head stand side by side.
     """
-    query, key = given[0], given[1]
-    attributes = node.attributes
+    query, key, attributes = tensors[0], tensors[1], node.attributes
     softcap = attributes.get_float("softcap", 0.0) or 0.0
-    steps: list[tuple[Array, float | None]] = []
-    is_causal = bool(attributes.get_int("is_causal", 0))
+    is_causal, mask = bool(attributes.get_int("is_causal", 0)), None
     if node.op_type == "Attention":
         query, key = query[0], key[0]
-        if 3 in given:
-            mask = _first_of(given[3])
-            steps = [(mask, -np.inf if mask.dtype == np.bool_ else None)]
+        mask = _first_of(tensors[3]) if 3 in tensors else None
     elif node.op_type == "GroupQueryAttention":
         is_causal = True
         query, key = (
@@ -429,49 +390,19 @@ def _operands_of(node: ir.Node, given: Mapping[int, Array], heads: int, apart: b
             query, key = _apart(query[0], heads), _apart(key[0], heads)
         else:  # every head a sample of its own
             query, key = query[:heads], key[:heads]
-        if 5 in given:
-            steps = [(_first_of(given[5]), None)]
+        mask = _first_of(tensors[5]) if 5 in tensors else None
     scale = attributes.get_float("scale", 0.0) or query.shape[-1] ** -0.5
-    return Operands(query, key, scale, softcap, is_causal, steps)
+    return Operands(query, key, scale, softcap, is_causal, mask)
 
 
 def _first_of(mask: Array) -> Array:
-    """The first sample's part of what broadcasts to (B, H, n_q, n_k)."""
+    """The first sample's part of a mask that broadcasts to (B, H, n_q, n_k)."""
     return mask[0] if mask.ndim == 4 else mask
 
 
 def _apart(x: Array, heads: int) -> Array:
     """`(n, H·d)` as `(H, n, d)`."""
     return x.reshape(len(x), heads, -1).swapaxes(0, 1)
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
-def _run(
-    model: ir.Model, inputs: Mapping[str, Array], wide: type[np.floating[Any]], optimized: bool
-) -> dict[str, Array]:
-    """Outputs by name; floating-point inputs are widened."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    if not optimized:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    with tempfile.TemporaryDirectory(prefix="attnforge-") as folder:
-        file = Path(folder) / "model.onnx"
-        save(model, file)
-        session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        wanted = {value.name for value in session.get_inputs()}
-        feeds = {
-            name: a.astype(wide) if a.dtype == BFLOAT16 or np.issubdtype(a.dtype, np.floating) else a
-            for name, a in inputs.items()
-            if name in wanted
-        }
-        names = [value.name for value in session.get_outputs()]
-        return dict(zip(names, session.run(names, feeds), strict=True))
-
-
-def _first(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 # --- images -----------------------------------------------------------------------------------------------------------

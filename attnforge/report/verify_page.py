@@ -17,7 +17,7 @@ from attnforge.bundle import Bundle, Case, DimSpec, Kind, Manifest, Masks, SiteR
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.precision import precision_named
 from attnforge.report import charts
-from attnforge.report.attention_maps import AttentionWeights, PatchGrid, SiteWeights, attention_weights, patch_grid
+from attnforge.report.attention_maps import AttentionMaps, PatchGrid, SiteMaps, attention_maps, patch_grid
 from attnforge.report.charts import Mark, Picture
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
@@ -100,7 +100,7 @@ def write_page(
         or {"": precision_named(manifest.precision).floor},
         verdict=_verdict(report),
         backends=[_backend(name, one, report, manifest) for name, one in report.backends.items()],
-        attention=_attention(attention_weights(opened), manifest),
+        attention=_attention(attention_maps(opened), manifest),
         kinds={kind: text for kind, text in KINDS.items() if any(case.kind == kind for case in report.cases)},
         masks={masks: text for masks, text in MASKS.items() if any(case.masks == masks for case in report.cases)},
     )
@@ -425,7 +425,7 @@ class _Attention:
     records: Mapping[str, SiteRecord]
 
 
-def _attention(weights: AttentionWeights, manifest: Manifest) -> _Attention:
+def _attention(weights: AttentionMaps, manifest: Manifest) -> _Attention:
     """Every site is measured; of those furthest off, the first and the last there are maps."""
     sites = [_measured(one) for one in weights]
     order = sorted(sites, key=lambda site: (site.not_finite, site.deployed_off), reverse=True)
@@ -437,7 +437,7 @@ def _attention(weights: AttentionWeights, manifest: Manifest) -> _Attention:
     return _Attention(weights.case, KINDS[weights.case.kind], weights.no_exact, sites, drawn, weights.left_out, records)
 
 
-def _measured(one: SiteWeights) -> _Site:
+def _measured(one: SiteMaps) -> _Site:
     truth = one.eager if one.exact is None else one.exact
     heads, queries, keys = one.eager.shape
     return _Site(
@@ -454,7 +454,7 @@ def _measured(one: SiteWeights) -> _Site:
     )
 
 
-def _drawn(site: _Site, one: SiteWeights, image: tuple[int, Array] | None) -> _Drawn:
+def _drawn(site: _Site, one: SiteMaps, image: tuple[int, Array] | None) -> _Drawn:
     eager, deployed = one.eager.astype(np.float64), one.deployed.astype(np.float64)
     worst, maps = int(np.argmax(_furthest(deployed - eager))), []
     label = "The one head"
@@ -502,7 +502,7 @@ def _image(manifest: Manifest, inputs: Mapping[str, Array]) -> tuple[int, Array]
     return None
 
 
-def _photograph(one: SiteWeights, image: tuple[int, Array] | None, eager: Array, deployed: Array) -> _OnImage | None:
+def _photograph(one: SiteMaps, image: tuple[int, Array] | None, eager: Array, deployed: Array) -> _OnImage | None:
     """What one query attends to, drawn over the image; None where keys are no patches of it."""
     if image is None or one.samples != image[0]:
         return None

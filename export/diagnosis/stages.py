@@ -64,6 +64,18 @@ def written_out(canonical: ir.Model, sites: list[Site]) -> ir.Model:
     return model
 
 
+def scores_of(softmax: ir.Node) -> list[ir.Value]:
+    """The scores of attention written out as products, from the input of the softmax back to the product."""
+    scores: list[ir.Value] = []
+    value = softmax.inputs[0]
+    while value is not None and (node := value.producer()) is not None:
+        scores.append(value)
+        if node.op_type == "MatMul":
+            break
+        value = node.inputs[1 if node.op_type == "Where" else 0]
+    return scores
+
+
 def module_of(node: ir.Node) -> str:
     """Qualified name of the module that a node stands in, from the exporter's metadata; of what lowering wrote, the
     site's; of a graph without metadata, the node's own."""

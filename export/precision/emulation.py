@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
+from attnforge.export.diagnosis.stages import scores_of
 from attnforge.export.graphs.execute import Runner, at_own_precision
 from attnforge.export.graphs.types import LOW
 from attnforge.export.tensorrt.build import Plan, softmax_of
@@ -41,18 +42,6 @@ def held_by_fused_kernels(model: ir.Model, fused: Collection[str]) -> list[ir.Va
         if node.op_type == "Softmax" and node.name in softmaxes:
             held += [value for value in scores_of(node) if value.dtype in LOW]
     return held
-
-
-def scores_of(softmax: ir.Node) -> list[ir.Value]:
-    """The scores of attention written out as products, from the input of the softmax back to the product."""
-    scores: list[ir.Value] = []
-    value = softmax.inputs[0]
-    while value is not None and (node := value.producer()) is not None:
-        scores.append(value)
-        if node.op_type == "MatMul":
-            break
-        value = node.inputs[1 if node.op_type == "Where" else 0]
-    return scores
 
 
 def _held_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:

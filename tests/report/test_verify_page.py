@@ -31,7 +31,7 @@ from attnforge.export.lowering.tuning import Choice
 from attnforge.model import build_model
 from attnforge.report import attention_maps as looking
 from attnforge.report import charts
-from attnforge.report.attention_maps import SiteWeights, attention_weights, patch_grid
+from attnforge.report.attention_maps import SiteMaps, attention_maps, patch_grid
 from attnforge.report.charts import Mark
 from attnforge.report.verify_page import KINDS, MASKS, check_page, write_page
 from attnforge.runtime.parity.budget import BINS
@@ -91,7 +91,7 @@ def deployed_as(
     form: str, module: Attends, masked: bool, out: Path, precision: str, patch: pytest.MonkeyPatch
 ) -> tuple[Bundle, tuple[Tensor, ...]]:
     patch.setattr("attnforge.export.deploy.Tuner", type("Chosen", (Always,), {"form": form}))
-    patch.setattr("attnforge.export.deploy._measure_backends", lambda folder, manifest: None)
+    patch.setattr("attnforge.export.deploy._measure_backends", lambda *args: None)
     args: tuple[Tensor, ...] = (torch.randn(2, 7, 32),)
     tokens: Any = Dim("tokens", min=2, max=16)
     shapes: tuple[Any, ...] = ({0: Dim("batch", min=1, max=4), 1: tokens},)
@@ -125,7 +125,7 @@ def test_weights_are_those_of_torch(
     torch.manual_seed(1)
     module = Attends(key_heads, is_causal)
     bundle, args = deployed_as(form, module, masked, tmp_path / "bundle", "fp32", monkeypatch)
-    found = attention_weights(bundle)
+    found = attention_maps(bundle)
     assert (found.left_out, found.no_exact, found.case.name) == ({}, None, "example")
     (one,) = found
     assert (one.form, one.is_held, one.samples) == (form, form == PRODUCTS, 2)
@@ -142,7 +142,7 @@ def test_weights_of_heads_run_one_after_another(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("attnforge.export.lowering.onnxruntime.MANY_BYTES", 0)
     module = Attends(4, False)
     bundle, args = deployed_as(MULTI_HEAD, module, False, tmp_path / "bundle", "fp32", monkeypatch)
-    (one,) = attention_weights(bundle)
+    (one,) = attention_maps(bundle)
     assert one.form == HEAD_AFTER_HEAD
     np.testing.assert_allclose(one.deployed, module.weights(*args), rtol=0, atol=3e-7)
 
@@ -152,7 +152,7 @@ def test_eager_is_rounded_and_deployed_is_not(tmp_path: Path, monkeypatch: pytes
     torch.manual_seed(2)
     for precision, unit in (("fp16", 2.0**-11), ("bf16", 2.0**-8)):
         bundle, _ = deployed_as(MULTI_HEAD, Attends(), False, tmp_path / "bundle", precision, monkeypatch)
-        (one,) = attention_weights(bundle)
+        (one,) = attention_maps(bundle)
         assert one.exact is not None
         assert 0.05 * unit < np.abs(one.eager - one.exact).max() < 8 * unit
         assert np.abs(one.deployed - one.exact).max() < 3e-7
@@ -168,7 +168,7 @@ def test_a_query_without_keys_has_no_weights(tmp_path: Path) -> None:
     bundle = attnforge.deploy(
         Bare(), (torch.randn(2, 5, 8), mask), tmp_path / "bare", None, "fp32", ["onnxruntime"], tune=False
     )
-    (one,) = attention_weights(bundle)
+    (one,) = attention_maps(bundle)
     assert one.exact is not None
     for weights in (one.exact, one.eager, one.deployed):
         np.testing.assert_allclose(weights.sum(-1), [[1, 1, 1, 0, 1]], atol=1e-6)
@@ -202,13 +202,13 @@ def faulty(digits: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return rewrite(folder)
 
 
-def off(one: SiteWeights) -> float:
+def off(one: SiteMaps) -> float:
     assert one.exact is not None
     return float(np.abs(one.deployed - one.exact).max())
 
 
 def test_a_fault_in_the_deployed_graph_shows(digits: Bundle, faulty: Bundle) -> None:
-    clean, broken = ({one.site: off(one) for one in attention_weights(bundle)} for bundle in (digits, faulty))
+    clean, broken = ({one.site: off(one) for one in attention_maps(bundle)} for bundle in (digits, faulty))
     assert broken["attentions.0"] == clean["attentions.0"] < 1e-5
     assert clean["attentions.1"] < 1e-5 < 1e-3 < broken["attentions.1"]
 
@@ -218,16 +218,16 @@ def test_what_is_left_out_says_why(
 ) -> None:
     module, args, shapes = build_model("additive-attention")
     additive = attnforge.deploy(module, args, tmp_path / "additive", shapes, "fp32", ["onnxruntime"], tune=False)
-    found = attention_weights(additive)
+    found = attention_maps(additive)
     assert not list(found) and "the keys differ by query" in next(iter(found.left_out.values()))
     folder = Path(shutil.copytree(small.path, tmp_path / "copy"))
-    found = attention_weights(rewrite(folder, lambda manifest: manifest.targets.pop("onnxruntime")))
+    found = attention_maps(rewrite(folder, lambda manifest: manifest.targets.pop("onnxruntime")))
     assert not list(found) and "no ONNX Runtime model" in next(iter(found.left_out.values()))
     monkeypatch.setattr(looking, "MOST_IN_ALL", 4 * 16 * 16)
-    found = attention_weights(digits)
+    found = attention_maps(digits)
     assert [one.site for one in found] == ["attentions.0"] and "enough" in found.left_out["attentions.1"]
     monkeypatch.setattr(looking, "MOST_SCORES", 100)
-    found = attention_weights(digits)
+    found = attention_maps(digits)
     assert not list(found) and "4 × 16 × 16" in found.left_out["attentions.0"]
 
 
