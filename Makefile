@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench bench-others gpu wheel package clean
+.PHONY: demo test lint docs bench bench-others gpu wheel package clean
 
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
@@ -15,6 +15,10 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy -p attnforge
+
+# The documentation as a site in build/site, which is read without a network; a warning is an error.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready

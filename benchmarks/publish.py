@@ -1,4 +1,4 @@
-"""What every benchmark of the project's own figures shares: the machine, the results file, the published table."""
+"""What every benchmark of the project's own figures shares: the machine, the results file, the tables of the pages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from attnforge.files import write_whole
 from attnforge.machine import this_machine
 
 RESULTS = Path("benchmarks/results")
+RESULTS_PAGE = Path("docs/results.md")
+README = Path("README.md")
+FAULTS_PAGE = Path("docs/faults.md")
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -34,37 +37,37 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], word
     return "\n".join([head, rule, *body])
 
 
-def publish(figures: dict[str, Any], table: str, name: str, results: Path, readme: Path | None) -> None:
+def publish(figures: dict[str, Any], table: str, name: str, results: Path, page: Path | None) -> None:
     """Write `figures` to the results file, and put `table` between the marks for `name` on a page.
 
     Args:
         figures: what a JSON document can hold.
-        readme: the page; None, or a path without a name, for none.
+        page: the page; None, or a path without a name, for none.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
     write_whole(results, f"{json.dumps(figures, indent=2)}\n".encode())
-    if readme is not None and readme.name:
-        publish_table(table, name, results, readme)
+    if page is not None and page.name:
+        publish_table(table, name, results, page)
 
 
-def has_place(name: str, results: Path, readme: Path) -> bool:
+def has_place(name: str, results: Path, page: Path) -> bool:
     """Whether a page has marks for `name` of this results file."""
-    return _start(name, results) in readme.read_text(encoding="utf-8")
+    return _start(name, results) in page.read_text(encoding="utf-8")
 
 
 def _start(name: str, results: Path) -> str:
     return f"<!-- {name}: from {results.as_posix()} -->"
 
 
-def publish_table(table: str, name: str, results: Path, readme: Path) -> None:
+def publish_table(table: str, name: str, results: Path, page: Path) -> None:
     """Put `table` between a page's marks for `name`.
 
     Raises:
         SystemExit: the page has no such marks.
     """
     start, end = _start(name, results), f"<!-- /{name} -->"
-    head, opening, rest = readme.read_text(encoding="utf-8").partition(start)
+    head, opening, rest = page.read_text(encoding="utf-8").partition(start)
     _, closing, tail = rest.partition(end)
     if not (opening and closing):
-        raise SystemExit(f"{readme} has no place for the table: put {start} and {end} where it belongs")
-    write_whole(readme, f"{head}{start}\n{table}\n{end}{tail}".encode())
+        raise SystemExit(f"{page} has no place for the table: put {start} and {end} where it belongs")
+    write_whole(page, f"{head}{start}\n{table}\n{end}{tail}".encode())

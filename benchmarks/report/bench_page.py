@@ -362,7 +362,7 @@ def _filled(values: Sequence[float | None], count: int) -> list[float | None]:
 
 
 def table(model: Model) -> str:
-    """One model's contenders as Markdown, for the README; ours in bold. † marks what is wrong in another case."""
+    """One model's contenders as Markdown; ours in bold. † marks what is wrong in another case."""
     groups = _groups(model)
     decimals = _decimals([one for group in groups.values() for one in group])
     head = (

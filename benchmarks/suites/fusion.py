@@ -28,7 +28,7 @@ from attnforge.benchmarks.contenders.peers import (
     ort_fusions,
     transformers_optimizer,
 )
-from attnforge.benchmarks.publish import RESULTS, machine, publish
+from attnforge.benchmarks.publish import README, RESULTS, RESULTS_PAGE, has_place, machine, publish, publish_table
 from attnforge.benchmarks.suites.huggingface import build, minilm, variants
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
@@ -44,7 +44,7 @@ COMMAND = "python -m attnforge.benchmarks.suites.fusion"
 COLUMNS = {
     "canonical": "attnforge: canonical",
     "tensorrt_rtx": "attnforge: TensorRT-RTX kernels",
-    "optimizer": "onnxruntime.transformers.optimizer",
+    "optimizer": "onnxruntime.transformers.optimizer, on torch.export's graphs, which it was not written for",
     "optimizer_torchscript": "the same, on TorchScript exports",
     "ort_fusions": "ort_fusions",
     "tensorrt_rtx_alone": "TensorRT-RTX alone",
@@ -59,10 +59,10 @@ Exporter = Callable[[torch.nn.Module, tuple[Any, ...], Any, Path], None]
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "fusion_coverage.json",
-    readme: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = Path("README.md"),
+    page: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = RESULTS_PAGE,
     only: Annotated[list[str] | None, typer.Option(help="A model; repeat. All by default.")] = None,
 ) -> None:
-    """Count, write the figures, and refresh the README's table from them."""
+    """Count, write the figures, and refresh the page's table from them."""
     console = Console()
     rows: dict[str, dict[str, Any]] = {}
     for name, make in models().items():
@@ -78,7 +78,9 @@ def main(
     }
     text = table(figures)
     console.print(text)
-    publish(figures, text, "fusion-coverage", results, readme)
+    publish(figures, text, "fusion-coverage", results, page)
+    if page is not None and has_place("fusion-summary", results, README):
+        publish_table(summary(figures), "fusion-summary", results, README)
 
 
 def models() -> dict[str, Callable[[], Example]]:
@@ -151,14 +153,30 @@ def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = [f"| model | sites | {' | '.join(COLUMNS.values())} |", "|" + "---|" * (2 + len(COLUMNS))]
     rows = figures["models"]
+    columns = [column for column in COLUMNS if all(column in row for row in rows.values())]  # an older file has fewer
+    lines = [
+        f"| model | sites | {' | '.join(COLUMNS[column] for column in columns)} |",
+        "|" + "---|" * (2 + len(columns)),
+    ]
     for name, row in rows.items():
-        lines.append(f"| {name} | {row['sites']} | " + " | ".join(_cell(row, column) for column in COLUMNS) + " |")
-    totals = [sum(row[column] for row in rows.values()) for column in ("sites", *COLUMNS)]
+        lines.append(f"| {name} | {row['sites']} | " + " | ".join(_cell(row, column) for column in columns) + " |")
+    totals = [sum(row[column] for row in rows.values()) for column in ("sites", *columns)]
     lines.append("| **all** | " + " | ".join(f"**{total}**" for total in totals) + " |")
     versions = ", ".join(f"{k} {figures['tools'][k]}" for k in ("tensorrt_rtx", "onnxscript", "transformers"))
     return "\n".join([*lines, "", f"– where the tool refuses the model. {versions}; `{figures['command']}`"])
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """The totals, in a sentence."""
+    rows = figures["models"].values()
+    sites, canonical, compiled, alone = (
+        sum(row[column] for row in rows) for column in ("sites", "canonical", "tensorrt_rtx", "tensorrt_rtx_alone")
+    )
+    return (
+        f"Of {sites} attention sites in {len(rows)} models, {canonical} become one canonical node and TensorRT-RTX "
+        f"compiles {compiled} to its fused kernel; given torch's own export it fuses {alone}."
+    )
 
 
 def _cell(row: dict[str, Any], column: str) -> str:

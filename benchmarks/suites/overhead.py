@@ -1,7 +1,7 @@
 """What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
 
 `python -m attnforge.benchmarks.suites.overhead` writes `benchmarks/results/overhead.json` and refreshes the table in
-the README. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither
+docs/results.md. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither
 checks nor allocates nor binds anything. The Session does all of that at every call.
 """
 
@@ -23,7 +23,7 @@ from torch import nn
 from torch.export import Dim
 
 import attnforge
-from attnforge.benchmarks.publish import RESULTS, machine, publish
+from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, publish
 from attnforge.bundle import Bundle
 from attnforge.machine import tool_versions
 from attnforge.model.registry import build_model
@@ -35,11 +35,11 @@ COMMAND = "python -m attnforge.benchmarks.suites.overhead"
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "overhead.json",
-    readme: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = Path("README.md"),
+    page: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = RESULTS_PAGE,
     rounds: int = 60,
     threads: int = 2,
 ) -> None:
-    """Measure, write the figures, and refresh the README's table from them."""
+    """Measure, write the figures, and refresh the page's table from them."""
     console = Console()
     models: dict[str, tuple[tuple[Any, ...], int, int]] = {
         "one linear layer, 2 × 16": (_tiny(), 1, 500),
@@ -54,7 +54,7 @@ def main(
     figures = {"command": COMMAND, "machine": machine(threads), "tools": tool_versions(), "models": found}
     text = table(figures)
     console.print(text)
-    publish(figures, text, "overhead", results, readme)
+    publish(figures, text, "overhead", results, page)
 
 
 def measure(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, float]:

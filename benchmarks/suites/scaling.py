@@ -1,7 +1,7 @@
 """How long canonicalising and lowering takes, over the number of layers.
 
 `python -m attnforge.benchmarks.suites.scaling` writes `benchmarks/results/scaling.json` and refreshes the table in the
-README. The time of torch's export, which comes before, is shown beside it.
+page. The time of torch's export, which comes before, is shown beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.console import Console
 
-from attnforge.benchmarks.publish import RESULTS, machine, publish
+from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, publish
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -32,9 +32,9 @@ LAYERS = (6, 12, 24, 48)
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "scaling.json",
-    readme: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = Path("README.md"),
+    page: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = RESULTS_PAGE,
 ) -> None:
-    """Measure, write the figures, and refresh the README's table from them."""
+    """Measure, write the figures, and refresh the page's table from them."""
     _seconds(2)  # what is imported and compiled once is not counted
     seconds = {layers: _seconds(layers) for layers in LAYERS}
     ours = {layers: sum(s for stage, s in times.items() if stage != "export") for layers, times in seconds.items()}
@@ -48,7 +48,7 @@ def main(
     }
     text = table(figures)
     Console().print(text)
-    publish(figures, text, "scaling", results, readme)
+    publish(figures, text, "scaling", results, page)
 
 
 def _seconds(layers: int) -> dict[str, float]:

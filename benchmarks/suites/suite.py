@@ -1,6 +1,6 @@
 """The standard suite: what `make bench` runs, on the CPU at hand.
 
-`python -m attnforge.benchmarks.suites.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the README
+`python -m attnforge.benchmarks.suites.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the pages
 that are from that file, and writes a page and pictures. `--results` names another file, of another machine, say.
 `--compare OLD.json` says what moved since an earlier run and exits with 1 where something got worse.
 """
@@ -27,7 +27,7 @@ from attnforge.benchmarks.measure import results as found
 from attnforge.benchmarks.measure.bench import Plan, environment, load_now, measure
 from attnforge.benchmarks.measure.compare import compare
 from attnforge.benchmarks.measure.limits import measure_ceilings
-from attnforge.benchmarks.publish import RESULTS, has_place, publish_table
+from attnforge.benchmarks.publish import README, RESULTS, RESULTS_PAGE, has_place, markdown_table, publish_table
 from attnforge.benchmarks.report.bench_page import growth_table, table, write_page
 from attnforge.benchmarks.report.plots import save_plots
 from attnforge.benchmarks.suites import claims
@@ -92,6 +92,19 @@ SUBJECTS = (
 )
 """Patch attention of 3136 tokens, a small ViT, a ViT-B/16, and an encoder of BERT-base's size at 128 tokens."""
 
+TITLES = {
+    "patch-attention": "patch attention, 3,136 tokens",
+    "vit-b-16": "ViT-B/16, one image",
+    "bert-base": "BERT-base's size, 128 tokens",
+}
+SUMMARISED = {
+    "eager": "PyTorch eager",
+    "torch-compile": "torch.compile",
+    "onnxruntime-plain": "ONNX Runtime, torch's export",
+    "openvino-plain": "OpenVINO, torch's export",
+}
+"""The models of the README's table, and the peers."""
+
 ROUNDS, OPENINGS, SECONDS = 21, 3, 22
 """How often every contender has a turn and is opened anew, and after how many seconds no further round begins. What
 grows is opened once a point."""
@@ -105,17 +118,19 @@ TOKEN_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openv
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = SUITE,
-    readme: Annotated[Path | None, typer.Option(help="Whose tables to refresh; an empty name for none.")] = Path(
-        "README.md"
-    ),
+    page: Annotated[
+        list[Path] | None,
+        typer.Option(help="Whose tables to refresh; repeat. docs/results.md and README.md by default."),
+    ] = None,
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("build/bench/index.html"),
     old: Annotated[Path | None, typer.Option("--compare", help="Results of an earlier run to compare with.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A part: a model, tokens or layers; repeat. All else.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
 ) -> None:
-    """Measure, write the figures, refresh the README's tables that are from that file, write the page."""
+    """Measure, write the figures, refresh the tables that are from that file, write the page."""
     console = Console(stderr=True)
     earlier = found.read(old) if old is not None else None  # read before minutes are spent
+    pages = (RESULTS_PAGE, README) if page is None else page
     start = time.perf_counter()
 
     def say(stage: str) -> None:
@@ -133,8 +148,9 @@ def main(
     save_plots(taken, html.parent)
     for name, text in tables(taken).items():
         out.print(f"\n{name}\n{text}", highlight=False, soft_wrap=True, markup=False)
-        if readme is not None and readme.name and only is None and has_place(name, results, readme):
-            publish_table(text, name, results, readme)
+        for place in pages if only is None else ():
+            if has_place(name, results, place):
+                publish_table(text, name, results, place)
     say(f"written to {results} and {html}")
     for name, reason in taken.left_out.items():
         out.print(f"{name} failed: {reason}", style="red", markup=False)
@@ -248,12 +264,25 @@ def over_layers(folder: Path, threads: int, say: Callable[[str], None]) -> found
     return grown
 
 
+def summary(taken: found.Results) -> str:
+    """Of every model and precision the backend that `auto` picks, and how many times longer others take."""
+    rows = []
+    for model in taken.models:
+        for picked in (one for one in model.contenders if one.picked and model.name in TITLES):
+            ratios = {one.name: one.ratio for one in model.contenders if one.precision == picked.precision}
+            others = ["–" if (ratio := ratios.get(name)) is None else f"{ratio.value:.2f} ×" for name in SUMMARISED]
+            ours = f"{picked.latency.median.value:.1f} ms, {picked.name}"
+            rows.append((TITLES[model.name], picked.precision, ours, *others))
+    return markdown_table(("model", "precision", "attnforge", *SUMMARISED.values()), rows, words=3)
+
+
 def tables(taken: found.Results) -> dict[str, str]:
-    """The README's tables, by the names of their places."""
+    """The tables of the documentation, by the names of their places."""
     about = taken.environment
     where = f"{about.machine.processor}, {about.threads} threads; `{taken.command}`"
     made = {model.name: table(model) for model in taken.models}
     made["claims"] = claims.table(taken)
+    made["summary"] = summary(taken)
     made |= {f"growth-{growth.along}": growth_table(growth) for growth in taken.growth}
     return {name: f"{text}\n\n{where}" for name, text in made.items()}
 

@@ -28,7 +28,7 @@ from attnforge.benchmarks.measure import bench as measure
 from attnforge.benchmarks.measure import bursts, fresh, limits
 from attnforge.benchmarks.measure import results as found
 from attnforge.benchmarks.measure.statistics import latency_of
-from attnforge.benchmarks.publish import RESULTS, has_place
+from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, has_place
 from attnforge.benchmarks.suites import growth, suite
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
@@ -601,10 +601,10 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
 # --- the suite --------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_has_a_place_for_every_table_of_the_suite() -> None:
+def test_the_results_page_has_a_place_for_every_table_of_the_suite() -> None:
     names = [*(subject.name for subject in suite.SUBJECTS), "claims", "growth-tokens", "growth-layers"]
-    readme = Path(__file__).parents[2] / "README.md"
-    assert [name for name in names if not has_place(name, RESULTS / "suite.json", readme)] == []
+    page = Path(__file__).parents[2] / RESULTS_PAGE
+    assert [name for name in names if not has_place(name, RESULTS / "suite.json", page)] == []
 
 
 def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,15 +618,15 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     for along in ("tokens", "layers"):
         grown = found.Growth(model="small", along=along, sizes=[], series=[])
         monkeypatch.setattr(suite, f"over_{along}", lambda *given, grown=grown: grown)
-    readme = tmp_path / "README.md"
+    page = tmp_path / "results.md"
     file = tmp_path / "suite.json"
     names = ("small", "claims", "growth-tokens", "growth-layers")
     places = "\n".join(f"<!-- {name}: from {file.as_posix()} -->\nOUTDATED\n<!-- /{name} -->" for name in names)
     other = "<!-- claims: from another.json -->\nANOTHER MACHINE'S\n<!-- /claims -->"
-    readme.write_text(f"before\n{places}\n{other}\nafter\n", encoding="utf-8")
+    page.write_text(f"before\n{places}\n{other}\nafter\n", encoding="utf-8")
     html = tmp_path / "page/index.html"
-    suite.main(file, readme, html, None, None, 1)
-    text = readme.read_text(encoding="utf-8")
+    suite.main(file, [page], html, None, None, 1)
+    text = page.read_text(encoding="utf-8")
     assert (
         text.startswith("before\n")
         and text.endswith(f"{other}\nafter\n")
@@ -650,5 +650,5 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     found.write(taken, tmp_path / "old.json")
     monkeypatch.setattr(suite, "run_suite", lambda *given: found.read(file))
     with pytest.raises(SystemExit) as ended:
-        suite.main(file, None, html, tmp_path / "old.json", None, 1)
+        suite.main(file, [], html, tmp_path / "old.json", None, 1)
     assert ended.value.code == 1

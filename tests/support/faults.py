@@ -1,8 +1,8 @@
 """Seeded faults: what may go wrong between a module and what is deployed, put into deployed graphs one at a time.
 
-`python tests/faults.py` deploys the subjects, gives every fault to `attnforge.verify`, and writes the table in
-`docs/faults.md`. What a fault does is measured apart from `verify`: the altered graph and the unaltered one run in
-float64 over the bundle's cases, and the difference is the effect. A fault is
+`python -m tests.support.faults` deploys the subjects, gives every fault to `attnforge.verify`, and writes the results
+file and the tables in `docs/faults.md`. What a fault does is measured apart from `verify`: the altered graph and the
+unaltered one run in float64 over the bundle's cases, and the difference is the effect. A fault is
 
 - `caught`, where verify fails;
 - `no effect`, where the float64 outputs do not differ by more than :data:`NOTHING` in any case, and that can be proven;
@@ -14,6 +14,7 @@ float64 over the bundle's cases, and the difference is the effect. A fault is
 
 from __future__ import annotations
 
+import csv
 import functools
 import math
 import shutil
@@ -41,7 +42,7 @@ from attnforge.runtime.parity.verify import BackendReport, stored_inputs
 from tests.support.bundles import rewrite
 
 NOTHING = 1e-12
-PAGE = Path("docs/faults.md")
+PAGE, RESULTS = Path("docs/faults.md"), Path("benchmarks/results/faults.csv")
 PRECISIONS = {
     "encoder": ("fp32", "fp16", "bf16"),
     "causal": ("fp32", "fp16"),
@@ -1214,48 +1215,78 @@ class Faults:
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-START, END = "<!-- faults: by python tests/faults.py -->", "<!-- /faults -->"
+START, END = f"<!-- faults: from {RESULTS.as_posix()} -->", "<!-- /faults -->"
 VERDICTS = ("caught", "below rounding", "no effect")
 NEVER = ("UNSEEN", "ESCAPE", "FALSE ALARM")
+COLUMNS = ("kind", "fault", "what", "model", "precision", "effect", "allowed", "verdict", "case")
+
+Line = dict[str, str]
+"""A row as the results file has it, by :data:`COLUMNS`."""
 
 
-def page_of(rows: list[Row]) -> str:
-    """The counts, what verify lets pass, and every fault in every subject."""
-    lines = ["| precision | " + " | ".join((*VERDICTS, *NEVER)) + " |", "|" + "---|" * 7]
-    for precision in ("fp32", "fp16", "bf16"):
-        verdicts = [row.verdict for row in rows if row.precision == precision]
-        lines.append(f"| {precision} | " + " | ".join(str(verdicts.count(v)) for v in (*VERDICTS, *NEVER)) + " |")
-    lines += ["", f"{len(FAULTS)} faults, put in {len(rows)} times.", "", "What passes:", ""]
-    lines += table([row for row in rows if row.verdict != "caught"])
-    lines += ["", "<details><summary>What is caught</summary>", ""]
-    lines += table([row for row in rows if row.verdict == "caught"])
-    return "\n".join([*lines, "", "</details>"])
+def page_of(lines: list[Line]) -> str:
+    """The verdicts by precision and by kind of fault, and each fault that verify lets pass somewhere."""
+    parts = [f"{len({line['fault'] for line in lines})} faults, put in {len(lines)} times:", ""]
+    by_precision = sorted(lines, key=lambda line: ("fp32", "fp16", "bf16").index(line["precision"]))
+    parts += _counts(by_precision, "precision", (*VERDICTS, *NEVER))
+    parts += ["", "By kind:", "", *_counts(lines, "kind", VERDICTS)]
+    parts += ["", "Faults that pass somewhere, and the largest share of the budget that they take up:", ""]
+    parts += ["| kind | fault | passes in | share of the budget | why |", "|---|---|---|---:|---|"]
+    passed = [line for line in lines if line["verdict"] != "caught"]
+    for fault in {line["fault"]: None for line in passed}:
+        same = [line for line in passed if line["fault"] == fault]
+        share = max(float(line["effect"]) / float(line["allowed"]) for line in same)
+        first, where = same[0], ", ".join(f"{line['model']} {line['precision']}" for line in same)
+        parts.append(f"| {first['kind']} | {first['what']} | {where} | {share:.0%} | {INERT.get(fault, 'rounding')} |")
+    return "\n".join(parts)
 
 
-def table(rows: list[Row]) -> list[str]:
-    lines = ["| kind | fault | what | model | precision | effect | allowed | verdict | case |", "|" + "---|" * 9]
-    for row in rows:
-        effect = "NaN" if math.isinf(row.effect) else f"{row.effect:.1e}"
-        verdict = f"{row.verdict}: {INERT[row.fault.name]}" if row.verdict == "no effect" else row.verdict
-        lines.append(
-            f"| {row.fault.family} | {row.fault.name} | {row.fault.what} | {row.subject} | {row.precision} | {effect} "
-            f"| {row.allowed:.1e} | {verdict} | {row.case} |"
-        )
-    return lines
+def _counts(lines: list[Line], column: str, verdicts: tuple[str, ...]) -> list[str]:
+    table = [f"| {column} | " + " | ".join(verdicts) + " |", "|---|" + "---:|" * len(verdicts)]
+    for value in {line[column]: None for line in lines}:
+        found = [line["verdict"] for line in lines if line[column] == value]
+        table.append(f"| {value} | " + " | ".join(str(found.count(verdict)) for verdict in verdicts) + " |")
+    return table
+
+
+def write_results(rows: list[Row]) -> None:
+    """Write the rows in the order of :data:`FAULTS`."""
+    order = [fault.name for fault in FAULTS]
+    with RESULTS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in sorted(rows, key=lambda row: order.index(row.fault.name)):
+            numbers = (f"{row.effect:.1e}", f"{row.allowed:.1e}")
+            fault = (row.fault.family, row.fault.name, row.fault.what, row.subject, row.precision)
+            writer.writerow((*fault, *numbers, row.verdict, row.case))
+
+
+def read_results() -> list[Line]:
+    """The rows of the results file."""
+    with RESULTS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def refresh(page: Path) -> None:
+    """Write the tables of a page anew from the results file.
+
+    Raises:
+        SystemExit: the page has no place for them.
+    """
+    head, start, rest = page.read_text(encoding="utf-8").partition(START)
+    _, end, tail = rest.partition(END)
+    if not (start and end):
+        raise SystemExit(f"{page} has no place for the tables: put {START} and {END} where they belong")
+    page.write_text(f"{head}{START}\n{page_of(read_results())}\n{END}{tail}", encoding="utf-8")
 
 
 def main() -> None:
-    """Try every fault in every subject at every precision, and write the table."""
+    """Try every fault in every subject at every precision; write the results file and the tables made of it."""
     with tempfile.TemporaryDirectory() as folder:
         faults = Faults(Path(folder))
         rows = [row for name, precisions in PRECISIONS.items() for p in precisions for row in faults.rows(name, p)]
-    rows.sort(key=lambda row: [fault.name for fault in FAULTS].index(row.fault.name))
-    page = PAGE.read_text(encoding="utf-8")
-    head, start, rest = page.partition(START)
-    _, end, tail = rest.partition(END)
-    if not (start and end):
-        raise SystemExit(f"{PAGE} has no place for the table: put {START} and {END} where it belongs")
-    PAGE.write_text(f"{head}{START}\n{page_of(rows)}\n{END}{tail}", encoding="utf-8")
+    write_results(rows)
+    refresh(PAGE)
     wrong = [row for row in rows if row.verdict in NEVER]
     for row in wrong:
         print(f"{row.verdict}: {row}")

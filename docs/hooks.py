@@ -1,0 +1,74 @@
+"""Pages of the site that are made from other files: README, CONTRIBUTING, CHANGELOG, examples/, and the CLI's help."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from attnforge.cli.commands import app
+
+ROOT = Path(__file__).parent.parent
+MOVED = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples": "examples.md",
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not files of docs/."""
+    for source, page in MOVED.items():
+        text = _examples() if source == "examples" else _of_root(source)
+        files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "reference/cli.md", content="\n".join(_command_line())))
+    return files
+
+
+def _of_root(name: str) -> str:
+    """A file of the root as a page of the site: its links point to pages."""
+
+    def target(link: re.Match[str]) -> str:
+        path, _, anchor = link.group(1).partition("#")
+        path = MOVED.get(path.rstrip("/"), path.removeprefix("docs/"))
+        return f"]({path}{'#' + anchor if anchor else ''})"
+
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https?://)([^)]+)\)", target, text)
+
+
+def _examples() -> str:
+    """Every script of examples/, under the first sentence of its docstring."""
+    parts = ["# Examples", "Scripts to copy, in `examples/`. The tests run them.", ""]
+    for file in sorted((ROOT / "examples").glob("*.py")):
+        source = file.read_text(encoding="utf-8")
+        title = (ast.get_docstring(ast.parse(source)) or file.stem).split(".")[0].split("\n")[0]
+        parts += [f"## {title}", "", f"`examples/{file.name}`", "", "```python", source.rstrip(), "```", ""]
+    return "\n".join(parts)
+
+
+def _command_line() -> Iterator[str]:
+    """The command line's help, as typer has it."""
+    group: Any = typer.main.get_command(app)  # of click or of typer's own copy of it, by typer's version
+    yield f"# Command line\n\n{group.help}\n"
+    yield "Every command takes `--json`: one JSON document on standard output, everything else on standard error. Exit "
+    yield "codes: 0 where what was asked holds, 1 where a check failed or a builder refused, 2 for misuse.\n"
+    for name, command in group.commands.items():
+        usage = typer.Context(command, info_name=f"attnforge {name}").get_usage()
+        yield f"## attnforge {name}\n\n```text\n{usage}\n```\n\n{command.help}\n"
+        yield "| argument or option | | default |\n|---|---|---|"
+        yield from map(_row, command.params)
+        yield ""
+
+
+def _row(parameter: Any) -> str:
+    names = " ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
+    return f"| {names} | {getattr(parameter, 'help', None) or ''} | {default} |".replace("\n", " ")

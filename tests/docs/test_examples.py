@@ -1,0 +1,52 @@
+"""The scripts of examples/ run as a reader would run them, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import Dim
+
+import attnforge
+from tests.docs.pages import ROOT
+
+SCRIPTS = {
+    "own_module.py": ((), "1 of 1 sites canonical"),
+    "onnx_file.py": (("model.onnx", "batch=1:2:4", "tokens=1:8:16"), "passed onnxruntime-cpu"),
+    "hugging_face.py": ((), "'last_hidden_state': (3, 20, 64)"),
+    "precision_and_metric.py": ((), "accuracy"),
+    "serving_loop.py": (("layer.bundle", "20"), "torch was not imported"),
+}
+"""What each script is given, and what it has to print."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where an ONNX file and a bundle lie."""
+    path = tmp_path_factory.mktemp("examples")
+    module, args = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval(), (torch.randn(2, 8, 32),)
+    sizes = ({0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=1, max=16)},)
+    torch.onnx.export(
+        module, args, path / "model.onnx", dynamo=True, dynamic_shapes=sizes, external_data=False, verbose=False
+    )
+    attnforge.deploy(module, args, path / "layer.bundle", sizes, targets=["onnxruntime"], tune=False)
+    return path
+
+
+def test_every_script_is_tried() -> None:
+    assert {file.name for file in (ROOT / "examples").glob("*.py")} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_example_runs(name: str, folder: Path) -> None:
+    arguments, printed = SCRIPTS[name]
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        cwd=folder, env={**os.environ, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert printed in ran.stdout

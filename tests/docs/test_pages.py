@@ -1,0 +1,48 @@
+"""Every code block of README.md and docs/ runs, and prints what is shown beside it: see :mod:`tests.docs.pages`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docs.pages import LANGUAGES, PAGES, ROOT, languages, run_page
+
+NOT_RUN: dict[str, list[str]] = {
+    "README.md": ["it installs", "each takes minutes"],
+    "docs/guides/gpu.md": ["it needs a GPU", "it needs a GPU"],
+}
+"""The blocks that the tests leave out, and why; each says so in the page, too."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that is the working directory, from which modules can be imported as a shell's Python would."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").is_relative_to(tmp_path):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.filterwarnings("ignore")
+def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        assert run_page(page) == NOT_RUN.get(page, [])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_is(page: str) -> None:
+    """A block in a language that is not known here would not be run."""
+    assert set(languages(page)) <= LANGUAGES
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

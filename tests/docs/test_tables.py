@@ -1,0 +1,27 @@
+"""The tables of README.md and docs/ are those that their results files make."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from attnforge.benchmarks.publish import FAULTS_PAGE, README, RESULTS_PAGE
+from attnforge.benchmarks.suites import pages
+from tests.docs.pages import ROOT
+from tests.support import faults
+
+
+def test_every_table_is_what_its_results_file_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for page in (README, RESULTS_PAGE, FAULTS_PAGE):
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(page, tmp_path / page)
+    places = pages.refresh(tmp_path)
+    faults.refresh(tmp_path / FAULTS_PAGE)
+    for page in (README, RESULTS_PAGE, FAULTS_PAGE):
+        assert (tmp_path / page).read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
+            "run python -m attnforge.benchmarks.suites.pages"
+        )
+    assert {name for name, _ in places} >= {*pages.OTHERS, "summary", "claims", "growth-tokens", "growth-layers"}
