@@ -243,7 +243,7 @@ def is_view(node: ir.Node | None) -> bool:
     return node is not None and node.domain == "" and node.op_type in VIEWS
 
 
-def walk_back(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
+def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
     """Back through views and repetition: the furthest value that `value` shows, and its layout.
 
     A value whose shape no longer tells the size of every axis (all of them flattened into one dim, say) is passed by.
@@ -262,7 +262,7 @@ def walk_back(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
     return furthest
 
 
-def walk_forward(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
+def after_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
     """Forward through views that are the only use of what they view."""
     while not value.is_graph_output() and len(value.uses()) == 1:
         node, index = next(iter(value.uses()))

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.layout import ONE, Size, sizes_of
-from attnforge.export.attention.recognise import NotAttention
+from attnforge.export.attention.operands import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, insert, like, replace_value, typed
 
 BOOL, INT32, INT64 = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64

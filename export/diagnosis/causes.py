@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.attention.recognise import scalar
+from attnforge.export.attention.operands import scalar
 from attnforge.export.diagnosis.measure import Measured, Run
 from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.types import FLOATS

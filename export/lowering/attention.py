@@ -8,10 +8,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.canonicalize import BOOL, FLOAT, MASK_STEP, SILENT_ROWS, Site, largest, representable
-from attnforge.export.attention.layout import ONE, Axis, Dims, Layout, Size, Sized, sizes_of, walk_back, walk_forward
-from attnforge.export.attention.recognise import Operand, scalar
+from attnforge.export.attention.canonical import MASK_STEP, SILENT_ROWS
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.layout import ONE, Axis, Dims, Layout, Size, Sized, after_views, before_views, sizes_of
+from attnforge.export.attention.masking import largest, representable
+from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
+
+BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
 
 
 @dataclass
@@ -101,12 +105,12 @@ def _read(node: ir.Node) -> Attention:
         head.split(own, group)
         shared = () if own == ONE else (head.leaves()[0],)
     dims = {"B": batch, "H": heads, "n_q": n_q, "n_k": n_k, "d_k": d_k, "d_v": d_v, "H_kv": shared}
-    output, output_layout = walk_forward(node.outputs[0], Layout([batch, heads, n_q, d_v]))
+    output, output_layout = after_views(node.outputs[0], Layout([batch, heads, n_q, d_v]))
     return Attention(
         node,
-        Operand(*walk_back(q, Layout([batch, heads, n_q, d_k]))),
-        Operand(*walk_back(k, Layout([batch, shared, n_k, d_k]))),
-        Operand(*walk_back(v, Layout([batch, shared, n_k, d_v]))),
+        Operand(*before_views(q, Layout([batch, heads, n_q, d_k]))),
+        Operand(*before_views(k, Layout([batch, shared, n_k, d_k]))),
+        Operand(*before_views(v, Layout([batch, shared, n_k, d_v]))),
         node.inputs[3] if len(node.inputs) > 3 else None,
         output,
         output_layout,

@@ -27,7 +27,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonicalize import BOOL, Site
+from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, rearrange, sizes_of
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.types import widen
@@ -40,6 +40,8 @@ from attnforge.export.lowering.attention import (
     mask_steps,
 )
 from attnforge.export.lowering.tuning import Candidate, Choice, Tuner, Unmeasurable, evaluated
+
+BOOL = ir.DataType.BOOL
 
 CONTRIB = "com.microsoft"
 MULTI_HEAD = f"{CONTRIB}::MultiHeadAttention"

@@ -26,12 +26,15 @@ from typing import Literal
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.attention.canonicalize import BOOL, MASK_STEP, Site
+from attnforge.export.attention.canonical import MASK_STEP
+from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, rearrange, sizes_of
-from attnforge.export.attention.recognise import Operand
+from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, typed
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
 from attnforge.export.tensorrt.build import softmax_of
+
+BOOL = ir.DataType.BOOL
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Head sizes that the fused kernels take."""

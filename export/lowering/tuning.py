@@ -18,13 +18,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonicalize import BOOL, MASK_STEP
+from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.layout import Axis, Layout, Size, sizes_of
-from attnforge.export.attention.recognise import Operand, scalar
+from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.lowering.attention import Attention
 from attnforge.runtime.turns import ALIKE, medians
+
+BOOL = ir.DataType.BOOL
 
 ROUNDS = 9
 """How often every candidate is timed."""

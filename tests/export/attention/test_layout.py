@@ -20,12 +20,12 @@ from attnforge.export.attention.layout import (
     Layout,
     LayoutError,
     Size,
+    after_views,
+    before_views,
     effort,
     needs_transpose,
     rearrange,
     sizes_of,
-    walk_back,
-    walk_forward,
 )
 from attnforge.export.graphs.build import Builder, constant, typed
 
@@ -321,7 +321,7 @@ def as_laid_out(array: Array, here: Layout, there: Layout, values: dict[str, int
 def test_a_chain_of_views_is_what_its_layout_says(chain: Chain, data: st.DataObject) -> None:
     """Walked back to the furthest value, and written from there in any other layout, the numbers are the same."""
     layout = Layout.fresh(chain.y)
-    origin, source = walk_back(chain.y, layout)
+    origin, source = before_views(chain.y, layout)
     assert set(source.axes) == set(layout.axes)
     assert source.sizes() == sizes_of(origin)
     axes = data.draw(st.permutations(layout.axes))
@@ -341,7 +341,7 @@ def test_a_chain_of_views_is_what_its_layout_says(chain: Chain, data: st.DataObj
 @given(chain=chains())
 def test_walking_forward_ends_where_the_chain_does(chain: Chain) -> None:
     layout = Layout.fresh(chain.x)
-    end, there = walk_forward(chain.x, layout)
+    end, there = after_views(chain.x, layout)
     assert there.sizes() == sizes_of(end)
     written = rearrange(chain.op, chain.x, layout, there)
     expected, got = run(chain, end, written)
@@ -361,7 +361,7 @@ def test_heads_are_found_behind_a_split_and_a_transpose() -> None:
     chain.reshape([size(s) for s in ("b", "n", 4, 16)])
     chain.transpose([0, 2, 1, 3])
     layout = Layout.fresh(chain.y)
-    origin, source = walk_back(chain.y, layout)
+    origin, source = before_views(chain.y, layout)
     batch, heads, tokens, features = layout.dims
     assert origin is chain.x
     assert source.dims == [batch, tokens, heads + features]
@@ -372,7 +372,7 @@ def test_a_walk_back_ends_at_a_view_that_mixes() -> None:
     chain = views(6, "n", 8)
     chain.transpose([1, 0, 2])
     chain.reshape([size(s) for s in (4, "n", 12)])
-    origin, source = walk_back(chain.y, Layout.fresh(chain.y))
+    origin, source = before_views(chain.y, Layout.fresh(chain.y))
     assert origin is chain.y and source.sizes() == sizes_of(chain.y)
 
 
@@ -382,7 +382,7 @@ def test_a_view_that_mixes_leaves_the_axes_as_they_were() -> None:
     chain.reshape([size("2*m*n*n")])
     chain.reshape([size("2*n*n"), size("m")])
     layout = Layout.fresh(chain.y)
-    origin, source = walk_back(chain.y, layout)
+    origin, source = before_views(chain.y, layout)
     assert origin is chain.y and [len(dim) for dim in source.dims] == [1, 1]
 
 
@@ -391,7 +391,7 @@ def test_a_walk_back_passes_by_a_value_that_cannot_tell_the_sizes() -> None:
     chain.reshape([size("6*b*n")])
     flat = chain.y
     chain.reshape([size(s) for s in ("b", "n", 6)])
-    origin, _ = walk_back(chain.y, Layout.fresh(chain.y))
+    origin, _ = before_views(chain.y, Layout.fresh(chain.y))
     assert origin is chain.x is not flat
 
 
@@ -401,13 +401,13 @@ def test_a_walk_forward_ends_at_a_second_use_and_at_an_output() -> None:
     middle = chain.y
     chain.transpose([1, 0])
     chain.op.Neg(middle)
-    assert walk_forward(chain.x, Layout.fresh(chain.x))[0] is middle
+    assert after_views(chain.x, Layout.fresh(chain.x))[0] is middle
     chain = views(2, 6)
     chain.transpose([1, 0])
     middle = chain.y
     chain.transpose([1, 0])
     ir.Graph([chain.x], [middle], nodes=list(chain.op.nodes))
-    assert walk_forward(chain.x, Layout.fresh(chain.x))[0] is middle
+    assert after_views(chain.x, Layout.fresh(chain.x))[0] is middle
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.export.attention.canonicalize import SILENT_ROWS, Site, canonicalize
+from attnforge.export.attention.canonical import SILENT_ROWS
+from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.graphs.types import widen
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt

@@ -1,0 +1,155 @@
+"""The canonical Attention node: the one form in which every site of a graph is written, whatever its author wrote.
+
+It is ai.onnx Attention, opset 23 (https://onnx.ai/onnx/operators/onnx__Attention.html), with
+
+- query `(B, H, n_q, d_k)`, key `(B, H', n_k, d_k)`, value `(B, H', n_k, d_v)`, where H' divides H;
+- at most one mask that broadcasts to `(B, H, n_q, n_k)`, boolean (True attends) or added to the scores;
+- `scale` always given.
+
+Metadata of nodes says what the operator leaves open: :data:`SILENT_ROWS` and :data:`MASK_STEP`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from attnforge.export.attention.layout import Dims, Layout, Sized, rearrange
+from attnforge.export.attention.operands import Operand
+from attnforge.export.graphs.build import Builder, dims_of, typed
+
+SILENT_ROWS = "attnforge.silent_rows"
+"""Metadata of the Attention node: what a query without keys gets. `nan`, as from a bare softmax; without this entry
+zeros, as the operator says."""
+
+MASK_STEP = "attnforge.mask_step"
+"""Metadata of the nodes that compute a mask, in the order in which the author applied them to the scores: `bias` on an
+Add, `fill` on a Where that puts a number in the place of scores. A finite number put there differs from one added: it
+gives a query without keys the mean of all values."""
+
+
+def attention_node(
+    op: Builder,
+    name: str,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    mask: ir.Value | None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    softmax_precision: int = 0,
+    silent_rows_are_nan: bool = False,
+) -> ir.Value:
+    """Write a canonical node called `name`.
+
+    Args:
+        query: `(B, H, n_q, d_k)`.
+        key: `(B, H', n_k, d_k)`.
+        value: `(B, H', n_k, d_v)`.
+        mask: broadcasts to `(B, H, n_q, n_k)`.
+        scale: factor on the scores, not negative.
+        softcap: `c` in `c·tanh(scores/c)`; 0 for none.
+        softmax_precision: the ONNX data type of the softmax; 0 for the type of the query.
+        silent_rows_are_nan: a query without keys gets NaN instead of zeros.
+
+    Returns:
+        `(B, H, n_q, d_v)`, in the type of the query.
+    """
+    attributes: dict[str, float | int] = {"scale": scale}
+    if is_causal:
+        attributes["is_causal"] = 1
+    if softcap:
+        attributes["softcap"] = softcap
+    if softmax_precision:
+        attributes["softmax_precision"] = softmax_precision
+    inputs = [query, key, value, *([mask] if mask is not None else [])]
+    metadata = {SILENT_ROWS: "nan"} if silent_rows_are_nan else {}
+    output = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)
+    assert query.dtype is not None
+    return typed(output, query.dtype, [*dims_of(query)[:3], dims_of(value)[3]])
+
+
+def described(node: ir.Node) -> str:
+    """A canonical node in short, as `Attention(heads 12, head size 64, mask bool, causal, softcap 30)`."""
+    query, key, value, mask = (*node.inputs[:3], node.inputs[3] if len(node.inputs) > 3 else None)
+    assert query is not None and query.shape and key is not None and key.shape and value is not None and value.shape
+    heads, shared, size, value_size = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+    parts = [f"heads {heads}"]
+    if shared != heads:
+        parts.append(f"key heads {shared}")
+    parts.append(f"head size {size}" if size == value_size else f"head sizes {size} and {value_size}")
+    if mask is not None and mask.dtype is not None:
+        parts.append(f"mask {mask.dtype.numpy().name}")
+    if node.attributes.get_int("is_causal", 0):
+        parts.append("causal")
+    if softcap := node.attributes.get_float("softcap", 0.0):
+        parts.append(f"softcap {softcap:g}")
+    if softmax_precision := node.attributes.get_int("softmax_precision", 0):
+        parts.append(f"softmax {ir.DataType(softmax_precision).numpy().name}")
+    return f"Attention({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class SiteAxes:
+    """The axes of one site, each name a dim of the canonical operands; `shared` are the heads of keys and values."""
+
+    batch: Dims
+    heads: Dims
+    shared: Dims
+    n_q: Dims
+    n_k: Dims
+    d_k: Dims
+    d_v: Dims
+
+    @property
+    def query(self) -> Layout:
+        return Layout([self.batch, self.heads, self.n_q, self.d_k])
+
+    @property
+    def key(self) -> Layout:
+        return Layout([self.batch, self.shared, self.n_k, self.d_k])
+
+    @property
+    def value(self) -> Layout:
+        return Layout([self.batch, self.shared, self.n_k, self.d_v])
+
+    @property
+    def scores(self) -> Layout:
+        return Layout([self.batch, self.heads, self.n_q, self.n_k])
+
+    @property
+    def rows(self) -> Layout:
+        """One number for each query."""
+        return Layout([self.batch, self.heads, self.n_q, ()])
+
+    @property
+    def output(self) -> Layout:
+        return Layout([self.batch, self.heads, self.n_q, self.d_v])
+
+
+@dataclass(frozen=True)
+class SiteWriter:
+    """Writes the nodes of one site.
+
+    Attributes:
+        axes: the dims that operands are arranged to.
+        dtype: of query, key, value and output.
+        sized: values from whose shapes dynamic sizes of axes can be read.
+    """
+
+    op: Builder
+    axes: SiteAxes
+    dtype: ir.DataType
+    sized: list[Sized]
+
+    def arranged(self, operand: Operand, layout: Layout) -> ir.Value:
+        """`operand` in the dims of `layout`, repeated along the axes that it lacks."""
+        return rearrange(self.op, operand.value, operand.layout, layout, self.sized)
+
+    def broadcastable(self, operand: Operand, layout: Layout) -> ir.Value:
+        """`operand` in the dims of `layout`, each of size 1 where the operand does not vary at all."""
+        varies = set(operand.layout.axes)
+        return self.arranged(operand, Layout(dim if varies & set(dim) else () for dim in layout.dims))

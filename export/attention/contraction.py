@@ -1,0 +1,159 @@
+"""Products of two tensors that sum over an axis, however they are written: MatMul, Gemm, Einsum, ReduceSum of a Mul."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from attnforge.export.attention.layout import ONE, Size, sizes_of
+from attnforge.export.attention.operands import NotAttention, factor_of
+
+Label = str | None
+"""The name of a dim in a product; None for a dim that is broadcast."""
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One of the two tensors of a product, and the labels of its dims."""
+
+    value: ir.Value
+    labels: list[Label]
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A product of two tensors, with a label for every dim.
+
+    Attributes:
+        sides: the left and the right tensor.
+        output: the labels of the result.
+        summed: the labels that both sides have and the product sums over, with their sizes.
+    """
+
+    sides: tuple[Side, Side]
+    output: list[str]
+    summed: dict[str, Size]
+
+    def other(self, side: Side) -> Side:
+        """The side that is not `side`."""
+        left, right = self.sides
+        return right if side is left else left
+
+
+def is_product(node: ir.Node) -> bool:
+    """Whether a node sums products of two tensors' elements."""
+    return node.domain == "" and (node.op_type in ("MatMul", "Gemm", "Einsum") or _summed_mul(node) is not None)
+
+
+def sum_of(mul: ir.Node) -> ir.Node | None:
+    """The ReduceSum that sums the products of a Mul, and nothing else; None where there is none."""
+    users = [use.node for use in mul.outputs[0].uses()]
+    if len(users) == 1 and users[0].op_type == "Cast":
+        users = [use.node for use in users[0].outputs[0].uses()]
+    return users[0] if len(users) == 1 and _summed_mul(users[0]) is mul else None
+
+
+def contraction_of(node: ir.Node) -> Contraction:
+    """The labels of a product for which :func:`is_product` holds.
+
+    Raises:
+        NotAttention: the product does more than to sum over an axis that both sides have.
+    """
+    if node.op_type == "Einsum":
+        return _einsum(node)
+    mul = _summed_mul(node)
+    return _matrix_product(node) if mul is None else _sum_of_products(node, mul)
+
+
+def _summed_mul(node: ir.Node) -> ir.Node | None:
+    """The Mul whose products a ReduceSum sums; None where `node` is none, or something else reads the products."""
+    if node.domain != "" or node.op_type != "ReduceSum" or node.inputs[0] is None:
+        return None
+    mul = node.inputs[0].producer()
+    if mul is not None and mul.op_type == "Cast" and mul.inputs[0] is not None and len(mul.outputs[0].uses()) == 1:
+        product = mul.inputs[0]  # 16-bit products are summed in fp32
+        mul = product.producer() if product.dtype is not None and product.dtype.bitwidth == 16 else None
+    if mul is None or mul.domain != "" or mul.op_type != "Mul" or factor_of(mul) or len(mul.outputs[0].uses()) != 1:
+        return None
+    return mul
+
+
+def _matrix_product(node: ir.Node) -> Contraction:
+    """A MatMul or a Gemm."""
+    left, right = node.inputs[:2]
+    assert left is not None and right is not None
+    transposed = (False, False)
+    if node.op_type == "Gemm":
+        if node.attributes.get_float("alpha", 1.0) != 1.0 or any(v is not None for v in node.inputs[2:]):
+            raise NotAttention("a Gemm with a bias or a factor")
+        transposed = bool(node.attributes.get_int("transA", 0)), bool(node.attributes.get_int("transB", 0))
+    left_sizes, right_sizes = sizes_of(left), sizes_of(right)
+    rows, columns = ["rows"] if len(left_sizes) > 1 else [], ["columns"] if len(right_sizes) > 1 else []
+    batch = [f"batch{i}" for i in range(len(sizes_of(node.outputs[0])) - len(rows) - len(columns))]
+    left_side, right_side = (
+        Side(value, [*_broadcast(sizes_of(value)[:-2], batch), *(matrix[::-1] if swap else matrix)])
+        for value, matrix, swap in zip((left, right), ([*rows, "sum"], ["sum", *columns]), transposed, strict=True)
+    )
+    summed = {"sum": left_sizes[-2 if transposed[0] else -1]}
+    return Contraction((left_side, right_side), [*batch, *rows, *columns], summed)
+
+
+def _broadcast(sizes: list[Size], labels: list[str]) -> list[Label]:
+    """The last of `labels` for dims of `sizes`, None for a dim that is broadcast."""
+    last = labels[len(labels) - len(sizes) :]
+    return [None if size == ONE else label for size, label in zip(sizes, last, strict=True)]
+
+
+def _sum_of_products(node: ir.Node, mul: ir.Node) -> Contraction:
+    """A ReduceSum of a Mul."""
+    left, right = mul.inputs
+    axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
+    if axes is None or left is None or right is None:
+        raise NotAttention("products are summed over axes that are not constant")
+    sizes = sizes_of(mul.outputs[0])
+    labels = [f"dim{i}" for i in range(len(sizes))]
+    summed = {labels[i]: sizes[i] for i in axes.numpy().reshape(-1)}
+    kept = {label: f"{label} kept" for label in summed} if node.attributes.get_int("keepdims", 1) else {}
+    output = [kept.get(label, label) for label in labels if label in kept or label not in summed]
+    left_side, right_side = (Side(value, _broadcast(sizes_of(value), labels)) for value in (left, right))
+    return Contraction((left_side, right_side), output, summed)
+
+
+def _einsum(node: ir.Node) -> Contraction:
+    equation = node.attributes["equation"].as_string().replace(" ", "")
+    terms, _, output = equation.partition("->")
+    if len(node.inputs) != 2 or not output:
+        raise NotAttention(f"an Einsum of another kind than a product of two tensors: {equation}")
+    left, right = node.inputs
+    assert left is not None and right is not None
+    pairs = list(zip((left, right), terms.split(","), strict=True))
+    ranks = [len(sizes_of(value)) - len(term.replace("...", "")) for value, term in pairs]  # of the ellipsis
+    unused = [chr(code) for code in range(ord("A"), ord("z") + 1) if chr(code).isalpha() and chr(code) not in equation]
+    batch = unused[: max(ranks)]
+    left_side, right_side = (
+        Side(value, _einsum_labels(term, sizes_of(value), rank, batch))
+        for (value, term), rank in zip(pairs, ranks, strict=True)
+    )
+    result = output.replace("...", "".join(batch))
+    sizes = {
+        label: size
+        for side in (left_side, right_side)
+        for label, size in zip(side.labels, sizes_of(side.value), strict=True)
+    }
+    summed = {label: size for label, size in sizes.items() if label is not None and label not in result}
+    named = [[label for label in side.labels if label is not None] for side in (left_side, right_side)]
+    if any(len(set(labels)) < len(labels) for labels in named) or not all(
+        label in named[0] and label in named[1] for label in summed
+    ):
+        raise NotAttention(f"an Einsum that takes a diagonal or sums one side alone: {equation}")
+    return Contraction((left_side, right_side), list(result), summed)
+
+
+def _einsum_labels(term: str, sizes: list[Size], rank: int, batch: list[str]) -> list[Label]:
+    """The letters of an Einsum's term, its ellipsis replaced by the last `rank` letters of `batch`."""
+    labels: list[Label] = list(term.replace("...", ""))
+    front = term.find("...")
+    if front >= 0:
+        labels[front:front] = _broadcast(sizes[front : front + rank], batch)
+    return labels

@@ -1,0 +1,191 @@
+"""Writing the canonical node of a site that the walks from its softmax understood."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from attnforge.export.attention.canonical import SiteAxes, SiteWriter, attention_node
+from attnforge.export.attention.layout import Dims, Layout, after_views
+from attnforge.export.attention.masking import (
+    allowed,
+    any_key,
+    mask_of,
+    settle_fills_beside_sinks,
+    settle_zeroing,
+    with_sinks,
+    with_zeros,
+)
+from attnforge.export.attention.operands import NotAttention, Operand, TensorScale, strip_factors
+from attnforge.export.attention.walk_back import Scores
+from attnforge.export.attention.walk_forward import Weights, WeightSteps
+from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value
+
+
+def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_dtype: ir.DataType | None) -> None:
+    """Put a canonical node called `name`, and the views around it, in the place of a site.
+
+    Args:
+        graph: changed in place, unless an error is raised.
+        name: of the Attention node.
+        scores: what the walk back from the softmax found.
+        weights: what the walk forward from the softmax found.
+        softmax_dtype: the type of the softmax's input.
+
+    Raises:
+        NotAttention: the site does what no canonical node does.
+        LayoutError: an operand varies along an axis that no canonical operand has, or a size cannot be computed.
+    """
+    score_steps, weight_steps = settle_zeroing(scores.steps, weights.steps)
+    operands = _operands(scores, weights)
+    axes = _axes(scores, weights, operands)
+    sink, dtype = score_steps.sink, operands.dtype
+    if sink is not None:
+        score_steps = settle_fills_beside_sinks(score_steps)
+
+    def build(op: Builder) -> ir.Value:
+        writer = SiteWriter(op, axes, dtype, [(o.value, o.layout) for o in operands.inputs])
+        layouts = (axes.query, axes.key, axes.value)
+        query, key, value = (writer.arranged(o, to) for o, to in zip(operands.inputs, layouts, strict=True))
+        query = _scaled(writer, query, score_steps.tensor_scales)
+        if operands.scale < 0:  # the operator takes the root of its scale
+            query = like(op.Neg(query), query)
+        mask = mask_of(writer, score_steps)
+        if sink is not None:
+            key, value = (with_zeros(op, x, sink) for x in (key, value))
+            mask = with_sinks(writer, mask, sink)
+        precision = softmax_dtype.value if softmax_dtype is not None and softmax_dtype != dtype else 0
+        result = attention_node(
+            op, name, query, key, value, mask,
+            scale=abs(operands.scale), softcap=score_steps.softcap, softmax_precision=precision,
+            silent_rows_are_nan=not weight_steps.nan_rows_zeroed,
+        )  # fmt: skip
+        if (factor := weight_steps.scale * operands.value_factor) != 1.0:
+            result = like(op.Mul(result, constant(op, factor, dtype)), result)
+        result = _scaled(writer, result, weight_steps.tensor_scales)
+        result = _zeroed(writer, result, weight_steps)
+        return writer.arranged(Operand(result, axes.output), operands.output.layout)
+
+    replace_value(operands.output.value, insert(graph, weights.product, build))
+
+
+def _scaled(writer: SiteWriter, x: ir.Value, scales: Sequence[TensorScale]) -> ir.Value:
+    """Queries or outputs, scaled by tensors that are the same for all keys."""
+    for by in scales:
+        scale = cast(writer.op, writer.broadcastable(by.operand, writer.axes.rows), writer.dtype)
+        x = like(writer.op.op(by.op_type, [x, scale]), x)
+    return x
+
+
+def _zeroed(writer: SiteWriter, result: ir.Value, steps: WeightSteps) -> ir.Value:
+    """The output with zeros for the queries that the graph gives zeros behind the softmax."""
+    op, rows = writer.op, writer.axes.rows
+    zeros = constant(op, 0.0, writer.dtype)
+    for kept in steps.kept_rows:
+        result = like(op.Where(writer.broadcastable(kept, rows), result, zeros), result)
+    for zeroing in steps.kept_with_keys:
+        shown = allowed(writer, zeroing.condition, zeroing.inverted)
+        result = like(op.Where(any_key(op, shown), result, zeros), result)
+    for zeroed in steps.zeroed_rows:
+        result = like(op.Where(writer.broadcastable(zeroed, rows), zeros, result), result)
+    return result
+
+
+# --- operands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The tensors that a site reads and the one that it computes, traced past factors, views and casts.
+
+    Attributes:
+        scale: factor on the scores, with those on query and key.
+        value_factor: the factor on the values.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    output: Operand
+    dtype: ir.DataType
+    scale: float
+    value_factor: float
+
+    @property
+    def inputs(self) -> tuple[Operand, Operand, Operand]:
+        return self.query, self.key, self.value
+
+
+def _operands(scores: Scores, weights: Weights) -> _Operands:
+    query_factor, query = strip_factors(scores.query)
+    key_factor, key = strip_factors(scores.key)
+    value_factor, value = strip_factors(weights.value)
+    inner_query_factor, query = _before_widening(query, value.value.dtype)
+    inner_key_factor, key = _before_widening(key, value.value.dtype)
+    output = Operand(*after_views(weights.product.outputs[0], weights.output))
+    dtype = query.value.dtype
+    if (narrowed := _cast_back(output.value, dtype)) is not None:
+        output = Operand(*after_views(narrowed, output.layout))
+    if dtype is None or not dtype == key.value.dtype == value.value.dtype == output.value.dtype:
+        raise NotAttention("query, key, values and output are not all of one type")
+    scale = scores.steps.scale * query_factor * key_factor * inner_query_factor * inner_key_factor
+    return _Operands(query, key, value, output, dtype, scale, value_factor)
+
+
+def _before_widening(operand: Operand, dtype: ir.DataType | None) -> tuple[float, Operand]:
+    """A query or key before its cast from the values' 16-bit type to fp32, and the factor on it: kernels sum products
+    in fp32 all the same."""
+    node = operand.value.producer()
+    if node is None or node.domain != "" or node.op_type != "Cast" or dtype is None or dtype.bitwidth != 16:
+        return 1.0, operand
+    source = node.inputs[0]
+    if source is None or source.dtype != dtype or operand.value.dtype != ir.DataType.FLOAT:
+        return 1.0, operand
+    return strip_factors(Operand(source, operand.layout))
+
+
+def _cast_back(value: ir.Value, dtype: ir.DataType | None) -> ir.Value | None:
+    """The result of the Cast to `dtype` that is the only user of `value`; None where there is no such Cast."""
+    users = [use.node for use in value.uses()]
+    if value.dtype == dtype or value.is_graph_output() or len(users) != 1 or users[0].op_type != "Cast":
+        return None
+    return users[0].outputs[0] if users[0].outputs[0].dtype == dtype else None
+
+
+# --- axes -------------------------------------------------------------------------------------------------------------
+
+
+def _axes(scores: Scores, weights: Weights, operands: _Operands) -> SiteAxes:
+    """Which axes are batch, heads, queries, keys and features. No walk follows that could split an axis further."""
+    query, key, value = (operand.layout for operand in operands.inputs)
+    # The last dim that only the query has numbers the queries; the dims before it are batches that share their keys.
+    own = [dim for dim in scores.own.dims if not set(dim) & set(value.axes)] or [()]
+    batches = Layout(dim for dim in scores.rows.dims if dim != own[-1])
+    if set(key.axes) & set(batches.axes) - set(value.axes) - set(query.axes):
+        raise NotAttention("the keys differ by query, as in an additive score: no inner product of queries and keys")
+    n_k, d_k, d_v = (tuple(part.axes) for part in (scores.keys, scores.features, weights.value_features))
+    batch, heads = _batch_and_heads(batches, query, d_k)
+    return SiteAxes(batch, heads, _shared_heads(heads, key, value), own[-1], n_k, d_k, d_v)
+
+
+def _batch_and_heads(batches: Layout, query: Layout, features: Dims) -> tuple[Dims, Dims]:
+    """Part the axes that attend apart into batch and heads.
+
+    Heads are the axes beside the features in a dim of the query; where there are none, the last dim of the query with
+    such axes, if it has several such dims.
+    """
+    apart = set(batches.axes)
+    beside = [dim for dim in query.dims if set(dim) & set(features) and set(dim) & apart]
+    dims = [dim for dim in query.dims if set(dim) & apart]
+    chosen = beside or (dims[-1:] if len(dims) > 1 else [])
+    heads = tuple(axis for dim in chosen for axis in dim if axis in apart)
+    return tuple(axis for axis in batches.axes if axis not in heads), heads
+
+
+def _shared_heads(heads: Dims, key: Layout, value: Layout) -> Dims:
+    """The heads that keys and values have: all of them, or only the first where the others share those."""
+    present = [axis in key.axes or axis in value.axes for axis in heads]
+    own = sum(present)
+    return heads[:own] if all(present[:own]) else heads

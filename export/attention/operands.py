@@ -1,0 +1,198 @@
+"""Operands of an attention site, and what the graph tells about a value: its number, its factors, its users."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.attention.layout import (
+    ONE,
+    Axis,
+    Dims,
+    Layout,
+    before_views,
+    is_expand,
+    is_view,
+    sizes_of,
+)
+
+
+class NotAttention(Exception):
+    """Why a graph is no attention that a canonical node could compute, in words that a user can act on."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that takes part, and the axes of its dims."""
+
+    value: ir.Value
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class TensorScale:
+    """A tensor that multiplies or divides the scores or the weights, and is the same for all keys."""
+
+    operand: Operand
+    op_type: Literal["Mul", "Div"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a walk stands: a value, its layout, and the axis that the softmax runs over.
+
+    Attributes:
+        also_used_by: nodes that may read the value beside the walk's own path, for they change nothing.
+    """
+
+    value: ir.Value
+    layout: Layout
+    softmax_axis: Axis
+    also_used_by: frozenset[ir.Node] = frozenset()
+
+    @property
+    def keys(self) -> Dims:
+        """The axes that the softmax runs over."""
+        return tuple(self.softmax_axis.leaves())
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The one number that a constant `value` holds, once or in every element; None where there is no such number."""
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is not None:
+        numbers = tensor.numpy().reshape(-1)
+        uniform = numbers.size == 1 or (numbers.size > 1 and bool((numbers == numbers[0]).all()))
+        return float(numbers[0].astype(np.float64)) if uniform else None
+    node = value.producer()
+    if node is None or node.domain != "":
+        return None
+    if node.op_type == "ConstantOfShape":
+        filled = node.attributes.get("value")
+        return float(filled.as_tensor().numpy().reshape(())) if filled is not None else 0.0
+    if node.op_type == "Cast" and (number := scalar(node.inputs[0])) is not None and value.dtype is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(np.asarray(number).astype(value.dtype.numpy()).astype(np.float64))
+    return scalar(node.inputs[0]) if is_view(node) or is_expand(node) else None
+
+
+def factor_of(node: ir.Node) -> tuple[float, ir.Value] | None:
+    """The finite number by which a Mul or Div multiplies, and the value that it multiplies; None for other nodes."""
+    if node.domain != "" or node.op_type not in ("Mul", "Div"):
+        return None
+    left, right = node.inputs
+    if left is not None and (number := scalar(right)) and np.isfinite(number):
+        return (number if node.op_type == "Mul" else 1.0 / number), left
+    if node.op_type == "Mul" and right is not None and (number := scalar(left)) and np.isfinite(number):
+        return number, right
+    return None
+
+
+def strip_factors(operand: Operand) -> tuple[float, Operand]:
+    """Back through views and factors: the product of the factors, and the operand that they multiply."""
+    scale = 1.0
+    while True:
+        operand = Operand(*before_views(operand.value, operand.layout))
+        node = operand.value.producer()
+        factor = factor_of(node) if node is not None else None
+        if factor is None or sizes_of(factor[1]) != operand.layout.sizes():
+            return scale, operand
+        scale *= factor[0]
+        operand = Operand(factor[1], operand.layout)
+
+
+def without_not(operand: Operand) -> tuple[Operand, bool]:
+    """The condition before any Not, and whether there was an odd number of them."""
+    node, negated = operand.value.producer(), False
+    while node is not None and node.domain == "" and node.op_type == "Not" and node.inputs[0] is not None:
+        operand, negated = Operand(node.inputs[0], operand.layout), not negated
+        node = operand.value.producer()
+    return operand, negated
+
+
+def same_value(a: ir.Value | None, b: ir.Value | None, depth: int = 8) -> bool:
+    """Whether two values are computed by the same operators from the same values, at most `depth` operators back."""
+    if a is b or a is None or b is None:
+        return a is b
+    tensor_a, tensor_b = (ir.convenience.get_const_tensor(value) for value in (a, b))
+    if tensor_a is not None and tensor_b is not None:
+        return tensor_a.dtype == tensor_b.dtype and np.array_equal(tensor_a.numpy(), tensor_b.numpy())
+    node_a, node_b = a.producer(), b.producer()
+    if node_a is None or node_b is None or depth == 0 or a.index() != b.index():
+        return False
+    return (
+        node_a.op_identifier() == node_b.op_identifier()
+        and node_a.attributes == node_b.attributes
+        and len(node_a.inputs) == len(node_b.inputs)
+        and all(same_value(x, y, depth - 1) for x, y in zip(node_a.inputs, node_b.inputs, strict=True))
+    )
+
+
+def is_zero_or_one(value: ir.Value | None) -> bool:
+    """Whether every number is certain to be 0 or 1: cast from a condition, or moved from a constant of 0 and 1."""
+    if value is None:
+        return False
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is not None:
+        return bool(np.isin(tensor.numpy(), (0, 1)).all())
+    node = value.producer()
+    if node is None or node.domain != "" or not node.inputs:
+        return False
+    source = node.inputs[0]
+    if node.op_type == "Cast" and source is not None and source.dtype == ir.DataType.BOOL:
+        return True
+    if node.op_type == "Concat":
+        return all(is_zero_or_one(part) for part in node.inputs)
+    moves = is_view(node) or node.op_type in ("Cast", "Slice", "Gather", "Expand", "Tile", "Trilu")
+    return moves and is_zero_or_one(source)
+
+
+def aligned(value: ir.Value, layout: Layout) -> Operand:
+    """`value` with the axes along which it varies when it broadcasts against a tensor of `layout`.
+
+    Raises:
+        NotAttention: `value` would widen the tensor that it is combined with.
+    """
+    sizes = sizes_of(value)
+    if len(sizes) > len(layout):
+        raise NotAttention(f"{value.name!r} has more dims than the scores it is combined with")
+    dims, full = layout.dims[len(layout) - len(sizes) :], layout.sizes()[len(layout) - len(sizes) :]
+    # A dynamic size of another name or form is the same size, or the operator would not be valid.
+    if any(
+        have not in (ONE, want) and have.is_static and want.is_static for have, want in zip(sizes, full, strict=True)
+    ):
+        raise NotAttention(f"{value.name!r} does not broadcast to the scores it is combined with")
+    return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
+
+
+def only_user(at: Position, what: str) -> ir.Node:
+    """The one node that reads the value at a position, its Shape and the position's `also_used_by` aside.
+
+    Raises:
+        NotAttention: the value is an output of the model, or other nodes read it too.
+    """
+    if at.value.is_graph_output():
+        raise NotAttention(
+            f"the {what} {at.value.name!r} are an output of the model; a fused kernel never has them in memory"
+        )
+    nodes = [use.node for use in at.value.uses() if use.node not in at.also_used_by and use.node.op_type != "Shape"]
+    if len(nodes) != 1:
+        raise NotAttention(
+            f"the {what} {at.value.name!r} are used {len(nodes)} times; a fused kernel never has them in memory"
+        )
+    return nodes[0]
+
+
+def check_dropout(node: ir.Node) -> None:
+    """Make sure that a Dropout drops nothing.
+
+    Raises:
+        NotAttention: the Dropout is in training mode, or may be.
+    """
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    if training is not None and scalar(training) != 0:
+        raise NotAttention("a Dropout that is in training mode, or may be")

@@ -1,0 +1,447 @@
+"""The walk from a softmax back to the product of a query and a key.
+
+The walk passes whatever only scales, masks, biases, caps, casts or re-views the scores, and keeps a record of it. Every
+dim on the way is known by its axes (:mod:`.layout`), so rows or columns, heads before or after tokens, two dims or
+five, are one case. A new idiom is a new handler for one operator (:data:`_HANDLERS`). A walk that ends early returns
+its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.attention.contraction import Label, Side, contraction_of, is_product
+from attnforge.export.attention.layout import (
+    ONE,
+    Axis,
+    Dims,
+    Layout,
+    LayoutError,
+    before_view,
+    before_views,
+    is_view,
+    sizes_of,
+)
+from attnforge.export.attention.operands import (
+    NotAttention,
+    Operand,
+    Position,
+    TensorScale,
+    aligned,
+    check_dropout,
+    factor_of,
+    is_zero_or_one,
+    only_user,
+    scalar,
+)
+from attnforge.export.attention.softmax import before_casts
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A tensor added to the scores, after it is multiplied by a factor and by tensors, and raised to a floor."""
+
+    operand: Operand
+    factor: float
+    scales: tuple[TensorScale, ...]
+    floor: float = -np.inf
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A number that replaces the scores where the condition is False, or True if `inverted`.
+
+    Attributes:
+        multiplied: the scores are multiplied by zero instead, so that infinite scores become NaN.
+    """
+
+    condition: Operand
+    inverted: bool
+    number: float
+    multiplied: bool = False
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Attention sinks: scores that belong to no key, joined with the keys' scores in front of the softmax and cut off
+    behind it (https://arxiv.org/abs/2309.17453).
+
+    Attributes:
+        column: the sinks' scores, before they are multiplied by `factor`.
+        count: number of sinks.
+        first: whether the sinks stand in front of the keys.
+        joint: the axis of keys and sinks together.
+        keys: the axis of the keys alone.
+    """
+
+    column: Operand
+    factor: float
+    count: int
+    first: bool
+    joint: Axis
+    keys: Axis
+
+
+@dataclass(frozen=True)
+class ScoreSteps:
+    """What a graph does to the scores between the product and the softmax.
+
+    Attributes:
+        softcap: `c` in `c·tanh(scores/c)`; 0 where there is no soft cap.
+        floor: no score is less.
+        masking: masks and biases, the one nearest to the softmax first.
+        path: the operators as written, the one nearest to the softmax first.
+    """
+
+    scale: float = 1.0
+    tensor_scales: tuple[TensorScale, ...] = ()
+    softcap: float = 0.0
+    floor: float = -np.inf
+    masking: tuple[Bias | Fill, ...] = ()
+    sink: Sink | None = None
+    path: tuple[str, ...] = ()
+
+    @property
+    def fills(self) -> list[Fill]:
+        return [step for step in self.masking if isinstance(step, Fill)]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The product that a walk back arrived at, and what the graph does to it.
+
+    Attributes:
+        rows: all dims of the product but the keys.
+        own: the dims of `rows` that the key lacks.
+        keys: the axes that the softmax runs over, sinks aside, as one dim.
+        features: the axes that the product sums over, as one dim.
+    """
+
+    steps: ScoreSteps
+    query: Operand
+    key: Operand
+    keys: Layout
+    rows: Layout
+    own: Layout
+    features: Layout
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return self.steps.path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A walk that arrived nowhere.
+
+    Attributes:
+        reason: why, in words that a user can act on.
+        path: the operators that the walk passed, and the one at which it ended.
+        operands: query and key, where the walk arrived at a product that is no score product.
+    """
+
+    reason: str
+    path: tuple[str, ...]
+    operands: tuple[Operand, ...] = ()
+
+
+def walk_to_product(at: Position, steps: ScoreSteps | None = None) -> Scores | Ended:
+    """Walk from the scores back to the product of query and key.
+
+    Args:
+        at: the scores, by default the input of the softmax.
+        steps: what the graph does to the scores from here to the softmax; by default nothing.
+    """
+    steps = steps or ScoreSteps()
+    try:
+        while True:
+            node = at.value.producer()
+            if node is None:
+                raise NotAttention("the scores are an input of the graph, not a product of a query and a key")
+            only_user(at, "scores")
+            steps = replace(steps, path=(*steps.path, node.op_type))
+            if is_product(node):
+                return _from_product(node, at, steps)
+            if node.domain == "" and node.op_type == "Concat":
+                return _from_concat(node, at, steps)
+            if node.domain == "" and node.op_type in ("Add", "Sub"):
+                shift = _shift_by_maximum(node, at, steps)
+                if shift is None:
+                    return _from_sum(node, at, steps)
+                at = replace(at, value=_first_input(node), also_used_by=at.also_used_by | shift)
+            elif is_view(node):
+                at = replace(at, value=_first_input(node), layout=before_view(node, at.layout))
+            else:
+                at, steps = _past(node, at, steps)
+    except (NotAttention, LayoutError) as error:
+        return Ended(str(error), steps.path)
+
+
+def both_computed(scores: Scores | Ended) -> bool:
+    """Whether query and key both depend on the input, as in attention; the weights of a classifier's last layer are
+    constant."""
+    operands = scores.operands if isinstance(scores, Ended) else (scores.query, scores.key)
+    sources = [before_views(operand.value, operand.layout)[0] for operand in operands]
+    return bool(sources) and not any(ir.convenience.get_const_tensor(source) is not None for source in sources)
+
+
+def _first_input(node: ir.Node) -> ir.Value:
+    source = node.inputs[0]
+    assert source is not None
+    return source
+
+
+# --- handlers: one operator each, which keeps the shape of the scores -------------------------------------------------
+
+
+Handler = Callable[[ir.Node, Position, ScoreSteps], tuple[ir.Value, ScoreSteps]]
+"""Returns the scores before an operator, and the steps with this operator's added.
+
+Raises:
+    NotAttention: the operator does what no canonical node does.
+"""
+
+
+def _past(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[Position, ScoreSteps]:
+    handler = _HANDLERS.get(node.op_type) if node.domain == "" else None
+    if handler is None:
+        raise NotAttention(f"the scores come from {node.op_type}, not from an inner product of a query and a key")
+    source, steps = handler(node, at, steps)
+    return _before(node, at, source), steps
+
+
+def _before(node: ir.Node, at: Position, source: ir.Value) -> Position:
+    """The position at a node's input, where that has the shape of its output."""
+    if sizes_of(source) != at.layout.sizes():
+        raise NotAttention(f"{node.op_type} broadcasts the scores to a larger shape")
+    return replace(at, value=source)
+
+
+def _scale(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+    if factor := factor_of(node):
+        return factor[1], replace(steps, scale=steps.scale * factor[0])
+    left, right = node.inputs
+    assert left is not None and right is not None
+    # The scores are the larger side, for the tensor that scales them is the same for all keys.
+    if node.op_type == "Div" or sizes_of(left) == at.layout.sizes():
+        source, by = left, right
+    else:
+        source, by = right, left
+    scale = aligned(by, at.layout)
+    if node.op_type == "Mul" and is_zero_or_one(by) and not steps.tensor_scales and steps.scale > 0:
+        return source, replace(steps, masking=(*steps.masking, Fill(scale, False, 0.0, multiplied=True)))
+    if set(scale.layout.axes) & set(at.keys):
+        raise NotAttention(f"{node.op_type} scales the scores by a tensor that differs by key")
+    if steps.softcap:
+        raise NotAttention("a tensor scales the scores under a soft cap")
+    tensor_scale = TensorScale(scale, "Mul" if node.op_type == "Mul" else "Div")
+    return source, replace(steps, tensor_scales=(*steps.tensor_scales, tensor_scale))
+
+
+def _negative(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+    return _first_input(node), replace(steps, scale=-steps.scale)
+
+
+def _tanh(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+    """`a·tanh(b·s)` is a soft cap of `a` on scores scaled by `a·b`."""
+    if steps.softcap or steps.tensor_scales or steps.scale <= 0:
+        raise NotAttention("a Tanh on the scores that is no soft cap")
+    return _first_input(node), replace(steps, softcap=steps.scale)
+
+
+def _floor(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+    """A Max or Clip at about the least number of the type, which only makes finite what masks made infinite."""
+    values = [v for v in node.inputs[:2] if v is not None]
+    source = next((v for v in values if scalar(v) is None), None)
+    floor = next((number for v in values if (number := scalar(v)) is not None), None)
+    if source is None or source.dtype is None or floor is None or len(node.inputs) > 2 or steps.scale <= 0:
+        raise NotAttention(f"the scores go through {node.op_type}, which does more than to keep them finite")
+    if floor > max(-1e30, -0.99 * float(ml_dtypes.finfo(source.dtype.numpy()).max)):  # type: ignore[no-untyped-call]
+        raise NotAttention(f"the scores are kept above {floor:g}, which ordinary scores could reach")
+    if steps.softcap or steps.tensor_scales:
+        raise NotAttention("the scores are capped or scaled by a tensor behind a floor")
+    return source, replace(steps, floor=max(steps.floor, floor * steps.scale))
+
+
+def _where(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+    condition, if_true, if_false = node.inputs
+    assert condition is not None and if_true is not None and if_false is not None
+    _check_not_multiplied(steps)
+    if steps.softcap or steps.tensor_scales or steps.scale <= 0:
+        raise NotAttention("masked scores are scaled by a tensor or a negative number, or capped, behind the mask")
+    for number, source, inverted in ((scalar(if_false), if_true, False), (scalar(if_true), if_false, True)):
+        if number is not None:
+            if not number < np.inf:
+                raise NotAttention(f"Where puts {number} in the place of scores, which makes NaN of every row it meets")
+            number = max(number * steps.scale, steps.floor)
+            fill = Fill(aligned(condition, at.layout), inverted, number)
+            return source, replace(steps, masking=(*steps.masking, fill))
+    raise NotAttention("Where chooses between two tensors of scores")
+
+
+def _check_not_multiplied(steps: ScoreSteps) -> None:
+    if any(fill.multiplied for fill in steps.fills):
+        raise NotAttention(
+            "scores that are masked or biased are multiplied by another mask, where infinite ones become NaN"
+        )
+
+
+def _cast(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+    source = _first_input(node)
+    if source.dtype is None or not source.dtype.is_floating_point():
+        raise NotAttention(f"the scores are cast from {source.dtype}")
+    return source, steps
+
+
+def _dropout(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+    check_dropout(node)
+    return _first_input(node), steps
+
+
+_HANDLERS: dict[str, Handler] = {
+    "Mul": _scale,
+    "Div": _scale,
+    "Neg": _negative,
+    "Tanh": _tanh,
+    "Max": _floor,
+    "Clip": _floor,
+    "Where": _where,
+    "Cast": _cast,
+    "Dropout": _dropout,
+}
+
+
+def _shift_by_maximum(node: ir.Node, at: Position, steps: ScoreSteps) -> frozenset[ir.Node] | None:
+    """The nodes that compute the maximum of the scores, where `node` subtracts it; no softmax notices that. Else None.
+
+    A finite number that replaces scores behind the shift would stand elsewhere among them without it, so then the shift
+    counts.
+    """
+    left, right = node.inputs
+    assert left is not None and right is not None
+    finite = any(fill.number != -np.inf for fill in steps.fills)
+    if node.op_type != "Sub" or steps.softcap or finite or steps.sink is not None:
+        return None
+    try:
+        maximum = aligned(right, at.layout)
+    except NotAttention:
+        return None
+    if set(maximum.layout.axes) & set(at.keys):
+        return None
+    nodes: list[ir.Node] = []
+    value: ir.Value | None = right
+    while value is not None and value is not before_casts(left):
+        maker = value.producer()
+        if maker is None or maker.domain != "" or not (is_view(maker) or maker.op_type in ("ReduceMax", "Cast")):
+            return None
+        nodes.append(maker)
+        value = maker.inputs[0]
+    if not any(maker.op_type == "ReduceMax" for maker in nodes):
+        return None
+    while left is not None and left is not value:  # casts that the scores themselves go through
+        maker = left.producer()
+        nodes = [node for node in nodes if node is not maker]
+        left = maker.inputs[0] if maker is not None else None
+    return frozenset(nodes)
+
+
+# --- where the way forks, and where it ends ---------------------------------------------------------------------------
+
+
+def _from_sum(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:
+    """Scores on one side of an Add or Sub, a bias on the other. Only walking back from each tells which is which."""
+    left, right = node.inputs
+    assert left is not None and right is not None
+    _check_not_multiplied(steps)
+    if steps.softcap:
+        raise NotAttention("a bias is added to the scores under a soft cap")
+    sides = [(left, right, 1.0 if node.op_type == "Add" else -1.0)]
+    if node.op_type == "Add":
+        sides.append((right, left, 1.0))
+    reasons, arrived = [], []
+    for source, added, sign in sides:
+        try:
+            bias = Bias(aligned(added, at.layout), sign * steps.scale, steps.tensor_scales, steps.floor)
+            before = _before(node, at, source)
+        except (NotAttention, LayoutError) as error:
+            reasons.append(str(error))
+            continue
+        scores = walk_to_product(before, replace(steps, masking=(*steps.masking, bias)))
+        if isinstance(scores, Ended):
+            reasons.append(scores.reason)
+        elif both_computed(scores):
+            return scores
+        else:  # a bias may be a product too, of queries and a table: then the other side holds the scores
+            arrived.append(scores)
+    if arrived:
+        return arrived[0]
+    raise NotAttention(f"no side of {node.op_type} is an inner product of a query and a key: " + "; ".join(reasons))
+
+
+def _from_concat(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:
+    """Scores of the keys joined with those of attention sinks."""
+    axis = node.attributes.get_int("axis", 0) % len(at.layout)
+    if at.layout.dims[axis] != at.keys or len(at.keys) != 1 or len(node.inputs) != 2:
+        raise NotAttention(
+            "the scores are joined with others along another axis than that of the keys, or in more parts"
+        )
+    if steps.masking or steps.softcap or steps.tensor_scales or steps.scale <= 0 or steps.sink is not None:
+        raise NotAttention("scores are masked, capped or scaled by a tensor together with the sinks beside them")
+    reasons = []
+    for i in (0, 1):
+        source, column = node.inputs[i], node.inputs[1 - i]
+        assert source is not None and column is not None
+        count = sizes_of(column)[axis]
+        if not count.is_static:
+            reasons.append(f"{column.name!r} has a dynamic number of sinks")
+            continue
+        keys, sinks = Axis(sizes_of(source)[axis]), Axis(count)
+        operand = Operand(*before_views(column, _with_dim(at.layout, axis, (sinks,) if count != ONE else ())))
+        sink = Sink(operand, steps.scale, count.factor, i == 1, at.softmax_axis, keys)
+        scores = walk_to_product(Position(source, _with_dim(at.layout, axis, (keys,)), keys), replace(steps, sink=sink))
+        if isinstance(scores, Scores):
+            return scores
+        reasons.append(scores.reason)
+    raise NotAttention("no part of Concat is an inner product of a query and a key: " + "; ".join(reasons))
+
+
+def _with_dim(layout: Layout, axis: int, dim: Dims) -> Layout:
+    dims = layout.dims
+    return Layout([*dims[:axis], dim, *dims[axis + 1 :]])
+
+
+def _from_product(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:
+    product = contraction_of(node)
+    dims = dict(zip(product.output, at.layout.dims, strict=True))
+    keys = next((label for label, dim in dims.items() if dim == at.keys), None)
+    key_sides = [side for side in product.sides if keys in side.labels]
+    if keys is None or len(key_sides) != 1:
+        return Ended(
+            "the softmax does not run over the keys: its axis is no side of the score product",
+            steps.path,
+            tuple(Operand(side.value, Layout.fresh(side.value)) for side in product.sides),
+        )
+    (key,) = key_sides
+    query = product.other(key)
+    features: dict[Label, Dims] = {label: (Axis(size),) for label, size in product.summed.items()}
+    axes: dict[Label, Dims] = {None: ()}
+    axes.update(dims)
+    axes.update(features)
+
+    def operand(side: Side) -> Operand:
+        return Operand(side.value, Layout(axes[label] for label in side.labels))
+
+    return Scores(
+        steps,
+        operand(query),
+        operand(key),
+        keys=Layout([at.keys]),
+        rows=Layout(dims[label] for label in product.output if label != keys),
+        own=Layout(dims[label] for label in product.output if label in query.labels and label not in key.labels),
+        features=Layout([tuple(axis for dim in features.values() for axis in dim)]),
+    )

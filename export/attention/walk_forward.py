@@ -1,0 +1,344 @@
+"""The walk from a softmax forward to the products of its weights with values.
+
+The walk passes whatever only casts, scales, drops out, zeroes, guards or re-views the weights, and keeps a record of
+it. Every dim on the way is known by its axes, as in :mod:`.walk_back`. A walk that ends early returns its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from attnforge.export.attention.contraction import Label, contraction_of, is_product, sum_of
+from attnforge.export.attention.layout import Axis, Dims, Layout, LayoutError, after_view, is_view, sizes_of
+from attnforge.export.attention.operands import (
+    NotAttention,
+    Operand,
+    Position,
+    TensorScale,
+    aligned,
+    check_dropout,
+    factor_of,
+    only_user,
+    scalar,
+)
+from attnforge.export.attention.walk_back import Ended, Sink
+
+
+@dataclass(frozen=True)
+class Zeroing:
+    """Weights replaced by zero behind the softmax where the condition is False, or True if `inverted`.
+
+    Attributes:
+        nan_stays: the weights are multiplied by zero, which leaves NaN as it is.
+    """
+
+    condition: Operand
+    inverted: bool
+    nan_stays: bool
+
+
+@dataclass(frozen=True)
+class WeightSteps:
+    """What a graph does to the attention weights between the softmax and the product with the values.
+
+    Attributes:
+        kept_rows: boolean tensors, the same for all keys; a query whose number is False gets zeros.
+        zeroed_rows: the same, but a query whose number is True gets zeros.
+        zeroing: conditions that differ by key.
+        kept_with_keys: conditions that zero a query's result where they exclude all of its keys.
+        nan_rows_zeroed: a query without keys gets zeros instead of NaN.
+        sink: attention sinks that are still to be cut off.
+        path: the operators as written, the one nearest to the softmax first.
+    """
+
+    scale: float = 1.0
+    tensor_scales: tuple[TensorScale, ...] = ()
+    kept_rows: tuple[Operand, ...] = ()
+    zeroed_rows: tuple[Operand, ...] = ()
+    zeroing: tuple[Zeroing, ...] = ()
+    kept_with_keys: tuple[Zeroing, ...] = ()
+    nan_rows_zeroed: bool = False
+    sink: Sink | None = None
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A product of weights and values that a walk forward arrived at, and what the graph does to the weights before.
+
+    Attributes:
+        value_features: the dim of the values that the output keeps; empty where values are single numbers.
+        product: the node that multiplies weights and values.
+        output: the layout of its output.
+    """
+
+    steps: WeightSteps
+    value: Operand
+    value_features: Layout
+    product: ir.Node
+    output: Layout
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return self.steps.path
+
+
+def walk_to_outputs(at: Position, sink: Sink | None = None) -> list[Weights] | Ended:
+    """Walk from the output of a softmax to every product with values.
+
+    Args:
+        at: the attention weights.
+        sink: attention sinks that the softmax runs over beside the keys.
+
+    Returns:
+        one record for each product, ordered by the name of the node at which their ways part.
+    """
+    return _walk(at, WeightSteps(sink=sink))
+
+
+def _walk(at: Position, steps: WeightSteps) -> list[Weights] | Ended:
+    try:
+        while True:
+            if steps.scale > 0 and not steps.tensor_scales and (guard := _nan_guard(at.value)) is not None:
+                at = replace(at, value=guard.result)
+                if guard.zeroes_nan:
+                    steps = replace(steps, nan_rows_zeroed=True, path=(*steps.path, "guard"))
+                continue
+            users = {use.node for use in at.value.uses() if use.node.op_type != "Shape"} - at.also_used_by
+            if len(users) > 1 and not at.value.is_graph_output():
+                return _every_output(at, steps, users)
+            node = only_user(at, "attention weights")
+            steps = replace(steps, path=(*steps.path, node.op_type))
+            product = node if is_product(node) else sum_of(node) if node.op_type == "Mul" else None
+            if product is not None:
+                return [_from_product(product, at, steps)]
+            at, steps = _past(node, at, steps)
+    except (NotAttention, LayoutError) as error:
+        return Ended(str(error), steps.path)
+
+
+def _every_output(at: Position, steps: WeightSteps, users: set[ir.Node]) -> list[Weights]:
+    """Weights that several nodes read: each product is an attention of its own, over the same scores."""
+    every = []
+    for node in sorted(users, key=lambda user: user.name or ""):
+        weights = _walk(replace(at, also_used_by=frozenset(users - {node})), steps)
+        if isinstance(weights, Ended):
+            raise NotAttention(
+                f"the attention weights {at.value.name!r} are used {len(users)} times, not for values alone "
+                f"({weights.reason}); a fused kernel never has them in memory"
+            )
+        every += weights
+    return every
+
+
+def _from_product(node: ir.Node, at: Position, steps: WeightSteps) -> Weights:
+    product = contraction_of(node)
+    if steps.sink is not None:
+        raise NotAttention("the scores are joined with others that are not cut off behind the softmax")
+    left, right = product.sides
+    if left.value is right.value:
+        raise NotAttention("the attention weights are multiplied with themselves")
+    weights, value = (left, right) if left.value is at.value else (right, left)
+    axes: dict[Label, Dims] = dict(zip(weights.labels, at.layout.dims, strict=True))
+    if [axes[label] for label in product.summed] != [at.keys]:
+        raise NotAttention("the product after the softmax does not sum over the keys")
+    features = [label for label in product.output if label in value.labels and label not in weights.labels]
+    if len(features) > 1 or any(label.startswith("batch") for label in features):
+        raise NotAttention("the values have a batch axis that the scores lack")
+    feature = tuple(Axis(sizes_of(value.value)[value.labels.index(label)]) for label in features)
+    axes[None] = ()
+    axes.update((label, feature) for label in features)
+    return Weights(
+        steps,
+        Operand(value.value, Layout(axes[label] for label in value.labels)),
+        value_features=Layout([feature]),
+        product=node,
+        output=Layout(axes.get(label, ()) for label in product.output),  # a label that neither side has: size 1
+    )
+
+
+# --- handlers: one operator each, which keeps the shape of the weights ------------------------------------------------
+
+
+def _past(node: ir.Node, at: Position, steps: WeightSteps) -> tuple[Position, WeightSteps]:
+    """The position behind `node`, and the steps with this operator's added."""
+    result = node.outputs[0]
+    if is_view(node):
+        return Position(result, after_view(node, at.layout), at.softmax_axis), steps
+    if node.domain == "" and node.op_type == "Slice":
+        keys, layout = _without_sinks(node, at, steps.sink)
+        return Position(result, layout, keys), replace(steps, sink=None)
+    handler = _HANDLERS.get(node.op_type) if node.domain == "" else None
+    if handler is None:
+        raise NotAttention(f"the attention weights go through {node.op_type} before they meet the values")
+    steps = handler(node, at, steps)
+    if sizes_of(result) != at.layout.sizes():
+        raise NotAttention(f"{node.op_type} broadcasts the attention weights to a larger shape")
+    return Position(result, at.layout, at.softmax_axis), steps
+
+
+def _where(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
+    condition, if_true, if_false = node.inputs
+    assert condition is not None
+    kept = if_true is at.value and scalar(if_false) == 0.0
+    zeroed = if_false is at.value and scalar(if_true) == 0.0
+    if not (kept or zeroed):
+        raise NotAttention("Where replaces attention weights by something else than zeros")
+    rows = aligned(condition, at.layout)
+    if set(rows.layout.axes) & set(at.keys):
+        return replace(steps, zeroing=(*steps.zeroing, Zeroing(rows, zeroed, nan_stays=False)))
+    if kept:
+        return replace(steps, kept_rows=(*steps.kept_rows, rows))
+    return replace(steps, zeroed_rows=(*steps.zeroed_rows, rows))
+
+
+def _scale(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
+    """A factor; a tensor that is the same for all keys; or a condition that was cast to ones and zeros."""
+    if factor := factor_of(node):
+        return replace(steps, scale=steps.scale * factor[0])
+    left, right = node.inputs
+    other = right if left is at.value else left
+    assert other is not None
+    if not np.isfinite(scalar(other) or 0.0):
+        raise NotAttention("the attention weights are multiplied by an infinite number")
+    by = aligned(other, at.layout)
+    if not set(by.layout.axes) & set(at.keys):
+        if node.op_type == "Div" and left is not at.value:
+            raise NotAttention("a tensor is divided by the attention weights")
+        tensor_scale = TensorScale(by, "Mul" if node.op_type == "Mul" else "Div")
+        return replace(steps, tensor_scales=(*steps.tensor_scales, tensor_scale))
+    cast = other.producer()
+    condition = cast.inputs[0] if cast is not None and cast.domain == "" and cast.op_type == "Cast" else None
+    if node.op_type == "Div" or condition is None or condition.dtype != ir.DataType.BOOL:
+        raise NotAttention("the attention weights are multiplied by a tensor, so they no longer sum to one")
+    zeroing = Zeroing(aligned(condition, at.layout), False, nan_stays=True)
+    return replace(steps, zeroing=(*steps.zeroing, zeroing))
+
+
+def _cast(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
+    dtype = node.outputs[0].dtype
+    if dtype is None:
+        raise NotAttention("the attention weights go through Cast before they meet the values")
+    if not dtype.is_floating_point():
+        raise NotAttention(f"the attention weights are cast to {dtype}")
+    return steps
+
+
+def _dropout(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
+    check_dropout(node)
+    return steps
+
+
+_HANDLERS: dict[str, Callable[[ir.Node, Position, WeightSteps], WeightSteps]] = {
+    "Mul": _scale,
+    "Div": _scale,
+    "Where": _where,
+    "Cast": _cast,
+    "Dropout": _dropout,
+}
+
+
+def _without_sinks(node: ir.Node, at: Position, sink: Sink | None) -> tuple[Axis, Layout]:
+    """The axis of the keys alone, and the layout behind a Slice that cuts off the attention sinks."""
+    constants = [ir.convenience.get_const_tensor(v) if v is not None else None for v in node.inputs[1:]]
+    starts, _, axes, step = [*constants, None, None][:4]
+    sizes = sizes_of(node.outputs[0])
+    dims = at.layout.dims
+    axis = dims.index((sink.joint,)) if sink is not None and (sink.joint,) in dims else None
+    if sink is None or axis is None or starts is None or axes is None or axes.size != 1:
+        raise NotAttention("the attention weights are sliced before they meet the values")
+    if step is None and len(node.inputs) > 4:
+        raise NotAttention(
+            "the attention weights are sliced before they meet the values, by steps that are not constant"
+        )
+    start, wanted = int(starts.numpy().reshape(())), sink.count if sink.first else 0
+    joint = sink.joint.size
+    from_end = start < 0 and joint.is_static and start + joint.factor == wanted
+    if (
+        int(axes.numpy().reshape(())) % len(sizes) != axis
+        or not (start == wanted or from_end)
+        or (step is not None and int(step.numpy().reshape(())) != 1)
+        or sizes[axis] != sink.keys.size
+    ):
+        raise NotAttention("the attention weights are sliced before they meet the values")
+    return sink.keys, Layout([*dims[:axis], (sink.keys,), *dims[axis + 1 :]])
+
+
+# --- guards against a softmax over nothing ----------------------------------------------------------------------------
+
+_PROBE = np.array([0.0, 0.25, 1.0, np.nan])
+"""All kinds of numbers that a softmax can give: from 0 to 1, and NaN."""
+
+_ELEMENTWISE: dict[str, Callable[..., NDArray[Any]]] = {
+    "Cast": lambda x: x,
+    "IsNaN": np.isnan,
+    "IsInf": np.isinf,
+    "Less": np.less,
+    "Greater": np.greater,
+    "And": np.logical_and,
+    "Or": np.logical_or,
+    "Not": np.logical_not,
+    "Where": np.where,
+}
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """Nodes such as `Where(IsNaN(w), 0, w)` or `nan_to_num`.
+
+    Attributes:
+        result: the value that replaces the weights behind the nodes.
+        zeroes_nan: whether NaN becomes zero there; else NaN stays.
+    """
+
+    result: ir.Value
+    zeroes_nan: bool
+
+
+def _nan_guard(weights: ir.Value) -> _Guard | None:
+    """The guard against NaN that all readers of `weights` belong to; None where other nodes read them.
+
+    The guard is run on everything that a softmax can give, which tells what it does.
+    """
+    if weights.is_graph_output():
+        return None
+    results = _probed(weights)
+    nodes = {value.producer() for value in results if value is not weights}
+    leaving = [v for v in results if v.is_graph_output() or any(use.node not in nodes for use in v.uses())]
+    if not nodes or len(leaving) != 1 or leaving[0] is weights or leaving[0].is_graph_output():
+        return None
+    numbers = results[leaving[0]]
+    if numbers.dtype == bool or not np.array_equal(numbers[:3], _PROBE[:3]):
+        return None
+    if not (numbers[3] == 0 or np.isnan(numbers[3])):
+        return None  # another number in the place of NaN, which no attention kernel gives
+    return _Guard(leaving[0], bool(numbers[3] == 0))
+
+
+def _probed(weights: ir.Value) -> dict[ir.Value, NDArray[Any]]:
+    """Every value computed from `weights` and constants alone, by elementwise operators, where the weights are
+    :data:`_PROBE`."""
+    results: dict[ir.Value, NDArray[Any]] = {weights: _PROBE}
+    pending = [use.node for use in weights.uses()]
+    while pending:
+        node = pending.pop(0)
+        function = _ELEMENTWISE.get(node.op_type) if node.domain == "" else None
+        if function is None or node.outputs[0] in results:
+            continue
+        if node.op_type == "Cast" and not (node.outputs[0].dtype or ir.DataType.BOOL).is_floating_point():
+            continue
+        operands = [results.get(v) if v in results else scalar(v) for v in node.inputs if v is not None]
+        if any(operand is None for operand in operands):
+            continue
+        if node.op_type in ("Less", "Greater") and any(isinstance(o, float) and o != 0 for o in operands):
+            continue  # a threshold on the weights, which the few probed numbers could miss
+        with np.errstate(invalid="ignore"):
+            results[node.outputs[0]] = np.asarray(function(*operands)) + np.zeros_like(_PROBE, dtype=bool)
+        pending += [use.node for use in node.outputs[0].uses()]
+    return results
