@@ -137,7 +137,7 @@ def deploy(
         real = _data(captured.inputs, data, labels, metric)
         stages.begin("canonicalize")
         plain = captured.model.clone()
-        sites = canonicalize(captured.model)
+        sites = canonicalize(captured.model).sites
         source_of_truth: Expected = captured
         mixed = None
         if automatic:
@@ -394,7 +394,7 @@ def _for_onnxruntime(built: _Built, tune: bool) -> None:
         for dim in spec.dims
         if isinstance(dim, b.DimSpec)
     }
-    built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes, tuner=tuner, largest=largest)
+    built.lowered["onnxruntime"] = for_onnxruntime.lower(model, sites, sizes, tuner=tuner, largest=largest).sites
     record = built.records["onnxruntime"] = b.TargetRecord(model=built.shelf.save(model, "onnxruntime/model.onnx"))
     if tuner is not None and tuner.spent:
         seconds = round(tuner.spent, 3)
@@ -424,7 +424,7 @@ def _for_tensorrt(
 
     def lower_and_build(dtype: ir.DataType | None) -> tuple[list[Lowered], engine.Plan]:
         model = captured.model.clone()
-        lowered = for_tensorrt.lower(model, built.sites, dtype)
+        lowered = for_tensorrt.lower(model, built.sites, dtype).sites
         record.model = built.shelf.save(model, "tensorrt/model.onnx")
         plan = engine.build(
             folder / record.model, flavour, captured.inputs, captured.precision.name, capabilities, profiles, timings

@@ -155,7 +155,7 @@ class Large:
 
         record = TargetRecord(model="tensorrt/model.onnx")
         graph = self.captured.model.clone()
-        lowered = for_tensorrt.lower(graph, self.sites)
+        lowered = for_tensorrt.lower(graph, self.sites).sites
         self._save(graph, folder / record.model, inputs, outputs)
         if flavour == "tensorrt":
             return record  # its plan is built from the bundle, for the device at hand
@@ -188,7 +188,7 @@ def large_of(bench: Bench, make: Callable[[], Example], precision: str) -> Large
 
     module, args, shapes = make()
     captured = capture(module, args, shapes, precision_named(precision))
-    return Large(bench, captured, canonicalize(captured.model))
+    return Large(bench, captured, canonicalize(captured.model).sites)
 
 
 def targets_of(backends: Sequence[str]) -> list[str]:

@@ -520,7 +520,7 @@ def emulated(bundle: Bundle) -> Iterator[Comparison]:
     stored between kernels is read off the plan, which needs no GPU to be built."""
     manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
     model = ir.load(bundle.file(CANONICAL))
-    lowered = for_tensorrt.lower(model, sites_of(manifest.attention))
+    lowered = for_tensorrt.lower(model, sites_of(manifest.attention)).sites
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
         save(model, file)

@@ -98,9 +98,9 @@ def coverage(model: Example) -> dict[str, Any]:
     """For one model: its sites, and how many each way fuses. What a tool refuses counts as none, with its words."""
     captured = capture(*model, precision_named("fp16"))
     plain = captured.model.clone()
-    sites = canonicalize(captured.model)
+    sites = canonicalize(captured.model).sites
     widths = _widths(captured.model)
-    lowered = for_tensorrt.lower(captured.model, sites)
+    lowered = for_tensorrt.lower(captured.model, sites).sites
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
 

@@ -58,7 +58,7 @@ def _seconds(layers: int) -> dict[str, float]:
     captured = capture(*example, precision_named("fp16"))
     times["export"] = time.perf_counter() - start
     times["canonicalize"] = _best(canonicalize, captured.model)
-    sites = canonicalize(captured.model)
+    sites = canonicalize(captured.model).sites
     assert sum(site.node is not None for site in sites) == layers
     lowerings: dict[str, Callable[[ir.Model], object]] = {
         "onnxruntime": lambda model: for_onnxruntime.lower(model, sites, {}),

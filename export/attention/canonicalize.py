@@ -20,6 +20,7 @@ from attnforge.export.attention.operators import READERS, is_standard, scale_of,
 from attnforge.export.attention.softmax import restore_softmax
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
 from attnforge.export.attention.walk_forward import Weights, walk_to_outputs
+from attnforge.export.graphs.passes import SitesResult
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,17 @@ class Site:
     reason: str | None = None
 
 
-def canonicalize(model: ir.Model) -> list[Site]:
+def canonicalize(model: ir.Model) -> SitesResult[Site]:
     """Rewrite every attention site of `model`, in place, to a canonical Attention node.
 
     Returns:
-        the sites in graph order; those that could not be rewritten have a reason instead of a node.
+        every site; those that could not be rewritten have a reason instead of a node.
     """
-    RemoveUnusedNodesPass()(model)  # nodes that feed no output must not count as users of the scores
-    if restore_softmax(model):
-        RemoveUnusedNodesPass()(model)
+    remove_unused = RemoveUnusedNodesPass()
+    modified = remove_unused(model).modified  # nodes that feed no output must not count as users of the scores
+    if restore_softmax(model).modified:
+        modified = True
+        remove_unused(model)
     sites: list[Site] = []
     for node in list(model.graph):
         if (node.domain, node.op_type) in READERS:
@@ -58,9 +61,10 @@ def canonicalize(model: ir.Model) -> list[Site]:
             sites += _from_softmax(model.graph, node, _unused_name(node, sites))
         elif node.domain == "" and node.op_type == "ArgMax":
             sites += _from_argmax(node, _unused_name(node, sites))
-    RemoveUnusedNodesPass()(model)
+    modified |= remove_unused(model).modified | any(site.node is not None for site in sites)
     nodes = {node.name: node for node in model.graph}
-    return [site if site.node is None else replace(site, form=described(nodes[site.node])) for site in sites]
+    sites = [site if site.node is None else replace(site, form=described(nodes[site.node])) for site in sites]
+    return SitesResult(model, modified, sites)
 
 
 def _unused_name(node: ir.Node, sites: list[Site]) -> str:

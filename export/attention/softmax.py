@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import onnx_ir as ir
+from onnx_ir.passes import PassResult
 
 from attnforge.export.attention.layout import VIEWS
 from attnforge.export.graphs.build import Builder, insert, like, replace_value
@@ -18,17 +19,13 @@ _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
 """What may stand between a softmax and a guard against its NaN."""
 
 
-def restore_softmax(model: ir.Model) -> bool:
-    """Rewrite every hand-written softmax of `model`, in place.
-
-    Returns:
-        whether there was any.
-    """
+def restore_softmax(model: ir.Model) -> PassResult:
+    """Rewrite every hand-written softmax of `model`, in place."""
     modified = False
     for node in list(model.graph):
         if node.domain == "" and node.op_type in ("Div", "Exp"):
             modified |= _restore(model.graph, node)
-    return modified
+    return PassResult(model, modified)
 
 
 def _restore(graph: ir.Graph, node: ir.Node) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import PassResult
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import like
@@ -26,19 +27,16 @@ _LARGE = 2**16
 """Bytes."""
 
 
-def widen(model: ir.Model) -> bool:
+def widen(model: ir.Model) -> PassResult:
     """Let `model` compute in fp32 what it computes in fp16 or bf16, in place. Inputs and outputs keep their types.
 
     The weights' values stay what they were, rounded to 16 bits; only what is computed from them is rounded less.
-
-    Returns:
-        whether there was anything to widen.
     """
     graph = model.graph
     outputs = [(i, v.dtype) for i, v in enumerate(graph.outputs) if v.dtype in LOW]
     inputs = [v for v in graph.inputs if v.dtype in LOW]
     if not (inputs or outputs or any(v.dtype in LOW for v in graph.initializers.values())):
-        return False
+        return PassResult(model, False)
     types = {v: v.dtype for v in inputs}
     retype(model, LOW, FLOAT)
     for source in inputs:
@@ -60,7 +58,7 @@ def widen(model: ir.Model) -> bool:
         like(cast.outputs[0], result, dtype)
         graph.outputs[i] = cast.outputs[0]
         graph.append(cast)
-    return True
+    return PassResult(model, True)
 
 
 def retype(

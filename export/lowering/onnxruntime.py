@@ -30,6 +30,7 @@ from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, rearrange, sizes_of
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import (
     Attention,
@@ -65,7 +66,7 @@ def lower(
     device: str = "cpu",
     tuner: Tuner | None = None,
     largest: Mapping[str, int] | None = None,
-) -> list[Lowered]:
+) -> SitesResult[Lowered]:
     """Rewrite every canonical site of `model`, in place, for ONNX Runtime; say what was chosen and why.
 
     Args:
@@ -76,8 +77,7 @@ def lower(
         tuner: chooses by measuring on this machine's CPU; without one the rules choose.
         largest: the most that each symbol may be; by default as `sizes`.
     """
-    if device == "cpu":
-        widen(model)
+    modified = widen(model).modified if device == "cpu" else False
     lowered = []
     for site, attention in attentions(model, sites):
         candidates = candidates_for(site.name, attention)
@@ -103,8 +103,8 @@ def lower(
         lowered.append(
             Lowered(site.name, chosen.form, choice.why, chosen.node, unfused, choice.measured, choice.dropped)
         )
-    RemoveUnusedNodesPass()(model)
-    return lowered
+    modified |= RemoveUnusedNodesPass()(model).modified | bool(lowered)
+    return SitesResult(model, modified, lowered)
 
 
 def candidates_for(site: str, a: Attention) -> list[Candidate]:

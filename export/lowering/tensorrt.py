@@ -31,6 +31,7 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, rearrange, sizes_of
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, typed
+from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
 from attnforge.export.tensorrt.build import softmax_of
 
@@ -40,7 +41,7 @@ SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Head sizes that the fused kernels take."""
 
 
-def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | None = None) -> list[Lowered]:
+def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | None = None) -> SitesResult[Lowered]:
     """Rewrite every canonical site of `model`, in place, for TensorRT; say what was chosen and why.
 
     Args:
@@ -55,8 +56,8 @@ def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | Non
         result = insert(model.graph, attention.node, partial(_emit_in, a=attention, plan=plan, dtype=dtype))
         replace_value(attention.output, result)
         lowered.append(plan.lowered)
-    RemoveUnusedNodesPass()(model)
-    return lowered
+    modified = RemoveUnusedNodesPass()(model).modified or bool(lowered)
+    return SitesResult(model, modified, lowered)
 
 
 @dataclass

@@ -144,7 +144,7 @@ class _Search:
 
     def lowered(self, high: Iterable[str]) -> tuple[ir.Model, list[Lowered]]:
         model = self.assigned(high)
-        return model, for_tensorrt.lower(model, self.sites)
+        return model, for_tensorrt.lower(model, self.sites).sites
 
     def judge(self, high: frozenset[str]) -> Verdict:
         """The verdict on an assignment, over all cases."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 import onnx_ir as ir
+from onnx_ir.passes import PassResult
 
 from attnforge.export.attention.layout import ONE, sizes_of
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
 
 
-def repair(model: ir.Model) -> bool:
+def repair(model: ir.Model) -> PassResult:
     """Give every RotaryEmbedding of `model` caches of its input's batch size, in place.
 
     Without position ids the caches are `(batch, tokens, head_size / 2)`
     (https://onnx.ai/onnx/operators/onnx__RotaryEmbedding.html). The exporter's own fusion leaves them with a batch of
     one, as the author computed them; ONNX Runtime refuses these for larger batches.
-
-    Returns:
-        whether there was anything to repair.
     """
     expanded: dict[tuple[ir.Value, str], ir.Value] = {}
     for node in list(model.graph):
@@ -37,7 +35,7 @@ def repair(model: ir.Model) -> bool:
                     build = partial(_expanded, cache=cache, x=x)
                     expanded[key] = insert(model.graph, node, build, stem=f"{cache.name}/{key[1]}")
                 node.replace_input_with(i, expanded[key])
-    return bool(expanded)
+    return PassResult(model, bool(expanded))
 
 
 def _know_shape(cache: ir.Value) -> None:

@@ -36,7 +36,7 @@ FEW = 512
 def canonical(name: str, **options: int) -> Captured:
     """A registered model in fp32, canonical. Not to be changed: tests share it."""
     captured = capture(*build_model(name, **options), precision_named("fp32"))
-    assert all(site.node is not None for site in canonicalize(captured.model))
+    assert all(site.node is not None for site in canonicalize(captured.model).sites)
     return captured
 
 

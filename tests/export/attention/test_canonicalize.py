@@ -968,7 +968,7 @@ def export(idioms: Mapping[str, Callable[[], Takes]], precision: str = "fp32", d
         x, memory = {0: b, 1: n}, {0: b, 1: m}
         shapes = {"x": x, "memory": memory, "allowed": {0: n, 1: n}, "padding": x, "bias": {1: n, 2: n}}
     captured = capture(module, inputs(), shapes, precision_named(precision))
-    return Exported(captured, canonicalize(captured.model))
+    return Exported(captured, canonicalize(captured.model).sites)
 
 
 def session_of(model: ir.Model) -> Any:
@@ -1084,7 +1084,7 @@ class Built:
 @pytest.fixture(scope="module")
 def built(half: Exported, tmp_path_factory: pytest.TempPathFactory) -> Built:
     model = half.captured.model.clone()
-    lowered = {one.site: one for one in for_tensorrt.lower(model, half.sites)}
+    lowered = {one.site: one for one in for_tensorrt.lower(model, half.sites).sites}
     outputs = dict(zip(half.eager(half.captured.args), model.graph.outputs, strict=True))  # every idiom has one
     file = tmp_path_factory.mktemp("idioms") / "model.onnx"
 
@@ -1225,7 +1225,7 @@ def test_torchs_attention_over_nothing_is_zero(kind: str) -> None:
     mask[2] = False
     given = mask if kind == "boolean" else torch.zeros(5, 5).masked_fill(~mask, -math.inf)
     captured = capture(Masked(), (query, key, value, given), None, precision_named("fp32"))
-    sites = canonicalize(captured.model)
+    sites = canonicalize(captured.model).sites
     assert [site.node for site in sites] == ["Masked/Attention"]
     expected = Masked()(query, key, value, given).numpy()
     assert not expected[:, :, 2].any()
@@ -1246,14 +1246,14 @@ class OneHead(nn.Module):
 @pytest.mark.xfail(strict=True, reason="torch's exporter takes scaled_dot_product_attention on four dims only")
 def test_torchs_attention_on_three_dims() -> None:
     captured = capture(OneHead(), (torch.randn(2, 5, 16),) * 3, None, precision_named("fp32"))
-    assert [site.node for site in canonicalize(captured.model)] == ["OneHead/Attention"]
+    assert [site.node for site in canonicalize(captured.model).sites] == ["OneHead/Attention"]
 
 
 def test_torchs_attention_over_dynamic_features_is_right_or_left() -> None:
     """The scale is `1/√d` with d only known at run time."""
     shapes = {name: {3: Dim("d", min=2, max=64)} for name in ("query", "key", "value")}
     captured = capture(OneHead(), tuple(torch.randn(3, 2, 4, 5, 16)), shapes, precision_named("fp32"))
-    sites = canonicalize(captured.model)
+    sites = canonicalize(captured.model).sites
     for_onnxruntime.lower(captured.model, sites, {"d": 16})
     args = torch.randn(3, 2, 4, 5, 36, generator=torch.Generator().manual_seed(1))
     feeds = {name: arg.numpy() for name, arg in zip(("query", "key", "value"), args, strict=True)}
@@ -1275,7 +1275,7 @@ class Shared(nn.Module):
 
 def test_sites_are_named_after_modules_and_numbered() -> None:
     captured = capture(Shared(), (torch.randn(2, 5, WIDTH),), None, precision_named("fp32"))
-    sites = canonicalize(captured.model)
+    sites = canonicalize(captured.model).sites
     assert [site.name for site in sites] == ["layer", "layer#2", "Shared", "Shared#2"]
     assert [site.node for site in sites] == [f"{site.name}/Attention" for site in sites]
 
@@ -1295,7 +1295,7 @@ class ScaleAsAParameter(nn.Module):
 def test_a_factor_may_have_more_dims_than_what_it_multiplies() -> None:
     module, x = ScaleAsAParameter(), torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
     captured = capture(module, (x,), None, precision_named("fp32"))
-    sites = canonicalize(captured.model)
+    sites = canonicalize(captured.model).sites
     for_onnxruntime.lower(captured.model, sites, {})
     with torch.no_grad():
         agree(session_of(captured.model).run(None, {"x": x.numpy()}), [module(x).numpy()])

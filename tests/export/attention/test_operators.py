@@ -171,7 +171,7 @@ WRITTEN = {
 
 def canonical(written: Written) -> tuple[ir.Model, list[Site]]:
     model = ir.serde.deserialize_model(written.model())
-    return model, canonicalize(model)
+    return model, canonicalize(model).sites
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -146,7 +146,7 @@ def agree(got: Array, expected: Array, tolerance: float = 1e-6) -> None:
 
 def for_trt(attends: Attends) -> tuple[ir.Model, Lowered]:
     model, sites = attends.model()
-    (lowered,) = for_tensorrt.lower(model, sites)
+    (lowered,) = for_tensorrt.lower(model, sites).sites
     return model, lowered
 
 
@@ -284,7 +284,7 @@ def test_masks_mean_the_same_where_attention_alone_is_in_fp16(silent_rows: str) 
     expected = attends.expected(feeds)
     expected[:, :, [0, 2]] = feeds["value"].mean(2, keepdims=True)
     model, sites = attends.model()
-    (lowered,) = for_tensorrt.lower(model, sites, ir.DataType.FLOAT16)
+    (lowered,) = for_tensorrt.lower(model, sites, ir.DataType.FLOAT16).sites
     assert lowered.unfused is None
     agree(run(model, feeds), expected, 1e-3)
 
@@ -337,7 +337,7 @@ def test_heads_one_after_another_compute_the_same(form: str, monkeypatch: pytest
     monkeypatch.setattr(for_onnxruntime, "MANY_SCORES", 0)
     for sizes in SIZES:
         model, sites = CPU[form].model()
-        (lowered,) = for_onnxruntime.lower(model, sites, OPT)
+        (lowered,) = for_onnxruntime.lower(model, sites, OPT).sites
         feeds = CPU[form].feeds(sizes)
         agree(run(model, feeds), CPU[form].expected(feeds), 1e-6)
         nodes = [node.name for node in model.graph if node.op_type == "MultiHeadAttention"]
@@ -349,14 +349,14 @@ def test_a_projection_is_made_head_by_head_where_all_at_once_is_large(monkeypatc
     """No tensor holds the queries, keys or values of all heads, and the weights are the same numbers."""
     module, args, shapes = build_model("multi-head-self-attention")
     captured = capture(module, args, shapes, precision_named("fp32"))
-    sites = canonicalize(captured.model)
+    sites = canonicalize(captured.model).sites
     assert isinstance(module, MultiHeadSelfAttention)
     widths = (module.query_proj.out_features, module.value_proj.out_features)
     for least, apart in ((2**60, False), (0, True)):
         monkeypatch.setattr(for_onnxruntime, "MANY_BYTES", least)
         monkeypatch.setattr(for_onnxruntime, "MANY_SCORES", 0)
         model = captured.model.clone()
-        (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 2, "tokens": 48})
+        (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 2, "tokens": 48}).sites
         assert (lowered.form == for_onnxruntime.HEAD_AFTER_HEAD) == apart, lowered
         products = [node for node in model.graph if node.op_type == "MatMul"]
         assert len(products) == (3 * module.num_heads if apart else 3)
@@ -384,7 +384,7 @@ def test_on_cuda_the_types_stay_those_of_the_graph() -> None:
 )
 def test_onnxruntimes_choice_says_why(form: str, fused: bool) -> None:
     model, sites = CPU[form].model()
-    (lowered,) = for_onnxruntime.lower(model, sites, OPT)
+    (lowered,) = for_onnxruntime.lower(model, sites, OPT).sites
     assert (lowered.unfused is None) == fused
     assert lowered.why and lowered.site == "site"
     assert lowered.node in {node.name for node in model.graph}

@@ -131,7 +131,7 @@ def test_every_candidate_computes_the_same_at_any_sizes(
 def test_a_number_in_the_place_of_scores_is_left_to_the_products() -> None:
     """Added to the scores it would be another function."""
     found = captured(IDIOMS["bias_under_a_finite_fill"], "fp32")
-    ((site, attention),) = attentions(found.model, canonicalize(found.model))
+    ((site, attention),) = attentions(found.model, canonicalize(found.model).sites)
     assert [candidate.form for candidate in candidates_for(site.name, attention)] == [PRODUCTS]
 
 
@@ -141,7 +141,7 @@ def test_a_number_in_the_place_of_scores_is_left_to_the_products() -> None:
 @pytest.mark.parametrize("form", [form for form in SITES if len(forms(SITES[form])) > 1])
 def test_every_candidate_that_agrees_is_measured(form: str) -> None:
     model, sites = SITES[form].model()
-    (lowered,) = for_onnxruntime.lower(model, sites, OPT, tuner=tuning.Tuner(OPT, QUICK))
+    (lowered,) = for_onnxruntime.lower(model, sites, OPT, tuner=tuning.Tuner(OPT, QUICK)).sites
     assert set(lowered.measured) == set(forms(SITES[form])) and not lowered.dropped
     assert lowered.form in lowered.measured and all(ms > 0 for ms in lowered.measured.values())
     assert lowered.why.startswith("measured: ")
@@ -175,7 +175,7 @@ def test_sizes_that_are_too_large_or_unknown_are_left_to_the_rules() -> None:
         (Attends(n_q="u0"), OPT, "u0 is not known"),
     ):
         model, sites = attends.model()
-        (lowered,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes))
+        (lowered,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes)).sites
         assert "not measured" in lowered.why and why in lowered.why
         assert not lowered.measured
 

@@ -31,7 +31,7 @@ SITES = {"swin": 4}  # two elsewhere
 def test_every_site_is_canonical_and_within_budget(name: str, attention: str, tmp_path: Path) -> None:
     made = build(name, attention)
     captured = capture(made.module, made.args, made.dynamic_shapes, FP32)
-    sites = canonicalize(captured.model)
+    sites = canonicalize(captured.model).sites
     assert [site.reason for site in sites] == [None] * SITES.get(name, 2)
     exact = in_float64(captured.module)
     arrays = {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(captured.inputs, captured.args, strict=True)}
