@@ -32,6 +32,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Leave out the roles that docstrings give to names (`:meth:`), which Markdown does not know."""
+    return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)
+
+
 def _of_root(name: str) -> str:
     """A file of the root as a page of the site: its links point to pages."""
 
@@ -41,7 +46,7 @@ def _of_root(name: str) -> str:
         return f"]({path}{'#' + anchor if anchor else ''})"
 
     text = (ROOT / name).read_text(encoding="utf-8")
-    return re.sub(r"\]\((?!https?://)([^)]+)\)", target, text)
+    return re.sub(r"\]\((?!https?://)([^)]+)\)", target, text).replace('src="docs/', 'src="')
 
 
 def _examples() -> str:

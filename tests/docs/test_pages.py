@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,3 +47,12 @@ def test_every_block_says_what_it_is(page: str) -> None:
 
 def test_the_readme_is_one_page() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
+def test_every_file_that_is_named_is_there(page: str) -> None:
+    """Paths of this repository in the text, so that prose follows files that move."""
+    rooms = "attnforge|benchmarks|docs|examples|export|model|runtime|tests"
+    named = set(re.findall(rf"`((?:{rooms})/[\w./-]*\w/?)`", (ROOT / page).read_text(encoding="utf-8")))
+    left_open = {"export/lowering/TARGET.py", "runtime/backends/NAME.py", "benchmarks/results/gpu.json"}
+    assert {name for name in named - left_open if not (ROOT / name).exists()} == set()
