@@ -1,9 +1,12 @@
-"""Which tensor an error begins at, and what makes it: named only where the numbers prove it."""
+"""The tensor at which an error begins, and what makes the error: named only where the numbers prove it.
+
+:data:`FINDERS` are asked in turn; the first that proves a cause is right, and the last always has one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +15,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.attention.operands import scalar
-from attnforge.export.diagnosis.measure import Measured, Run
-from attnforge.export.graphs.execute import at_own_precision
+from attnforge.export.diagnosis.trace import TensorErrors, Trace
 from attnforge.export.graphs.types import FLOATS
 
 Cause = Literal[
@@ -34,14 +36,13 @@ AMPLIFIES = 4.0
 """How many times larger an operator makes an error before that is more than passing it on."""
 
 OWN = 16.0
-"""How many unit roundoffs a result may be off the operator's own float64 before the operator, not rounding, is said to
-be wrong."""
+"""Unit roundoffs that a result may be off the operator's own float64 before the operator, not rounding, is wrong."""
 
 HALVED = 0.5
-"""What has to be left of the error, at most, when a tensor is made exact, for the error to be said to begin there."""
+"""Share of the final error that may be left when a tensor is made exact, for the error to begin at that tensor."""
 
 SATURATED = 0.9
-"""Mean largest weight from which a softmax is nearly one-hot."""
+"""Mean largest probability from which a softmax is nearly one-hot."""
 
 BEGINS = 0.1
 """Share of the final error that a tensor must have for the error to begin there."""
@@ -49,46 +50,37 @@ BEGINS = 0.1
 TRIED = 12
 """How many tensors are made exact, at most, to see whether the error begins there."""
 
+FEW_UNITS = 32.0
+"""Unit roundoffs that a deep model has at its end without any fault of its own."""
+
 
 @dataclass(frozen=True)
 class Blame:
     """Where an error begins and what makes it.
 
     Attributes:
-        measured: of the tensor; None where it is no single one's doing.
-        cause: what makes it.
+        tensor: at which the error begins; None where it is not the doing of a single tensor.
+        cause: what makes the error.
         evidence: the numbers that prove it.
         error_without: the final error where this tensor alone is exact; None where that was not tried.
     """
 
-    measured: Measured | None
+    tensor: TensorErrors | None
     cause: Cause
     evidence: str
     error_without: float | None = None
 
 
-def blame(model: ir.Model, run: Run, feeds: Mapping[str, Array]) -> Blame:
-    """The first tensor whose error its inputs do not explain, or at which they explain more than they bring.
-
-    Args:
-        model: what was run.
-        run: of it.
-        feeds: on which.
-    """
-    return (
-        _weights(model)
-        or _out_of_range(run)
-        or _lost_to_zero(run)
-        or _of_the_operator(run)
-        or _amplified(model, run, feeds)
-    )
+def blame(trace: Trace) -> Blame:
+    """The first tensor whose error its inputs do not explain, or at which the inputs' error grows."""
+    return next(blame for find in FINDERS if (blame := find(trace)) is not None)
 
 
 # --- out of range -----------------------------------------------------------------------------------------------------
 
 
-def _weights(model: ir.Model) -> Blame | None:
-    for name, value in model.graph.initializers.items():
+def _parameters_out_of_range(trace: Trace) -> Blame | None:
+    for name, value in trace.model.graph.initializers.items():
         tensor = value.const_value
         if tensor is None or tensor.dtype not in FLOATS or not value.uses():
             continue
@@ -99,61 +91,66 @@ def _weights(model: ir.Model) -> Blame | None:
     return None
 
 
-def _out_of_range(run: Run) -> Blame | None:
-    for one in run.tensors:
-        if one.lost == 0:
-            continue
-        if one.own == np.inf and one.explained < np.inf:  # the operator's result, and not what it was given
-            reach = max(one.largest, float(np.max(np.abs(run.explained[one.name]), initial=0.0)))
-            evidence = (
-                f"{one.name} reaches {reach:.3g}, and its type holds {one.limit:.3g}: {one.lost} numbers are lost"
-            )
-            if in_norm(one.node):
-                return Blame(one, "norm", f"{evidence}. It is the square that a norm takes the mean of")
-            return Blame(one, "overflow", evidence)
-        if (zero := _zero_before(one, run)) is not None:
-            return Blame(
-                zero,
-                _of_norm_or(zero, "underflow"),
-                f"{zero.zeroed:.0%} of {zero.name} are below what its type holds and become zero; {one.name} divides "
-                f"by them: {one.lost} numbers are lost",
-            )
-        return Blame(one, "operator", f"{one.name} has {one.lost} numbers that are not finite, of inputs that are")
-    return None
+def _out_of_range(trace: Trace) -> Blame | None:
+    tensor = next((tensor for tensor in trace.tensors if tensor.lost), None)
+    if tensor is None:
+        return None
+    if tensor.own == np.inf and tensor.explained < np.inf:  # the operator's result, and not what it was given
+        reach = max(tensor.largest, float(np.max(np.abs(trace.explained[tensor.name]), initial=0.0)))
+        evidence = (
+            f"{tensor.name} reaches {reach:.3g}, and its type holds {tensor.limit:.3g}: {tensor.lost} numbers are lost"
+        )
+        if in_norm(tensor.node):
+            return Blame(tensor, "norm", f"{evidence}. It is the square that a norm takes the mean of")
+        return Blame(tensor, "overflow", evidence)
+    if (zero := _zero_before(tensor, trace)) is not None:
+        return Blame(
+            zero,
+            _norm_or_underflow(zero),
+            f"{zero.zeroed:.0%} of {zero.name} are below what its type holds and become zero; {tensor.name} divides "
+            f"by them: {tensor.lost} numbers are lost",
+        )
+    evidence = f"{tensor.name} has {tensor.lost} numbers that are not finite, of inputs that are"
+    return Blame(tensor, "operator", evidence)
 
 
-def _zero_before(one: Measured, run: Run) -> Measured | None:
-    """What became zero among all that `one` is made of."""
-    by_name = {m.name: m for m in run.tensors}
-    seen: set[str] = set()
-    todo = [one.node]
-    found: list[Measured] = []
+def _zero_before(tensor: TensorErrors, trace: Trace) -> TensorErrors | None:
+    """The first tensor with numbers that became zero, among all that `tensor` is computed from."""
+    by_name = {other.name: other for other in trace.tensors}
+    ancestors: set[str] = set()
+    todo = [tensor.node]
     while todo:
         for value in todo.pop().inputs:
             name = str(value.name) if value is not None else ""
-            if name in by_name and name not in seen:
-                seen.add(name)
+            if name in by_name and name not in ancestors:
+                ancestors.add(name)
                 todo.append(by_name[name].node)
-                if by_name[name].zeroed > 0:
-                    found.append(by_name[name])
-    order = {m.name: i for i, m in enumerate(run.tensors)}
-    return min(found, key=lambda m: order[m.name], default=None)
+    return next((other for other in trace.tensors if other.name in ancestors and other.zeroed > 0), None)
 
 
-def _lost_to_zero(run: Run) -> Blame | None:
-    for one in run.tensors:
-        if one.zeroed > 0 and one.own > OWN * one.unit and one.error > BEGINS * min(run.error, 1.0):
-            evidence = f"{one.zeroed:.0%} of the numbers of {one.name} are below what its type holds and become zero"
-            return Blame(one, _of_norm_or(one, "underflow"), evidence)
+def _lost_to_zero(trace: Trace) -> Blame | None:
+    for tensor in _begins(trace):
+        if tensor.zeroed > 0:
+            evidence = (
+                f"{tensor.zeroed:.0%} of the numbers of {tensor.name} are below what its type holds and become zero"
+            )
+            return Blame(tensor, _norm_or_underflow(tensor), evidence)
     return None
 
 
-def _of_norm_or(one: Measured, cause: Cause) -> Cause:
-    return "norm" if in_norm(one.node) else cause
+def _begins(trace: Trace) -> Iterator[TensorErrors]:
+    """The tensors of which the operator's own share of the error is more than rounding, and matters at the end."""
+    for tensor in trace.tensors:
+        if tensor.own > OWN * tensor.unit and tensor.error > BEGINS * min(trace.error, 1.0):
+            yield tensor
+
+
+def _norm_or_underflow(tensor: TensorErrors) -> Cause:
+    return "norm" if in_norm(tensor.node) else "underflow"
 
 
 def in_norm(node: ir.Node) -> bool:
-    """Whether a node squares what a norm takes the root of the mean of, or is that mean."""
+    """Whether a node computes squares that a norm takes the root of the mean of, or that mean."""
     if node.op_type in ("ReduceMean", "ReduceSum", "ReduceSumSquare"):
         return _to_root(node.outputs[0], 6)
     if not _is_square(node):
@@ -169,6 +166,7 @@ def _is_square(node: ir.Node) -> bool:
 
 
 def _to_root(value: ir.Value, steps: int) -> bool:
+    """Whether a root is taken of `value`, at most `steps` simple operators on."""
     if steps == 0:
         return False
     for user in _users(value):
@@ -187,121 +185,111 @@ def _users(value: ir.Value) -> Iterator[ir.Node]:
 # --- wrong in itself --------------------------------------------------------------------------------------------------
 
 
-def _of_the_operator(run: Run) -> Blame | None:
-    for one in run.tensors:
-        if one.own > OWN * one.unit and one.zeroed == 0 and one.error > BEGINS * min(run.error, 1.0):
-            terms = _terms(one.node, run)
-            if terms is not None and one.own <= terms * one.unit:
-                evidence = (
-                    f"{one.name} sums {terms} terms and is {one.own / one.unit:.0f} unit roundoffs off their sum in "
-                    "float64: they are added up in too few bits"
-                )
-                return Blame(one, "accumulation", evidence)
-            return Blame(
-                one,
-                "operator",
-                f"{one.name} is {one.own:.1e} off what {one.node.op_type} gives in float64 on the same inputs, which "
-                f"is {one.own / one.unit:.0f} unit roundoffs: no rounding",
-            )
-    return None
+def _wrong_in_itself(trace: Trace) -> Blame | None:
+    tensor = next((tensor for tensor in _begins(trace) if tensor.zeroed == 0), None)
+    if tensor is None:
+        return None
+    units = tensor.own / tensor.unit
+    terms = _terms(tensor.node, trace)
+    if terms is not None and units <= terms:
+        evidence = (
+            f"{tensor.name} sums {terms} terms and is {units:.0f} unit roundoffs off their sum in float64: they are "
+            "added up in too few bits"
+        )
+        return Blame(tensor, "accumulation", evidence)
+    evidence = (
+        f"{tensor.name} is {tensor.own:.1e} off what {tensor.node.op_type} gives in float64 on the same inputs, which "
+        f"is {units:.0f} unit roundoffs: no rounding"
+    )
+    return Blame(tensor, "operator", evidence)
 
 
-def _numbers(value: ir.Value | None, run: Run) -> Array | None:
-    """A tensor's numbers in float64, where it is computed or constant."""
-    if value is None or value.name in run.exact:
-        return run.exact[str(value.name)] if value is not None else None
-    constant = ir.convenience.get_const_tensor(value)
-    return constant.numpy().astype(np.float64) if constant is not None else None
-
-
-def _terms(node: ir.Node, run: Run) -> int | None:
-    """How many numbers each result of a node is the sum of."""
-    source = run.exact.get(str(node.inputs[0].name)) if node.inputs and node.inputs[0] is not None else None
+def _terms(node: ir.Node, trace: Trace) -> int | None:
+    """How many numbers each result of a node is the sum of; None where it is no sum."""
+    source = trace.exact.get(str(node.inputs[0].name)) if node.inputs and node.inputs[0] is not None else None
     if source is None:
         return None
     if node.op_type in ("MatMul", "Gemm"):
         return int(source.shape[0 if node.attributes.get_int("transA") == 1 else -1])
     if node.op_type in ("ReduceSum", "ReduceMean"):
-        return source.size // max(run.exact[str(node.outputs[0].name)].size, 1)
+        return source.size // max(trace.exact[str(node.outputs[0].name)].size, 1)
     return None
 
 
 # --- made larger ------------------------------------------------------------------------------------------------------
 
 
-def _amplified(model: ir.Model, run: Run, feeds: Mapping[str, Array]) -> Blame:
+def _amplified(trace: Trace) -> Blame | None:
     suspects = [
-        m for m in run.tensors if m.amplification >= AMPLIFIES and m.error >= BEGINS * run.error and m.error_in > 0
+        tensor
+        for tensor in trace.tensors
+        if tensor.amplification >= AMPLIFIES and tensor.error >= BEGINS * trace.error and tensor.error_in > 0
     ]
-    for one in suspects[:TRIED]:
-        without = error_with_exact(model, run, feeds, one.name)
-        if without > HALVED * run.error:
-            continue
-        cause, evidence = _why_amplified(one, run)
-        return Blame(one, cause, evidence, without)
-    return _accumulated(run)
-
-
-def error_with_exact(model: ir.Model, run: Run, feeds: Mapping[str, Array], name: str) -> float:
-    """The final error where one tensor is float64's."""
-    if name in run.outputs:
-        return 0.0
-    results = at_own_precision(model, run.outputs, [name])({**feeds, name: run.exact[name]})
-    return max(error_of(results[output].astype(np.float64), run.exact[output]) for output in run.outputs)
-
-
-def error_of(got: Array, exact: Array) -> float:
-    """Relative error over what is finite in float64; infinite where something there is not."""
-    finite = np.isfinite(exact)
-    if not np.isfinite(got[finite]).all():
-        return np.inf
-    return float(np.linalg.norm(got[finite] - exact[finite])) / (float(np.linalg.norm(exact[finite])) or 1.0)
-
-
-def _why_amplified(one: Measured, run: Run) -> tuple[Cause, str]:
-    node = one.node
-    inputs = [run.exact[str(v.name)] for v in node.inputs if v is not None and v.name in run.exact]
-    grew = (
-        f"the error of {one.error_in:.1e} in its inputs becomes {one.explained:.1e}, {one.amplification:.0f} times it"
-    )
-    if node.op_type == "Softmax":
-        return _why_softmax(one, run, inputs[0], grew)
-    norm = float(np.linalg.norm(run.exact[one.name][np.isfinite(run.exact[one.name])]))
-    if node.op_type in ("Add", "Sub") and inputs:
-        operand = max(float(np.linalg.norm(np.broadcast_to(x, run.exact[one.name].shape))) for x in inputs)
-        condition = operand / (norm or 1.0)
-        if condition >= AMPLIFIES:
-            return "cancellation", f"{one.name} is a difference of numbers {condition:.0f} times as large, so {grew}"
-    if (terms := _sum_of_magnitudes(node, run)) is not None and terms >= AMPLIFIES * norm:
-        return "cancellation", f"{one.name} sums terms {terms / (norm or 1):.0f} times as large, which cancel: {grew}"
-    return "conditioning", f"{node.op_type} is steep where {one.name} is: {grew}"
-
-
-def _sum_of_magnitudes(node: ir.Node, run: Run) -> float | None:
-    """Norm of what a sum would be if none of its terms were negative; None for what is no sum that is known."""
-    arrays = [_numbers(v, run) for v in node.inputs]
-    if node.op_type == "MatMul" and arrays[0] is not None and arrays[1] is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return float(np.linalg.norm(np.abs(arrays[0]) @ np.abs(arrays[1])))
-    if node.op_type in ("ReduceSum", "ReduceMean") and arrays[0] is not None:
-        result = run.exact[str(node.outputs[0].name)]
-        terms = arrays[0].size / max(result.size, 1)
-        total = float(np.linalg.norm(np.abs(arrays[0]))) * math.sqrt(terms)
-        return total / (terms if node.op_type == "ReduceMean" else 1.0)
-    if node.op_type == "LayerNormalization" and arrays[0] is not None:  # of the difference with the mean
-        centred = arrays[0] - arrays[0].mean(-1, keepdims=True)
-        spread = float(np.linalg.norm(centred)) or 1.0
-        return float(np.linalg.norm(arrays[0])) / spread * float(np.linalg.norm(run.exact[str(node.outputs[0].name)]))
+    for tensor in suspects[:TRIED]:
+        without = trace.error_with_exact(tensor.name)
+        if without <= HALVED * trace.error:
+            cause, evidence = _why_amplified(tensor, trace)
+            return Blame(tensor, cause, evidence, without)
     return None
 
 
-def _why_softmax(one: Measured, run: Run, scores: Array, grew: str) -> tuple[Cause, str]:
-    weights = run.exact[one.name]
+def _why_amplified(tensor: TensorErrors, trace: Trace) -> tuple[Cause, str]:
+    node, result = tensor.node, trace.exact[tensor.name]
+    inputs = [trace.exact[str(v.name)] for v in node.inputs if v is not None and v.name in trace.exact]
+    grew = (
+        f"the error of {tensor.error_in:.1e} in its inputs becomes {tensor.explained:.1e}, "
+        f"{tensor.amplification:.0f} times it"
+    )
+    if node.op_type == "Softmax":
+        return _why_softmax(tensor, trace, inputs[0], grew)
+    norm = float(np.linalg.norm(result[np.isfinite(result)]))
+    if node.op_type in ("Add", "Sub") and inputs:
+        operand = max(float(np.linalg.norm(np.broadcast_to(array, result.shape))) for array in inputs)
+        condition = operand / (norm or 1.0)
+        if condition >= AMPLIFIES:
+            return "cancellation", f"{tensor.name} is a difference of numbers {condition:.0f} times as large, so {grew}"
+    if (terms := _sum_of_magnitudes(tensor, trace)) is not None and terms >= AMPLIFIES * norm:
+        times = terms / (norm or 1)
+        return "cancellation", f"{tensor.name} sums terms {times:.0f} times as large, which cancel: {grew}"
+    return "conditioning", f"{node.op_type} is steep where {tensor.name} is: {grew}"
+
+
+def _sum_of_magnitudes(tensor: TensorErrors, trace: Trace) -> float | None:
+    """Norm of what a sum would be if none of its terms were negative; None where the operator is no known sum."""
+    node, result = tensor.node, trace.exact[tensor.name]
+    arrays = [_numbers(value, trace) for value in node.inputs]
+    if not arrays or arrays[0] is None:
+        return None
+    if node.op_type == "MatMul" and arrays[1] is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(np.linalg.norm(np.abs(arrays[0]) @ np.abs(arrays[1])))
+    if node.op_type in ("ReduceSum", "ReduceMean"):
+        terms = arrays[0].size / max(result.size, 1)
+        total = float(np.linalg.norm(np.abs(arrays[0]))) * math.sqrt(terms)
+        return total / (terms if node.op_type == "ReduceMean" else 1.0)
+    if node.op_type == "LayerNormalization":  # the terms are those of the difference with the mean
+        centred = arrays[0] - arrays[0].mean(-1, keepdims=True)
+        spread = float(np.linalg.norm(centred)) or 1.0
+        return float(np.linalg.norm(arrays[0])) / spread * float(np.linalg.norm(result))
+    return None
+
+
+def _numbers(value: ir.Value | None, trace: Trace) -> Array | None:
+    """The numbers of a tensor in float64, where it is computed or constant."""
+    if value is None:
+        return None
+    if value.name in trace.exact:
+        return trace.exact[str(value.name)]
+    constant = ir.convenience.get_const_tensor(value)
+    return constant.numpy().astype(np.float64) if constant is not None else None
+
+
+def _why_softmax(tensor: TensorErrors, trace: Trace, scores: Array, grew: str) -> tuple[Cause, str]:
     finite = scores[np.isfinite(scores)]
     reach = float(np.max(np.abs(finite), initial=0.0))
-    spacing = 2 * one.unit * 2.0 ** np.floor(np.log2(reach)) if reach > 0 else 0.0
-    axis = one.node.attributes.get_int("axis", -1) or 0
-    peak = float(np.nanmean(np.max(weights, axis=axis)))
+    spacing = 2 * tensor.unit * 2.0 ** np.floor(np.log2(reach)) if reach > 0 else 0.0
+    axis = tensor.node.attributes.get_int("axis", -1) or 0
+    peak = float(np.nanmean(np.max(trace.exact[tensor.name], axis=axis)))
     rows = np.where(np.isfinite(scores), scores, np.nan)
     spread = float(np.nanmean(np.nanmax(rows, axis=axis) - np.nanmin(rows, axis=axis)))
     text = f"its scores reach {reach:.3g}, where its type's numbers are {spacing:.2g} apart"
@@ -314,26 +302,49 @@ def _why_softmax(one: Measured, run: Run, scores: Array, grew: str) -> tuple[Cau
     return "softmax", f"{text}, and weights change by that factor of e; {one_hot}: {grew}"
 
 
-def _accumulated(run: Run) -> Blame:
-    half = next((m for m in run.tensors if m.error >= run.error / 2), None)
+# --- nothing but rounding ---------------------------------------------------------------------------------------------
+
+
+def _accumulated(trace: Trace) -> Blame | None:
+    half = next((tensor for tensor in trace.tensors if tensor.error >= trace.error / 2), None)
     if half is None:
-        return Blame(None, "rounding", "no tensor has as much as half of the final error")
-    rounded = [m for m in run.tensors if m.own > 0]
-    unit = max((m.unit for m in rounded), default=half.unit)
-    if run.error <= FEW_UNITS * unit:
-        return Blame(
-            None,
-            "rounding",
-            f"the final error of {run.error:.1e} is {run.error / unit:.0f} unit roundoffs after {len(rounded)} "
-            "roundings: what this precision costs, and no tensor is to blame",
-        )
-    return Blame(
-        half,
-        "accumulation",
-        f"{len(rounded)} roundings add up to {run.error / unit:.0f} unit roundoffs, and no tensor makes an error "
-        f"much larger; half of it is there at {half.name}",
+        return None
+    roundings, unit = _roundings(trace)
+    if trace.error <= FEW_UNITS * unit:
+        return None
+    evidence = (
+        f"{roundings} roundings add up to {trace.error / unit:.0f} unit roundoffs, and no tensor makes an error "
+        f"much larger; half of it is there at {half.name}"
     )
+    return Blame(half, "accumulation", evidence)
 
 
-FEW_UNITS = 32.0
-"""Unit roundoffs that a deep model has at its end without any fault of its own."""
+def _only_rounding(trace: Trace) -> Blame:
+    if all(tensor.error < trace.error / 2 for tensor in trace.tensors):
+        return Blame(None, "rounding", "no tensor has as much as half of the final error")
+    roundings, unit = _roundings(trace)
+    evidence = (
+        f"the final error of {trace.error:.1e} is {trace.error / unit:.0f} unit roundoffs after {roundings} "
+        "roundings: what this precision costs, and no tensor is to blame"
+    )
+    return Blame(None, "rounding", evidence)
+
+
+def _roundings(trace: Trace) -> tuple[int, float]:
+    """How many results are rounded, and the largest unit roundoff among them."""
+    units = [tensor.unit for tensor in trace.tensors if tensor.own > 0]
+    return len(units), max(units or [tensor.unit for tensor in trace.tensors])
+
+
+Finder = Callable[[Trace], Blame | None]
+
+FINDERS: tuple[Finder, ...] = (
+    _parameters_out_of_range,
+    _out_of_range,
+    _lost_to_zero,
+    _wrong_in_itself,
+    _amplified,
+    _accumulated,
+    _only_rounding,
+)
+"""Asked in this order."""

@@ -1,5 +1,5 @@
-"""What a backend computes on the way, tensor by tensor: the deployed graph with these as further outputs, run by the
-backend itself. What is inside an attention site is not shown, so that it stays fused."""
+"""What a backend computes on the way, tensor by tensor: the backend runs the deployed graph with these tensors as
+further outputs. The inside of an attention site is not shown, so that the site stays fused."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from attnforge.runtime.session import load
 
 
 def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:
-    """The tensors of these names, as far as the deployed graph has them, as `backend` computes them, in float64.
+    """Tensors as `backend` computes them, in float64.
 
     Args:
         bundle: deployed for the backend, which can run here.
-        backend: for a TensorRT a plan is built, with these as outputs.
+        backend: for a TensorRT a plan is built, with the tensors as outputs.
         feeds: inputs by name.
-        names: of tensors.
+        names: of the tensors; those that the deployed graph does not have are left out.
 
     Raises:
-        AttnforgeError: the backend cannot build or run it.
+        AttnforgeError: the backend cannot build or run the graph.
     """
     target = backend if backend in FLAVOURS else "onnxruntime"
     record = bundle.manifest.targets[target]
@@ -39,15 +39,15 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
     shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
     with tempfile.TemporaryDirectory(prefix="attnforge-") as folder:
         path = Path(folder)
-        made = TargetRecord(model="model.onnx", cuda_model="model.onnx" if record.cuda_model else None)
-        save(model, path / made.model)
+        changed = TargetRecord(model="model.onnx", cuda_model="model.onnx" if record.cuda_model else None)
+        save(model, path / changed.model)
         if target in FLAVOURS:
             manifest = bundle.manifest
-            plan = engine.build(path / made.model, target, manifest.inputs, manifest.precision, ("CURRENT",))
+            plan = engine.build(path / changed.model, target, manifest.inputs, manifest.precision, ("CURRENT",))
             (path / "engine.plan").write_bytes(plan.data)
-            made.engines = [plan.record("engine.plan", target, record.engines[0].compute_capabilities)]
+            changed.engines = [plan.record("engine.plan", target, record.engines[0].compute_capabilities)]
         manifest = bundle.manifest.model_copy(deep=True)
-        manifest.targets, manifest.cases, manifest.files = {target: made}, [], {}
+        manifest.targets, manifest.cases, manifest.files = {target: changed}, [], {}
         manifest.outputs = [_spec(value, manifest.inputs) for value in model.graph.outputs]
         write_manifest(path, manifest)
         with load(Bundle(path), backend, cache=False) as session:
@@ -56,13 +56,13 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
 
 
 def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
-    """The 16-bit type that the deployed graph casts a tensor to on its way, where it does."""
+    """The 16-bit type that the deployed graph casts to shortly before `tensor`; None where it does not."""
     target = backend if backend in FLAVOURS else "onnxruntime"
     model = ir.load(bundle.file(bundle.manifest.targets[target].model))
     value = next((v for node in model.graph for v in node.outputs if v.name == tensor), None)
-    todo, seen = [value.producer()] if value is not None else [], 0
-    while todo and seen < _NEAR:
-        node, seen = todo.pop(0), seen + 1
+    todo, visited = [value.producer()] if value is not None else [], 0
+    while todo and visited < _NEAR:
+        node, visited = todo.pop(0), visited + 1
         if node is None:
             continue
         if node.op_type == "Cast" and node.outputs[0].dtype in LOW:
@@ -76,11 +76,11 @@ _NEAR = 8
 
 
 def _show(model: ir.Model, names: Collection[str], sites: Collection[str]) -> list[str]:
-    """Make tensors outputs of `model`; which of `names` it has."""
-    there = set(computed(model))
+    """Make tensors outputs of `model`, and return those of `names` that it has."""
+    known = set(computed(model))
     inside = tuple(f"{site}/" for site in sites)
     outputs = {str(value.name) for value in model.graph.outputs}
-    shown = [name for name in names if name in there and not name.startswith(inside)]
+    shown = [name for name in names if name in known and not name.startswith(inside)]
     values = {str(v.name): v for node in model.graph for v in node.outputs}
     model.graph.outputs.extend(values[name] for name in shown if name not in outputs)
     return shown

@@ -1,8 +1,8 @@
 """Whether two graphs of one bundle are one function in float64, and if not, where they part.
 
-What is deployed is the plain graph rewritten twice, and float64 leaves no rounding to hide behind: where the canonical
-graph gives other numbers than the plain one, or a lowered one than the canonical, a rewrite is wrong or weights were
-altered. The tensors that both graphs have by name show which.
+The deployed graph is the plain graph rewritten twice, and float64 leaves no rounding to hide behind: where the
+canonical graph gives other numbers than the plain graph, or a lowered graph other numbers than the canonical graph, a
+rewrite is wrong or weights were altered. The tensors that both graphs have by name show which.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import onnx_ir as ir
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Certificate
 from attnforge.export.diagnosis.stages import Stage, module_of
+from attnforge.export.diagnosis.trace import error_of
 from attnforge.export.graphs.execute import Tensors, as_it_is, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.parts import computed, part_of, values_of
@@ -24,8 +25,8 @@ from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import FLOAT, LOW, retype
 
 SAME = 1e-7
-"""Relative difference in float64 up to which two graphs are one function; what is written out for want of a double
-kernel is exact to far less."""
+"""Relative difference in float64 up to which two graphs are one function; operators that are written out for want of a
+double kernel are exact to far less."""
 
 SAME_IN_FP32 = 1e-3
 """The same where a graph has an operator that is computed in fp32 alone."""
@@ -37,11 +38,11 @@ class Parting:
 
     Attributes:
         before, after: the stages.
-        tensor: the first, in the later graph's order, that differs though all that it is made of is the same.
-        module: that it belongs to.
-        rule: what was rewritten there, or which weights are others.
-        difference: relative, of that tensor.
-        inputs: the tensors that are the same, from which it is computed.
+        tensor: the first tensor, in the order of the later graph, that differs though its ancestors do not.
+        module: the module that the tensor belongs to.
+        rule: what was rewritten there, or which weights were altered.
+        difference: the relative difference of the tensor.
+        inputs: names of the tensors that do not differ, from which it is computed.
     """
 
     before: Stage
@@ -54,13 +55,19 @@ class Parting:
 
 
 def first_parting(stages: Sequence[Stage], feeds: Mapping[str, Array], certificate: Certificate) -> Parting | None:
-    """The first pair of stages, plain and canonical or canonical and lowered, that are not one function on `feeds`."""
+    """The first pair of stages, plain and canonical or canonical and lowered, that are not one function.
+
+    Args:
+        stages: as :func:`~attnforge.export.diagnosis.stages.stages` gives them.
+        feeds: inputs by name, on which the stages are compared.
+        certificate: tells what was rewritten at each site.
+    """
     canonical = next(stage for stage in stages if stage.name == "canonical")
     pairs = [(stage, canonical) for stage in stages if stage.name == "plain"]
     pairs += [(canonical, stage) for stage in stages if stage.name not in ("plain", "canonical")]
     for before, after in pairs:
-        if (found := _parting(before, after, feeds, certificate)) is not None:
-            return found
+        if (parting := _parting(before, after, feeds, certificate)) is not None:
+            return parting
     return None
 
 
@@ -68,13 +75,12 @@ def _parting(before: Stage, after: Stage, feeds: Mapping[str, Array], certificat
     outputs = [str(v.name) for v in after.model.graph.outputs]
     # A type's least number stands for minus infinity in one idiom's mask, and is a number to add in another's.
     for stands_for_infinity in (False, True):
-        one, other, same = _both(before.model, after.model, outputs, feeds, stands_for_infinity)
-        if all(_difference(other[name], one[name]) <= same for name in outputs):
+        differences, same = _differences(before.model, after.model, outputs, feeds, stands_for_infinity)
+        if all(difference <= same for difference in differences.values()):
             return None
     known = set(computed(before.model))
     common = [name for name in computed(after.model) if name in known]
-    one, other, same = _both(before.model, after.model, common, feeds)
-    differences = {name: _difference(other[name], one[name]) for name in common}
+    differences, same = _differences(before.model, after.model, common, feeds)
     tensor = next((name for name in common if differences[name] > same), outputs[0])
     region, inputs = _region(after.model, tensor, {name for name in common if differences[name] <= same})
     node = region[-1]
@@ -84,32 +90,33 @@ def _parting(before: Stage, after: Stage, feeds: Mapping[str, Array], certificat
     return Parting(before, after, tensor, module, rule, differences.get(tensor, np.inf), inputs)
 
 
-def _both(
+def _differences(
     before: ir.Model,
     after: ir.Model,
     names: Sequence[str],
     feeds: Mapping[str, Array],
     stands_for_infinity: bool = False,
-) -> tuple[Tensors, Tensors, float]:
+) -> tuple[dict[str, float], float]:
+    """The relative differences of some tensors, and up to which they count as none."""
     try:
-        one, other = (in_float64(m, names, least_stays_least=stands_for_infinity)(feeds) for m in (before, after))
-        return one, other, SAME
+        runs = [in_float64(model, names, least_stays_least=stands_for_infinity) for model in (before, after)]
+        same = SAME
     except NoDoublePath:
-        return as_it_is(before, names)(feeds), as_it_is(after, names)(feeds), SAME_IN_FP32
+        runs, same = [as_it_is(model, names) for model in (before, after)], SAME_IN_FP32
+    was, became = (run(feeds) for run in runs)
+    return {name: _difference(became[name], was[name]) for name in names}, same
 
 
 def _difference(got: Array, wanted: Array) -> float:
+    """The relative difference; infinite where shapes or places of what is not finite differ."""
     if got.shape != wanted.shape:
         return np.inf
-    got, wanted = got.astype(np.float64), wanted.astype(np.float64)
-    finite = np.isfinite(wanted)
-    if not np.array_equal(got[~finite], wanted[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
-        return np.inf
-    return float(np.linalg.norm(got[finite] - wanted[finite])) / (float(np.linalg.norm(wanted[finite])) or 1.0)
+    lost = ~np.isfinite(wanted)
+    return error_of(got, wanted) if np.array_equal(got[lost], wanted[lost], equal_nan=True) else np.inf
 
 
 def _region(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.Node], tuple[str, ...]]:
-    """The nodes between tensors that are agreed upon and `tensor`, in order, and these tensors."""
+    """The nodes between the tensors `agreed` and `tensor`, in order, and names of the tensors at which they begin."""
     values = values_of(model)
     region: set[ir.Node] = set()
     inputs: dict[str, None] = {}
@@ -127,23 +134,24 @@ def _region(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.Nod
 
 
 def _altered(before: ir.Model, after: ir.Model, region: Sequence[ir.Node]) -> str | None:
-    """Weights of the region that both graphs have by name, and that are others."""
+    """How the weights of a region differ from those that the graph before has by the same name."""
     for node in region:
         for value in node.inputs:
             held = before.graph.initializers.get(str(value.name)) if value is not None else None
             if value is None or held is None or value.const_value is None or held.const_value is None:
                 continue
-            mine, theirs = (t.numpy().astype(np.float64) for t in (value.const_value, held.const_value))
-            if mine.shape != theirs.shape:
-                return f"the weights {value.name} are {list(mine.shape)}, and were {list(theirs.shape)}"
-            differ = np.flatnonzero(~((mine == theirs) | (np.isnan(mine) & np.isnan(theirs))))
+            now, was = (tensor.numpy().astype(np.float64) for tensor in (value.const_value, held.const_value))
+            if now.shape != was.shape:
+                return f"the weights {value.name} are {list(now.shape)}, and were {list(was.shape)}"
+            differ = np.flatnonzero(~((now == was) | (np.isnan(now) & np.isnan(was))))
             if differ.size:
-                at = [int(i) for i in np.unravel_index(differ[0], mine.shape)]
-                return f"the weights {value.name} differ at {differ.size} of {mine.size} places, first at {at}"
+                at = [int(i) for i in np.unravel_index(differ[0], now.shape)]
+                return f"the weights {value.name} differ at {differ.size} of {now.size} places, first at {at}"
     return None
 
 
 def _rule(before: Stage, after: Stage, region: Sequence[ir.Node], certificate: Certificate) -> str:
+    """What was rewritten in a region."""
     for detail in certificate.details:
         if any((node.name or "").startswith(f"{detail.site}/") for node in region):
             if after.name == "canonical":
@@ -158,31 +166,35 @@ def _rule(before: Stage, after: Stage, region: Sequence[ir.Node], certificate: C
     return f"{node.op_type} ({node.name}) has other attributes or operands"
 
 
-# --- to be shown to somebody ------------------------------------------------------------------------------------------
+# --- a reproduction ---------------------------------------------------------------------------------------------------
 
 
 def write_reproduction(parting: Parting, feeds: Mapping[str, Array], folder: Path) -> list[Path]:
     """Write what is needed to see the fault: `after.onnx`, the piece that is wrong; `before.onnx`, the same piece
-    before it was rewritten; and `inputs.npz`, which both take.
+    before it was rewritten; and `inputs.npz`, the inputs of both.
 
     Args:
         parting: what to show.
-        feeds: the model's inputs for which it shows.
-        folder: is made.
+        feeds: inputs of the model by name, for which the fault shows.
+        folder: is created.
+
+    Returns:
+        the three files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     after = part_of(parting.after.model, [parting.tensor], parting.inputs)
-    shared = {*computed(parting.before.model), *feeds}.intersection(_inputs(after))
+    known = {*computed(parting.before.model), *feeds}
+    shared = [name for name in _inputs(after) if name in known]
     before = part_of(parting.before.model, [parting.tensor], shared)
     names = list(dict.fromkeys([*_inputs(after), *_inputs(before)]))
-    held = _tensors(parting.before.model, names, feeds)
+    tensors = _tensors(parting.before.model, names, feeds)
     _of_one_type(before, after)
     save(after, folder / "after.onnx")
     save(before, folder / "before.onnx")
     dtypes = {str(v.name): v.dtype for model in (before, after) for v in model.graph.inputs}
     arrays = {
         name: array.astype(dtype.numpy()) if is_floating(array) and (dtype := dtypes.get(name)) is not None else array
-        for name, array in held.items()
+        for name, array in tensors.items()
     }
     np.savez(folder / "inputs.npz", **arrays)  # type: ignore[arg-type]
     return [folder / name for name in ("before.onnx", "after.onnx", "inputs.npz")]
@@ -201,6 +213,7 @@ def _of_one_type(before: ir.Model, after: ir.Model) -> None:
 
 
 def _tensors(model: ir.Model, names: Sequence[str], feeds: Mapping[str, Array]) -> Tensors:
+    """Inputs and computed tensors by name, those in float64."""
     wanted = [name for name in names if name not in feeds]
-    found = in_float64(model, wanted)(feeds) if wanted else {}
-    return {name: feeds[name] if name in feeds else found[name] for name in names}
+    results = in_float64(model, wanted)(feeds) if wanted else {}
+    return {name: feeds[name] if name in feeds else results[name] for name in names}

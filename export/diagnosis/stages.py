@@ -1,4 +1,4 @@
-"""The graphs of a bundle, from what was exported to what is deployed, and what they are asked for."""
+"""The graphs of a bundle, from the exported to the deployed, and where their nodes come from."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from attnforge.export.lowering.onnxruntime import candidates_for
 
 @dataclass(frozen=True)
 class Stage:
-    """A graph on the way.
+    """A graph on the way from the export to a target.
 
     Attributes:
-        name: `plain`, as it was exported; `canonical`; or what it was lowered for.
-        model: at its own types; of the canonical graph, with its attention as products around a softmax, for what the
-            operator leaves open stands in its metadata.
+        name: `plain`, as it was exported; `canonical`; or the target that it was lowered for.
+        model: at its own types. The attention of the canonical graph is written out as products around a softmax,
+            because the operator itself leaves open what its metadata says.
     """
 
     name: str
@@ -33,19 +33,17 @@ class Stage:
 
 
 def stages(bundle: Bundle) -> list[Stage]:
-    """The graphs of a bundle: plain where the bundle has it, canonical, and each that is lowered from it."""
+    """The graphs of a bundle: plain where the bundle has it, canonical, and each graph that is lowered from it."""
     canonical = ir.load(bundle.file(CANONICAL))
-    found = [Stage("canonical", written_out(canonical, sites_of(bundle.manifest.attention)))]
+    graphs = [Stage("canonical", written_out(canonical, sites_of(bundle.manifest.attention)))]
     if PLAIN in bundle.manifest.files:
-        found.insert(0, Stage("plain", load_beside(bundle.file(PLAIN), canonical)))
+        graphs.insert(0, Stage("plain", load_beside(bundle.file(PLAIN), canonical)))
+    files: set[str] = set()
     for target, record in bundle.manifest.targets.items():
-        if not any(stage.name == target for stage in found) and record.model not in _files(bundle, found):
-            found.append(Stage(target, ir.load(bundle.file(record.model))))
-    return found
-
-
-def _files(bundle: Bundle, found: list[Stage]) -> set[str]:
-    return {bundle.manifest.targets[s.name].model for s in found if s.name in bundle.manifest.targets}
+        if record.model not in files:  # both TensorRTs parse one file
+            files.add(record.model)
+            graphs.append(Stage(target, ir.load(bundle.file(record.model))))
+    return graphs
 
 
 def sites_of(certificate: Certificate) -> list[Site]:
@@ -54,7 +52,12 @@ def sites_of(certificate: Certificate) -> list[Site]:
 
 
 def written_out(canonical: ir.Model, sites: list[Site]) -> ir.Model:
-    """A copy whose attention is products around a softmax, so that the scores are in sight."""
+    """A copy of the canonical graph whose attention is products around a softmax, so that the scores are in sight.
+
+    Args:
+        canonical: is not touched.
+        sites: its attention.
+    """
     model = canonical.clone()
     for site, attention in attentions(model, sites):
         products = candidates_for(site.name, attention)[0]
@@ -77,8 +80,8 @@ def scores_of(softmax: ir.Node) -> list[ir.Value]:
 
 
 def module_of(node: ir.Node) -> str:
-    """Qualified name of the module that a node stands in, from the exporter's metadata; of what lowering wrote, the
-    site's; of a graph without metadata, the node's own."""
+    """Qualified name of the module that a node stands in, from the exporter's metadata; the site for a node that a
+    lowering wrote; the node's own name in a graph without metadata."""
     scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
     if len(scopes) > 1:
         classes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "[]"))

@@ -20,8 +20,8 @@ from attnforge.errors import BuildError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import VIEWS
 from attnforge.export.diagnosis.causes import Blame, blame
-from attnforge.export.diagnosis.measure import Run, measure
 from attnforge.export.diagnosis.stages import module_of, written_out
+from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
@@ -243,33 +243,33 @@ class _Search:
         graph = written_out(self.assigned(high), self.sites)
         held = held_by_fused_kernels(graph, fused)
         try:
-            run = measure(graph, self.feeds[case.name], held)
+            traced = trace(graph, self.feeds[case.name], held)
         except NoDoublePath as error:
             return frozenset(self.nodes) - high, f"nothing can be blamed: {error} is not computed in float64"
-        if beyond := self._beyond(run, high):
+        if beyond := self._beyond(traced, high):
             self.out_of_range |= beyond
             names = ", ".join(sorted(beyond)[:3])
             return beyond, f"beyond the range of {self.source.precision.name}: {names}"
-        found = blame(graph, run, self.feeds[case.name])
+        found = blame(traced)
         more = self._around(found) - high
         reason = found.evidence
-        if not more and found.measured is not None:
-            module = module_of(found.measured.node)
+        if not more and found.tensor is not None:
+            module = module_of(found.tensor.node)
             more = frozenset(n for n, node in self.nodes.items() if module_of(node) == module) - high
             reason = f"{module}: {found.evidence}"
         if not more:
-            worst = max((m for m in run.tensors if self._owner(m.node) not in (None, *high)),
+            worst = max((m for m in traced.tensors if self._owner(m.node) not in (None, *high)),
                         key=lambda m: m.error, default=None)  # fmt: skip
             owner = self._owner(worst.node) if worst is not None else None
             more = frozenset([owner]) if owner is not None else frozenset()
             reason = f"the largest error left: {worst.name}" if worst is not None else ""
         return more, reason
 
-    def _beyond(self, run: Run, high: frozenset[str]) -> frozenset[str]:
+    def _beyond(self, traced: Trace, high: frozenset[str]) -> frozenset[str]:
         """What computes tensors that 16 bits do not hold, takes them, or has weights that they do not hold."""
         most = self.source.precision.largest / HEADROOM
         found: set[str | None] = set()
-        for one in run.tensors:
+        for one in traced.tensors:
             if one.largest > most and one.node.outputs[0].dtype == self.low:
                 takers = [use.node for use in one.node.outputs[0].uses()] if one.node.op_type == "Cast" else []
                 found |= {self._owner(node) for node in (one.node, *takers)}
@@ -282,10 +282,10 @@ class _Search:
 
     def _around(self, found: Blame) -> frozenset[str]:
         """The operator at which an error begins, and those that compute its inputs."""
-        if found.measured is None:
+        if found.tensor is None:
             return frozenset()
-        names = {self._owner(found.measured.node)}
-        for value in found.measured.node.inputs:
+        names = {self._owner(found.tensor.node)}
+        for value in found.tensor.node.inputs:
             names.add(self._owner(_computed(value)))
         return frozenset(name for name in names if name is not None)
 

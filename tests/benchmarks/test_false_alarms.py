@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnforge.benchmarks.suites import false_alarms
-from attnforge.benchmarks.suites.false_alarms import Outcome, draw, make, summary, table, tried
+from attnforge.benchmarks.suites.false_alarms import Outcome, summary, table, tried
+from attnforge.benchmarks.suites.random_models import KINDS, PRECISIONS, draw, make
 from attnforge.bundle import Case
 from attnforge.precision import precision_named
-from attnforge.runtime.parity.budget import judge
+from attnforge.runtime.parity.budget import Comparison, judge
 
 SEEDS = range(1000, 1016)
 
@@ -24,8 +24,8 @@ def test_what_is_right_is_not_rejected(seed: int) -> None:
 
 def test_seeds_draw_every_kind_and_precision() -> None:
     recipes = [draw(seed) for seed in SEEDS]
-    assert {recipe.kind for recipe in recipes} == set(false_alarms.KINDS)
-    assert {recipe.precision for recipe in recipes} == set(false_alarms.PRECISIONS)
+    assert {recipe.kind for recipe in recipes} == set(KINDS)
+    assert {recipe.precision for recipe in recipes} == set(PRECISIONS)
 
 
 def test_a_seed_is_always_the_same_model() -> None:
@@ -41,7 +41,7 @@ def test_what_is_said_of_them() -> None:
     """A rejection comes with its recipe; what eager's precision does not hold is none, nor is what is refused."""
     truth, case = np.ones(8), Case(name="normal-opt", sizes={}, kind="normal", seed=1)
 
-    def judged(got: float, eager: float) -> list[false_alarms.Comparison]:
+    def judged(got: float, eager: float) -> list[Comparison]:
         return [judge(case, "output", truth * got, truth * eager, truth, precision_named("fp32"))]
 
     found = [

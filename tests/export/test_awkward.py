@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.errors import CaptureError, UsageError
 from attnforge.export.diagnosis.diagnose import diagnose
+from attnforge.export.diagnosis.findings import another_reference
 from attnforge.runtime.parity.metrics import accuracy
 from attnforge.runtime.parity.verify import compare
 from attnforge.runtime.session import Session
@@ -137,13 +137,10 @@ def test_tensors_of_a_type_of_their_own_are_said(tmp_path: Path) -> None:
 
 def test_a_reference_that_is_another_function_is_told(tmp_path: Path) -> None:
     bundle = deployed(lambda s, y: y, tmp_path / "b", "fp32")
-    model = ir.load(bundle.file("canonical.onnx"))
-    assert diagnose(bundle).healthy and model is not None
-    from attnforge.export.diagnosis.diagnose import _of_another
-
-    found = _of_another(5e-8, 0.27, bundle.manifest)
+    assert diagnose(bundle).healthy
+    found = another_reference(5e-8, 0.27, bundle.manifest)
     assert found is not None and found.cause == "reference" and "0.27" not in found.evidence.split("off")[0]
-    assert _of_another(5e-8, 3e-7, bundle.manifest) is None
+    assert another_reference(5e-8, 3e-7, bundle.manifest) is None
 
 
 def test_labels_are_one_a_sample() -> None:

@@ -1,0 +1,169 @@
+"""The error of every tensor of a graph, and how much of it the inputs of the operator explain.
+
+For a tensor `y = f(x)`: `y` is what is stored at the graph's own precision, `y₆₄` the same where everything is float64,
+and `f₆₄(x)` the operator in float64 on its inputs as they are stored. The error is `‖y − y₆₄‖ / ‖y₆₄‖`. The inputs
+explain `‖f₆₄(x) − y₆₄‖`, which divided by the error of the inputs is the amplification; the operator's own part is
+`‖y − f₆₄(x)‖`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.arrays import Array
+from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64, wide
+from attnforge.export.graphs.parts import computed, values_of
+from attnforge.runtime.parity.budget import relative_error
+
+
+@dataclass(frozen=True)
+class TensorErrors:
+    """A tensor and its errors, relative to its norm in float64, over its numbers that are finite there.
+
+    Attributes:
+        name: name of the tensor.
+        node: the node that computes it.
+        largest: the largest magnitude in float64.
+        limit: the largest magnitude that its type holds.
+        unit: the unit roundoff of its type.
+        lost: how many numbers are not finite where those of float64 are.
+        zeroed: share of the numbers that are zero where they are not in float64 on the same inputs.
+        error: the error of what is stored; infinite where numbers are lost.
+        error_in: the largest error of an input.
+        explained: the part of the error that the inputs explain.
+        own: the part that the operator and the rounding of its result add.
+    """
+
+    name: str
+    node: ir.Node
+    largest: float
+    limit: float
+    unit: float
+    lost: int
+    zeroed: float
+    error: float
+    error_in: float
+    explained: float
+    own: float
+
+    @property
+    def amplification(self) -> float:
+        """The factor by which the operator makes the error of its inputs larger."""
+        return self.explained / self.error_in if self.error_in > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run of a graph, tensor by tensor.
+
+    Attributes:
+        model: the graph.
+        feeds: its inputs by name.
+        tensors: every floating-point tensor, in the order in which they are computed.
+        exact: their numbers in float64.
+        stored: their numbers as they are stored, in float64.
+        explained: what each operator gives in float64 on its inputs as they are stored.
+        outputs: names of the outputs, or where these are whole numbers of the tensors that they are made of.
+        error: the largest error of an output.
+    """
+
+    model: ir.Model
+    feeds: Mapping[str, Array]
+    tensors: list[TensorErrors]
+    exact: Tensors
+    stored: Tensors
+    explained: Tensors
+    outputs: list[str]
+    error: float
+
+    def error_with_exact(self, name: str) -> float:
+        """The error of the outputs where the tensor `name` is that of float64."""
+        if name in self.outputs:
+            return 0.0
+        run = at_own_precision(self.model, self.outputs, [name])
+        results = run({**self.feeds, name: self.exact[name]})
+        return max(error_of(results[output], self.exact[output]) for output in self.outputs)
+
+
+def trace(model: ir.Model, feeds: Mapping[str, Array], unrounded: Collection[ir.Value] = ()) -> Trace:
+    """Run a graph in float64, at its own precision, and operator by operator in float64 on what is stored.
+
+    Args:
+        model: is not touched.
+        feeds: inputs by name.
+        unrounded: tensors that are never stored in 16 bits.
+
+    Raises:
+        NoDoublePath: the graph has an operator that is not computed in double.
+    """
+    names, values = computed(model), values_of(model)
+    exact = in_float64(model, names)(feeds)
+    stored = {name: wide(array) for name, array in at_own_precision(model, names, unrounded=unrounded)(feeds).items()}
+    used = [name for name in names if values[name].uses()]
+    explained = in_float64(model, names, used)({**{name: wide(array) for name, array in feeds.items()}, **stored})
+    tensors: dict[str, TensorErrors] = {}
+    for name in names:
+        node = values[name].producer()
+        assert node is not None
+        errors_in = [tensors[str(v.name)].error for v in node.inputs if v is not None and v.name in tensors]
+        error_in = max(errors_in, default=0.0)
+        tensors[name] = _errors_of(values[name], node, exact[name], stored[name], explained[name], error_in)
+    outputs = _floating_outputs(model, tensors)
+    error = max((tensors[name].error for name in outputs), default=0.0)
+    return Trace(model, feeds, list(tensors.values()), exact, stored, explained, outputs, error)
+
+
+def error_of(got: Array, exact: Array) -> float:
+    """Relative error over the numbers that are finite in float64; infinite where one of these is lost."""
+    finite = np.isfinite(exact)
+    got, exact = got[finite].astype(np.float64), exact[finite].astype(np.float64)
+    return relative_error(got, exact) if np.isfinite(got).all() else np.inf
+
+
+def _floating_outputs(model: ir.Model, tensors: Collection[str]) -> list[str]:
+    """The floating-point outputs, or else the last floating-point tensors before the others."""
+    outputs: dict[str, None] = {str(v.name): None for v in model.graph.outputs if v.name in tensors}
+    todo = [] if outputs else list(model.graph.outputs)
+    while todo:
+        value = todo.pop()
+        if value.name in tensors:
+            outputs[str(value.name)] = None
+        elif (node := value.producer()) is not None:
+            todo += [v for v in node.inputs if v is not None]
+    return list(outputs)
+
+
+def _errors_of(
+    value: ir.Value, node: ir.Node, exact: Array, stored: Array, explained: Array, error_in: float
+) -> TensorErrors:
+    assert value.dtype is not None
+    limits = ml_dtypes.finfo(value.dtype.numpy())  # type: ignore[no-untyped-call]
+    finite = np.isfinite(exact)
+    exact, stored, explained = exact[finite], stored[finite], explained[finite]
+    norm = float(np.linalg.norm(exact)) or 1.0
+    alive = np.isfinite(explained) & (explained != 0)
+    return TensorErrors(
+        name=str(value.name),
+        node=node,
+        largest=float(np.max(np.abs(exact), initial=0.0)),
+        limit=float(limits.max),
+        unit=float(limits.eps) / 2,
+        lost=int((~np.isfinite(stored)).sum()),
+        zeroed=float((alive & (stored == 0)).sum() / max(int(alive.sum()), 1)),
+        error=error_of(stored, exact),
+        error_in=error_in,
+        explained=_distance(explained, exact) / norm,
+        own=_distance(stored, explained) / norm,
+    )
+
+
+def _distance(array: Array, other: Array) -> float:
+    """`‖array − other‖`, infinite where that is no number."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = array - other
+    return float(np.linalg.norm(difference)) if np.isfinite(difference).all() else np.inf
