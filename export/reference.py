@@ -18,7 +18,7 @@ from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.cases import OUTLIERS
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import FAR_OFF, relative_error
+from attnforge.runtime.parity.budget import DRAWS, FAR_OFF, FEW, relative_error
 
 
 class Expected(Protocol):
@@ -131,10 +131,6 @@ def stored_of(source: Expected, data: Data) -> tuple[dict[str, Array], list[Case
     return stored, cases
 
 
-DRAWS = 8
-"""How often eager's rounding is drawn again."""
-
-
 def _spread(
     case: Case, inputs: Mapping[str, Array], source: Expected, yardstick: Expected
 ) -> dict[str, tuple[float, float]]:
@@ -154,11 +150,6 @@ def _spread(
             largest = float(np.max(np.abs(given - exact), initial=0.0))
             found[output] = max(before[0], relative_error(given, exact)), max(before[1], largest)
     return found
-
-
-FEW = 1024
-"""Numbers below which an output's error is a draw from a wide distribution: of ten, two errors of one kind differ by
-more than twice one time in fifty."""
 
 
 @dataclass(frozen=True)

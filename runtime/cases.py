@@ -1,7 +1,7 @@
-"""Reference cases: which inputs a deployed model is judged on, and how to make them again without torch.
+"""Reference cases: the inputs that a deployed model is judged on, made again without torch.
 
-Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle holds outputs only; an output of more than
-:data:`SAMPLED` numbers is kept at that many recorded places, and in sums of :data:`BLOCK` numbers each.
+Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle keeps outputs only. An output of more than
+:data:`SAMPLED` numbers is kept at that many places, which the seed decides, and in sums of :data:`BLOCK` numbers each.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from attnforge.bundle import Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.errors import UnknownNameError
 
 SAMPLED = 32_768
-
+"""Numbers up to which an output is kept whole, and which are kept of a larger one."""
 
 OUTLIERS = 60.0
-"""How far a channel stands out: "emergent features" of transformers are up to sixty times the others
+"""How many times as large as the others an outlying channel is, as transformers' "emergent features" are at most
 (LLM.int8(), https://arxiv.org/abs/2208.07339)."""
 
 KINDS: tuple[tuple[Kind, float], ...] = (
@@ -33,12 +33,24 @@ KINDS: tuple[tuple[Kind, float], ...] = (
     ("denormal", 1.0),
     ("extremes", 1.0),
 )
+"""Kinds of floating-point inputs besides normal ones, and their scales."""
+
 MASKS: tuple[Masks, ...] = ("all", "none", "one", "all but one", "ragged")
+"""Kinds of masks besides random ones."""
 
 
 def cases(inputs: list[TensorSpec]) -> list[Case]:
-    """The sweep: the example; normal input at its sizes, at the corners of the profile and at odd and prime sizes
-    inside it; of floating-point inputs every kind, and of masks every kind."""
+    """The cases that a bundle is deployed with, besides real data.
+
+    - The example.
+    - Normal inputs at the example's sizes, at all dims smallest, at all dims largest, at each dim smallest with the
+      others largest, and at odd and at prime sizes. Of up to two dynamic dims these are all corners of the profile.
+    - Every kind of :data:`KINDS`, at odd sizes, where an input is floating-point.
+    - Every kind of :data:`MASKS`, at prime sizes, where an input is a mask.
+
+    Args:
+        inputs: the model's.
+    """
     symbols: dict[str, DimSpec] = {}
     for spec in inputs:
         for dim in spec.dims:
@@ -50,13 +62,13 @@ def cases(inputs: list[TensorSpec]) -> list[Case]:
     shapes = {"opt": opt, "smallest": low, "largest": high, "odd": odd, "prime": prime}
     for symbol in symbols if len(symbols) > 1 else ():
         shapes[f"small-{symbol}"] = {**high, symbol: low[symbol]}
-    found = [Case(name="example", sizes=opt, kind="example", seed=0)]
+    sweep = [Case(name="example", sizes=opt, kind="example", seed=0)]
 
     def add(name: str, sizes: dict[str, int], kind: Kind = "normal", scale: float = 1, masks: Masks = "random") -> None:
-        found.append(Case(name=name, sizes=sizes, kind=kind, scale=scale, masks=masks, seed=len(found)))
+        sweep.append(Case(name=name, sizes=sizes, kind=kind, scale=scale, masks=masks, seed=len(sweep)))
 
     for name, sizes in shapes.items():
-        if sizes not in [case.sizes for case in found[1:]]:
+        if sizes not in [case.sizes for case in sweep[1:]]:
             add(f"normal-{name}", sizes)
     if not symbols:
         add("normal-again", opt)
@@ -66,7 +78,7 @@ def cases(inputs: list[TensorSpec]) -> list[Case]:
     if any(_is_mask(spec) for spec in inputs):
         for masks in MASKS:
             add(f"mask-{masks.replace(' ', '-')}", prime, masks=masks)
-    return found
+    return sweep
 
 
 def _is_floating(spec: TensorSpec) -> bool:
@@ -74,12 +86,19 @@ def _is_floating(spec: TensorSpec) -> bool:
 
 
 def _is_mask(spec: TensorSpec) -> bool:
-    """Whether an input says what may be attended to: booleans, numbers from 0 to 1, or what is added to scores."""
+    """Whether an input is a mask: booleans, whole numbers from 0 to 1, or numbers that are added to scores."""
     return spec.dtype == "bool" or spec.excludes is not None or (spec.low, spec.high) == (0, 1)
 
 
 def excluded_by(example: Array) -> float | Literal["-inf"] | None:
-    """The number by which a floating-point input excludes keys, where the example holds it and zeros alone."""
+    """The number by which a floating-point input excludes keys: the one number that its example holds beside zeros.
+
+    Args:
+        example: of the input.
+
+    Returns:
+        The number, or "-inf"; None where the input does not look like a mask that is added to scores.
+    """
     numbers = np.unique(example.astype(np.float64)) if example.size else np.zeros(0)
     if len(numbers) != 2 or numbers[1] != 0 or numbers[0] > -1e3:
         return None
@@ -87,7 +106,11 @@ def excluded_by(example: Array) -> float | Literal["-inf"] | None:
 
 
 def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
-    """Normal inputs of these sizes, the example's where none is given.
+    """A case of normal inputs.
+
+    Args:
+        inputs: the model's.
+        sizes: of dims, by symbol; dims without a size are as in the example.
 
     Raises:
         UnknownNameError: no such dim.
@@ -99,12 +122,13 @@ def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
 
 
 def _of_symbol(dim: DimSpec) -> DimSpec:
+    """The range of a dim's symbol alone."""
     bounds = {k: (getattr(dim, k) or 0) // dim.factor for k in ("min", "opt", "max")}
     return DimSpec(symbol=dim.symbol, **bounds)
 
 
 def _between(dim: DimSpec, wanted, place: float) -> int:  # type: ignore[no-untyped-def]
-    """A wanted size near `place` of the way from min to max; the size there if none is wanted."""
+    """The wanted size that is nearest to `place` of the way from min to max; the size there where none is wanted."""
     low, high = dim.min or 0, dim.max or 0
     start = round(low + place * (high - low))
     nearest = sorted(range(low, high + 1), key=lambda n: abs(n - start)) if high - low < 10_000 else [start]
@@ -116,33 +140,45 @@ def _is_prime(n: int) -> bool:
 
 
 def shape_of(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an input where its symbols have these sizes."""
     return tuple(d if isinstance(d, int) else d.factor * sizes[d.symbol] for d in spec.dims)
 
 
 def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array]) -> dict[str, Array]:
-    """The inputs of `case`, in the dtypes of the model.
+    """The inputs of a case by name, in the dtypes of the model.
 
-    Floating-point ones are standard normal, or by the case's kind: `scaled`, normal times `case.scale`; `uniform`, from
-    -1 to 1; `outliers`, normal with one channel (place in the last dim) in sixty-four :data:`OUTLIERS` times as large;
-    `constant`, ones; `denormal`, normal times `case.scale` times a quarter of the dtype's least normal number;
-    `extremes`, normal with one number in sixty-one `case.scale` times the dtype's largest or least. Whole numbers are
-    uniform over the example's range.
+    Floating-point inputs are standard normal, or by the case's kind:
 
-    Masks are drawn by the case's `masks`, True or 1 or not excluded: three quarters at random, and of several rows (of
-    the last dim) one all False and one all True; `all`; `none`; in every row `one`, or `all but one`; or a `ragged`
-    beginning of every row. They are of either sense, so every kind means something to each.
+    - `uniform`: from -1 to 1;
+    - `scaled`: normal times `case.scale`;
+    - `outliers`: normal, with one channel (place in the last dim) in sixty-four :data:`OUTLIERS` times as large;
+    - `constant`: ones;
+    - `denormal`: normal times `case.scale` times a quarter of the dtype's least normal number;
+    - `extremes`: normal, with one number in sixty-one `case.scale` times the dtype's largest or least.
+
+    Whole numbers are uniform over the example's range.
+
+    Masks are by the case's `masks`; True, 1 and "not excluded" are the same here:
+
+    - `random`: True for three quarters of the numbers; of several rows (of the last dim) one is all False and one is
+      all True;
+    - `all` and `none`: all True, all False;
+    - `one` and `all but one`: one number of every row is True, or False;
+    - `ragged`: a beginning of every row is True.
+
+    Some models exclude where a mask is True and others where it is False; every kind tests both.
 
     Args:
-        case: what to make.
+        case: the case.
         inputs: the model's.
-        stored: the example by input, and real data by `case/input`.
+        stored: the example's inputs by name, and real data's by :func:`data_key`.
     """
     if case.kind == "example":
         return {spec.name: stored[spec.name] for spec in inputs}
     if case.kind == "data":
         return {spec.name: stored[data_key(case, spec.name)] for spec in inputs}
     rng = np.random.Generator(np.random.PCG64(case.seed))
-    return {spec.name: _made(case, spec, rng) for spec in inputs}
+    return {spec.name: _drawn(case, spec, rng) for spec in inputs}
 
 
 def data_key(case: Case, name: str) -> str:
@@ -155,7 +191,8 @@ def labels_key(case: Case) -> str:
     return f"labels/{case.name}"
 
 
-def _made(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
+def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
+    """One input of a case of random inputs."""
     shape, dtype = shape_of(spec, case.sizes), np.dtype(spec.dtype)
     if dtype == np.bool_ or spec.excludes is not None or (_is_mask(spec) and case.masks != "random"):
         mask = _mask(case.masks, shape, rng)
@@ -170,14 +207,14 @@ def _made(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
         return np.asarray(rng.uniform(-1, 1, shape)).astype(dtype)
     limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     factor = {"denormal": case.scale * float(limits.smallest_normal) / 4, "scaled": case.scale}.get(case.kind, 1.0)
-    drawn = np.asarray(factor * rng.standard_normal(shape, np.float32))
+    normal = np.asarray(factor * rng.standard_normal(shape, np.float32))
     if case.kind == "outliers" and shape:
-        drawn[..., rng.choice(shape[-1], -(-shape[-1] // 64), replace=False)] *= OUTLIERS * case.scale
-    made = drawn.astype(dtype)
-    if case.kind == "extremes" and made.size:
-        few = rng.choice(made.size, -(-made.size // 61), replace=False)
-        made.reshape(-1)[few] = np.copysign(case.scale * float(limits.max), drawn.reshape(-1)[few])
-    return made
+        normal[..., rng.choice(shape[-1], -(-shape[-1] // 64), replace=False)] *= OUTLIERS * case.scale
+    array = normal.astype(dtype)
+    if case.kind == "extremes" and array.size:
+        few = rng.choice(array.size, -(-array.size // 61), replace=False)
+        array.reshape(-1)[few] = np.copysign(case.scale * float(limits.max), normal.reshape(-1)[few])
+    return array
 
 
 def _mask(masks: Masks, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -187,9 +224,9 @@ def _mask(masks: Masks, shape: tuple[int, ...], rng: np.random.Generator) -> Arr
     if masks == "random":
         mask = np.asarray(rng.random(shape) < 0.75)
         rows = mask.reshape(-1, size)
-        if len(rows) > 1:  # which ones, the seed says: a fault in the first or last sample alone must show somewhere
-            none, all_of_it = rng.choice(len(rows), 2, replace=False)
-            rows[none], rows[all_of_it] = False, True
+        if len(rows) > 1:  # rows that the seed draws, because a fault may be in the first or last sample alone
+            hidden, shown = rng.choice(len(rows), 2, replace=False)
+            rows[hidden], rows[shown] = False, True
         return mask
     place = np.arange(size)
     chosen = rng.integers(0, size, (*shape[:-1], 1))
@@ -198,36 +235,42 @@ def _mask(masks: Masks, shape: tuple[int, ...], rng: np.random.Generator) -> Arr
 
 
 def sampled(array: Array, case: Case) -> Array:
-    """`array` flattened; at :data:`SAMPLED` places that the case's seed decides where it is larger."""
-    chosen = places(array.size, case)
-    return array.reshape(-1) if chosen is None else array.reshape(-1)[chosen]
+    """The kept numbers of an output: all of it, flattened, or the numbers at its :func:`places`."""
+    kept = places(array.size, case)
+    return array.reshape(-1) if kept is None else array.reshape(-1)[kept]
 
 
 def places(size: int, case: Case) -> Array | None:
-    """Where an output of `size` numbers is sampled, in order; None where all of them are kept, as of real data, for
-    metrics are measured on whole outputs."""
+    """The places at which an output of `size` numbers is kept, in order; None where all numbers are kept. Outputs of
+    real data are kept whole, because metrics are measured on them."""
     if size <= SAMPLED or case.kind == "data":
         return None
     return np.sort(np.random.Generator(np.random.PCG64([case.seed, size])).choice(size, SAMPLED, replace=False))
 
 
 BLOCK = 64
-"""How many numbers of an output that is kept in part are summed up to one."""
+"""How many numbers of an output that is kept in part each sum has."""
 
 
 def blocks(array: Array, case: Case) -> Array | None:
-    """Of an output that is kept in part, the sums of every :data:`BLOCK` numbers, in float64, with signs that the
-    case's seed decides: no number of it is left unseen. None where all of it is kept."""
+    """The sums of every :data:`BLOCK` numbers of an output that is kept in part, so that no number is left unseen:
+    float64, each number with a sign that the case's seed decides. None where the output is kept whole."""
     if places(array.size, case) is None:
         return None
     signs = np.random.Generator(np.random.PCG64([case.seed, array.size, BLOCK])).integers(0, 2, array.size) * 2 - 1
     signed = array.reshape(-1).astype(np.float64) * signs
-    with np.errstate(invalid="ignore"):  # of infinities of both signs
+    with np.errstate(invalid="ignore"):  # where infinities of both signs are added
         return np.add.reduceat(signed, np.arange(0, array.size, BLOCK))
 
 
 def key(case: Case, output: str, which: str) -> str:
-    """Name under which an output of a case stands in the reference file; `which` is `eager`, `float64`, or the name of
-    the precision that attention alone is computed in, for eager of the whole module at it; of what is kept in part, the
-    sums of blocks have `/blocks` behind that."""
+    """The name under which an output of a case stands in the reference file; the sums of an output that is kept in part
+    have `/blocks` behind it.
+
+    Args:
+        case: the case.
+        output: the output's name.
+        which: `eager`, `float64`, or the name of a precision that a backend computes attention alone in, for the whole
+            module in eager at that precision.
+    """
     return f"{case.name}/{output}/{which}"

@@ -1,4 +1,4 @@
-"""A CUDA device: its context, its memory and its streams, through cuda-python.
+"""A CUDA device through cuda-python: its context, its memory and its streams, and a call on arrays that lie on it.
 
 Imported only where a backend runs on a GPU.
 """
@@ -23,21 +23,21 @@ from attnforge.arrays import Array, from_gpu, is_torch, library_of, on_gpu
 from attnforge.bundle import TensorSpec
 from attnforge.errors import DeviceError, InputError, UsageError
 from attnforge.machine import cuda_devices
-from attnforge.runtime.inputs import Form, Shapes, check_out, on_host
+from attnforge.runtime.inputs import Form, Shapes, check_out, on_host, target_text
 from attnforge.runtime.pool import Recent
 
 SIZES_KEPT, IDLE_OUTPUTS = 32, 4
-"""Of how many sizes output memory is kept for the next call, and how many blocks of each."""
+"""How many sizes of output memory are kept for later calls, and how many blocks of each size."""
 
 ALIGNMENT = 256
-"""Bytes that TensorRT wants addresses to be multiples of."""
+"""Bytes; TensorRT takes addresses that are multiples of it."""
 
 LEGACY_STREAMS, PER_THREAD_STREAM = (0, 1), 2
-"""Addresses of the legacy default stream: no graph can be captured on it, and TensorRT halts the device there."""
-
+"""Addresses of the legacy default stream, on which no graph can be captured and TensorRT halts the device, and of the
+default stream that every thread has for itself."""
 
 Feed: TypeAlias = StridedMemoryView | Array
-"""An input: where it lies on the device, or an array of the host."""
+"""An input: a view of where it lies on the device, or an array on the host."""
 
 STICKY = {
     f"CUDA_ERROR_{name}"
@@ -47,19 +47,19 @@ STICKY = {
         "CONTEXT_IS_DESTROYED", "DEVICE_UNAVAILABLE",
     )
 }  # fmt: skip
-"""After these a process can do nothing more with the device."""
+"""Errors after which this process can do nothing more with the device."""
 
 
 class Gpu:
-    """A CUDA device, and the one place where CUDA's errors become ours.
+    """A CUDA device; the one place where CUDA's errors become attnforge's.
 
     Attributes:
-        ordinal: of the device.
-        device: of cuda.core.
-        stream: the session's own, for callers without one.
-        lost: why no call can succeed any more, once that is so.
-        allocated: bytes of device memory that are held.
-        pinned: bytes of pinned host memory that are held.
+        ordinal: its number.
+        device: as cuda.core has it.
+        stream: the session's own stream, for callers without one.
+        lost: why no call can succeed any more; None as long as calls can.
+        allocated: bytes of device memory that the session holds.
+        pinned: bytes of pinned host memory that the session holds.
 
     Raises:
         UsageError: there is no such device.
@@ -73,25 +73,25 @@ class Gpu:
         self.allocated = self.pinned = 0
         self._lock = threading.Lock()
         self.device = Device(ordinal)
-        before = _of(driver.cuCtxGetCurrent())
+        before = _value(driver.cuCtxGetCurrent())
         self.device.set_current()
-        self._context = _of(driver.cuCtxGetCurrent())
+        self._context = _value(driver.cuCtxGetCurrent())
         self.stream: Stream = self.device.create_stream()
         if int(before) != int(self._context):
             driver.cuCtxSetCurrent(before)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device's context this thread's, and leave the thread as it was.
+        """Make the device's context current on this thread for a block, and the thread's own again behind it.
 
         Raises:
-            DeviceError: a CUDA call in the block failed, or one before left nothing to go on with.
+            DeviceError: a CUDA call in the block failed, or an earlier failure lost the device.
         """
         if self.lost is not None:
             raise DeviceError(self.lost)
-        other = int(_of(driver.cuCtxGetCurrent())) != int(self._context)
+        other = int(_value(driver.cuCtxGetCurrent())) != int(self._context)
         if other:
-            _of(driver.cuCtxPushCurrent(self._context))
+            _value(driver.cuCtxPushCurrent(self._context))
         try:
             yield
         except CUDAError as error:
@@ -101,18 +101,19 @@ class Gpu:
                 driver.cuCtxPopCurrent()
 
     def check(self, result: tuple[Any, ...]) -> Any:
-        """What a call of the driver returned beside its status.
+        """The value that a call of the driver returned beside its status; None where it returns a status alone.
 
         Raises:
-            DeviceError: it failed.
+            DeviceError: the call failed.
         """
         if int(result[0]) != 0:
             raise self.failure(_described(result[0]))
         return result[1] if len(result) > 1 else None
 
     def failure(self, what: str) -> DeviceError:
-        """The error to raise for `what`; an error that a kernel left makes every later call fail, and is told so."""
-        # a stream is asked, for the whole context must not be while a graph is captured in it
+        """The error to raise for a failure described as `what`. Where a kernel's error makes every later call fail, the
+        device is marked as lost, and the message says so."""
+        # the stream is queried and not the context, which must not be while a graph is captured in it
         status = _name(driver.cuStreamQuery(int(self.stream.handle))[0])
         if status in STICKY or any(name in what for name in STICKY):
             self.lost = (
@@ -131,36 +132,37 @@ class Gpu:
     # --- memory
 
     def allocate(self, size: int) -> Block:
-        """Device memory of its own. Freeing it waits for whatever still uses it."""
-        size = max(size, 1)
-        block = Block(self, int(self.check(driver.cuMemAlloc(size))), size, pinned=False)
-        with self._lock:
-            self.allocated += size
-        return block
+        """New device memory of `size` bytes. Freeing it waits for whatever still uses it."""
+        return self._held(Block(self, int(self.check(driver.cuMemAlloc(max(size, 1)))), max(size, 1), pinned=False))
 
     def allocate_pinned(self, size: int) -> Block:
-        """Host memory that the device copies from and to by itself."""
-        size = max(size, 1)
-        block = Block(self, int(self.check(driver.cuMemAllocHost(size))), size, pinned=True)
-        with self._lock:
-            self.pinned += size
-        return block
+        """New host memory of `size` bytes, which the device copies from and to by itself."""
+        return self._held(Block(self, int(self.check(driver.cuMemAllocHost(max(size, 1)))), max(size, 1), pinned=True))
 
     def free(self, block: Block) -> None:
-        with self._lock:
-            self.pinned -= block.size if block.pinned else 0
-            self.allocated -= 0 if block.pinned else block.size
+        """Free a block's memory; of a device that is lost, nothing is left to free."""
+        self._held(block, -1)
         if self.lost is None:
             with self.current():
                 self.check((driver.cuMemFreeHost if block.pinned else driver.cuMemFree)(block.address))
 
+    def _held(self, block: Block, sign: int = 1) -> Block:
+        """Count a block among the bytes that are held, or no longer (`sign` -1)."""
+        with self._lock:
+            self.pinned += sign * block.size if block.pinned else 0
+            self.allocated += 0 if block.pinned else sign * block.size
+        return block
+
     # --- streams
 
     def stream_of(self, stream: Any) -> Stream:
-        """A stream of any library: one that offers `__cuda_stream__`, torch's, CuPy's, or an address.
+        """A stream as cuda.core has it.
+
+        Args:
+            stream: cuda.core's, torch's, CuPy's, another library's that offers `__cuda_stream__`, or an address.
 
         Raises:
-            UsageError: it is none.
+            UsageError: it is none of these, or the per-thread default stream.
         """
         if isinstance(stream, Stream):
             return stream
@@ -181,10 +183,11 @@ class Gpu:
         return LEGACY_DEFAULT_STREAM if handle in LEGACY_STREAMS else Stream.from_handle(handle)
 
     def is_legacy(self, stream: Stream) -> bool:
+        """Whether a stream is the legacy default stream."""
         return int(stream.handle) in LEGACY_STREAMS
 
     def current_stream(self, library: str) -> Stream | None:
-        """The stream that a library enqueues its work on; None where it is not told."""
+        """The stream on which a library, by its name, enqueues its work; None for libraries that do not tell."""
         if library == "torch":
             return self.stream_of(int(sys.modules["torch"].cuda.current_stream(self.ordinal).cuda_stream))
         if library == "cupy":
@@ -194,10 +197,15 @@ class Gpu:
     # --- arrays
 
     def view(self, what: str, value: Any, stream: Stream | None) -> StridedMemoryView:
-        """Where an array of any library lies on this device; after what its producer enqueued, on `stream` if given.
+        """A view of where an array of any library lies on this device.
+
+        Args:
+            what: the array, as messages call it.
+            value: the array.
+            stream: made to wait for what the array's producer enqueued; None where that is waited for otherwise.
 
         Raises:
-            InputError: it is strided, on another device, or offers neither DLPack nor version 3 of
+            InputError: the array is strided, on another device, or offers neither DLPack nor version 3 of
                 `__cuda_array_interface__`.
         """
         if is_torch(value) and value.requires_grad:
@@ -218,7 +226,14 @@ class Gpu:
 
 
 class Block:
-    """Memory that is freed when nobody refers to it."""
+    """Memory on the device, or pinned memory on the host, which is freed when nothing refers to the block.
+
+    Attributes:
+        address: where it begins.
+        size: in bytes.
+        pinned: whether it is on the host.
+        bytes: pinned memory as an array (size,) uint8; None on the device.
+    """
 
     def __init__(self, gpu: Gpu, address: int, size: int, pinned: bool) -> None:
         self._gpu, self.address, self.size, self.pinned = gpu, address, size, pinned
@@ -227,7 +242,7 @@ class Block:
         )
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The beginning of pinned memory as an array."""
+        """The beginning of pinned memory as an array of a shape and dtype."""
         assert self.bytes is not None
         return self.bytes[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
@@ -236,9 +251,12 @@ class Block:
             self._gpu.free(self)
 
 
-class Outputs:
-    """Output memory on the device. Blocks come back when the caller lets go of the array, and serve the next output of
-    that size on that stream: neither is anything allocated at every call, nor overwritten while it is held."""
+class DeviceOutputs:
+    """Output memory on the device, reused between calls.
+
+    A block comes back when the caller lets go of its array, and serves the next output of that size on that stream. So
+    calls allocate nothing once blocks are there, and no output is overwritten while a caller holds it.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -246,7 +264,13 @@ class Outputs:
         self._idle: Recent[tuple[int, int], list[Block]] = Recent(SIZES_KEPT)
 
     def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream | None) -> StridedMemoryView:
-        """Memory for an output that is read on `stream`; where that is not known, memory that nobody gets again."""
+        """Memory for an output.
+
+        Args:
+            shape: of the output.
+            dtype: of the output.
+            stream: on which the caller reads it; where that is None, the memory is not reused.
+        """
         size = max(math.prod(shape) * dtype.itemsize, 1)
         if stream is None:
             alone = self._allocated(size)
@@ -275,13 +299,14 @@ class Outputs:
             return self._gpu.allocate(size)
 
     def clear(self) -> None:
-        """Let go of what is idle; what is lent is freed when it comes back."""
+        """Free idle blocks. Blocks that are lent out are freed when they come back."""
         with self._lock:
             self._idle.clear()
 
 
 class _Lease:
-    """Output memory in a caller's hands. A list is all that is touched when it comes back, for that may be anywhere."""
+    """Output memory that a caller holds. Coming back only appends to a list, because the caller may let go of the array
+    on any thread, at any time."""
 
     def __init__(self, block: Block, idle: list[Block]) -> None:
         self._block, self._idle = block, idle
@@ -292,51 +317,64 @@ class _Lease:
 
 
 class GpuBackend(Protocol):
-    """Runs on arrays that lie on the GPU."""
+    """A backend that runs on arrays on the GPU."""
 
     @property
-    def gpu(self) -> Gpu: ...
+    def gpu(self) -> Gpu:
+        """The device that it runs on."""
 
     @property
-    def outputs(self) -> Outputs: ...
+    def outputs(self) -> DeviceOutputs:
+        """The memory of its outputs."""
 
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
-        """Enqueue a run on `stream`; the event is done when it is."""
+        """Enqueue a run, and return an event that is done when the run is.
+
+        Args:
+            feeds: the inputs, in the manifest's order.
+            shapes: of inputs and outputs.
+            results: memory for the outputs, in the manifest's order.
+            stream: on which to enqueue.
+        """
 
     def output_shapes(self, shapes: Shapes) -> Sequence[tuple[int, ...]]:
-        """The outputs' shapes, also where the inputs' sizes alone do not tell them."""
+        """The outputs' shapes, also those that the inputs' sizes alone do not decide."""
 
 
 def call(
     backend: GpuBackend,
     specs: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
-    given: Sequence[Any],
+    values: Sequence[Any],
     out: Mapping[str, Any],
     stream: Any,
     shapes_of: Callable[..., Shapes],
 ) -> tuple[list[Any], Event]:
-    """Run on arrays of which some lie on the GPU; the outputs stay there.
+    """Enqueue a run on inputs at least one of which lies on the GPU; the outputs stay there.
 
     Args:
-        backend: that runs.
+        backend: the backend.
         specs: inputs and outputs of the model.
-        given: the inputs, in order.
+        values: the inputs, in order.
         out: arrays to write outputs to, by name.
-        stream: the caller's, or None.
-        shapes_of: checks the inputs' shapes and dtypes.
+        stream: the caller's stream, or None for the one that is current in the first GPU input's library.
+        shapes_of: checks the inputs' shapes and dtypes, and gives the outputs' shapes.
+
+    Returns:
+        The outputs, of the first GPU input's library, and an event that is done when they are there. Where that library
+        has no current stream, they are there already.
     """
     inputs, outputs = specs
     gpu = backend.gpu
-    library = library_of(next(value for value in given if on_gpu(value)))
+    library = library_of(next(value for value in values if on_gpu(value)))
     with gpu.current():
         own = gpu.current_stream(library) if stream is None else gpu.stream_of(stream)
         run_on = gpu.stream if own is None or gpu.is_legacy(own) else own
         order = _Order(gpu, run_on, None if stream is None else own)
         feeds: list[Feed] = [
             order.view(f"input {spec.name!r}", value) if on_gpu(value) else on_host(spec, value)
-            for spec, value in zip(inputs, given, strict=True)
+            for spec, value in zip(inputs, values, strict=True)
         ]
         shapes = shapes_of(*[form_of(feed) for feed in feeds])
         results = [
@@ -350,20 +388,21 @@ def call(
         order.behind(event)
         if own is None:
             event.sync()
-        kept = [
+        arrays = [
             out[spec.name] if spec.name in out else from_gpu(view, library)
             for spec, view in zip(outputs, results, strict=True)
         ]
-    return kept, event
+    return arrays, event
 
 
 class _Order:
-    """Puts a call behind what the libraries of its arrays have enqueued, and what they enqueue next behind the call.
+    """The order of a call on the device: behind the work that the libraries of its arrays have enqueued, and before the
+    work that they enqueue next.
 
     Args:
         gpu: the device.
-        run_on: stream of the call.
-        callers: the stream that the caller gave, on which the arrays of libraries with streams are ready.
+        run_on: the stream of the call.
+        callers: the stream that the caller named, on which arrays of libraries with streams are ready; or None.
     """
 
     def __init__(self, gpu: Gpu, run_on: Stream, callers: Stream | None) -> None:
@@ -373,7 +412,8 @@ class _Order:
             self._add(callers)
 
     def view(self, what: str, value: Any) -> StridedMemoryView:
-        """Where an array lies; one of a library with streams is made contiguous there, where nobody gave another."""
+        """A view of where an array lies. Where the caller named no stream, an array of a library with streams is made
+        contiguous on that library's current one."""
         library = library_of(value)
         stream = self._gpu.current_stream(library)
         if stream is None:
@@ -384,11 +424,12 @@ class _Order:
         return self._gpu.view(what, value, None)
 
     def before(self) -> None:
-        """Once all copies are enqueued."""
+        """Let the call wait for the other streams; to be called once all copies to contiguous arrays are enqueued."""
         for stream in self._others.values():
             self._run_on.wait(stream)
 
     def behind(self, event: Event) -> None:
+        """Let the other streams wait for the call's event."""
         for stream in self._others.values():
             stream.wait(event)
 
@@ -406,7 +447,12 @@ def _contiguous(library: str, value: Any) -> Any:
 def _target(
     order: _Order, spec: TensorSpec, value: Any, shape: tuple[int, ...], feeds: Sequence[Feed]
 ) -> StridedMemoryView:
-    what = f"the array to write output {spec.name!r} to"
+    """A view of the array that output `spec` is to be written to.
+
+    Raises:
+        InputError: the output cannot be written there.
+    """
+    what = target_text(spec)
     if not on_gpu(value):
         raise InputError(f"{what} is on the host, and the inputs are on the GPU; give one on the GPU")
     if is_torch(value) and (value.requires_grad or not value.is_contiguous()):
@@ -428,15 +474,22 @@ def _target(
 
 
 def bytes_of(view: StridedMemoryView) -> int:
+    """The bytes of an array on the device."""
     return int(view.size) * int(np.dtype(view.dtype).itemsize)
 
 
 def form_of(array: StridedMemoryView | Array) -> Form:
-    return tuple(array.shape), array.dtype or np.dtype(object)  # no dtype that NumPy or ml_dtypes know
+    """Shape and dtype of an array; dtype object where neither NumPy nor ml_dtypes know it."""
+    return tuple(array.shape), array.dtype or np.dtype(object)
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int] | None) -> bool:
-    """Whether elements lie in C order without gaps; `strides` in elements, None where they do."""
+    """Whether elements lie in C order without gaps.
+
+    Args:
+        shape: of the array.
+        strides: in elements; None for an array in C order without gaps.
+    """
     if strides is None or 0 in shape:
         return True
     expected = 1
@@ -447,7 +500,8 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int] | None) -> bool:
     return True
 
 
-def _of(result: tuple[Any, ...]) -> Any:
+def _value(result: tuple[Any, ...]) -> Any:
+    """The value that a call of the driver returned beside its status; of calls that lose no device when they fail."""
     if int(result[0]) != 0:
         raise DeviceError(f"CUDA: {_described(result[0])}")
     return result[1] if len(result) > 1 else None

@@ -1,4 +1,4 @@
-"""Inputs and outputs, checked before anything runs."""
+"""Inputs and outputs of a session, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Shapes:
     """One combination of input shapes that a model takes.
 
     Attributes:
-        inputs: their shapes.
-        sizes: what every symbol stands for.
-        outputs: the outputs' shapes; None for one that the inputs' sizes alone do not tell.
+        inputs: the inputs' shapes, in the manifest's order.
+        sizes: the size that every symbol stands for.
+        outputs: the outputs' shapes; None for an output whose shape the inputs' sizes do not decide.
     """
 
     inputs: tuple[tuple[int, ...], ...]
@@ -42,6 +42,11 @@ class Shapes:
 
 
 def by_name(specs: Sequence[TensorSpec], values: Sequence[Any]) -> dict[str, Any]:
+    """Inputs that were given by position, by name.
+
+    Raises:
+        InputError: there are more or fewer than the model takes.
+    """
     names = [spec.name for spec in specs]
     if len(values) != len(names):
         raise InputError(f"{len(values)} inputs were given; the model takes {len(names)}: {', '.join(names)}")
@@ -49,21 +54,21 @@ def by_name(specs: Sequence[TensorSpec], values: Sequence[Any]) -> dict[str, Any
 
 
 def in_order(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Any]:
-    """`values` in the order of `specs`.
+    """Inputs that were given by name, in the order of `specs`.
 
     Raises:
-        InputError: one is missing, or one that the model does not take.
+        InputError: an input is missing, or the model has none of that name.
     """
     try:
-        given = [values[spec.name] for spec in specs]
+        ordered = [values[spec.name] for spec in specs]
     except KeyError as error:
         taken = ", ".join(spec.name for spec in specs)
         raise InputError(f"input {error.args[0]!r} is missing; the model takes {taken}") from None
-    if len(values) != len(given):
+    if len(values) != len(ordered):
         names = [spec.name for spec in specs]
         unknown = next(name for name in values if name not in names)
         raise InputError(f"the model has no input {unknown!r}; it takes {', '.join(names)}")
-    return given
+    return ordered
 
 
 def on_host(spec: TensorSpec, value: Any) -> Array:
@@ -75,7 +80,12 @@ def on_host(spec: TensorSpec, value: Any) -> Array:
 
 
 def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *given: Form) -> Shapes:
-    """What the shapes and dtypes of all inputs, in their order, mean.
+    """The sizes and the outputs' shapes that follow from the inputs' shapes.
+
+    Args:
+        inputs: the model's inputs.
+        outputs: the model's outputs.
+        given: shape and dtype of every input, in the order of `inputs`.
 
     Raises:
         InputError: a dtype, rank or dim that the deployed model does not take; says what it takes.
@@ -106,11 +116,11 @@ def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None
 
 
 def size_of(symbol: str, sizes: Mapping[str, int]) -> int:
-    """What a symbol, or an expression of symbols such as `rows*columns`, stands for.
+    """The size that a symbol, or an expression of symbols such as `rows*columns`, stands for.
 
     Raises:
         KeyError: a symbol that no input has.
-        NotImplementedError: more than whole numbers and arithmetic.
+        NotImplementedError: an expression with more than whole numbers, symbols and arithmetic.
     """
     if symbol in sizes:
         return sizes[symbol]
@@ -168,7 +178,15 @@ def _check_dim(spec: TensorSpec, i: int, size: int, dim: DimSpec) -> None:
 
 
 def outs_by_name(specs: Sequence[TensorSpec], out: Any) -> dict[str, Any]:
-    """What was given as `out` to a call by position: one array, a sequence of them, or a mapping by name."""
+    """The arrays to write outputs to, by name.
+
+    Args:
+        specs: the model's outputs.
+        out: one array, a sequence of as many as there are outputs, or a mapping by name.
+
+    Raises:
+        UsageError: there are more or fewer arrays than outputs.
+    """
     if isinstance(out, Mapping):
         return dict(out)
     values = list(out) if isinstance(out, (tuple, list)) else [out]
@@ -179,39 +197,53 @@ def outs_by_name(specs: Sequence[TensorSpec], out: Any) -> dict[str, Any]:
 
 
 def writable(spec: TensorSpec, value: Any, shape: tuple[int, ...] | None, inputs: Sequence[Array]) -> Array:
-    """`value`, that output `spec` is to be written to, as an array of its own memory.
+    """The caller's array for output `spec`, as a NumPy array on the same memory.
+
+    Args:
+        spec: the output.
+        value: the caller's array.
+        shape: that the output will have; None where it is not known before the run.
+        inputs: arrays whose memory it may not share.
 
     Raises:
-        InputError: another shape or dtype than the output's, or memory that cannot be written to as it lies.
+        InputError: the array has another shape or dtype than the output, or memory that the output cannot be written
+            to.
     """
     array = value if type(value) is np.ndarray else _same_memory(spec, value)
     check_out(spec, array.shape, array.dtype, shape)
     if not array.flags.carray:
-        raise InputError(f"{_target(spec)} is strided or read-only; give a contiguous one that can be written to")
-    for one in inputs:
-        if np.may_share_memory(array, one):
-            raise InputError(f"{_target(spec)} shares memory with an input; give one of its own")
+        raise InputError(f"{target_text(spec)} is strided or read-only; give a contiguous one that can be written to")
+    for feed in inputs:
+        if np.may_share_memory(array, feed):
+            raise InputError(f"{target_text(spec)} shares memory with an input; give one of its own")
     return array
 
 
 def _same_memory(spec: TensorSpec, value: Any) -> Array:
     if on_gpu(value):
-        raise InputError(f"{_target(spec)} is on a GPU, and the inputs are not; give one on the host")
+        raise InputError(f"{target_text(spec)} is on a GPU, and the inputs are not; give one on the host")
     if is_torch(value) and (value.requires_grad or value.is_neg() or not value.is_contiguous()):
-        raise InputError(f"{_target(spec)} is strided, or requires a gradient; give a contiguous one that does not")
+        raise InputError(f"{target_text(spec)} is strided, or requires a gradient; give a contiguous one that does not")
     return to_numpy(spec.name, value)
 
 
-def _target(spec: TensorSpec) -> str:
+def target_text(spec: TensorSpec) -> str:
+    """The array that an output is to be written to, as messages call it."""
     return f"the array to write output {spec.name!r} to"
 
 
 def check_out(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, expected: tuple[int, ...] | None) -> None:
-    """That an array of this shape and dtype can hold an output.
+    """Check that an array of this shape and dtype can hold output `spec`.
+
+    Args:
+        spec: the output.
+        shape: of the array.
+        dtype: of the array.
+        expected: the output's shape; None where it is not known yet.
 
     Raises:
-        InputError: it cannot; says which it must be.
+        InputError: it cannot; says which shape and dtype it must have.
     """
     if dtype != np.dtype(spec.dtype) or (expected is not None and shape != expected):
         needed = f"{spec.dtype}{list(expected)}" if expected is not None else spec.text()
-        raise InputError(f"{_target(spec)} is {dtype.name}{list(shape)}; it must be {needed}")
+        raise InputError(f"{target_text(spec)} is {dtype.name}{list(shape)}; it must be {needed}")

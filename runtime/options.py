@@ -1,4 +1,4 @@
-"""What a session is told, and what it says of its memory."""
+"""The options that a session is loaded with, and the memory that it holds."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a session holds; None for what its backend does not say.
+    """What a session holds: bytes, None where its backend does not say, and two counts.
 
     Attributes:
-        weights: of the model.
-        activations: everything between inputs and outputs, of all execution contexts.
-        buffers: inputs and outputs on the device, those that callers hold included.
-        pinned: host memory through which NumPy arrays reach the device.
-        contexts: execution contexts.
-        graphs: captured CUDA graphs.
+        weights: bytes of the model's parameters.
+        activations: bytes for everything between inputs and outputs, in all execution contexts.
+        buffers: bytes of inputs and outputs on the device, with those that callers hold.
+        pinned: bytes of host memory through which NumPy arrays reach the device.
+        contexts: how many execution contexts there are.
+        graphs: how many CUDA graphs are captured.
     """
 
     weights: int | None = None

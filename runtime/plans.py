@@ -1,4 +1,4 @@
-"""TensorRT plans: which of a bundle's fits a device, and which of its optimization profiles fits the sizes at hand."""
+"""The choice of a TensorRT plan for a device, and of its optimization profile for the sizes of a call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from attnforge.errors import InputError
 
 
 def profile_for(profiles: Sequence[Mapping[str, Range]], sizes: Mapping[str, int]) -> int:
-    """Number of the profile to run at `sizes`: of those that hold them, the one whose optimum is nearest, as a factor;
-    of equally near ones the narrowest.
+    """The number of the optimization profile to run at `sizes`: of the profiles that hold the sizes, the one whose
+    optimum is nearest, as a factor; of equally near ones the narrowest.
 
     Args:
-        profiles: (min, opt, max) of every symbol; none where nothing is dynamic.
-        sizes: of the symbols.
+        profiles: (min, opt, max) of every symbol; no profile where nothing is dynamic.
+        sizes: of every symbol.
 
     Raises:
-        InputError: none holds them.
+        InputError: no profile holds the sizes.
     """
     if not profiles:
         return 0
@@ -37,12 +37,13 @@ def profile_for(profiles: Sequence[Mapping[str, Range]], sizes: Mapping[str, int
 
 
 def engine_for(engines: Sequence[Engine], version: str, capability: str) -> Engine | str:
-    """The plan to load on a device, or why none of them can be: one for just this device first, the newest first.
+    """The plan to load on a device, or the reason why none can be loaded. A plan for just this device is preferred to a
+    portable one, and a newer plan to an older one.
 
     Args:
-        engines: of one flavour.
+        engines: a bundle's plans for one flavour of TensorRT, the oldest first.
         version: of that TensorRT on this machine.
-        capability: of the device, such as `SM90`.
+        capability: the device's compute capability, such as `SM90`.
     """
     built_here = [engine for engine in reversed(engines) if engine.version == version]
     if exact := [engine for engine in built_here if capability in engine.compute_capabilities]:

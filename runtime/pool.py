@@ -1,4 +1,4 @@
-"""What many threads share, and what is kept of what was used last."""
+"""Things that threads share: a pool, the most recently used values, and memory for outputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Pool(Generic[T]):
-    """At most `limit` of something costly, made when it is first needed and lent to one thread at a time.
+    """At most `limit` costly items, each made when it is first needed and lent to one thread at a time.
 
     Args:
-        make: makes one.
-        limit: how many there may be, at least one; who comes when all are lent waits.
+        make: makes an item.
+        limit: how many items there may be, at least 1; a thread that comes when all are lent waits.
     """
 
     def __init__(self, make: Callable[[], T], limit: int) -> None:
@@ -36,7 +36,10 @@ class Pool(Generic[T]):
 
     @contextmanager
     def borrow(self, prefer: Callable[[T], bool] = lambda item: True) -> Iterator[T]:
-        """Lend one: an idle one that is preferred, the one used last first, else a new one, else any.
+        """Lend an item for a block: of the idle items that are preferred the one used last, else a new item, else any.
+
+        Args:
+            prefer: whether an idle item suits this call.
 
         Raises:
             UsageError: the pool is closed.
@@ -50,16 +53,21 @@ class Pool(Generic[T]):
                 self._changed.notify()
 
     def items(self) -> list[T]:
-        """All of them, those that are lent too."""
+        """All items, with those that are lent."""
         with self._changed:
             return list(self._all)
 
     @property
     def made(self) -> int:
+        """How many items there are."""
         return self._made
 
     def close(self, free: Callable[[T], None]) -> None:
-        """Free every one, those that are lent once they are back; whoever waits for one is refused."""
+        """Free every item, once those that are lent are back. Threads that wait for an item are refused.
+
+        Args:
+            free: frees an item.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -93,7 +101,12 @@ class Pool(Generic[T]):
 
 
 class Recent(Generic[K, T]):
-    """What was used last, at most `limit` of it; `drop` is called with what gives way. For one thread at a time."""
+    """A mapping of at most `limit` values, in which the value used longest ago gives way. For one thread at a time.
+
+    Args:
+        limit: how many values it holds.
+        drop: called with every value that gives way or is replaced.
+    """
 
     def __init__(self, limit: int, drop: Callable[[T], None] = lambda value: None) -> None:
         self._limit, self._drop = limit, drop
@@ -124,11 +137,16 @@ class Recent(Generic[K, T]):
         return key in self._held
 
 
-class Outputs:
-    """Arrays for results, in memory whose last array nobody holds any more. Any number of threads may ask.
+class HostOutputs:
+    """Arrays on the host for outputs, in memory that earlier outputs had and callers let go of. For any number of
+    threads.
 
-    What is large comes from the operating system page by page, on first touch, and goes back when it is freed: at every
-    call anew.
+    A large array that is allocated at every call costs time at every call: the operating system gives its memory page
+    by page, on first touch, and takes it back when the array is freed.
+
+    Attributes:
+        LARGE: bytes from which memory is reused.
+        KEPT: how many blocks are kept for later calls.
     """
 
     LARGE, KEPT = 2**16, 4
@@ -137,7 +155,7 @@ class Outputs:
         self._idle: deque[Array] = deque(maxlen=self.KEPT)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """As `numpy.empty`."""
+        """An array of a shape and dtype whose numbers are arbitrary, as `numpy.empty` gives."""
         size = prod(shape) * np.dtype(dtype).itemsize
         if size < self.LARGE:
             return np.empty(shape, dtype)
@@ -157,7 +175,7 @@ class Outputs:
 
 
 class _Lent:
-    """Memory that goes back to where it is from once no array is of it."""
+    """Memory that goes back to its home once no array refers to it."""
 
     def __init__(self, memory: Array, home: deque[Array]) -> None:
         self._memory, self._home = memory, home

@@ -1,4 +1,4 @@
-"""One Session, many backends."""
+"""A session: a deployed model, loaded on one of many backends, behind one interface."""
 
 from __future__ import annotations
 
@@ -37,25 +37,33 @@ if TYPE_CHECKING:
 
 
 NAMES = ("auto", "eager", "onnxruntime", *BACKENDS)
+"""What `load` takes as a backend."""
 
 SHAPES_KEPT = 4096
-"""Combinations of input shapes whose check is remembered."""
+"""Combinations of input shapes that a session remembers as checked."""
 
 RUNS_TO_WARM = 3
-"""The first run compiles, the second captures a CUDA graph where there are graphs, and the third replays it."""
+"""Runs after which nothing is left to prepare: the first compiles, the second captures a CUDA graph where the backend
+has graphs, and the third replays it."""
 
 
 class Session:
     """A deployed model, ready to run, from any number of threads at once.
 
-    On a GPU backend, inputs that lie on the GPU are read where they are, outputs stay there, and a call returns once
-    the work is enqueued: on `stream`, else on the stream that is current in the library of the inputs (torch, CuPy).
-    What that library enqueues next comes after it, so nothing need be waited for. Of other libraries, and with NumPy
-    arrays, a call returns when the outputs are there.
+    On a GPU backend, inputs on the GPU are read where they lie, and outputs stay on the GPU. A call then returns once
+    the work is enqueued: on `stream`, or else on the stream that is current in the inputs' library (torch, CuPy). Work
+    that this library enqueues later runs after it, so the caller need not wait. With arrays of other libraries, and
+    with NumPy arrays, a call returns when the outputs are there.
+
+    Args:
+        bundle: from which the backend was opened.
+        backend: runs the model.
+        options: with which the backend was opened.
 
     Attributes:
-        bundle: what it was loaded from.
-        backend: name of the backend that runs it.
+        bundle: from which it was loaded.
+        backend: the name of the backend.
+        inputs, outputs: the model's, with names, dtypes and dims.
     """
 
     def __init__(self, bundle: Bundle, backend: Backend, options: Options | None = None) -> None:
@@ -72,23 +80,25 @@ class Session:
         self._threads: ThreadPoolExecutor | None = None
 
     def __call__(self, *values: Any, out: Any = None, stream: Any = None) -> Any:
-        """Run on inputs by position: NumPy arrays, or arrays of anything that offers DLPack or, on a GPU,
-        `__cuda_array_interface__`.
+        """Run on inputs by position.
 
         Args:
-            values: the inputs.
-            out: what to write the outputs to: an array, a sequence of them, or a mapping by name.
+            values: the inputs: NumPy arrays, torch tensors, or arrays of any library that offers DLPack or, on a GPU,
+                `__cuda_array_interface__`.
+            out: arrays to write the outputs to: one array, a sequence of arrays, or a mapping by name.
             stream: CUDA stream to run on, as :meth:`run` takes it.
 
         Returns:
-            the output, or a tuple of them; torch tensors where an input is one, else NumPy arrays, or on a GPU arrays
-            of the first GPU input's library.
+            The output, or a tuple of outputs: torch tensors where an input is one, else NumPy arrays. Where an input
+            lies on a GPU: arrays of the first GPU input's library.
 
         Raises:
             InputError: an input, or an array to write to, that the model does not take.
+            UsageError: as :meth:`run` raises it.
+            DeviceError: as :meth:`run` raises it.
         """
         if len(values) != len(self.inputs):
-            by_name(self.inputs, values)  # says what it takes
+            by_name(self.inputs, values)  # raises, and says what the model takes
         self._check_open()
         outs = outs_by_name(self.outputs, out) if out is not None else None
         results = self._run(values, outs, stream)
@@ -97,14 +107,16 @@ class Session:
     def run(
         self, values: Mapping[str, Any], *, out: Mapping[str, Any] | None = None, stream: Any = None
     ) -> dict[str, Any]:
-        """Run on inputs by name; outputs by name, of the kind of the inputs.
+        """Run on inputs by name.
 
         Args:
-            values: the inputs.
-            out: arrays to write outputs to, by name; contiguous, of the output's shape and dtype. What is written is
-                returned.
-            stream: CUDA stream that inputs are ready on and that outputs will be: whatever offers `__cuda_stream__`, as
-                torch's and CuPy's streams do, or its address. Without one, see the class.
+            values: the inputs, by name, of any kind that a call by position takes.
+            out: arrays to write outputs to, by name; contiguous, of the output's shape and dtype. They are returned.
+            stream: CUDA stream on which inputs are ready and outputs will be: an object that offers `__cuda_stream__`,
+                as torch's and CuPy's streams do, or its address. Without one, see the class.
+
+        Returns:
+            The outputs by name, of the kind that a call by position returns.
 
         Raises:
             InputError: an input, or an array to write to, that the model does not take.
@@ -117,10 +129,15 @@ class Session:
     def run_async(
         self, values: Mapping[str, Any], *, out: Mapping[str, Any] | None = None, stream: Any = None
     ) -> Pending:
-        """Start what :meth:`run` does and return at once; the inputs must stay as they are until it is done.
+        """Start a :meth:`run` and return at once. The inputs must not be altered until it is done.
+
+        Args:
+            values: the inputs, by name.
+            out: arrays to write outputs to, by name.
+            stream: CUDA stream to run on.
 
         Raises:
-            UsageError: the session is closed.
+            UsageError: the session is closed. Other errors are raised where the outputs are asked for.
         """
         self._check_open()
         if self._backend.gpu is not None and any(on_gpu(value) for value in values.values()):
@@ -130,9 +147,9 @@ class Session:
             gpu, kept = self._backend.gpu, list(values.values())
 
             def result() -> dict[str, Any]:
-                with gpu.current():  # where CUDA's errors become ours
+                with gpu.current():  # turns CUDA's errors into a DeviceError
                     event.sync()
-                kept.clear()  # until here the inputs are read
+                kept.clear()  # the inputs are held until the run has read them
                 return named
 
             def done() -> bool:
@@ -148,18 +165,19 @@ class Session:
         return Pending(future.result, future.done)
 
     def warm_up(self, *sizes: Mapping[str, int]) -> None:
-        """Run on random inputs of these sizes of the dynamic dims until nothing is left to prepare: kernels are
-        compiled, memory is allocated and CUDA graphs are captured. Without sizes, at those of the example.
+        """Run on random inputs until nothing is left to prepare: kernels are compiled, memory is allocated and CUDA
+        graphs are captured.
 
         Args:
-            sizes: every one a mapping from some dims' symbols; the others are as in the example.
+            sizes: combinations of sizes to prepare for, each from dims' symbols to sizes; dims without a size are as in
+                the example. By default the example's sizes.
 
         Raises:
             UnknownNameError: no such dim.
             InputError: sizes outside the profile.
         """
-        for one in sizes or ({},):
-            case = reference.at(self.inputs, one)
+        for combination in sizes or ({},):
+            case = reference.at(self.inputs, combination)
             feeds = reference.make_inputs(case, self.inputs, {})
             for _ in range(RUNS_TO_WARM):
                 self.run(feeds)
@@ -167,13 +185,17 @@ class Session:
 
     @property
     def memory(self) -> Memory:
-        """Bytes that the session holds, as far as its backend says."""
+        """The memory that the session holds, as far as its backend says.
+
+        Raises:
+            UsageError: the session is closed.
+        """
         self._check_open()
         return self._backend.memory()
 
     def close(self) -> None:
-        """Free what the backend holds, once what was started with :meth:`run_async` is done. The session cannot run
-        after that."""
+        """Wait for runs that :meth:`run_async` started, and free everything. The session cannot run after that; to
+        close it again does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -204,26 +226,27 @@ class Session:
     def _named(self, values: Mapping[str, Any], out: Mapping[str, Any] | None, stream: Any) -> dict[str, Any]:
         return dict(zip(self._names, self._run(in_order(self.inputs, values), out, stream), strict=True))
 
-    def _run(self, given: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> list[Any]:
-        plain = all([type(value) is np.ndarray for value in given])  # noqa: C419  (half the time of a generator)
-        if not plain and self._backend.gpu is not None and any(on_gpu(value) for value in given):
-            return self._on_gpu(given, out, stream)[0]
+    def _run(self, values: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> list[Any]:
+        """Run on inputs in order; outputs in order."""
+        plain = all([type(value) is np.ndarray for value in values])  # noqa: C419  (half the time of a generator)
+        if not plain and self._backend.gpu is not None and any(on_gpu(value) for value in values):
+            return self._on_gpu(values, out, stream)[0]
         if stream is not None:
             raise UsageError(
                 "a CUDA stream was given, and the inputs are on the host: the call waits for its outputs; leave it out"
                 if self._backend.gpu is not None
                 else f"a CUDA stream was given, and {self.backend} runs on the CPU; leave it out"
             )
-        arrays = [on_host(spec, value) for spec, value in zip(self.inputs, given, strict=True)]
+        arrays = [on_host(spec, value) for spec, value in zip(self.inputs, values, strict=True)]
         shapes = self._shapes(*[(array.shape, array.dtype) for array in arrays])
-        as_torch = not plain and any(is_torch(value) for value in given)
+        as_torch = not plain and any(is_torch(value) for value in values)
         if out is not None:
             return self._into(out, arrays, shapes, as_torch)
         results = self._backend.run(arrays, shapes)
         return [to_torch(array) for array in results] if as_torch else results
 
     def _into(self, out: Mapping[str, Any], arrays: list[Array], shapes: Shapes, as_torch: bool) -> list[Any]:
-        """Run on the host, outputs to the caller's arrays where there are some."""
+        """Run on the host, and write outputs to the caller's arrays where there are some."""
         self._check_names(out)
         targets = [
             writable(spec, out[spec.name], shape, arrays) if spec.name in out else None
@@ -232,7 +255,7 @@ class Session:
         results = self._backend.run(arrays, shapes, targets)
         for spec, target, array in zip(self.outputs, targets, results, strict=True):
             if target is not None and target is not array:
-                if target.shape != array.shape:  # which was not known before
+                if target.shape != array.shape:  # the inputs' sizes did not decide the output's shape
                     check_out(spec, target.shape, target.dtype, array.shape)
                 np.copyto(target, array)
         return [
@@ -240,12 +263,13 @@ class Session:
             for name, array in zip(self._names, results, strict=True)
         ]
 
-    def _on_gpu(self, given: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> tuple[list[Any], Event]:
+    def _on_gpu(self, values: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> tuple[list[Any], Event]:
+        """Enqueue a run on inputs of which some lie on the GPU; outputs in order, and the event that they are there."""
         from attnforge.runtime import gpu
 
         self._check_names(out or {})
         specs = (self.inputs, self.outputs)
-        return gpu.call(cast(gpu.GpuBackend, self._backend), specs, given, out or {}, stream, self._shapes)
+        return gpu.call(cast(gpu.GpuBackend, self._backend), specs, values, out or {}, stream, self._shapes)
 
     def _check_names(self, out: Mapping[str, Any]) -> None:
         if unknown := [name for name in out if name not in self._names]:
@@ -253,7 +277,12 @@ class Session:
 
 
 class Pending:
-    """Outputs on their way. It can be awaited, too."""
+    """A run that was started, whose outputs can be waited for or awaited.
+
+    Args:
+        result: waits for the run, and returns its outputs by name.
+        done: whether the run is done.
+    """
 
     def __init__(self, result: Callable[[], dict[str, Any]], done: Callable[[], bool]) -> None:
         self._result, self._done = result, done
@@ -263,10 +292,10 @@ class Pending:
         return self._done()
 
     def result(self) -> dict[str, Any]:
-        """The outputs by name, once they are there.
+        """Wait for the run, and return its outputs by name.
 
         Raises:
-            AttnforgeError: what the run failed with.
+            AttnforgeError: the run failed.
         """
         return self._result()
 
@@ -285,7 +314,7 @@ def load(
     graphs: bool | None = None,
     cache: bool = True,
 ) -> Session:
-    """A bundle, loaded: :func:`attnforge.load` without building plans anew, and with its arguments.
+    """Load a bundle as :func:`attnforge.load` does, with the same arguments, except that no plan is built anew.
 
     Raises:
         BundleError: the folder holds no bundle of this schema, or a file that is needed is missing or altered.
@@ -303,8 +332,8 @@ def load(
 
 
 def _candidates(bundle: Bundle, backend: str) -> Sequence[str]:
-    """The backends to try, in order. What `auto` prefers is found out for `auto` alone: that asks CUDA for its devices,
-    which initialises it in this process, and a process may not fork after that."""
+    """The backends to try, in order. Only `auto` needs the order of preference, which asks CUDA for its devices and so
+    initialises CUDA in this process; a process must not fork after that."""
     if backend == "auto":
         return by_preference(bundle)
     return BACKENDS[2:5] if backend == "onnxruntime" else (backend,)

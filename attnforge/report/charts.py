@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.runtime.parity.budget import BINS, BINS_A_DECADE, LEAST_DECADE
+from attnforge.runtime.parity.comparison import BINS, BINS_A_DECADE, LEAST_DECADE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

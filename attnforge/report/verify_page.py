@@ -20,8 +20,9 @@ from attnforge.report import charts
 from attnforge.report.attention_maps import AttentionMaps, PatchGrid, SiteMaps, attention_maps, patch_grid
 from attnforge.report.charts import Mark, Picture
 from attnforge.runtime import cases as reference
-from attnforge.runtime.parity.budget import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
-from attnforge.runtime.parity.verify import BackendReport, OutputReport, Report, budget_precision
+from attnforge.runtime.parity.budget import budget_precision
+from attnforge.runtime.parity.comparison import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
+from attnforge.runtime.parity.verify import BackendReport, OutputReport, Report
 
 TEMPLATE = "verify.html"
 

@@ -33,7 +33,7 @@ from attnforge.precision import precision_named
 from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
-from attnforge.runtime.parity.verify import BackendReport, compare
+from attnforge.runtime.parity.verify import BackendReport, hold
 from attnforge.runtime.session import Session, load
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _verify(bench: Bench, model: str, precision: str, bundles: dict[str, Bundle]
 
         def held(backend: str = backend) -> Verdict:
             with load(bundle, backend, device=bench.settings.device) as session:
-                return verdict_of(compare(session))
+                return verdict_of(hold(session.bundle, session.backend, session.run))
 
         if (verdict := attempt(item.failed, backend, held)) is not None:
             item.verdicts[backend] = verdict
@@ -179,7 +179,7 @@ def _verify_torch(bench: Bench, model: str, precision: str, bundles: dict[str, B
         def held(name: str = name, make: Callable[[], Callable[..., Any]] = make) -> Verdict:
             torch.compiler.reset()
             with bench.products(p), Session(bundle, OnDevice(bench, name, make())) as session:
-                return verdict_of(compare(session))
+                return verdict_of(hold(session.bundle, session.backend, session.run))
 
         if (verdict := attempt(item.failed, name, held)) is not None:
             item.verdicts[name] = verdict

@@ -46,7 +46,8 @@ from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET, why_unavailable
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.verify import budget_precision, hold, judged
+from attnforge.runtime.parity.budget import budget_precision
+from attnforge.runtime.parity.verify import References, hold
 from attnforge.runtime.preference import by_preference, chosen_here
 from attnforge.runtime.session import RUNS_TO_WARM
 from attnforge.runtime.turns import race
@@ -302,9 +303,10 @@ class _Truth:
         as they take to prepare for sizes that come again, so that what is judged is what is timed."""
         for _ in range(RUNS_TO_WARM - 1 if entry.ours else 1):
             entry.run()
-        manifest, feeds = self.bundle.manifest, self.job.feeds
-        precision = budget_precision(manifest, entry.name)
-        found = judged(manifest, precision, self.case, feeds, self._answer(entry, feeds), self._outputs)
+        references = References({}, self._outputs)
+        found = hold(
+            self.bundle, entry.name, lambda feeds: self._answer(entry, feeds), [self.case], references
+        ).comparisons
         worst = max(found, key=lambda one: one.error / one.budget if one.budget else 0.0)
         if worst.error * entry.budget >= entry.error * worst.budget:  # of all openings
             entry.error, entry.budget = worst.error, worst.budget

@@ -37,7 +37,8 @@ from attnforge.export.tensorrt.build import build
 from attnforge.machine import tool_versions
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
-from attnforge.runtime.parity.budget import Comparison, judge
+from attnforge.runtime.parity.budget import judge
+from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import stored_inputs
 
 COMMAND = "python -m attnforge.benchmarks.suites.false_alarms"

@@ -1,4 +1,4 @@
-"""An eager module at a precision: what a deployed model is held against, and the only backend that imports torch."""
+"""Eager torch at a precision: the yardstick of deployed models, and the one backend that imports torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from attnforge.runtime.options import Memory
 
 
 def torch_dtype(precision: Precision) -> torch.dtype:
+    """torch's dtype of a precision."""
     dtype = getattr(torch, precision.dtype.name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
-    """A copy of `module` in eval mode with its floating-point weights in the precision's dtype."""
+    """A copy of `module` in eval mode with its floating-point weights in the precision's dtype.
+
+    Raises:
+        CaptureError: the module cannot be copied.
+    """
     try:
         copied = copy.deepcopy(module)
     except Exception as error:
@@ -40,9 +45,21 @@ def in_float64(module: nn.Module) -> nn.Module:
 
 
 def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Run a module on arrays, floating-point ones as `dtype`, without gradients; outputs by name."""
+    """Run a module on arrays, without gradients.
+
+    Args:
+        module: the module.
+        inputs: in the order of the module's arguments.
+        dtype: to which floating-point inputs are cast.
+
+    Returns:
+        The outputs by the names that they have in a bundle.
+
+    Raises:
+        CaptureError: the module does not run in that dtype, or does not return tensors.
+    """
     tensors: list[Tensor] = [to_torch(array) for array in inputs.values()]
-    # torch's fused attention on the CPU takes a float32 mask for a float64 one, and misreads it.
+    # torch's fused attention on the CPU reads a float32 mask beside float64 queries as if it were float64
     plain = sdpa_kernel(SDPBackend.MATH) if dtype == torch.float64 else nullcontext()
     with torch.no_grad(), as_written(), plain:
         try:
@@ -57,9 +74,9 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """torch.nn's own modules compute as their code says, not by a fused shortcut, which is not what is exported.
+    """Let torch.nn's own modules compute as their code says, which is what torch exports, for a block.
 
-    The two differ for a query that may attend to nothing: NaN, and zeros.
+    Their fused shortcut differs for a query that may attend to nothing: it gives zeros where their code gives NaN.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -70,7 +87,7 @@ def as_written() -> Iterator[None]:
 
 
 def named_outputs(result: Any) -> dict[str, Tensor]:
-    """What a module returned, by the names that its deployed outputs have."""
+    """The tensors that a module returned, by the names that they have as a bundle's outputs."""
     return dict(zip(output_names(result), _tensors(result), strict=True))
 
 
@@ -82,6 +99,11 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def output_names(result: Any) -> list[str]:
+    """The names that the tensors of a module's result have as a bundle's outputs.
+
+    Raises:
+        CaptureError: the result is not a tensor, or a tuple, list or mapping of tensors.
+    """
     if isinstance(result, Mapping):
         return [str(key) for key in result]
     count = len(_tensors(result))
@@ -89,7 +111,15 @@ def output_names(result: Any) -> list[str]:
 
 
 class Eager:
-    """A copy of the module in eval mode, its weights in the bundle's dtype."""
+    """The eager backend: a copy of the module in eval mode, its weights in the bundle's dtype.
+
+    Args:
+        bundle: that was deployed from the module.
+        module: the torch module.
+
+    Raises:
+        UsageError: it is no torch module.
+    """
 
     name = "eager"
     gpu = None
@@ -97,8 +127,8 @@ class Eager:
     def __init__(self, bundle: Bundle, module: torch.nn.Module) -> None:
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"the eager backend runs a torch.nn.Module, and was given {type(module).__name__}")
-        chosen = bundle.manifest.mixed is not None  # what a bundle that chose its precisions stands for is fp32
-        precision = precision_named("fp32" if chosen else bundle.manifest.precision)
+        # a bundle that chose its precisions is held to the module in fp32
+        precision = precision_named("fp32" if bundle.manifest.mixed is not None else bundle.manifest.precision)
         self._dtype = torch_dtype(precision)
         self._inputs = [spec.name for spec in bundle.manifest.inputs]
         self._module = at_precision(module, precision)

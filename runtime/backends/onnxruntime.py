@@ -18,14 +18,14 @@ from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
 BFLOAT16_ONNX = 16
-"""TensorProto.BFLOAT16: NumPy has no such type, so ONNX Runtime is handed the bits and told what they are."""
+"""TensorProto.BFLOAT16. NumPy has no such type, so ONNX Runtime is given the bits as uint16 with this type."""
 
 COPIED = 1 << 16
-"""Bytes of outputs that are sooner copied to the caller's arrays than bound to them."""
+"""Bytes of outputs up to which copying to the caller's arrays takes less time than binding them."""
 
 
 def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
-    """The bundle's ONNX Runtime model on the CPU."""
+    """The bundle's ONNX Runtime model on the CPU, with the settings that were measured where they hold here."""
     manifest, record = bundle.manifest, bundle.manifest.targets["onnxruntime"]
     settings = record.session if record.session is not None and _holds(record.session) else None
     file = bundle.file(settings.optimized if settings is not None and settings.optimized else record.model)
@@ -33,7 +33,7 @@ def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
 
 
 def _holds(settings: SessionSettings) -> bool:
-    """Whether settings were found on this machine, with this version of ONNX Runtime."""
+    """Whether settings were measured on this machine, with this version of ONNX Runtime."""
     return settings.version == ort.__version__ and settings.machine == this_machine(gpus=False)
 
 
@@ -43,10 +43,10 @@ class OnnxRuntime:
     Args:
         name: of the backend.
         file: the model.
-        inputs: what it takes.
-        outputs: what it gives.
-        threads: that one run is spread over; by default what the settings say, or one a processor.
-        settings: how the model was found to run fastest here.
+        inputs: of the model.
+        outputs: of the model.
+        threads: over how many a run is spread; by default as many as the settings say, or one a processor.
+        settings: with which the model was measured to run fastest here.
     """
 
     gpu = None
@@ -75,9 +75,9 @@ class OnnxRuntime:
             raise UsageError("the session was closed; load the bundle again")
         small = out is None or sum([array.nbytes for array in out if array is not None]) <= COPIED
         if small and not self._has_bfloat16:
-            found: list[Array] = session.run(self._outputs, dict(zip(self._inputs, arrays, strict=True)))
-            return found  # in ONNX Runtime's memory, which is theirs until they are let go of
-        binding = session.io_binding()  # one a call: bindings are cheap, and no two threads may share one
+            own: list[Array] = session.run(self._outputs, dict(zip(self._inputs, arrays, strict=True)))
+            return own  # in ONNX Runtime's memory, which it frees when the arrays are gone
+        binding = session.io_binding()  # a new one a call: bindings are cheap, and threads must not share one
         for name, array in zip(self._inputs, arrays, strict=True):
             bind_host_input(binding, name, array)
         targets = [
@@ -108,6 +108,12 @@ class OnnxRuntime:
 
 
 def session_options(threads: int | None = None, settings: SessionSettings | None = None) -> Any:
+    """ONNX Runtime's `SessionOptions`.
+
+    Args:
+        threads: over how many a run is spread; else as the settings say, or ONNX Runtime's default.
+        settings: as they were measured; else ONNX Runtime's defaults.
+    """
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if settings is not None:
@@ -122,13 +128,14 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
 
 
 def weights_of(file: Path) -> int:
-    """Bytes of a model: its graph, nearly all of which are weights, and the shelf beside it where it has one, on which
-    those of other graphs may stand too."""
+    """Bytes of a model: its graph, which is nearly all weights, and the file of shared weights beside it where there is
+    one, which may hold weights of other graphs, too."""
     shelf = file.with_name(WEIGHTS)
     return file.stat().st_size + (shelf.stat().st_size if shelf.exists() else 0)
 
 
 def bind_host_input(binding: Any, name: str, array: Array) -> None:
+    """Bind an array on the host as an input, without a copy."""
     if array.dtype == BFLOAT16:
         binding.bind_ortvalue_input(name, host_value(array))
     else:
@@ -136,14 +143,14 @@ def bind_host_input(binding: Any, name: str, array: Array) -> None:
 
 
 def host_value(array: Array) -> Any:
-    """An OrtValue of the array's own memory."""
+    """An OrtValue on the array's memory."""
     if array.dtype == BFLOAT16:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16_ONNX)
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
 def copied(value: Any) -> Array:
-    """What ONNX Runtime allocated, on the host, as an array of its own."""
+    """An OrtValue on the host as an array with memory of its own."""
     if value.element_type() != BFLOAT16_ONNX:
         result: Array = value.numpy()
         return result

@@ -27,37 +27,49 @@ from attnforge.runtime.backends.onnxruntime import (
     weights_of,
 )
 from attnforge.runtime.cases import cases, shape_of
-from attnforge.runtime.gpu import Block, Feed, Gpu, Outputs, bytes_of
+from attnforge.runtime.gpu import Block, DeviceOutputs, Feed, Gpu, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
 GRAPHS_KEPT = 16
-"""Shapes of which ONNX Runtime keeps a CUDA graph; it cannot let go of one, so later shapes run without."""
+"""Combinations of shapes that get a CUDA graph. ONNX Runtime cannot free a graph, so later shapes run without."""
 
 NO_GRAPH = "-1"
-"""`gpu_graph_id` of a run that is neither captured nor replayed."""
+"""The `gpu_graph_id` of a run that is neither captured nor replayed."""
 
 
 class OnnxRuntimeGpu:
-    """The bundle's ONNX Runtime model on CUDA, or its TensorRT model under ONNX Runtime's TensorRT provider. One run is
-    enqueued at a time, on a stream of the session's own that waits for the caller's."""
+    """The bundle's ONNX Runtime model on CUDA, or its TensorRT model under ONNX Runtime's TensorRT provider.
+
+    One run is enqueued at a time, on a stream of the session's own that waits for the caller's.
+
+    Args:
+        bundle: whose model to load.
+        backend: `onnxruntime-cuda` or `onnxruntime-tensorrt`.
+        options: of the session.
+
+    Raises:
+        UnavailableError: ONNX Runtime could not start the provider.
+        UsageError: there is no such CUDA device.
+        DeviceError: CUDA failed.
+    """
 
     def __init__(self, bundle: Bundle, backend: str, options: Options) -> None:
         self.name = backend
         self.gpu = Gpu(options.device)
-        self.outputs = Outputs(self.gpu)
+        self.outputs = DeviceOutputs(self.gpu)
         self._inputs = bundle.manifest.inputs
         self._outputs = bundle.manifest.outputs
         self._lock = threading.Lock()
         self._graphs = options.graphs is True
-        # ONNX Runtime keeps a thread's graphs to that thread, so one thread captures and replays them all
+        # ONNX Runtime replays a graph only on the thread that captured it, so one thread captures and replays all
         self._replays = ThreadPoolExecutor(1, "attnforge-replays")
         self._static: dict[tuple[tuple[int, ...], ...], _Static] = {}
         file = model_of(bundle, backend)
         self._weights = weights_of(bundle.file(file))
-        ort.preload_dlls()  # the CUDA libraries that torch or NVIDIA's wheels brought, where there are some
+        ort.preload_dlls()  # the CUDA libraries of torch's or NVIDIA's wheels, where such are installed
         with self.gpu.current():
-            # its alone: while ONNX Runtime captures a graph there, nobody else may touch it
+            # a stream of its own: while ONNX Runtime captures a graph on it, nothing else may use it
             self._stream: Stream = self.gpu.device.create_stream()
             providers = provider_options(bundle, backend, options, int(self._stream.handle))
             self._session: Any = ort.InferenceSession(
@@ -100,7 +112,7 @@ class OnnxRuntimeGpu:
         for spec, shape in zip(self._outputs, shapes.outputs, strict=True):
             if shape is None:
                 raise UnavailableError(
-                    f"the shape of output {spec.name!r} ({spec.text()}) is not told by the inputs' sizes, which "
+                    f"the inputs' sizes do not decide the shape of output {spec.name!r} ({spec.text()}), which "
                     f"{self.name} needs; load the bundle on onnxruntime-cpu"
                 )
         return [shape for shape in shapes.outputs if shape is not None]
@@ -159,9 +171,10 @@ class OnnxRuntimeGpu:
                 check(driver.cuMemcpyDtoDAsync(view.ptr, block.address, bytes_of(view), handle))
 
     def _static_of(self, shapes: Shapes) -> _Static | None:
-        """Memory at fixed addresses for these shapes, which a CUDA graph needs; None once enough shapes have it."""
-        if (found := self._static.get(shapes.inputs)) is not None:
-            return found
+        """Memory at fixed addresses for these shapes, which a CUDA graph needs; None for shapes that come after
+        :data:`GRAPHS_KEPT` others."""
+        if (known := self._static.get(shapes.inputs)) is not None:
+            return known
         if len(self._static) >= GRAPHS_KEPT:
             return None
         binding = self._binding()
@@ -184,7 +197,13 @@ class OnnxRuntimeGpu:
 
 
 class _Static(NamedTuple):
-    """Inputs and outputs of a CUDA graph, bound once."""
+    """A CUDA graph's inputs and outputs, which are bound once.
+
+    Attributes:
+        id: the graph's `gpu_graph_id`.
+        binding: ONNX Runtime's.
+        inputs, outputs: their memory.
+    """
 
     id: str
     binding: Any
@@ -193,7 +212,8 @@ class _Static(NamedTuple):
 
 
 def model_of(bundle: Bundle, backend: str) -> str:
-    """The graph for a provider: TensorRT's own for TensorRT's."""
+    """The name of the model file that a provider runs: for ONNX Runtime's TensorRT provider, the one that TensorRT
+    parses."""
     targets = bundle.manifest.targets
     if backend == "onnxruntime-tensorrt":
         return next(targets[flavour].model for flavour in FLAVOURS if flavour in targets)
@@ -201,7 +221,14 @@ def model_of(bundle: Bundle, backend: str) -> str:
 
 
 def provider_options(bundle: Bundle, backend: str, options: Options, stream: int) -> list[tuple[str, dict[str, str]]]:
-    """Providers and their options, the best first."""
+    """ONNX Runtime's providers and their options, the preferred provider first.
+
+    Args:
+        bundle: the bundle.
+        backend: `onnxruntime-cuda` or `onnxruntime-tensorrt`.
+        options: of the session.
+        stream: address of the CUDA stream to run on.
+    """
     manifest = bundle.manifest
     graphs = "1" if options.graphs else "0"
     cuda = {
@@ -211,7 +238,7 @@ def provider_options(bundle: Bundle, backend: str, options: Options, stream: int
         "use_tf32": "1" if manifest.precision == "tf32" else "0",
         "enable_cuda_graph": graphs if backend == "onnxruntime-cuda" else "0",
     }
-    found = [("CUDAExecutionProvider", cuda)]
+    providers = [("CUDAExecutionProvider", cuda)]
     if backend == "onnxruntime-tensorrt":
         tensorrt = {"device_id": cuda["device_id"], "user_compute_stream": cuda["user_compute_stream"]}
         tensorrt["trt_cuda_graph_enable"] = graphs
@@ -220,12 +247,12 @@ def provider_options(bundle: Bundle, backend: str, options: Options, stream: int
             folder = str(cache.cache_folder(bundle.path) / "onnxruntime")
             tensorrt |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": folder}
             tensorrt |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": folder}
-        found.insert(0, ("TensorrtExecutionProvider", tensorrt))
-    return found
+        providers.insert(0, ("TensorrtExecutionProvider", tensorrt))
+    return providers
 
 
 def profile_options(inputs: list[TensorSpec]) -> dict[str, str]:
-    """The optimization profile in the TensorRT provider's words: `name:2x64,…` for min, opt and max."""
+    """The optimization profile as options of ONNX Runtime's TensorRT provider: `name:2x64,…` for min, opt and max."""
     bounds = {which: _bounds(inputs, which) for which in ("min", "opt", "max")}
     if not any(bounds["opt"]):
         return {}

@@ -1,8 +1,8 @@
 """OpenVINO on the CPU: the bundle's canonical graph, at the bundle's own precision.
 
-Where a processor has matrix units for 16-bit types (AMX, AVX512-BF16, AVX512-FP16), this is the backend that uses them:
-ONNX Runtime's CPU kernels compute such bundles in fp32. By default OpenVINO would do fp32 models in 16 bits too; it is
-told not to.
+This backend uses a processor's matrix units for 16-bit types (AMX, AVX512-BF16, AVX512-FP16); ONNX Runtime's CPU
+kernels compute 16-bit bundles in fp32. By default OpenVINO would compute fp32 models in 16 bits as well; it is told not
+to.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from attnforge.errors import UnavailableError, UsageError
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
-from attnforge.runtime.pool import Outputs, Pool, Recent
+from attnforge.runtime.pool import HostOutputs, Pool, Recent
 
 log = logging.getLogger("attnforge")
 
 Shape = tuple[tuple[int, ...], ...]
-"""Of all inputs."""
+"""The shapes of all inputs."""
 
 CAPABILITIES = {"fp16": ("FP16", "f16"), "bf16": ("BF16", "bf16")}
-"""What OpenVINO calls a processor's 16-bit arithmetic, and how it is asked for."""
+"""By precision, OpenVINO's names for a processor's 16-bit arithmetic and for the hint that asks for it."""
 
 SPECIALIZED, SPECIALIZED_BYTES = 8, 2**28
-"""How many combinations of input shapes get a compiled model of their own, and bytes of weights that these hold at most
-(one always gets one). Shapes that are fixed save a tenth of the time where attention is most of it."""
+"""How many combinations of input shapes get a compiled model of their own, and how many bytes of weights these models
+hold at most (the first is compiled whatever it holds). Fixed shapes save a tenth of the time where attention is most of
+it."""
 
 WIDENED_BYTES = 2**26
-"""Bytes of the graph's weights up to which those of 16 bits are held in fp32 as well, in each compiled model. Tried by
-hand, that made patch attention in bf16 8 to 11% faster, BERT-base's size 4 to 7%, at twice the memory."""
+"""Bytes of weights up to which a graph's 16-bit weights are held in fp32, too, in each compiled model. Measured by
+hand, that made patch attention in bf16 8 to 11% faster and BERT-base's size 4 to 7%, at twice the memory."""
 
 
 def open_bundle(bundle: Bundle, options: Options) -> OpenVino:
@@ -48,10 +49,18 @@ def open_bundle(bundle: Bundle, options: Options) -> OpenVino:
 
 class OpenVino:
     """A canonical graph, compiled by OpenVINO. Any number of threads may call it; it runs one call after another, each
-    on all its threads.
+    on all its own threads.
 
-    The model is compiled for all sizes that the bundle takes. The first combinations of shapes that come a second time
-    get one compiled for them alone.
+    The model is compiled once for all sizes that the bundle takes, and once more for each of the first combinations of
+    shapes that come a second time.
+
+    Args:
+        manifest: of the bundle.
+        file: the canonical graph.
+        options: of the session.
+
+    Raises:
+        UnavailableError: OpenVINO refuses the graph.
     """
 
     name = "openvino"
@@ -70,7 +79,7 @@ class OpenVino:
         }
         if options.threads is not None:
             self._properties["INFERENCE_NUM_THREADS"] = options.threads
-        self._results = Outputs()
+        self._results = HostOutputs()
         self._lock = threading.Lock()
         self._seen: Recent[Shape, bool] = Recent(4096)
         self._special: dict[Shape, _Compiled | None] = {}  # None while it is being compiled
@@ -80,8 +89,8 @@ class OpenVino:
         try:
             self._model, self._general = self._opened(file, manifest)
         except RuntimeError as error:
-            said = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise UnavailableError(f"OpenVINO does not take this model: {said[-1] if said else error}") from error
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the cause comes last
+            raise UnavailableError(f"OpenVINO does not take this model: {lines[-1] if lines else error}") from error
         self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
         if not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims):
             self._limit, self._model = 0, None
@@ -91,8 +100,8 @@ class OpenVino:
         if compiled is None:
             raise UsageError("the session was closed; load the bundle again")
         targets = [
-            None if shape is None else given if given is not None else self._results.empty(shape, spec.dtype)
-            for spec, shape, given in zip(
+            None if shape is None else target if target is not None else self._results.empty(shape, spec.dtype)
+            for spec, shape, target in zip(
                 self._outputs, shapes.outputs, out or [None] * len(self._outputs), strict=True
             )
         ]
@@ -110,41 +119,42 @@ class OpenVino:
             self._general = self._model = None
 
     def _opened(self, file: Path, manifest: Manifest) -> tuple[Any, _Compiled]:
-        """The model, rewritten where OpenVINO takes that, and what it is compiled to."""
+        """The model, rewritten where OpenVINO accepts that, and the model as compiled."""
         model = self._core.read_model(str(file))
         self._weights = _weights_of(model)
-        if manifest.mixed is None:  # else what is rounded is what was chosen
+        if manifest.mixed is None:  # a bundle that chose its precisions keeps every type as it is
             try:
                 model = prepared(model, widen=self._weights <= WIDENED_BYTES)
                 return model, self._compile(model)
-            except RuntimeError:  # as it is written it is no less right
+            except RuntimeError:  # as it was written, the graph is as right and only slower
                 log.warning("OpenVINO does not take %s rewritten; it is tried as it is written", file, exc_info=True)
                 model = self._core.read_model(str(file))
         return model, self._compile(model)
 
     def _for_shapes(self, key: Shape) -> _Compiled | None:
-        """What is compiled for these shapes, or for all; None where the session is closed."""
+        """The model that is compiled for these shapes, else the one for all shapes; None where the session is
+        closed."""
         with self._lock:
             general = self._general
-            found = self._special.get(key)
-            if found is not None or self._limit == 0:
-                return found or general
+            special = self._special.get(key)
+            if special is not None or self._limit == 0:
+                return special or general
             again, room = self._seen.get(key), len(self._special) < self._limit
             self._seen.put(key, True)
             if not again or not room or key in self._special:
                 return general
             self._special[key] = None
             model = self._model.clone()
-        try:  # without the lock: who has another shape goes on
+        try:  # without the lock, so that calls with other shapes go on
             model.reshape({spec.name: list(shape) for spec, shape in zip(self._inputs, key, strict=True)})
-            found = self._compile(model)
-        except RuntimeError:  # what runs for all shapes goes on doing so
+            special = self._compile(model)
+        except RuntimeError:  # the model for all shapes serves these, too
             log.warning("OpenVINO does not compile for %s alone", key, exc_info=True)
-            found = general
+            special = general
         with self._lock:
             if self._general is not None:
-                self._special[key] = found
-        return found
+                self._special[key] = special
+        return special
 
     def _compile(self, model: Any) -> _Compiled:
         compiled = self._core.compile_model(model, "CPU", self._properties)
@@ -153,7 +163,7 @@ class OpenVino:
 
 
 class _Compiled:
-    """A compiled model and the requests that run it."""
+    """A compiled model, and the pool of OpenVINO's requests that run it."""
 
     def __init__(
         self, openvino: Any, compiled: Any, inputs: Sequence[str], outputs: Sequence[str], contexts: int
@@ -163,6 +173,7 @@ class _Compiled:
 
     @property
     def made(self) -> int:
+        """How many requests there are."""
         return self._requests.made
 
     def run(self, arrays: Sequence[Array], targets: Sequence[Array | None]) -> list[Array]:
@@ -179,8 +190,8 @@ class _Compiled:
             ]
 
     def _tensor(self, array: Array) -> Any:
-        """A tensor of the array's own memory."""
-        if not array.flags.writeable:  # OpenVINO takes memory only where it might write
+        """A tensor on the array's memory."""
+        if not array.flags.writeable:  # OpenVINO refuses memory that it could not write to
             array = array.copy()
         if array.dtype == BFLOAT16:
             return self._openvino.Tensor(array.view(np.uint16), list(array.shape), self._openvino.Type.bf16)
@@ -200,8 +211,9 @@ def _weights_of(model: Any) -> int:
 
 
 def _precision(core: Any, manifest: Manifest) -> str:
-    """What OpenVINO is to compute in: the bundle's 16-bit type where the processor has it, else fp32, which is never
-    worse; of a bundle that chose its precisions fp32, for OpenVINO would make all of it 16-bit."""
+    """The type that OpenVINO is to compute in: the bundle's 16-bit type where the processor has it, else fp32, which is
+    never less exact. For a bundle that chose its precisions it is fp32, because OpenVINO would make all of it
+    16-bit."""
     if manifest.mixed is not None or manifest.precision not in CAPABILITIES:
         return "f32"
     capability, hint = CAPABILITIES[manifest.precision]

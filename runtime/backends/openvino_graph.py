@@ -1,6 +1,6 @@
-"""What OpenVINO is given of a canonical graph: the same function, as its CPU plugin runs it fastest.
+"""A canonical graph rewritten for OpenVINO: the same function, in the form that OpenVINO's CPU plugin runs fastest.
 
-It gains most in bf16, where a processor has AMX. `openvino-static` of the benchmark is OpenVINO without it.
+The rewriting gains most in bf16, where a processor has AMX. The benchmark's `openvino-static` runs without it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ NARROW = ("bf16", "f16")
 
 
 def prepared(model: Any, widen: bool) -> Any:
-    """An `openvino.Model` that computes what `model` does, within rounding; its inputs and outputs stay as they are.
-
-    `model` itself is taken apart for it.
+    """An `openvino.Model` that computes the same function as `model`, within rounding, with the same inputs and
+    outputs.
 
     Args:
-        widen: 16-bit types, for which OpenVINO holds their weights in fp32 as well (:func:`widened`).
+        model: an `openvino.Model`, which is altered and must not be used any more.
+        widen: whether to make 16-bit types fp32 (:func:`widened`), which needs memory for the weights in both.
     """
     heads_first(model)
     as_products(model)
@@ -30,10 +30,10 @@ def prepared(model: Any, widen: bool) -> Any:
 
 
 def heads_first(model: Any) -> None:
-    """Let a lone batch dim be there before heads and tokens change places, and until they have changed back.
+    """Add a missing batch dim before heads and tokens change places, and take it out after they have changed back.
 
-    OpenVINO compiles such a transpose into the attention that it is an input or output of; with a dim put in or taken
-    out between the two, it is a pass over memory of its own.
+    OpenVINO compiles a transpose into the attention before or behind it. With a dim put in or taken out between the
+    two, the transpose is a pass over memory of its own.
     """
     from openvino import opset13 as ops
 
@@ -52,7 +52,7 @@ def heads_first(model: Any) -> None:
 
 def as_products(model: Any) -> None:
     """Write attention out as products and a softmax, which OpenVINO compiles into one kernel with the transposes before
-    and behind it. What is causal, or has no scale that is known, stays one operator."""
+    and behind it. Causal attention, and attention whose scale is not known, stays one operator."""
     from openvino import opset13 as ops
 
     for node in model.get_ordered_ops():
@@ -73,10 +73,10 @@ def as_products(model: Any) -> None:
 
 
 def widened(model: Any) -> Any:
-    """The model with every 16-bit number in fp32, but its inputs and outputs.
+    """The model with every 16-bit number in fp32, except its inputs and outputs.
 
-    What OpenVINO computes in is its INFERENCE_PRECISION_HINT; 16-bit types in the graph besides make it round what a
-    kernel has in registers, which takes time and loses precision.
+    OpenVINO computes in the type of its INFERENCE_PRECISION_HINT. 16-bit types in the graph make it round numbers that
+    a kernel has in registers, too, which takes time and loses precision.
     """
     import openvino
     from openvino import opset13 as ops
@@ -88,7 +88,7 @@ def widened(model: Any) -> Any:
         if node.get_type_name() == "Parameter":
             node.set_element_type(openvino.Type.f32)
         elif node.get_type_name() == "Constant":
-            targets = node.output(0).get_target_inputs()  # before it has another
+            targets = node.output(0).get_target_inputs()  # before the conversion is one of them
             wide = ops.convert(node, "f32").output(0)
             for target in targets:
                 target.replace_source_output(wide)
@@ -118,18 +118,18 @@ def _ints(values: list[int]) -> Array:
 
 
 def _numbers(node: Any) -> list[int]:
-    """The second input of a node, where that is a constant."""
+    """The numbers of a node's second input where that is a constant, else none."""
     second = node.input_value(1).get_node() if node.get_input_size() > 1 else None
     return second.get_data().reshape(-1).tolist() if second and second.get_type_name() == "Constant" else []
 
 
 def _order(node: Any) -> list[int]:
-    """Of a transpose."""
+    """The order of dims of a transpose; none of another node."""
     return _numbers(node) if node.get_type_name() == "Transpose" else []
 
 
 def _under_batch(order: list[int]) -> Array:
-    """The same order of all dims but a first one, which stays."""
+    """The same order for dims that come behind a first one, which stays first."""
     return _ints([0, *(1 + i for i in order)])
 
 

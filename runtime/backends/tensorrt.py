@@ -1,13 +1,13 @@
-"""TensorRT and TensorRT-RTX: one implementation for both.
+"""TensorRT and TensorRT-RTX: one backend for both.
 
 A call borrows a lane: activation memory, a stream, staging memory for NumPy arrays, an execution context for shapes
-that come once, and captured CUDA graphs. NVIDIA's guide says that a context from which a graph was captured must not be
-touched again (TensorRT Developer Guide, "CUDA Graphs"), so every graph has a context of its own; all contexts of a lane
-share its activation memory, for a lane runs one call at a time. Calls on several streams are put in order by the event
-that a lane records behind each.
+that come once, and captured CUDA graphs. A context from which a graph was captured must not be touched again (NVIDIA's
+TensorRT Developer Guide, "CUDA Graphs"), so every graph has a context of its own. A lane runs one call at a time, so
+all its contexts share its activation memory. The event that a lane records behind each call puts calls on several
+streams in order.
 
-Of what is used here, TensorRT has no runtime cache, no check of a plan before it is loaded, and no choice of when
-kernels are specialized for a shape: there, TensorRT-RTX alone is asked (`_is_rtx`).
+TensorRT-RTX alone (`_is_rtx`) has a runtime cache, checks a plan before it is loaded, and lets the caller decide when
+kernels are specialized for a shape.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Engine
 from attnforge.errors import DeviceError, InputError, UnavailableError
 from attnforge.machine import compute_capability, device_name
-from attnforge.runtime.gpu import ALIGNMENT, Block, Feed, Gpu, Outputs, bytes_of
+from attnforge.runtime.gpu import ALIGNMENT, Block, DeviceOutputs, Feed, Gpu, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.plans import engine_for, profile_for
@@ -43,15 +43,17 @@ from attnforge.runtime.pool import Pool, Recent
 log = logging.getLogger("attnforge.tensorrt")
 
 GRAPHS_KEPT = 16
-"""CUDA graphs of one lane; the one used longest ago gives way."""
+"""CUDA graphs that a lane keeps; the graph used longest ago gives way."""
 
 CALLS_REMEMBERED = 1024
+"""Calls, by shapes and addresses, that a lane counts."""
+
 CAPTURED_AT = {2 * 8**n for n in range(10)}
-"""Which time of a call, by shapes and addresses, captures a graph: the second, and where that graph has given way to
-others since, ever later ones, for a capture costs more than many a call."""
+"""Counts of a call at which its graph is captured: the second time, and where that graph has given way to others since,
+ever later times, because a capture costs more than many calls."""
 
 FAILURES = 3
-"""Captures that may fail before no other is tried."""
+"""Captures that may fail; after that many, none is tried any more."""
 
 INVALID = {
     1: "it was built by another version",
@@ -66,16 +68,16 @@ INVALID = {
 
 
 class Call(NamedTuple):
-    """All that decides what is enqueued: two calls that are equal can share a CUDA graph.
+    """Everything that decides what is enqueued: two calls that are equal can share a CUDA graph.
 
     Attributes:
-        profile: optimization profile.
+        profile: number of the optimization profile.
         shapes: of the inputs, in order.
-        inputs: their addresses on the device.
-        outputs: theirs.
-        uploads: (to, from, bytes) from pinned memory, before.
-        moves: (to, from, bytes) on the device, before.
-        downloads: (to, from, bytes) to pinned memory, after.
+        inputs: the inputs' addresses on the device.
+        outputs: the outputs' addresses on the device.
+        uploads: (to, from, bytes) of copies from pinned memory, before the run.
+        moves: (to, from, bytes) of copies on the device, before the run.
+        downloads: (to, from, bytes) of copies to pinned memory, after the run.
     """
 
     profile: int
@@ -88,7 +90,18 @@ class Call(NamedTuple):
 
 
 class TensorRT:
-    """A plan on a GPU, run by any number of threads."""
+    """A plan on a GPU, run by any number of threads.
+
+    Args:
+        bundle: whose plan for this GPU to load.
+        backend: `tensorrt` or `tensorrt_rtx`.
+        options: of the session.
+
+    Raises:
+        UnavailableError: the bundle has no plan that this TensorRT loads on this GPU.
+        UsageError: there is no such CUDA device.
+        DeviceError: CUDA failed.
+    """
 
     def __init__(self, bundle: Bundle, backend: str, options: Options) -> None:
         trt = self._trt = importlib.import_module(backend)
@@ -107,9 +120,9 @@ class TensorRT:
         self.graphs = options.graphs is not False
         self.captures_failed = 0
         self.gpu = Gpu(options.device)
-        self.outputs = Outputs(self.gpu)
-        # TensorRT's own logger and a recorder of errors: a logger in Python would be called, and wait for the
-        # interpreter's lock, for every message of every thread
+        self.outputs = DeviceOutputs(self.gpu)
+        # TensorRT's own logger and a recorder of errors, because a logger in Python would be called for every message
+        # of every thread, and wait for the interpreter's lock each time
         self.errors = _recorder(trt)
         self._logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
         self._shaping = threading.Lock()
@@ -131,7 +144,7 @@ class TensorRT:
         with self.gpu.current(), self._lanes.borrow() as lane:
             expected = self.output_shapes(shapes)
             results = lane.run(arrays, shapes, expected)
-            return [  # copies, for the lane's next call overwrites its memory
+            return [  # copies, because the lane's next call overwrites its memory
                 _copied(result, out[i] if out is not None else None) for i, result in enumerate(results)
             ]
 
@@ -151,23 +164,23 @@ class TensorRT:
             context = self._shaper
             self.select(context, profile_for(self.profiles, shapes.sizes), self.gpu.stream)
             self.set_shapes(context, shapes.inputs)
-            found = tuple(tuple(context.get_tensor_shape(name)) for name, _ in self.results)
-        if any(size < 0 for shape in found for size in shape):
+            inferred = tuple(tuple(context.get_tensor_shape(name)) for name, _ in self.results)
+        if any(size < 0 for shape in inferred for size in shape):
             raise UnavailableError(
                 f"{self.name} does not know the shape of every output before it runs; the values decide it, which this "
                 "runtime does not support: load the bundle on onnxruntime-cuda or onnxruntime-cpu"
             )
-        return found
+        return inferred
 
     # --- contexts
 
     def new_context(self, activations: Block | None, specialized: bool = False) -> Any:
-        """An execution context on a lane's activation memory.
+        """A new execution context.
 
         Args:
-            activations: none for a context that only infers shapes.
-            specialized: compile the kernels for a shape when it is first run, rather than in the background: a graph
-                would keep the general ones for good.
+            activations: the activation memory to run in; None for a context that only infers shapes.
+            specialized: whether a shape's kernels are compiled when it is first run rather than in the background. A
+                captured graph keeps the kernels that it was captured with.
         """
         trt = self._trt
         runtime_config = self._engine.create_runtime_config()
@@ -189,26 +202,33 @@ class TensorRT:
         return context
 
     def select(self, context: Any, profile: int, stream: Stream) -> None:
-        """Make `profile` the context's, so that its shapes are to be set anew."""
+        """Make `profile` the context's. Its shapes have to be set again after that."""
         if context.active_optimization_profile != profile and not context.set_optimization_profile_async(
             profile, int(stream.handle)
         ):
             raise self.failure(f"it refused optimization profile {profile}")
 
     def set_shapes(self, context: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Set the inputs' shapes.
+
+        Raises:
+            InputError: TensorRT refuses a shape.
+        """
         for name, shape in zip(self.inputs, shapes, strict=True):
             if not context.set_input_shape(name, shape):
                 raise InputError(f"{self.name} refused shape {shape} for input {name!r}: {self.errors.last()}")
 
     @property
     def activation_size(self) -> int:
+        """Bytes of activation memory that a context runs in, at the largest sizes."""
         return int(self._engine.device_memory_size_v2)
 
     def capturable(self, context: Any, stream: Stream) -> bool:
+        """Whether a run of the context can be captured in a CUDA graph."""
         return bool(context.is_stream_capturable(int(stream.handle))) if self._is_rtx else True
 
     def failure(self, what: str) -> DeviceError:
-        """The error to raise where TensorRT says no more than that it failed."""
+        """The error to raise where a call of TensorRT only says that it failed."""
         return self.gpu.failure(f"{self.name}: {what}: {self.errors.last()}")
 
     # --- the rest
@@ -227,7 +247,7 @@ class TensorRT:
         )
 
     def close(self) -> None:
-        """Works on a device that is lost, too: what it held is gone with it."""
+        """Free everything; on a device that is lost nothing is left to free."""
         with self.gpu.current() if self.gpu.lost is None else nullcontext():
             self._lanes.close(lambda lane: lane.close())
             self._save_cache()
@@ -235,7 +255,7 @@ class TensorRT:
             self._shaper = self._runtime_cache = self._engine = self._runtime = None
 
     def keep(self) -> None:
-        """Write what was compiled so far to disk, for the next start."""
+        """Write the kernels that were compiled so far to disk, for the next start."""
         with self.gpu.current():
             self._save_cache()
 
@@ -259,9 +279,8 @@ class TensorRT:
 
     def _opened_cache(self) -> Any:
         runtime_cache = self._engine.create_runtime_config().create_runtime_cache()
-        kept = cache.read(self._cache_file)
-        self._kept = kept
-        if kept and not runtime_cache.deserialize(kept):
+        self._kept = cache.read(self._cache_file)
+        if self._kept and not runtime_cache.deserialize(self._kept):
             log.info("%s is of another machine or version; kernels are compiled anew", self._cache_file)
         return runtime_cache
 
@@ -275,7 +294,7 @@ class TensorRT:
 
 
 class _Lane:
-    """What one call at a time runs on."""
+    """Everything that one call at a time runs on."""
 
     def __init__(self, owner: TensorRT) -> None:
         gpu = self._gpu = owner.gpu
@@ -284,15 +303,15 @@ class _Lane:
         self._done: Event = gpu.device.create_event()
         self._activations = gpu.allocate(owner.activation_size)
         self._context = owner.new_context(self._activations)
-        self._shapes: tuple[tuple[int, ...], ...] | None = None  # that the context has
+        self._shapes: tuple[tuple[int, ...], ...] | None = None  # the context's
         self._device: dict[str, Block] = {}
         self._pinned: dict[str, Block] = {}
-        self._seen: Recent[Call, int] = Recent(CALLS_REMEMBERED)  # how often
+        self._counts: Recent[Call, int] = Recent(CALLS_REMEMBERED)
         self.graphs: Recent[Call, _Graph] = Recent(GRAPHS_KEPT, self._drop)
         self.last_stream: int | None = None
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, expected: Sequence[tuple[int, ...]]) -> list[Array]:
-        """Outputs in pinned memory that the lane's next call overwrites."""
+        """Run on arrays of the host. The outputs are in pinned memory that the lane's next call overwrites."""
         uploads = [self._upload(name, array) for name, array in zip(self._owner.inputs, arrays, strict=True)]
         results, downloads = [], []
         for (name, dtype), shape in zip(self._owner.results, expected, strict=True):
@@ -317,11 +336,11 @@ class _Lane:
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
-        """Enqueue a run on arrays of the device; outputs are written where `results` lie."""
+        """Enqueue a run on `stream`, with outputs in the memory of `results`; the event is done when the run is."""
         uploads, moves, addresses = [], [], []
         for name, feed in zip(self._owner.inputs, feeds, strict=True):
             if isinstance(feed, np.ndarray):
-                self._done.sync()  # pinned memory may still be read
+                self._done.sync()  # the call before may still read the pinned memory
                 uploads.append(self._upload(name, feed))
                 addresses.append(uploads[-1][0])
             elif feed.ptr % ALIGNMENT:
@@ -353,9 +372,9 @@ class _Lane:
         try:
             graph = self.graphs.get(call)
             if graph is None and self._owner.graphs:
-                times = (self._seen.get(call) or 0) + 1
-                self._seen.put(call, times)
-                if times in CAPTURED_AT:
+                count = (self._counts.get(call) or 0) + 1
+                self._counts.put(call, count)
+                if count in CAPTURED_AT:
                     graph = self._capture(call, stream)
             if graph is not None:
                 graph.graph.launch(stream)
@@ -385,17 +404,17 @@ class _Lane:
             check(driver.cuMemcpyDtoHAsync(to, source, size, handle))
 
     def _capture(self, call: Call, callers: Stream) -> _Graph | None:
-        """A CUDA graph of `call`, or None where none can be captured."""
+        """A CUDA graph of `call`, or None where it cannot be captured."""
         owner, stream = self._owner, self._stream
         stream.wait(callers)  # the first run reads the inputs
         context = owner.new_context(self._activations, specialized=True)
         owner.select(context, call.profile, stream)
         owner.set_shapes(context, call.shapes)
         try:
-            self._enqueue(context, call, stream)  # compiles, and settles what a first run settles, before the capture
+            self._enqueue(context, call, stream)  # a first run compiles and allocates, which a capture must not
             stream.sync()
         except BaseException:
-            callers.wait(stream)  # for what was enqueued before it failed
+            callers.wait(stream)  # the run may have been enqueued in part
             raise
         if not owner.capturable(context, stream):
             log.info("%s cannot be captured in a CUDA graph; it is enqueued at every call", owner.name)
@@ -414,24 +433,24 @@ class _Lane:
             owner.graphs = owner.captures_failed < FAILURES
             return None
         finally:
-            with suppress(CUDAError):  # a capture that failed has been told of
+            with suppress(CUDAError):  # a failed capture is reported above
                 recorder.close()
-        kept = _Graph(graph, context)
-        self.graphs.put(call, kept)
-        return kept
+        captured = _Graph(graph, context)
+        self.graphs.put(call, captured)
+        return captured
 
     def _drop(self, graph: _Graph) -> None:
         self._done.sync()
         graph.graph.close()
 
     def _upload(self, name: str, array: Array) -> tuple[int, int, int]:
-        """Copy an array to pinned memory; what is to be enqueued for it."""
+        """Copy an array to pinned memory; returns the (to, from, bytes) of the copy that is to be enqueued."""
         pinned = self._block(self._pinned, name, array.nbytes)
         np.copyto(pinned.array(array.shape, array.dtype), array)
         return self._block(self._device, name, array.nbytes).address, pinned.address, array.nbytes
 
     def _block(self, held: dict[str, Block], name: str, size: int) -> Block:
-        """Staging memory for tensor `name`, which grows to the largest seen."""
+        """Staging memory for tensor `name`, as large as the largest that it has needed."""
         block = held.get(name)
         if block is None or block.size < size:
             self._done.sync()
@@ -442,13 +461,14 @@ class _Lane:
 
 
 class _Graph(NamedTuple):
-    """A captured CUDA graph, and the context whose state it has."""
+    """A captured CUDA graph, and the context that it was captured from, which it needs as long as it is launched."""
 
     graph: Any
     context: Any
 
 
 def _copied(result: Array, target: Array | None) -> Array:
+    """A copy of `result`, in `target` where there is one."""
     if target is None:
         return result.copy()
     np.copyto(target, result)
@@ -456,39 +476,41 @@ def _copied(result: Array, target: Array | None) -> Array:
 
 
 def invalid(bits: int) -> Iterator[str]:
-    """What TensorRT-RTX has against a plan, from its diagnostics."""
+    """The reasons why TensorRT-RTX refuses a plan, from the bits of its diagnostics."""
     return (text for bit, text in INVALID.items() if bits & bit)
 
 
 def _recorder(trt: ModuleType) -> Any:
+    """A recorder of errors, of a class that derives from this TensorRT's own."""
+
     class Recorder(trt.IErrorRecorder):  # type: ignore[name-defined, misc]
-        """The last errors of every thread, for TensorRT's calls say no more than False."""
+        """Keeps the last errors of all threads, because TensorRT's calls only return False."""
 
         def __init__(self) -> None:
             trt.IErrorRecorder.__init__(self)
-            self._said: deque[tuple[Any, str]] = deque(maxlen=16)
+            self._errors: deque[tuple[Any, str]] = deque(maxlen=16)
 
         def report_error(self, code: Any, description: str) -> bool:
-            self._said.append((code, description.strip()))
+            self._errors.append((code, description.strip()))
             log.error("%s", description.strip())
             return True
 
         def clear(self) -> None:
-            self._said.clear()
+            self._errors.clear()
 
-        def get_num_errors(self) -> int:  # what TensorRT calls, though its bindings offer `num_errors`
-            return len(self._said)
+        def get_num_errors(self) -> int:  # TensorRT calls this, though its bindings offer `num_errors`
+            return len(self._errors)
 
         def get_error_code(self, index: int) -> Any:
-            return self._said[index][0]
+            return self._errors[index][0]
 
         def get_error_desc(self, index: int) -> str:
-            return self._said[index][1]
+            return self._errors[index][1]
 
         def has_overflowed(self) -> bool:
             return False
 
         def last(self) -> str:
-            return self._said[-1][1] if self._said else "it gave no reason, unless on standard error"
+            return self._errors[-1][1] if self._errors else "it gave no reason, unless on standard error"
 
     return Recorder()

@@ -1,97 +1,103 @@
-"""The parity budget: how far one output may be from float64, and whether it is.
+"""The parity budget: how far an output of a deployed model may be from the model it was made of.
 
-`r` are the outputs of the same weights in float64, `e` those of eager at the bundle's precision, `b` the backend's.
-`error(t) = ‖t − r‖ / ‖r‖`, in float64. An output passes where `error(b) ≤ max(2·error(e), floor)` and `max|b − r| ≤
-2·max|e − r| + max(4 ulp(max|r|), floor·max|r|)`: a kernel may err about as much as the plain arithmetic of its own
-precision does, and no more. The rule is that of FlashAttention's own tests
-(https://github.com/Dao-AILab/flash-attention). What one number may always be off by is no less, relative to the
-largest, than what all are in the norm; 4 ulp are less than that in fp32 alone. On inputs that try a model rather than
-serve it, eager's error is the largest of a few, on neighbouring inputs, and of outputs of few numbers the largest over
-all ordinary inputs (`Case.spread`). Where all of `r` is below the dtype's normal numbers, whose spacing no longer
-shrinks with them, the 4 ulp of every element are what the norm has, too.
+Three results are compared, number by number, in float64:
 
-NaN and infinity are compared by position, and each number must be eager's or float64's, rounded to the output's dtype:
+- `r`, the reference: the same weights, computed in float64;
+- `e`, eager: the torch module at the bundle's precision;
+- `b`, the backend.
 
-- where both are finite the backend must be;
-- where eager overflowed and float64 does not (it has NaN or infinity and float64, rounded, a number), the backend may
-  have overflowed too, in whichever way, or have a number, which is then held to float64. On ordinary inputs it may not:
-  what eager's precision cannot hold is no model to deploy, however faithfully;
-- where float64 has NaN or infinity, the backend has the same, or what eager has.
+The error of a result `t` is `error(t) = ‖t − r‖ / ‖r‖`, over the numbers that are finite in `b` and `r`; where `r` is
+all zeros it is `‖t − r‖`. `ulp(x)` is the distance between neighbouring numbers of the precision at `x`.
 
-A backend whose attention alone is computed at a lower precision than the bundle's (`attention_precision`) is held to
-the floor and the ulp of that precision, and `e` is eager of the whole module at it: fp32 eager says nothing about what
-16 bits do to large scores, and no eager module can be told to compute its attention alone so. Where NaN and infinity
-may be is still fp32 eager's to say, and a case in which the lower eager overflows and fp32 does not is held to the
-error of fp32.
+## The rule
+
+An output passes where all three hold:
+
+1. `error(b) ≤ max(2 · error(e), floor)`;
+2. no single number is off by more than `2 · max|e − r| + max(4 ulp(max|r|), floor · max|r|)`;
+3. NaN and infinity stand where they may (below).
+
+So a backend may err about as much as the plain arithmetic of its precision does, and no more. FlashAttention's own
+tests have the same rule (https://github.com/Dao-AILab/flash-attention).
+
+The floor is allowed however exact eager is, because kernels sum in other orders than eager does: 1e-6 for fp32, 1e-3
+for tf32 and fp16, 8e-3 for bf16 (`attnforge.precision`).
+
+## What eager's error is
+
+**Ordinary inputs and trials.** A model is meant to take the example, real data, and normal and uniform numbers: these
+cases are *ordinary*. Scaled inputs, outliers, constants, denormal numbers and extremes are *trials* of it.
+
+**Draws on trials.** Where inputs are hard (two scores nearly tie, say), eager's error is one draw from a wide
+distribution, and the backend's another. When a model is deployed, eager therefore runs every trial 8 times more
+(`DRAWS`), on inputs whose numbers are moved to neighbouring numbers of their dtype. `error(e)` and `max|e − r|` are the
+largest of all draws.
+
+**Outputs of few numbers.** Of outputs with fewer than 1,024 finite numbers (`FEW`), `error(e)` is at least the largest
+over all ordinary cases, and so is `max|e − r|` relative to `max|r|`: the error of a few numbers is a wide distribution,
+too.
+
+**Attention at a lower precision.** Where a backend computes attention alone at a lower precision than the bundle's
+(`attention_precision`), `e` is the whole module in eager at that precision, with its floor and its ulp, because no
+eager module can be told to compute its attention alone so. Where that eager overflows and eager at the bundle's
+precision does not, `e` is the latter.
+
+## What else is allowed
+
+**Very small outputs.** Where all of `r` is below the precision's normal numbers, neighbouring numbers no longer get
+closer as numbers get smaller. There every number may be off by the term of rule 2 that does not depend on eager, and
+rule 1 allows as much in the norm.
+
+**Deployments that chose their precisions** (`precision="auto"`). On ordinary inputs an error that was asked for
+(`max_error`) takes the place of `max(2 · error(e), floor)`. Where none was asked for, the error that the search used
+is only a bound: it takes that place where eager overflows or where the rule would allow more. One number may then be
+off by `2 · max_error · max|r| + max(4 ulp(max|r|), floor · max|r|)`.
+
+**Whole numbers and booleans** are right or wrong. On ordinary inputs, at most twice as many numbers may be neither
+eager's nor float64's as eager has that are not float64's; on trials, where ties are many, any may.
+
+## Where NaN and infinity may stand
+
+Each number of `b` must agree in this with `e`, or with `r` rounded to the output's dtype:
+
+- where both are finite, `b` must be finite;
+- where `e` is NaN or infinite and `r`, rounded, is finite, eager overflowed: there `b` may be NaN or infinite in any
+  way, or finite, which is then compared with `r`. On ordinary inputs `b` may not overflow with eager: the precision
+  does not hold the model;
+- where `r` is NaN or infinite, `b` must have the same, or what `e` has.
+
+Where attention alone is at a lower precision, `e` is here eager at the bundle's precision.
+
+## Which numbers are compared
+
+All numbers of outputs of up to 32,768. Larger outputs are kept at that many places, drawn by the case's seed, and in
+sums of 64 numbers each with random signs; the sums are held to the same rule, so no number is left unseen. A backend
+passes only where it ran at least one case and every output had a finite number in some case.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from attnforge.arrays import Array
-from attnforge.bundle import Case
-from attnforge.precision import PRECISIONS, Precision
-from attnforge.records import Record
+from attnforge.arrays import Array, is_floating
+from attnforge.bundle import Case, Manifest
+from attnforge.precision import Precision, precision_named
+from attnforge.runtime.parity.comparison import Comparison, Element, cosine_of, histogram_of, quantiles_of
 
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+DRAWS = 8
+"""How often eager's rounding is drawn again on a trial."""
+
+FEW = 1024
+"""Outputs of fewer numbers than this have eager's largest error over all ordinary cases: of ten numbers, two errors of
+one distribution differ by more than twice one time in fifty."""
 
 FAR_OFF = 10
 """How many floors eager may be off before its precision is said to drift."""
-
-LEAST_DECADE, BINS_A_DECADE, BINS = -12, 2, 28
-"""The histogram of errors: from 1e-12 to 100 times the output's largest number. What is outside is in the last bins."""
-
-
-class Element(Record):
-    """The number that is furthest from float64's, and where it stands; None for what is not finite."""
-
-    case: str
-    index: list[int]
-    got: float | None
-    eager: float | None
-    float64: float | None
-
-    def text(self, output: str) -> str:
-        numbers = ("not finite" if one is None else f"{one:.9g}" for one in (self.got, self.float64, self.eager))
-        got, exact, eager = numbers
-        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
-        return f"{output}{where} is {got}, where float64 has {exact} and eager {eager}"
-
-
-class Comparison(Record):
-    """One output of one case. `error`, `eager_error` and `budget` are relative; `max_…` are absolute.
-
-    Attributes:
-        compared: how many numbers are finite in the backend and in float64, and so in the errors.
-        cosine: of the angle between the outputs and float64's, as vectors.
-        snr_db: signal to noise: 20·log10(‖r‖ / ‖b − r‖); None where there is no noise.
-        quantiles: of |b − r| / max|r|, over the output's numbers.
-        errors, eager_errors: how many numbers have |b − r| / max|r|, or |e − r| / max|r|, in each bin of the histogram.
-        overflowed: of eager's numbers, how many are NaN or infinite where float64, rounded, is finite.
-        worst: the element that is off most, or the first that is not finite where eager's is, or the reverse.
-    """
-
-    case: str
-    output: str
-    passed: bool
-    error: float
-    eager_error: float
-    budget: float
-    max_error: float
-    max_budget: float
-    compared: int = 0
-    cosine: float | None = None
-    snr_db: float | None = None
-    quantiles: dict[str, float] = {}
-    errors: list[int] = []
-    eager_errors: list[int] = []
-    overflowed: int = 0
-    worst: Element | None = None
-    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,25 @@ class Allowed:
     """What a deployment that chose its own precisions may err by on ordinary inputs.
 
     Attributes:
-        error: the most, relative, whatever eager's is; of one number twice that, relative to the largest.
-        exactly: this is the budget; else it only bounds it, and takes its place where eager overflows.
+        error: the largest relative error, whatever eager's is.
+        exactly: whether `error` was asked for and is the budget; else it bounds the budget, and takes its place where
+            eager overflows.
     """
 
     error: float
     exactly: bool
+
+    @classmethod
+    def by(cls, manifest: Manifest) -> Allowed | None:
+        """What a bundle is allowed; None where it did not choose its precisions."""
+        return cls(manifest.mixed.max_error, manifest.mixed.exactly) if manifest.mixed is not None else None
+
+
+def budget_precision(manifest: Manifest, backend: str) -> Precision:
+    """The precision whose floor and ulp a backend has: that of its attention alone, where it is another, else the
+    bundle's."""
+    record = manifest.targets.get(backend)
+    return precision_named((record and record.attention_precision) or manifest.precision)
 
 
 def judge(
@@ -117,147 +136,225 @@ def judge(
     yardstick: Array | None = None,
     allowed: Allowed | None = None,
 ) -> Comparison:
-    """One output against eager and float64, all as float64 arrays of one shape.
+    """Hold one output of one case to the budget.
 
     Args:
-        case: which it is of.
-        output: its name.
-        got: the backend's.
-        eager: at the bundle's precision.
-        truth: in float64.
-        precision: whose floor and ulp to allow.
-        yardstick: whose error to allow twice, by default eager's.
-        allowed: on ordinary inputs in place of the budget.
+        case: the case.
+        output: the output's name.
+        got: the backend's numbers, of any dtype and shape.
+        eager: eager's at the bundle's precision, of the same shape.
+        truth: the reference's, of the same shape.
+        precision: whose floor and ulp are allowed.
+        yardstick: eager's at `precision`, where that is another than the bundle's.
+        allowed: what a deployment that chose its precisions may err by.
     """
     if got.shape != truth.shape:
-        return of_another_form(case, output, precision, f"{got.size} numbers where float64 eager has {truth.size}")
-    places = _Places.of(got, eager, truth, precision)
-    reason, first = places.why(precision, case)
-    worst = _element(case, first, got, eager, truth) if first is not None else None
-    if yardstick is not None and np.isfinite(yardstick[np.isfinite(eager)]).all():
-        eager = np.where(np.isfinite(eager), yardstick, eager).astype(np.float64)
-    both = np.isfinite(got) & np.isfinite(truth)
-    if worst is None and both.any():
-        off = np.abs(np.subtract(got, truth, where=both, out=np.zeros_like(truth)))
-        worst = _element(case, int(np.argmax(off)), got, eager, truth)
-    in_eager = both & np.isfinite(eager)
-    eager_off = np.abs(np.subtract(eager, truth, where=in_eager, out=np.zeros_like(truth)))
-    eager_error = relative_error(eager[in_eager], truth[in_eager])
-    off, truth = np.abs(got[both] - truth[both]), truth[both]
-    error = relative_error(got[both], truth)
-    largest = float(np.max(np.abs(truth), initial=0.0))
-    max_error, least = float(np.max(off, initial=0.0)), max(4 * precision.ulp(largest), precision.floor * largest)
-    drawn, max_drawn = case.spread.get(output, (0.0, 0.0))
-    budget = max(2 * eager_error, 2 * drawn, precision.floor)
-    max_budget = 2 * max(float(np.max(eager_off, initial=0.0)), max_drawn) + least
-    if 0 < largest < precision.smallest_normal:
-        budget = max(budget, least * math.sqrt(truth.size) / float(np.linalg.norm(truth)))
-    if allowed is not None and case.is_ordinary and (allowed.exactly or places.overflowed or budget > allowed.error):
-        budget, max_budget = allowed.error, 2 * allowed.error * largest + least
-    if reason is None and error > budget:
-        reason = f"error {error:.2e} is over the budget of {budget:.2e}"
-    if reason is None and max_error > max_budget:
-        reason = f"one element is off by {max_error:.2e}, over the budget of {max_budget:.2e}"
-    unit = largest or 1.0
+        return incomparable(case, output, precision, f"{got.size} numbers where float64 eager has {truth.size}")
+    if not is_floating(got):
+        return _judge_whole_numbers(case, output, got, eager, truth)
+    got, eager, truth = (np.asarray(array, np.float64) for array in (got, eager, truth))
+    positions = _Positions.of(got, eager, truth, precision)
+    errors = _Errors(got, _overflow_aside(eager, yardstick), truth)
+    budget = _budget(case, output, errors, precision, allowed, eager_overflowed=positions.overflowed > 0)
+    reason, worst = budget.exceeded(errors), errors.worst(case)
+    if (misplaced := positions.misplaced(case, precision)) is not None:
+        reason, worst = misplaced[0], Element.at(misplaced[1], case.name, got, eager, truth)
     return Comparison(
-        case=case.name, output=output, passed=reason is None, error=error, eager_error=eager_error, budget=budget,
-        max_error=max_error, max_budget=max_budget, compared=int(both.sum()), cosine=_cosine(got[both], truth),
-        snr_db=-20 * math.log10(error) if error > 0 and truth.any() else None, quantiles=_quantiles(off / unit),
-        errors=_histogram(off / unit), eager_errors=_histogram(eager_off[in_eager] / unit),
-        overflowed=places.overflowed, worst=worst, reason=reason,
+        case=case.name, output=output, passed=reason is None, reason=reason, worst=worst,
+        error=errors.error, eager_error=errors.eager_error, budget=budget.error,
+        max_error=errors.max_error, max_budget=budget.max_error,
+        compared=errors.compared, overflowed=positions.overflowed, **errors.figures(),
     )  # fmt: skip
 
 
-def of_another_form(case: Case, output: str, precision: Precision, reason: str) -> Comparison:
-    """Of an output that cannot be compared, for it has another shape or dtype."""
+def incomparable(case: Case, output: str, precision: Precision, reason: str) -> Comparison:
+    """The verdict on an output that cannot be compared, because it has another shape or dtype than the reference."""
     return Comparison(
         case=case.name, output=output, passed=False, error=1.0, eager_error=0.0, budget=precision.floor,
         max_error=0.0, max_budget=0.0, reason=reason,
     )  # fmt: skip
 
 
-def judge_whole(case: Case, output: str, got: Array, eager: Array, truth: Array) -> Comparison:
-    """An output of whole numbers or booleans, such as indices: they are right or wrong, not near. On ordinary inputs
-    twice as many may be neither eager's nor float64's as eager has others than float64; on trials, where ties are many,
-    any may. The errors are shares of the numbers."""
-    if got.shape != truth.shape:
-        return of_another_form(case, output, PRECISIONS["fp32"], f"{got.size} numbers, and there are {truth.size}")
+def relative_error(got: Array, truth: Array) -> float:
+    """`‖got − truth‖ / ‖truth‖`, of arrays of one shape; the absolute norm where the truth is all zeros."""
+    norm = float(np.linalg.norm(truth))
+    return float(np.linalg.norm(got - truth)) / (norm or 1.0)
+
+
+# --- errors, and what they may be -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """The errors of a backend and of eager, over the numbers that are finite; all arrays are float64, of one shape."""
+
+    got: Array
+    eager: Array
+    truth: Array
+
+    @cached_property
+    def finite(self) -> Array:
+        return np.isfinite(self.got) & np.isfinite(self.truth)
+
+    @cached_property
+    def eager_finite(self) -> Array:
+        return self.finite & np.isfinite(self.eager)
+
+    @cached_property
+    def compared(self) -> int:
+        return int(self.finite.sum())
+
+    @cached_property
+    def error(self) -> float:
+        return relative_error(self.got[self.finite], self.truth[self.finite])
+
+    @cached_property
+    def eager_error(self) -> float:
+        return relative_error(self.eager[self.eager_finite], self.truth[self.eager_finite])
+
+    @cached_property
+    def off(self) -> Array:
+        """|b − r| of the compared numbers."""
+        return np.asarray(np.abs(self.got[self.finite] - self.truth[self.finite]))
+
+    @cached_property
+    def eager_off(self) -> Array:
+        """|e − r| of the numbers that eager has, too."""
+        return np.asarray(np.abs(self.eager[self.eager_finite] - self.truth[self.eager_finite]))
+
+    @cached_property
+    def max_error(self) -> float:
+        return float(np.max(self.off, initial=0.0))
+
+    @cached_property
+    def eager_max_error(self) -> float:
+        return float(np.max(self.eager_off, initial=0.0))
+
+    @cached_property
+    def largest(self) -> float:
+        """max|r| of the compared numbers."""
+        return float(np.max(np.abs(self.truth[self.finite]), initial=0.0))
+
+    @property
+    def norm(self) -> float:
+        return float(np.linalg.norm(self.truth[self.finite]))
+
+    def worst(self, case: Case) -> Element | None:
+        """The number that is furthest off; None where none is compared."""
+        if self.compared == 0:
+            return None
+        place = int(np.flatnonzero(self.finite)[np.argmax(self.off)])
+        return Element.at(place, case.name, self.got, self.eager, self.truth)
+
+    def figures(self) -> dict[str, Any]:
+        """What a comparison says beside its verdict."""
+        unit, got, truth = self.largest or 1.0, self.got[self.finite], self.truth[self.finite]
+        return {
+            "cosine": cosine_of(got, truth),
+            "snr_db": -20 * math.log10(self.error) if self.error > 0 and truth.any() else None,
+            "quantiles": quantiles_of(self.off / unit),
+            "errors": histogram_of(self.off / unit),
+            "eager_errors": histogram_of(self.eager_off / unit),
+        }
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """What an output may err by: relative in the norm, and absolute in any one number."""
+
+    error: float
+    max_error: float
+
+    def exceeded(self, errors: _Errors) -> str | None:
+        """Why the errors are over the budget, or None."""
+        if errors.error > self.error:
+            return f"error {errors.error:.2e} is over the budget of {self.error:.2e}"
+        if errors.max_error > self.max_error:
+            return f"one element is off by {errors.max_error:.2e}, over the budget of {self.max_error:.2e}"
+        return None
+
+
+def _budget(
+    case: Case, output: str, errors: _Errors, precision: Precision, allowed: Allowed | None, eager_overflowed: bool
+) -> _Budget:
+    """The budget of rules 1 and 2, with all that the module's docstring allows besides."""
+    rounding = max(4 * precision.ulp(errors.largest), precision.floor * errors.largest)
+    drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on trials, and of outputs of few numbers
+    error = max(2 * errors.eager_error, 2 * drawn, precision.floor)
+    max_error = 2 * max(errors.eager_max_error, max_drawn) + rounding
+    if 0 < errors.largest < precision.smallest_normal:
+        error = max(error, rounding * math.sqrt(errors.compared) / errors.norm)
+    if allowed is not None and case.is_ordinary and (allowed.exactly or eager_overflowed or error > allowed.error):
+        return _Budget(allowed.error, 2 * allowed.error * errors.largest + rounding)
+    return _Budget(error, max_error)
+
+
+def _overflow_aside(eager: Array, yardstick: Array | None) -> Array:
+    """The eager whose error is allowed twice: the yardstick, unless it overflows where eager at the bundle's precision
+    does not."""
+    if yardstick is None or not np.isfinite(yardstick[np.isfinite(eager)]).all():
+        return eager
+    return np.where(np.isfinite(eager), yardstick, eager).astype(np.float64)
+
+
+# --- NaN and infinity -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Where a backend has NaN, infinity or a number that may not stand there, as arrays of booleans.
+
+    Attributes:
+        wrong: by kind of number, its places.
+        overflowed: how many numbers are not finite in eager and finite in float64, rounded.
+        given_up: those of them that are not finite in the backend either.
+    """
+
+    wrong: dict[str, Array]
+    overflowed: int
+    given_up: Array
+
+    @classmethod
+    def of(cls, got: Array, eager: Array, truth: Array, precision: Precision) -> _Positions:
+        rounded = np.where(np.abs(truth) > precision.largest, np.copysign(np.inf, truth), truth)
+        overflowed = np.isfinite(rounded) & ~np.isfinite(eager)
+        wrong = {
+            kind: test(got) & ~test(eager) & ~test(rounded) & ~overflowed
+            for kind, test in (("NaN", np.isnan), ("+infinity", np.isposinf), ("-infinity", np.isneginf))
+        }
+        wrong["a number"] = np.isfinite(got) & ~np.isfinite(eager) & ~np.isfinite(truth)
+        return cls(wrong, int(overflowed.sum()), overflowed & ~np.isfinite(got))
+
+    def misplaced(self, case: Case, precision: Precision) -> tuple[str, int] | None:
+        """What may not be where it is, and its first place; None where everything may."""
+        for kind, places in self.wrong.items():
+            if places.any():
+                return f"{kind} at {int(places.sum())} places where neither eager nor float64 has it", _first(places)
+        if case.is_ordinary and self.given_up.any():
+            reason = (
+                f"{precision.name} does not hold this model: NaN or infinity at {int(self.given_up.sum())} places "
+                "where float64 has numbers, in eager too"
+            )
+            return reason, _first(self.given_up)
+        return None
+
+
+def _first(places: Array) -> int:
+    return int(np.flatnonzero(places)[0])
+
+
+# --- whole numbers ----------------------------------------------------------------------------------------------------
+
+
+def _judge_whole_numbers(case: Case, output: str, got: Array, eager: Array, truth: Array) -> Comparison:
+    """An output of whole numbers or booleans, such as indices. The errors are shares of its numbers."""
+    got, eager, truth = (np.asarray(array, np.float64) for array in (got, eager, truth))
     wrong, differ = (got != truth) & (got != eager), int((eager != truth).sum())
     count, size = int(wrong.sum()), max(got.size, 1)
     passed = count <= 2 * differ or not case.is_ordinary
     return Comparison(
         case=case.name, output=output, passed=passed, error=count / size, eager_error=differ / size,
         budget=max(2 * differ, 1) / size, max_error=0.0, max_budget=0.0, compared=got.size,
-        worst=_element(case, _first(wrong), got, eager, truth) if count else None,
+        worst=Element.at(_first(wrong), case.name, got, eager, truth) if count else None,
         reason=None if passed else f"{count} of {got.size} are neither eager's nor float64's, and {2 * differ} may be",
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where numbers are that may not be there, and where eager overflowed."""
-
-    wrong: dict[str, Array]
-    overflowed: int
-    given_up: Array
-    """Where eager overflowed, and the backend too."""
-
-    @classmethod
-    def of(cls, got: Array, eager: Array, truth: Array, precision: Precision) -> _Places:
-        rounded = np.where(np.abs(truth) > precision.largest, np.copysign(np.inf, truth), truth)
-        in_reach = np.isfinite(rounded)
-        overflowed = in_reach & ~np.isfinite(eager)
-        either_finite = np.isfinite(eager) | np.isfinite(truth)
-        wrong = {}
-        for what, test in (("NaN", np.isnan), ("+infinity", np.isposinf), ("-infinity", np.isneginf)):
-            wrong[what] = test(got) & ~test(eager) & ~test(rounded) & ~overflowed
-        wrong["a number"] = np.isfinite(got) & ~either_finite
-        return cls(wrong, int(overflowed.sum()), overflowed & ~np.isfinite(got))
-
-    def why(self, precision: Precision, case: Case) -> tuple[str | None, int | None]:
-        """What is wrong, and at which place first."""
-        for what, at in self.wrong.items():
-            if at.any():
-                return f"{what} at {int(at.sum())} places where neither eager nor float64 has it", _first(at)
-        if case.is_ordinary and self.given_up.any():
-            return (
-                f"{precision.name} does not hold this model: NaN or infinity at {int(self.given_up.sum())} places "
-                "where float64 has numbers, in eager too",
-                _first(self.given_up),
-            )
-        return None, None
-
-
-def _first(at: Array) -> int:
-    return int(np.flatnonzero(at)[0])
-
-
-def _element(case: Case, flat: int, got: Array, eager: Array, truth: Array) -> Element:
-    numbers = (float(array.reshape(-1)[flat]) for array in (got, eager, truth))
-    first, second, third = (number if math.isfinite(number) else None for number in numbers)
-    return Element(case=case.name, index=[flat], got=first, eager=second, float64=third)
-
-
-def _cosine(got: Array, truth: Array) -> float | None:
-    norms = float(np.linalg.norm(got)) * float(np.linalg.norm(truth))
-    return float(np.dot(got.ravel(), truth.ravel())) / norms if 0 < norms < math.inf else None
-
-
-def _quantiles(errors: Array) -> dict[str, float]:
-    if errors.size == 0:
-        return {}
-    return {
-        name: float(value) for name, value in zip(QUANTILES, np.quantile(errors, [*QUANTILES.values()]), strict=True)
-    }
-
-
-def _histogram(errors: Array) -> list[int]:
-    exponents = np.log10(np.maximum(errors, 10.0 ** (LEAST_DECADE - 1)))
-    places = np.clip(np.floor((exponents - LEAST_DECADE) * BINS_A_DECADE), 0, BINS - 1).astype(int)
-    return [int(count) for count in np.bincount(places, minlength=BINS)]
-
-
-def relative_error(got: Array, truth: Array) -> float:
-    """`‖got − truth‖ / ‖truth‖`; the absolute norm where the truth is all zeros."""
-    norm = float(np.linalg.norm(truth))
-    return float(np.linalg.norm(got - truth)) / (norm or 1.0)

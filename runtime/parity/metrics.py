@@ -1,4 +1,4 @@
-"""What a task is measured by, over the real data that a bundle was deployed with."""
+"""Task metrics, measured over the real data that a bundle was deployed with."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from attnforge.runtime import cases as reference
 
 Outputs = Mapping[str, Array]
 Metric = Callable[[Outputs, Array], float]
-"""From outputs by name, and labels, to a number: the larger the better."""
+"""From outputs by name, and labels, to a number; larger is better."""
 
 
 class MetricReport(Record):
-    """A metric's value, the mean over the cases of real data by their samples.
+    """A metric's value on one backend: the mean over all samples of the cases of real data.
 
     Attributes:
-        eager, float64: its values for eager at the bundle's precision, and for float64.
-        least: what had to be reached.
-        reason: why it is not passed.
+        name: of the metric.
+        value: the backend's.
+        eager, float64: the values of eager at the bundle's precision, and of float64.
+        least: the value that had to be reached.
+        samples: how many were measured.
+        reason: why it did not pass.
     """
 
     name: str
@@ -38,12 +41,21 @@ class MetricReport(Record):
     reason: str | None = None
 
     def text(self) -> str:
-        found = f"{self.name} {self.value:.6g} over {self.samples} samples"
-        return f"{found}, where float64 has {self.float64:.6g} and eager {self.eager:.6g}; at least {self.least:.6g}"
+        """A line for people."""
+        value = f"{self.name} {self.value:.6g} over {self.samples} samples"
+        return f"{value}, where float64 has {self.float64:.6g} and eager {self.eager:.6g}; at least {self.least:.6g}"
 
 
 def accuracy(outputs: Outputs, labels: Array) -> float:
-    """Share of the samples whose largest number of the first output, along its last dim, stands at the label."""
+    """The share of samples whose class is right.
+
+    Args:
+        outputs: by name; the first (..., classes) holds the scores, and the largest along the last dim is the class.
+        labels: as many whole numbers as there are samples.
+
+    Raises:
+        UsageError: there is not one label a sample.
+    """
     predicted = np.argmax(_first(outputs), axis=-1)
     if predicted.size != labels.size:
         raise UsageError(f"there are {labels.size} labels for {predicted.size} samples; give one for each")
@@ -51,10 +63,15 @@ def accuracy(outputs: Outputs, labels: Array) -> float:
 
 
 def cosine(outputs: Outputs, labels: Array) -> float:
-    """Mean cosine between the rows (last dim) of the first output and those of float64's: of embeddings, say."""
-    given, wanted = _first(outputs).astype(np.float64), np.asarray(labels, np.float64)
-    norms = np.linalg.norm(given, axis=-1) * np.linalg.norm(wanted, axis=-1)
-    return float(np.mean(np.sum(given * wanted, axis=-1) / np.where(norms > 0, norms, 1)))
+    """The mean cosine between the rows (last dim) of the first output and float64's rows: for embeddings, say.
+
+    Args:
+        outputs: by name; the first is compared.
+        labels: float64's first output, of the same shape.
+    """
+    rows, truth = _first(outputs).astype(np.float64), np.asarray(labels, np.float64)
+    norms = np.linalg.norm(rows, axis=-1) * np.linalg.norm(truth, axis=-1)
+    return float(np.mean(np.sum(rows * truth, axis=-1) / np.where(norms > 0, norms, 1)))
 
 
 METRICS: dict[str, Metric] = {"accuracy": accuracy, "cosine": cosine}
@@ -62,21 +79,32 @@ METRICS: dict[str, Metric] = {"accuracy": accuracy, "cosine": cosine}
 
 @dataclass
 class Scores:
-    """A metric, and what was found of it as the cases were run."""
+    """A metric, and its values for the cases that were run.
+
+    Attributes:
+        name: of the metric.
+        metric: the function.
+        labels: by case of real data; None where the case has none.
+        least: the value to reach; None for the default.
+        measured: of every case, the number of samples, and the values of the backend, eager and float64.
+    """
 
     name: str
     metric: Metric
     labels: Mapping[str, Array | None]
     least: float | None
-    found: list[tuple[int, float, float, float]] = field(default_factory=list)
+    measured: list[tuple[int, float, float, float]] = field(default_factory=list)
 
     def add(self, case: Case, results: Outputs, outputs: Mapping[str, Array]) -> None:
-        """Measure a case, if it is one of real data.
+        """Measure a case; nothing is measured of cases without real data.
 
         Args:
-            case: which was run.
-            results: what came out.
-            outputs: eager's and float64's, as the bundle keeps them.
+            case: the case.
+            results: the backend's outputs, by name.
+            outputs: eager's and float64's, by :func:`~attnforge.runtime.cases.key`.
+
+        Raises:
+            UsageError: the bundle keeps too few numbers of the outputs.
         """
         if case.name not in self.labels:
             return
@@ -85,21 +113,26 @@ class Scores:
             for which in ("float64", "eager")
         )
         labels = self.labels[case.name]
-        wanted = _first(truth) if labels is None or self.metric is cosine else labels
-        values = [float(self.metric(one, wanted)) for one in (results, eager, truth)]
+        targets = _first(truth) if labels is None or self.metric is cosine else labels
+        values = [float(self.metric(answers, targets)) for answers in (results, eager, truth)]
         first = _first(results)
-        self.found.append((len(first) if first.ndim else 1, values[0], values[1], values[2]))
+        self.measured.append((len(first) if first.ndim else 1, values[0], values[1], values[2]))
 
     def report(self) -> MetricReport:
-        """The means over all samples."""
-        samples = sum(count for count, *_ in self.found)
+        """The means over all samples, and whether they suffice.
+
+        By default the metric may fall short of float64's twice as far as eager does, and by as little as can be told:
+        one sample of a count, and the rounding of the last digits of other metrics.
+
+        Raises:
+            UsageError: no sample was measured.
+        """
+        samples = sum(count for count, *_ in self.measured)
         if samples == 0:
             raise UsageError(f"{self.name} cannot be measured over no samples; give data that has some")
-        value, eager, truth = (sum(one[0] * one[i] for one in self.found) / samples for i in (1, 2, 3))
+        value, eager, truth = (sum(row[0] * row[i] for row in self.measured) / samples for i in (1, 2, 3))
         least = self.least
-        if (
-            least is None
-        ):  # one sample is what a count can tell; of other metrics, what rounding leaves of their last digits
+        if least is None:
             slack = 1 / samples if self.metric is accuracy else 1e-6 * max(abs(truth), 1e-6)
             least = truth - 2 * max(truth - eager, 0.0) - slack
         passed = value >= least
@@ -119,11 +152,16 @@ class Scores:
 
 
 def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | None) -> Scores | None:
-    """The metric that was asked for, or else the bundle's own, if it has one.
+    """The metric that was asked for, else the bundle's own; None where neither is.
+
+    Args:
+        bundle: whose real data it is measured on.
+        metric: a name of :data:`METRICS`, or a function.
+        least: the value to reach.
 
     Raises:
         UnknownNameError: no such metric.
-        UsageError: the bundle has no real data, or no labels for accuracy.
+        UsageError: the bundle has no real data, or no labels for accuracy; or a value to reach and no metric.
     """
     if metric is None:
         metric, least = bundle.manifest.metric, bundle.manifest.least if least is None else least
@@ -139,11 +177,16 @@ def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | No
         )
     stored = load_file(bundle.file(REFERENCE_EXAMPLE))
     labels = {case.name: stored.get(reference.labels_key(case)) for case in cases}
-    return Scores(name, metric_named(metric, labelled=all(one is not None for one in labels.values())), labels, least)
+    labelled = all(array is not None for array in labels.values())
+    return Scores(name, metric_named(metric, labelled), labels, least)
 
 
 def metric_named(metric: str | Metric, labelled: bool) -> Metric:
-    """The metric of a name.
+    """The function of a metric.
+
+    Args:
+        metric: a name of :data:`METRICS`, or the function itself.
+        labelled: whether all real data has labels.
 
     Raises:
         UnknownNameError: no such metric.

@@ -20,7 +20,7 @@ from attnforge.errors import CaptureError, UsageError
 from attnforge.export.diagnosis.diagnose import diagnose
 from attnforge.export.diagnosis.findings import another_reference
 from attnforge.runtime.parity.metrics import accuracy
-from attnforge.runtime.parity.verify import compare
+from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
 from tests.support.broken import DIM, TOKENS, Block
 
@@ -90,7 +90,7 @@ def failing(bundle: Bundle, change: Callable[[dict[str, Any]], None]) -> list[st
     """Why a session with altered outputs does not pass."""
     with attnforge.load(bundle) as session:
         session.__class__ = type("Altered", (Wrong,), {"change": staticmethod(change)})
-        return [str(one.reason) for one in compare(session).failures]
+        return [str(one.reason) for one in hold(session.bundle, session.backend, session.run).failures]
 
 
 def test_indices_are_right_or_wrong(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from attnforge.report import charts
 from attnforge.report.attention_maps import SiteMaps, attention_maps, patch_grid
 from attnforge.report.charts import Mark
 from attnforge.report.verify_page import KINDS, MASKS, check_page, write_page
-from attnforge.runtime.parity.budget import BINS
+from attnforge.runtime.parity.comparison import BINS
 from attnforge.runtime.parity.metrics import MetricReport
 from attnforge.runtime.parity.verify import Report
 from tests.support.bundles import rewrite, small_example

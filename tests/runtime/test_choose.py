@@ -84,17 +84,13 @@ def test_elsewhere_the_rules_choose(deployed: Bundle, tmp_path: Path, what: str)
 def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
     deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = choosing.compare
+    whole = choosing.hold
 
-    def compare(session: Any) -> Any:
-        report = whole(session)
-        return (
-            report.model_copy(update={"passed": False, "reason": "planted"})
-            if session.backend == "openvino"
-            else report
-        )
+    def hold(bundle: Bundle, backend: str, *of: Any) -> Any:
+        report = whole(bundle, backend, *of)
+        return report.model_copy(update={"passed": False, "reason": "planted"}) if backend == "openvino" else report
 
-    monkeypatch.setattr(choosing, "compare", compare)
+    monkeypatch.setattr(choosing, "hold", hold)
     found = choosing.choose_backend(deployed)
     assert found is not None and found.picked == "onnxruntime-cpu" and list(found.milliseconds) == ["onnxruntime-cpu"]
     assert "planted" in found.dropped["openvino"]
@@ -140,7 +136,7 @@ def test_a_backend_that_fails_is_not_chosen(deployed: Bundle, monkeypatch: pytes
 def test_each_is_opened_first_once_and_held_to_the_budget_once(
     deployed: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, compare = choosing.load, choosing.compare
+    load, hold = choosing.load, choosing.hold
     opened: list[str] = []
     held: list[str] = []
 
@@ -148,12 +144,12 @@ def test_each_is_opened_first_once_and_held_to_the_budget_once(
         opened.append(name)
         return load(bundle, name, **options)
 
-    def holding(session: Any) -> Any:
-        held.append(session.backend)
-        return compare(session)
+    def holding(bundle: Bundle, backend: str, *of: Any) -> Any:
+        held.append(backend)
+        return hold(bundle, backend, *of)
 
     monkeypatch.setattr(choosing, "load", opening)
-    monkeypatch.setattr(choosing, "compare", holding)
+    monkeypatch.setattr(choosing, "hold", holding)
     monkeypatch.setattr(choosing, "medians", lambda runs, *limits: {name: 2.0 + len(opened) for name in runs})
     found = choosing.choose_backend(deployed)
     assert opened == held + held[::-1] and sorted(held) == ["onnxruntime-cpu", "openvino"]

@@ -13,7 +13,7 @@ import pytest
 
 from attnforge.arrays import BFLOAT16
 from attnforge.errors import UsageError
-from attnforge.runtime.pool import Outputs, Pool, Recent
+from attnforge.runtime.pool import HostOutputs, Pool, Recent
 
 
 class Thing:
@@ -158,7 +158,7 @@ def address(array: np.ndarray) -> int:
 
 @pytest.mark.parametrize("dtype", [np.float32, "float16", BFLOAT16, np.int64])
 def test_memory_comes_back_when_the_last_array_of_it_is_gone(dtype: object) -> None:
-    outputs = Outputs()
+    outputs = HostOutputs()
     first = outputs.empty(SHAPE, dtype)
     assert first.shape == SHAPE and first.dtype == np.dtype(dtype) and first.flags.writeable  # type: ignore[call-overload]
     where, part = address(first), first[3:5].T
@@ -172,7 +172,7 @@ def test_memory_comes_back_when_the_last_array_of_it_is_gone(dtype: object) -> N
 
 
 def test_other_sizes_do_not_get_it_and_do_not_lose_it() -> None:
-    outputs = Outputs()
+    outputs = HostOutputs()
     held = address(outputs.empty(SHAPE, np.float32))
     other = outputs.empty((65, 512), np.float32)
     assert address(other) != held
@@ -180,21 +180,21 @@ def test_other_sizes_do_not_get_it_and_do_not_lose_it() -> None:
 
 
 def test_only_some_is_kept() -> None:
-    outputs = Outputs()
-    arrays = [outputs.empty(SHAPE, np.float32) for _ in range(3 * Outputs.KEPT)]
+    outputs = HostOutputs()
+    arrays = [outputs.empty(SHAPE, np.float32) for _ in range(3 * HostOutputs.KEPT)]
     arrays.clear()
-    assert len(outputs._idle) == Outputs.KEPT
+    assert len(outputs._idle) == HostOutputs.KEPT
 
 
 def test_what_is_small_or_empty_is_as_numpy_gives_it() -> None:
-    outputs = Outputs()
+    outputs = HostOutputs()
     for shape in ((3,), (0, 4096), ()):
         assert outputs.empty(shape, np.float32).shape == shape
     assert not outputs._idle
 
 
 def test_no_two_callers_share_any() -> None:
-    outputs = Outputs()
+    outputs = HostOutputs()
 
     def call(number: int) -> bool:
         for _ in range(200):
@@ -209,7 +209,7 @@ def test_no_two_callers_share_any() -> None:
 
 
 def test_arrays_outlive_the_session() -> None:
-    outputs = Outputs()
+    outputs = HostOutputs()
     array = outputs.empty(SHAPE, np.float32)
     array[:] = 7
     del outputs

@@ -37,7 +37,8 @@ from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.float64 import to_double
 from attnforge.model import Example, build_model
 from attnforge.runtime import cases as reference
-from attnforge.runtime.parity.budget import Comparison, relative_error
+from attnforge.runtime.parity.budget import relative_error
+from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import BackendReport, stored_inputs
 from tests.support.bundles import rewrite
 

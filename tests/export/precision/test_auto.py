@@ -20,7 +20,7 @@ from attnforge.cli import app
 from attnforge.errors import BuildError, UnknownNameError, UsageError
 from attnforge.export.precision.assign import assign, flops_of, operators
 from attnforge.model import build_model
-from attnforge.runtime.parity.verify import compare
+from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
 from tests.support.broken import BROKEN, DIM, TOKENS, Block, Shifted, Stack, healthy, made
 from tests.support.emulated import Emulated
@@ -42,7 +42,8 @@ def of(bundle: Bundle) -> Mixed:
 def holds(bundle: Bundle) -> None:
     """The bundle is within its budget deployed, and as TensorRT would store it; and its parts tell of its types."""
     assert attnforge.verify(bundle).passed
-    report = compare(Session(bundle, Emulated(bundle)))
+    session = Session(bundle, Emulated(bundle))
+    report = hold(bundle, session.backend, session.run)
     assert report.passed, report.failures
     mixed, manifest = of(bundle), bundle.manifest
     assert mixed.error <= mixed.max_error and manifest.precision == mixed.low

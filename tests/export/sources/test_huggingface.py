@@ -20,7 +20,8 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.eager import in_float64, run
 from attnforge.runtime.cases import cases, make_inputs
-from attnforge.runtime.parity.verify import judge, verify
+from attnforge.runtime.parity.budget import judge
+from attnforge.runtime.parity.verify import verify
 from attnforge.runtime.session import load
 
 FP32 = precision_named("fp32")

@@ -1,0 +1,106 @@
+"""What a comparison of one output with the reference says: the verdict, the errors, and where they are largest."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from attnforge.arrays import Array
+from attnforge.records import Record
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+LEAST_DECADE, BINS_A_DECADE, BINS = -12, 2, 28
+"""The histogram of errors: bins from 1e-12 to 100 times the output's largest number. Smaller and larger errors are
+counted in the first and the last bin."""
+
+
+class Element(Record):
+    """One number of an output, and what stands in its place in the reference and in eager.
+
+    Attributes:
+        case: name of the case.
+        index: the number's place in the whole output.
+        got, eager, float64: the backend's number, eager's and the reference's; None where it is not finite.
+    """
+
+    case: str
+    index: list[int]
+    got: float | None
+    eager: float | None
+    float64: float | None
+
+    @classmethod
+    def at(cls, place: int, case: str, got: Array, eager: Array, truth: Array) -> Element:
+        """The element at a place of the flattened arrays."""
+        numbers = (float(array.reshape(-1)[place]) for array in (got, eager, truth))
+        first, second, third = (number if math.isfinite(number) else None for number in numbers)
+        return cls(case=case, index=[place], got=first, eager=second, float64=third)
+
+    def text(self, output: str) -> str:
+        """A line for people.
+
+        Args:
+            output: the output's name.
+        """
+        numbers = (self.got, self.float64, self.eager)
+        got, exact, eager = ("not finite" if number is None else f"{number:.9g}" for number in numbers)
+        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return f"{output}{where} is {got}, where float64 has {exact} and eager {eager}"
+
+
+class Comparison(Record):
+    """One output of one case, compared with float64. `error`, `eager_error` and `budget` are relative, in the norm;
+    `max_error` and `max_budget` are absolute, of one number.
+
+    Attributes:
+        case, output: names.
+        compared: how many numbers are finite in the backend and in float64, and so count in the errors.
+        cosine: of the angle between the output and float64's, as vectors; None where one of them is zero.
+        snr_db: signal to noise, 20·log10(‖r‖ / ‖b − r‖); None where there is no noise.
+        quantiles: of |b − r| / max|r|, over the output's numbers.
+        errors, eager_errors: how many numbers have |b − r| / max|r|, or |e − r| / max|r|, in each bin of the histogram.
+        overflowed: how many of eager's numbers are NaN or infinite where float64, rounded to the dtype, is finite.
+        worst: the number that is furthest off, or the first NaN or infinity that may not be there.
+        reason: why it did not pass.
+    """
+
+    case: str
+    output: str
+    passed: bool
+    error: float
+    eager_error: float
+    budget: float
+    max_error: float
+    max_budget: float
+    compared: int = 0
+    cosine: float | None = None
+    snr_db: float | None = None
+    quantiles: dict[str, float] = {}
+    errors: list[int] = []
+    eager_errors: list[int] = []
+    overflowed: int = 0
+    worst: Element | None = None
+    reason: str | None = None
+
+
+def cosine_of(got: Array, truth: Array) -> float | None:
+    """The cosine of the angle between two arrays of one shape, as vectors; None where one is zero or too large."""
+    norms = float(np.linalg.norm(got)) * float(np.linalg.norm(truth))
+    return float(np.dot(got.ravel(), truth.ravel())) / norms if 0 < norms < math.inf else None
+
+
+def quantiles_of(errors: Array) -> dict[str, float]:
+    """The :data:`QUANTILES` of errors, by name; none of no errors."""
+    if errors.size == 0:
+        return {}
+    values = np.quantile(errors, [*QUANTILES.values()])
+    return {name: float(value) for name, value in zip(QUANTILES, values, strict=True)}
+
+
+def histogram_of(errors: Array) -> list[int]:
+    """How many of the errors fall in each of :data:`BINS` bins."""
+    exponents = np.log10(np.maximum(errors, 10.0 ** (LEAST_DECADE - 1)))
+    bins = np.clip(np.floor((exponents - LEAST_DECADE) * BINS_A_DECADE), 0, BINS - 1).astype(int)
+    return [int(count) for count in np.bincount(bins, minlength=BINS)]
