@@ -1,4 +1,4 @@
-"""Arrays of any kind to NumPy, and back to the kind that came in, without importing their libraries."""
+"""Arrays of any library: to NumPy, and back to the library that they came from, without importing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 CUDA_DEVICES = (2, 13)
-"""What `__dlpack_device__` says of memory that a GPU computes on: its own, and managed memory."""
+"""DLPack's device types of memory that a GPU computes on: its own (kDLCUDA), and managed memory (kDLCUDAManaged)."""
 
 
 def is_floating(array: Array) -> bool:
@@ -29,6 +29,7 @@ def library_of(value: object) -> str:
 
 
 def is_torch(value: object) -> bool:
+    """Whether a value is a torch tensor; asks without importing torch."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -43,18 +44,21 @@ def on_gpu(value: Any) -> bool:
 
 
 def to_numpy(name: str, value: Any) -> Array:
-    """`value` as a NumPy array, without a copy where its memory can be shared.
+    """An input as a NumPy array, without a copy where the memory can be shared.
+
+    Args:
+        name: of the input, for messages.
+        value: a NumPy array, a torch tensor, or an array that offers DLPack.
 
     Raises:
-        InputError: it is neither a NumPy array nor offers DLPack, or it is another library's than torch's and on a GPU.
+        InputError: it is none of these, or it lies on a GPU and is no torch tensor.
     """
     if isinstance(value, np.ndarray):
         return value
     if is_torch(value):
         torch: Any = sys.modules["torch"]
-        value = (
-            value.detach().cpu().resolve_conj().resolve_neg()
-        )  # views that are conjugate or negative by a mark alone
+        # torch marks conjugate and negative views instead of computing them; NumPy knows no such marks
+        value = value.detach().cpu().resolve_conj().resolve_neg()
         if value.dtype == torch.bfloat16:  # NumPy has no bfloat16 of its own, so DLPack cannot carry it there
             return np.from_dlpack(value.contiguous().view(torch.int16)).view(BFLOAT16)
     elif on_gpu(value):
@@ -70,7 +74,7 @@ def to_numpy(name: str, value: Any) -> Array:
 
 
 def to_torch(array: Array) -> Any:
-    """A torch tensor that shares the array's memory; torch is there already, since one came in."""
+    """A torch tensor on the array's memory. For callers that have imported torch."""
     torch: Any = sys.modules["torch"]
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -78,7 +82,12 @@ def to_torch(array: Array) -> Any:
 
 
 def from_gpu(view: Any, library: str) -> Any:
-    """What offers DLPack on a GPU as an array of `library`; of one that is unknown, the view itself."""
+    """An array on a GPU as an array of a library.
+
+    Args:
+        view: the array; it offers DLPack.
+        library: `torch`, `cupy`, `jax` or `jaxlib`, which has been imported; for others the view itself is returned.
+    """
     name = {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax"}.get(library)
     if name is None:
         return view
@@ -86,5 +95,5 @@ def from_gpu(view: Any, library: str) -> Any:
     from_dlpack = module.dlpack.from_dlpack if name == "jax" else module.from_dlpack
     if view.dtype != BFLOAT16:
         return from_dlpack(view)
-    # cuda.core exports no bfloat16: the bits travel, and are told what they are
+    # cuda.core exports no bfloat16, so its bits are exported as int16
     return from_dlpack(view.view(dtype=np.dtype(np.int16))).view(module.bfloat16 if name == "torch" else BFLOAT16)

@@ -1,7 +1,8 @@
-"""What TensorRT compiled or timed, kept on disk beside the bundle, so that the next start need not do it again.
+"""The cache beside a bundle: kernels that TensorRT compiled and times that it measured, kept for the next start.
 
-`NAME.cache` stands beside the folder NAME. A file's name says what it is good for: the builder, its version, the device
-and, for kernels, the plan. Kernels are executable content, so a file that others may write to is not read.
+The cache of the bundle NAME is the folder `NAME.cache` beside it. A file's name says what it holds for: the builder,
+its version, the device and, for kernels, the plan. Kernels are executable content, so a file that others may write to
+is not read.
 """
 
 from __future__ import annotations
@@ -18,22 +19,36 @@ log = logging.getLogger("attnforge")
 
 
 def runtime_cache_file(bundle: Path, version: str, device: str, plan_sha256: str) -> Path:
-    """Where the kernels that TensorRT-RTX compiled for a plan on a device are kept."""
+    """The file for kernels that TensorRT-RTX compiled.
+
+    Args:
+        bundle: its folder.
+        version: of TensorRT-RTX.
+        device: name of the CUDA device.
+        plan_sha256: of the plan that the kernels are for.
+    """
     return cache_folder(bundle) / f"tensorrt_rtx-{version}-{_plain(device)}-{plan_sha256[:16]}.kernels"
 
 
 def timing_cache_file(bundle: Path, version: str, device: str) -> Path:
-    """Where what TensorRT timed on a device is kept."""
+    """The file for times that TensorRT measured.
+
+    Args:
+        bundle: its folder.
+        version: of TensorRT.
+        device: name of the CUDA device.
+    """
     return cache_folder(bundle) / f"tensorrt-{version}-{_plain(device)}.timings"
 
 
 def cache_folder(bundle: Path) -> Path:
-    whole = bundle.resolve()
-    return whole.with_name(f"{whole.name}.cache")
+    """The cache's folder of a bundle's folder."""
+    folder = bundle.resolve()
+    return folder.with_name(f"{folder.name}.cache")
 
 
 def read(file: Path) -> bytes | None:
-    """What is kept, or None where nothing is or where others than its owner could have written it."""
+    """The bytes of a file of the cache; None where there is none, and where others than its owner may write to it."""
     try:
         about = file.stat()
         if os.name == "posix" and (
@@ -47,12 +62,16 @@ def read(file: Path) -> bytes | None:
 
 
 def write(file: Path, data: bytes) -> bool:
-    """Keep `data`, whole or not at all; where that cannot be done, say so and go on."""
+    """Write a file of the cache, whole or not at all.
+
+    Returns:
+        Whether it was written; where it cannot be, the log says why.
+    """
     try:
         file.parent.mkdir(exist_ok=True)
         write_whole(file, data, mode=0o600)
     except OSError as error:
-        log.info("what was compiled is not kept in %s: %s", file.parent, error)
+        log.info("nothing is kept in the cache %s: %s", file.parent, error)
         return False
     return True
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+
+from attnforge.certificate import Certificate
 
 
 class AttnforgeError(Exception):
@@ -16,11 +17,17 @@ class AttnforgeError(Exception):
 
 
 class UsageError(AttnforgeError, ValueError):
-    """What was asked for cannot be meant: an argument, a size, a name or an input outside what is allowed."""
+    """A request that cannot be meant: an argument, a size, a name or an input outside the allowed ones."""
 
 
 class UnknownNameError(UsageError):
-    """A model, backend, target, precision or option that does not exist."""
+    """A model, backend, target, precision, option or dim that does not exist.
+
+    Attributes:
+        kind: such as "model".
+        given: the name.
+        known: the names that exist, sorted.
+    """
 
     def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
         self.kind, self.given, self.known = kind, given, sorted(known)
@@ -51,10 +58,10 @@ class UnfusedError(AttnforgeError):
     """A model whose attention a target does not run fused, where that was required.
 
     Attributes:
-        certificate: the :class:`attnforge.bundle.Certificate`, which gives the reason for every site.
+        certificate: gives the reason for every site.
     """
 
-    def __init__(self, message: str, certificate: Any) -> None:
+    def __init__(self, message: str, certificate: Certificate) -> None:
         self.certificate = certificate
         super().__init__(message)
 
@@ -68,6 +75,7 @@ class DeviceError(AttnforgeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first telling line of an error's message, without terminal colours; its type where there is none."""
+    """The first line of an error's message that says something, without terminal colours; the name of the error's type
+    where there is none."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
     return next((line for line in lines if line and not line.startswith("Failed to export")), type(error).__name__)

@@ -15,7 +15,12 @@ def sha256(file: Path) -> str:
 
 
 def write_whole(file: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file under a temporary name beside it and rename it: a reader sees the old file or the new one.
+    """Write a file under a temporary name beside it and rename it, so that a reader sees the old file or the new one.
+
+    Args:
+        file: to write; its folder must exist.
+        data: its content.
+        mode: its permissions.
 
     Raises:
         OSError: the folder cannot be written to; no temporary file is left.

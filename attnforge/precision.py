@@ -1,4 +1,4 @@
-"""The precisions a bundle can have, and what each allows a backend to err by."""
+"""The precisions that a bundle can have, and the error that each always allows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Precision:
 
     Attributes:
         name: as users write it.
-        dtype: of weights, inputs and outputs.
-        mantissa_bits: explicit bits of the mantissa of what is multiplied; with the dtype's exponent they give the ulp.
-        floor: relative error that is always allowed, however exact eager is (DESIGN: the parity budget).
+        dtype: of parameters, inputs and outputs.
+        mantissa_bits: explicit bits of the mantissa of the numbers that are multiplied; with the dtype's exponent they
+            give the ulp.
+        floor: the relative error that is always allowed (:mod:`attnforge.runtime.parity.budget`).
     """
 
     name: str
@@ -28,7 +29,7 @@ class Precision:
 
     @property
     def is_low(self) -> bool:
-        """Whether the dtype is a 16-bit one, the only kind that TensorRT has fused attention kernels for."""
+        """Whether the dtype has 16 bits; TensorRT has fused attention kernels for no other."""
         return self.dtype.itemsize == 2
 
     @property
@@ -38,7 +39,7 @@ class Precision:
 
     @property
     def smallest_normal(self) -> float:
-        """The least positive number that has all bits of the mantissa."""
+        """The least positive number with all bits of the mantissa."""
         return float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
 
     @property

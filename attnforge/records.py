@@ -1,4 +1,4 @@
-"""What every stored record is."""
+"""The base class of records that are stored as JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """Typed, checked, and nothing in it that the schema does not know."""
+    """A record whose fields are typed and checked; fields that it does not have are refused."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)

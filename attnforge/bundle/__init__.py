@@ -11,7 +11,6 @@ from attnforge.bundle.schema import (
     SCHEMA_VERSION,
     WEIGHTS,
     Case,
-    Certificate,
     Choice,
     DimSpec,
     Engine,
@@ -23,15 +22,13 @@ from attnforge.bundle.schema import (
     Range,
     Region,
     SessionSettings,
-    SiteRecord,
-    SiteTarget,
     Source,
     TargetRecord,
     TensorSpec,
     Tuning,
-    Unfused,
 )
 from attnforge.bundle.store import Bundle, write_manifest, writing
+from attnforge.certificate import Certificate, SiteRecord, SiteTarget, Unfused
 
 __all__ = [
     "CANONICAL",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from attnforge.certificate import Certificate
 from attnforge.machine import Machine
 from attnforge.records import Record
 
@@ -67,52 +68,6 @@ class Source(Record):
     name: str
     options: dict[str, str | int | float | bool] = {}
     weights: str | None = None
-
-
-class SiteTarget(Record):
-    """What a target made of a site: the form it was lowered to and why, and the kernel or why there is none.
-
-    Attributes:
-        measured: milliseconds of every form that was timed on the machine that deployed it.
-        dropped: forms that were tried and not timed, and why.
-    """
-
-    form: str
-    why: str
-    kernel: str | None = None
-    reason: str | None = None
-    measured: dict[str, float] = {}
-    dropped: dict[str, str] = {}
-
-
-class SiteRecord(Record):
-    """An attention site: the module it stands in, how it was written, the canonical form or why there is none, and what
-    targets made of it."""
-
-    site: str
-    written_as: str
-    canonical: bool
-    form: str | None = None
-    reason: str | None = None
-    targets: dict[str, SiteTarget] = {}
-
-
-class Unfused(Record):
-    """A site that a target does not run as one kernel, and why."""
-
-    site: str
-    target: str
-    reason: str
-
-
-class Certificate(Record):
-    """What became of attention. `fused` counts what each backend compiled, never what it was handed."""
-
-    sites: int
-    canonical: int
-    fused: dict[str, int]
-    unfused: list[Unfused]
-    details: list[SiteRecord]
 
 
 Range = tuple[int, int, int]

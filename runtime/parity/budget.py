@@ -25,11 +25,11 @@ for tf32 and fp16, 8e-3 for bf16 (`attnforge.precision`).
 
 ## What eager's error is
 
-**Ordinary inputs and trials.** A model is meant to take the example, real data, and normal and uniform numbers: these
-cases are *ordinary*. Scaled inputs, outliers, constants, denormal numbers and extremes are *trials* of it.
+**Ordinary and hard inputs.** A model is meant to take the example, real data, and normal and uniform numbers: these
+cases are *ordinary*. Cases of scaled inputs, outliers, constants, denormal numbers and extremes are *hard*.
 
-**Draws on trials.** Where inputs are hard (two scores nearly tie, say), eager's error is one draw from a wide
-distribution, and the backend's another. When a model is deployed, eager therefore runs every trial 8 times more
+**Draws on hard inputs.** Where two scores nearly tie, say, eager's error is one draw from a wide
+distribution, and the backend's another. When a model is deployed, eager therefore runs every hard case 8 times more
 (`DRAWS`), on inputs whose numbers are moved to neighbouring numbers of their dtype. `error(e)` and `max|e − r|` are the
 largest of all draws.
 
@@ -54,7 +54,7 @@ is only a bound: it takes that place where eager overflows or where the rule wou
 off by `2 · max_error · max|r| + max(4 ulp(max|r|), floor · max|r|)`.
 
 **Whole numbers and booleans** are right or wrong. On ordinary inputs, at most twice as many numbers may be neither
-eager's nor float64's as eager has that are not float64's; on trials, where ties are many, any may.
+eager's nor float64's as eager has that are not float64's; on hard inputs, where ties are many, any may.
 
 ## Where NaN and infinity may stand
 
@@ -90,7 +90,7 @@ from attnforge.precision import Precision, precision_named
 from attnforge.runtime.parity.comparison import Comparison, Element, cosine_of, histogram_of, quantiles_of
 
 DRAWS = 8
-"""How often eager's rounding is drawn again on a trial."""
+"""How often eager's rounding is drawn again on hard inputs."""
 
 FEW = 1024
 """Outputs of fewer numbers than this have eager's largest error over all ordinary cases: of ten numbers, two errors of
@@ -279,7 +279,7 @@ def _budget(
 ) -> _Budget:
     """The budget of rules 1 and 2, with all that the module's docstring allows besides."""
     rounding = max(4 * precision.ulp(errors.largest), precision.floor * errors.largest)
-    drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on trials, and of outputs of few numbers
+    drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and of outputs of few numbers
     error = max(2 * errors.eager_error, 2 * drawn, precision.floor)
     max_error = 2 * max(errors.eager_max_error, max_drawn) + rounding
     if 0 < errors.largest < precision.smallest_normal:

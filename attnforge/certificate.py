@@ -1,0 +1,78 @@
+"""The attention certificate: what became of every attention site of a deployed model."""
+
+from __future__ import annotations
+
+from attnforge.records import Record
+
+
+class SiteTarget(Record):
+    """An attention site as a target runs it.
+
+    Attributes:
+        form: the operators that the site was lowered to.
+        why: why this form.
+        kernel: the fused kernel that the target compiled; None where there is none.
+        reason: why there is no kernel.
+        measured: milliseconds of every form that was timed on the machine that deployed the bundle.
+        dropped: forms that were tried and not timed, and why.
+    """
+
+    form: str
+    why: str
+    kernel: str | None = None
+    reason: str | None = None
+    measured: dict[str, float] = {}
+    dropped: dict[str, str] = {}
+
+
+class SiteRecord(Record):
+    """An attention site of the model.
+
+    Attributes:
+        site: the module that it stands in.
+        written_as: the operators that the source has there.
+        canonical: whether it became one canonical Attention node.
+        form: the canonical form; None where it is not canonical.
+        reason: why it is not canonical.
+        targets: by target, how the target runs it.
+    """
+
+    site: str
+    written_as: str
+    canonical: bool
+    form: str | None = None
+    reason: str | None = None
+    targets: dict[str, SiteTarget] = {}
+
+
+class Unfused(Record):
+    """A site that a target does not run as one kernel.
+
+    Attributes:
+        site: the module that it stands in.
+        target: the target.
+        reason: why there is no kernel.
+    """
+
+    site: str
+    target: str
+    reason: str
+
+
+class Certificate(Record):
+    """What became of a model's attention.
+
+    Attributes:
+        sites: how many attention sites the model has.
+        canonical: how many became one canonical Attention node.
+        fused: by target, how many sites run as one kernel. They are counted in what a backend compiled, never in what
+            it was given: TensorRT's in its plan, ONNX Runtime's in the graph that its CPU provider runs.
+        unfused: every site that a target does not run as one kernel, and why.
+        details: every site.
+    """
+
+    sites: int
+    canonical: int
+    fused: dict[str, int]
+    unfused: list[Unfused]
+    details: list[SiteRecord]
