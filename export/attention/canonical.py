@@ -11,13 +11,18 @@ Metadata of nodes says what the operator leaves open: :data:`SILENT_ROWS` and :d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import Dims, Layout, Sized, rearrange
+from attnforge.export.attention.layout import Dims, Layout, Size, Sized, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, dims_of, typed
+
+QUERY, KEY, VALUE = ("B", "H", "n_q", "d_k"), ("B", "H_kv", "n_k", "d_k"), ("B", "H_kv", "n_k", "d_v")
+SCORES, OUTPUT = ("B", "H", "n_q", "n_k"), ("B", "H", "n_q", "d_v")
+"""The dims of canonical tensors, by name; H_kv stands for H'."""
 
 SILENT_ROWS = "attnforge.silent_rows"
 """Metadata of the Attention node: what a query without keys gets. `nan`, as from a bare softmax; without this entry
@@ -94,40 +99,17 @@ def described(node: ir.Node) -> str:
 
 @dataclass(frozen=True)
 class SiteAxes:
-    """The axes of one site, each name a dim of the canonical operands; `shared` are the heads of keys and values."""
+    """The axes of one site by the name of their dim in the canonical operands: B, H, H_kv (the heads of keys and
+    values), n_q, n_k, d_k, d_v."""
 
-    batch: Dims
-    heads: Dims
-    shared: Dims
-    n_q: Dims
-    n_k: Dims
-    d_k: Dims
-    d_v: Dims
+    dims: Mapping[str, Dims]
 
-    @property
-    def query(self) -> Layout:
-        return Layout([self.batch, self.heads, self.n_q, self.d_k])
+    def layout(self, *names: str) -> Layout:
+        """The layout of the named dims; `"H d_k"` is one dim, heads side by side, and `""` a dim of size 1."""
+        return Layout([axis for name in dim.split() for axis in self.dims[name]] for dim in names)
 
-    @property
-    def key(self) -> Layout:
-        return Layout([self.batch, self.shared, self.n_k, self.d_k])
-
-    @property
-    def value(self) -> Layout:
-        return Layout([self.batch, self.shared, self.n_k, self.d_v])
-
-    @property
-    def scores(self) -> Layout:
-        return Layout([self.batch, self.heads, self.n_q, self.n_k])
-
-    @property
-    def rows(self) -> Layout:
-        """One number for each query."""
-        return Layout([self.batch, self.heads, self.n_q, ()])
-
-    @property
-    def output(self) -> Layout:
-        return Layout([self.batch, self.heads, self.n_q, self.d_v])
+    def size(self, name: str) -> Size:
+        return self.layout(name).sizes()[0]
 
 
 @dataclass(frozen=True)
@@ -149,7 +131,7 @@ class SiteWriter:
         """`operand` in the dims of `layout`, repeated along the axes that it lacks."""
         return rearrange(self.op, operand.value, operand.layout, layout, self.sized)
 
-    def broadcastable(self, operand: Operand, layout: Layout) -> ir.Value:
-        """`operand` in the dims of `layout`, each of size 1 where the operand does not vary at all."""
-        varies = set(operand.layout.axes)
-        return self.arranged(operand, Layout(dim if varies & set(dim) else () for dim in layout.dims))
+    def broadcastable(self, operand: Operand, *names: str) -> ir.Value:
+        """`operand` in the named dims, each of size 1 where the operand does not vary at all."""
+        varies, dims = set(operand.layout.axes), self.axes.layout(*names).dims
+        return self.arranged(operand, Layout(dim if varies & set(dim) else () for dim in dims))

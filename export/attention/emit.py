@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import SiteAxes, SiteWriter, attention_node
+from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, SiteAxes, SiteWriter, attention_node
 from attnforge.export.attention.layout import Dims, Layout, after_views
 from attnforge.export.attention.masking import (
     allowed,
@@ -22,6 +22,9 @@ from attnforge.export.attention.operands import NotAttention, Operand, TensorSca
 from attnforge.export.attention.walk_back import Scores
 from attnforge.export.attention.walk_forward import Weights, WeightSteps
 from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value
+
+ROWS = ("B", "H", "n_q", "")
+"""The dims of a tensor with one number for each query."""
 
 
 def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_dtype: ir.DataType | None) -> None:
@@ -47,8 +50,10 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
 
     def build(op: Builder) -> ir.Value:
         writer = SiteWriter(op, axes, dtype, [(o.value, o.layout) for o in operands.inputs])
-        layouts = (axes.query, axes.key, axes.value)
-        query, key, value = (writer.arranged(o, to) for o, to in zip(operands.inputs, layouts, strict=True))
+        query, key, value = (
+            writer.arranged(operand, axes.layout(*dims))
+            for operand, dims in zip(operands.inputs, (QUERY, KEY, VALUE), strict=True)
+        )
         query = _scaled(writer, query, score_steps.tensor_scales)
         if operands.scale < 0:  # the operator takes the root of its scale
             query = like(op.Neg(query), query)
@@ -66,7 +71,7 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
         result = _scaled(writer, result, weight_steps.tensor_scales)
         result = _zeroed(writer, result, weight_steps)
-        return writer.arranged(Operand(result, axes.output), operands.output.layout)
+        return writer.arranged(Operand(result, axes.layout(*OUTPUT)), operands.output.layout)
 
     replace_value(operands.output.value, insert(graph, weights.product, build))
 
@@ -74,22 +79,22 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
 def _scaled(writer: SiteWriter, x: ir.Value, scales: Sequence[TensorScale]) -> ir.Value:
     """Queries or outputs, scaled by tensors that are the same for all keys."""
     for by in scales:
-        scale = cast(writer.op, writer.broadcastable(by.operand, writer.axes.rows), writer.dtype)
+        scale = cast(writer.op, writer.broadcastable(by.operand, *ROWS), writer.dtype)
         x = like(writer.op.op(by.op_type, [x, scale]), x)
     return x
 
 
 def _zeroed(writer: SiteWriter, result: ir.Value, steps: WeightSteps) -> ir.Value:
     """The output with zeros for the queries that the graph gives zeros behind the softmax."""
-    op, rows = writer.op, writer.axes.rows
+    op = writer.op
     zeros = constant(op, 0.0, writer.dtype)
     for kept in steps.kept_rows:
-        result = like(op.Where(writer.broadcastable(kept, rows), result, zeros), result)
+        result = like(op.Where(writer.broadcastable(kept, *ROWS), result, zeros), result)
     for zeroing in steps.kept_with_keys:
         shown = allowed(writer, zeroing.condition, zeroing.inverted)
         result = like(op.Where(any_key(op, shown), result, zeros), result)
     for zeroed in steps.zeroed_rows:
-        result = like(op.Where(writer.broadcastable(zeroed, rows), zeros, result), result)
+        result = like(op.Where(writer.broadcastable(zeroed, *ROWS), zeros, result), result)
     return result
 
 
@@ -167,7 +172,8 @@ def _axes(scores: Scores, weights: Weights, operands: _Operands) -> SiteAxes:
         raise NotAttention("the keys differ by query, as in an additive score: no inner product of queries and keys")
     n_k, d_k, d_v = (tuple(part.axes) for part in (scores.keys, scores.features, weights.value_features))
     batch, heads = _batch_and_heads(batches, query, d_k)
-    return SiteAxes(batch, heads, _shared_heads(heads, key, value), own[-1], n_k, d_k, d_v)
+    shared = _shared_heads(heads, key, value)
+    return SiteAxes({"B": batch, "H": heads, "H_kv": shared, "n_q": own[-1], "n_k": n_k, "d_k": d_k, "d_v": d_v})
 
 
 def _batch_and_heads(batches: Layout, query: Layout, features: Dims) -> tuple[Dims, Dims]:

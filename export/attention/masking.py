@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import MASK_STEP, SiteWriter
+from attnforge.export.attention.canonical import MASK_STEP, SCORES, SiteWriter
 from attnforge.export.attention.layout import ONE, Layout, sizes_of
 from attnforge.export.attention.operands import NotAttention, Operand, same_value, without_not
 from attnforge.export.attention.walk_back import Bias, Fill, ScoreSteps, Sink
@@ -115,14 +115,19 @@ def _all_allowed(writer: SiteWriter, fills: list[Fill]) -> ir.Value:
 
 def allowed(writer: SiteWriter, condition: Operand, inverted: bool) -> ir.Value:
     """A condition on the dims of the scores, True where it lets a query attend to a key."""
-    value = cast(writer.op, writer.broadcastable(condition, writer.axes.scores), BOOL)
+    value = cast(writer.op, writer.broadcastable(condition, *SCORES), BOOL)
     return like(writer.op.Not(value), value) if inverted else value
 
 
 def any_key(op: Builder, mask: ir.Value) -> ir.Value:
-    """`(…, 1)`, whether a boolean mask on four dims lets a query attend to any key."""
-    some = op.ReduceMax(op.Cast(mask, to=INT32.value), constant(op, [-1]), keepdims=1)
-    return typed(op.Cast(some, to=BOOL.value), BOOL, [*dims_of(mask)[:3], 1])
+    """`(…, 1)`, boolean: whether a mask, boolean or added, lets a query attend to any key."""
+    assert mask.dtype is not None
+    open_keys = mask
+    if mask.dtype != BOOL:
+        # Not a reduction of the mask itself: TensorRT would merge that into the softmax, and not fuse the attention.
+        open_keys = op.Greater(mask, constant(op, -np.inf, mask.dtype))
+    some = op.ReduceMax(op.Cast(open_keys, to=INT32.value), constant(op, [-1]), keepdims=1)
+    return typed(op.Cast(some, to=BOOL.value), BOOL, [*dims_of(mask)[:-1], 1])
 
 
 def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Value:
@@ -130,12 +135,12 @@ def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Va
 
 
 def _bias(writer: SiteWriter, step: Bias) -> ir.Value:
-    op, dtype, dims = writer.op, writer.dtype, writer.axes.scores
-    bias = cast(op, writer.broadcastable(step.operand, dims), dtype)
+    op, dtype = writer.op, writer.dtype
+    bias = cast(op, writer.broadcastable(step.operand, *SCORES), dtype)
     if step.factor != 1.0:
         bias = like(op.Mul(bias, constant(op, step.factor, dtype)), bias)
     for by in step.scales:
-        scale = cast(op, writer.broadcastable(by.operand, dims), dtype)
+        scale = cast(op, writer.broadcastable(by.operand, *SCORES), dtype)
         bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
     if step.floor != -np.inf:
         bias = like(op.Max(bias, constant(op, representable(step.floor, dtype), dtype)), bias)
@@ -168,7 +173,8 @@ def with_zeros(op: Builder, x: ir.Value, sink: Sink) -> ir.Value:
 
 def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Value:
     """The mask over the keys, or none, joined with the scores of the sinks: a number to add, on four dims."""
-    op, dtype, dims = writer.op, writer.dtype, writer.axes.scores.dims
+    op, dtype, layout = writer.op, writer.dtype, writer.axes.layout(*SCORES)
+    dims = layout.dims
     if mask is None:
         mask = constant(op, np.zeros((1, 1, 1, 1)), dtype)
     if mask.dtype == BOOL:
@@ -179,7 +185,7 @@ def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Valu
     outer = [dim if size != ONE or varies & set(dim) else () for size, dim in zip(sizes[:3], dims[:3], strict=True)]
     mask_layout = Layout(() if size == ONE else dim for size, dim in zip(sizes, dims, strict=True))
     mask = writer.arranged(Operand(mask, mask_layout), Layout([*outer, dims[3]]))
-    sinks = [axis for axis in column.layout.axes if axis not in writer.axes.scores.axes]
+    sinks = [axis for axis in column.layout.axes if axis not in layout.axes]
     scores = cast(op, writer.arranged(column, Layout([*outer, sinks])), dtype)
     if sink.factor != 1.0:
         scores = like(op.Mul(scores, constant(op, sink.factor, dtype)), scores)

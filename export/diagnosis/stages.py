@@ -12,10 +12,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import CANONICAL, PLAIN, Bundle, Certificate
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.graphs.build import insert, replace_value
 from attnforge.export.graphs.saving import load_beside
 from attnforge.export.lowering.attention import attentions
-from attnforge.export.lowering.onnxruntime import candidates_for
+from attnforge.export.lowering.onnxruntime import candidates_for, write
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,8 @@ def written_out(canonical: ir.Model, sites: list[Site]) -> ir.Model:
     """
     model = canonical.clone()
     for site, attention in attentions(model, sites):
-        products = candidates_for(site.name, attention)[0]
-        result = insert(model.graph, attention.node, lambda op, emit=products.emit, a=attention: emit(op, a))  # type: ignore[misc]
-        replace_value(attention.output, result)
+        products, *_ = candidates_for(site.name, attention)
+        write(model.graph, attention, products)
     RemoveUnusedNodesPass()(model)
     return model
 

@@ -26,13 +26,14 @@ from typing import Literal
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.attention.canonical import MASK_STEP
+from attnforge.export.attention.canonical import MASK_STEP, OUTPUT, QUERY
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import ONE, Layout, rearrange, sizes_of
+from attnforge.export.attention.layout import ONE, Layout, sizes_of
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, typed
 from attnforge.export.graphs.passes import SitesResult
-from attnforge.export.lowering.attention import Attention, Lowered, attentions, decompose
+from attnforge.export.lowering.attention import Attention, Lowered, attentions
+from attnforge.export.lowering.products import decompose
 from attnforge.export.tensorrt.build import softmax_of
 
 BOOL = ir.DataType.BOOL
@@ -42,106 +43,127 @@ SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 
 
 def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | None = None) -> SitesResult[Lowered]:
-    """Rewrite every canonical site of `model`, in place, for TensorRT; say what was chosen and why.
+    """Rewrite every canonical site of `model`, in place, for TensorRT.
 
     Args:
         model: with canonical Attention nodes.
         sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
-        attention_dtype: what attention alone is computed in, between casts; by default the graph's own type.
+        attention_dtype: the type that attention alone is computed in, between casts; by default the graph's own.
+
+    Returns:
+        the form of every canonical site, and why it was chosen.
     """
     lowered = []
     for site, attention in attentions(model, sites):
         dtype = attention_dtype or attention.dtype
-        plan = _plan(site.name, attention, dtype)
-        result = insert(model.graph, attention.node, partial(_emit_in, a=attention, plan=plan, dtype=dtype))
-        replace_value(attention.output, result)
-        lowered.append(plan.lowered)
+        recipe = _recipe(attention, dtype)
+        node = softmax_of(site.name)
+        build = partial(_emit_in, a=attention, recipe=recipe, name=node, dtype=dtype)
+        replace_value(attention.output.value, insert(model.graph, attention.node, build))
+        lowered.append(Lowered(site.name, "MatMul·Softmax·MatMul", recipe.why, node, recipe.unfused))
     modified = RemoveUnusedNodesPass()(model).modified or bool(lowered)
     return SitesResult(model, modified, lowered)
 
 
-@dataclass
-class _Plan:
-    lowered: Lowered
-    head_size: int | None = None  # what heads are padded to
-    pair: Literal["halved", "copied"] | None = None  # how a lone head becomes two
+@dataclass(frozen=True)
+class _Recipe:
+    """How a site is written.
+
+    Attributes:
+        why: why so.
+        unfused: why no fused kernel is to be expected; None where one is.
+        head_size: the size that heads are padded to; None where they keep theirs.
+        pair: how a lone head becomes two.
+    """
+
+    why: str = "fuses in 16-bit types, builds in every type"
+    unfused: str | None = None
+    head_size: int | None = None
+    pair: Literal["halved", "copied"] | None = None
 
 
-def _plan(site: str, a: Attention, dtype: ir.DataType) -> _Plan:
-    one = Lowered(site, "MatMul·Softmax·MatMul", "fuses in 16-bit types, builds in every type", softmax_of(site))
-    plan = _Plan(one)
+def _recipe(a: Attention, dtype: ir.DataType) -> _Recipe:
+    recipe = _Recipe(unfused=_unfused(a, dtype))
+    if recipe.unfused is not None:
+        return recipe
+    d_k, d_v = a.size("d_k").factor, a.size("d_v").factor
+    size = max(d_k, d_v, SMALLEST_HEAD)
+    if not d_k == d_v == size:
+        why = f"{recipe.why}; heads of {d_k} and {d_v} zero-padded to {size}"
+        recipe = replace(recipe, why=why, head_size=size)
+    if a.size("B") * a.size("H") == ONE:
+        rows_vary = a.is_causal or (a.mask is not None and sizes_of(a.mask)[2] != ONE)
+        how = "computed twice, for its mask differs by query" if rows_vary else "half of the queries each"
+        why = f"{recipe.why}; a lone head is not fused, so it is written as two: {how}"
+        recipe = replace(recipe, why=why, pair="copied" if rows_vary else "halved")
+    return recipe
+
+
+def _unfused(a: Attention, dtype: ir.DataType) -> str | None:
+    """Why no fused kernel takes this attention; None where one does."""
     d_k, d_v = a.size("d_k"), a.size("d_v")
-    size = max(d_k.factor, d_v.factor, SMALLEST_HEAD)
+    size = max(d_k.factor, d_v.factor)
     if dtype.bitwidth != 16:
-        one.unfused = (
+        return (
             f"TensorRT has no fused attention kernel for {dtype.name.lower()}; deploy in fp16 or bf16, or attention "
             "alone with attention_precision"
         )
-    elif not (d_k.is_static and d_v.is_static):
-        one.unfused = "the head size is dynamic"
-    elif a.softcap:
-        one.unfused = "a soft cap on the scores, which no fused kernel computes"
-    elif size > LARGEST_HEAD:
-        one.unfused = (
-            f"heads of {size} are larger than the fused kernels take ({LARGEST_HEAD}); use more, smaller heads"
-        )
-    if one.unfused is not None:
-        return plan
-    if not d_k.factor == d_v.factor == size:
-        plan.head_size = size
-        one.why += f"; heads of {d_k.factor} and {d_v.factor} zero-padded to {size}"
-    if a.size("B") * a.size("H") == ONE:
-        rows_vary = a.is_causal or (a.mask is not None and sizes_of(a.mask)[2] != ONE)
-        plan.pair = "copied" if rows_vary else "halved"
-        how = "computed twice, for its mask differs by query" if rows_vary else "half of the queries each"
-        one.why += f"; a lone head is not fused, so it is written as two: {how}"
-    return plan
+    if not (d_k.is_static and d_v.is_static):
+        return "the head size is dynamic"
+    if a.softcap:
+        return "a soft cap on the scores, which no fused kernel computes"
+    if size > LARGEST_HEAD:
+        return f"heads of {size} are larger than the fused kernels take ({LARGEST_HEAD}); use more, smaller heads"
+    return None
 
 
-def _emit_in(op: Builder, a: Attention, plan: _Plan, dtype: ir.DataType) -> ir.Value:
+def _emit_in(op: Builder, a: Attention, recipe: _Recipe, name: str, dtype: ir.DataType) -> ir.Value:
+    """Attention in `dtype`, between casts where that is not the graph's type."""
     if dtype == a.dtype:
-        return _emit(op, a, plan)
-    if plan.lowered.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
+        return _emit(op, a, recipe, name)
+    if recipe.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
         a = replace(
             a,
             query=_moved(op, a, a.query, "n_q", "d_k"),
             key=_moved(op, a, a.key, "d_k", "n_k"),
             value=_moved(op, a, a.value, "n_k", "d_v"),
         )
-    return cast(op, _emit(op, a.narrowed(op, dtype), plan), a.dtype)
+    return cast(op, _emit(op, a.narrowed(op, dtype), recipe, name), a.dtype)
 
 
-def _emit(op: Builder, a: Attention, plan: _Plan) -> ir.Value:
-    query = rearrange(op, a.query.value, a.query.layout, a.layout("B", "H", "n_q", "d_k"), a.sized)
-    value = rearrange(op, a.value.value, a.value.layout, a.layout("B", "H", "n_k", "d_v"), a.sized)
-    key = rearrange(op, a.key.value, a.key.layout, a.layout("B", "H", "d_k", "n_k"), a.sized)
-    if plan.head_size is not None:
-        query, value = _padded(op, query, 3, plan.head_size), _padded(op, value, 3, plan.head_size)
-        key = _padded(op, key, 2, plan.head_size)
-    if a.scale == 1.0 and plan.lowered.unfused is None:
+def _emit(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value:
+    fused = recipe.unfused is None
+    query = a.arranged(op, a.query, a.layout(*QUERY))
+    value = a.arranged(op, a.value, a.layout("B", "H", "n_k", "d_v"))
+    key = a.arranged(op, a.key, a.layout("B", "H", "d_k", "n_k"))
+    if recipe.head_size is not None:
+        query, value = _padded(op, query, 3, recipe.head_size), _padded(op, value, 3, recipe.head_size)
+        key = _padded(op, key, 2, recipe.head_size)
+    if fused and a.scale == 1.0:
         query = _apart(op, query)
-    if plan.lowered.unfused is None and _features_first(a.value.layout, a, "d_v", "n_k"):
+    if fused and _features_first(a.value.layout, a, "d_v", "n_k"):
         value = _apart(op, value)
     rows = query
-    if plan.pair is not None:
+    if recipe.pair is not None:
         key, value = _twice(op, key), _twice(op, value)
-        query = _halved(op, query) if plan.pair == "halved" else _twice(op, query)
+        query = _halved(op, query) if recipe.pair == "halved" else _twice(op, query)
         if a.mask is not None and a.mask.dtype != BOOL and MASK_STEP not in _metadata(a.mask):
             a = replace(a, mask=_twice(op, a.mask))  # a bias that is broadcast over both is not fused
-    result = decompose(op, a, query, key, value, plan.lowered.node)
-    if plan.lowered.unfused is None and _features_first(a.output_layout, a, "d_v", "n_q"):
+    result = decompose(op, a, query, key, value, name)
+    if fused and _features_first(a.output.layout, a, "d_v", "n_q"):
         result = _apart(op, result)
-    if plan.pair is not None:
-        result = _joined(op, result, rows, plan.pair)
-    if plan.head_size not in (None, a.size("d_v").factor):
-        result = _sliced(op, result, 3, constant(op, [a.size("d_v").factor]), a.size("d_v").dim())
-    return rearrange(op, result, a.layout("B", "H", "n_q", "d_v"), a.output_layout, a.sized)
+    if recipe.pair is not None:
+        result = _joined(op, result, rows, recipe.pair)
+    d_v = a.size("d_v")
+    if recipe.head_size not in (None, d_v.factor):
+        result = _sliced(op, result, 3, constant(op, [d_v.factor]), d_v.dim())
+    return a.as_output(op, result, a.layout(*OUTPUT))
 
 
 def _moved(op: Builder, a: Attention, operand: Operand, rows: str, columns: str) -> Operand:
-    """`operand` with these as its last two dims, kept from being folded into the product that follows."""
+    """`operand` with `rows` and `columns` as its last two dims, kept from being folded into the product behind it."""
     layout = a.layout("B", "H", rows, columns)
-    return Operand(_apart(op, rearrange(op, operand.value, operand.layout, layout, a.sized)), layout)
+    return Operand(_apart(op, a.arranged(op, operand, layout)), layout)
 
 
 def _metadata(value: ir.Value) -> Mapping[str, str]:
@@ -161,7 +183,7 @@ def _apart(op: Builder, x: ir.Value) -> ir.Value:
 def _features_first(layout: Layout, a: Attention, features: str, tokens: str) -> bool:
     """Whether a layout has its features before its tokens, so that it must be transposed."""
     axes = layout.axes  # without those that it is repeated along
-    places = [[axes.index(axis) for axis in a.dims[name].axes if axis in axes] for name in (features, tokens)]
+    places = [[axes.index(axis) for axis in a.layout(name).axes if axis in axes] for name in (features, tokens)]
     return bool(places[0] and places[1]) and min(places[0]) < min(places[1])
 
 

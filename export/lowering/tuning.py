@@ -1,8 +1,8 @@
-"""Which form of a site is fastest on this machine: every candidate run side by side, on the shapes that it will see.
+"""Which form of a site is fastest on this machine: every candidate is run, side by side, on the sizes it will see.
 
-A site is measured alone, between its operands as the graph has them laid out before its views and its output as the
-graph wants it, so that transposes count. Sites alike in all of that share one measurement. Every candidate is first
-held to the plain products: one that disagrees is not timed.
+A site is measured alone, from its operands as the graph holds them before any views to its output as the graph reads
+it, so that transposes count. Sites that are alike in all of that share one measurement. Every candidate is first
+compared with the plain products; a candidate that differs is not timed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonical import MASK_STEP
+from attnforge.errors import first_line
+from attnforge.export.attention.canonical import SiteAxes
 from attnforge.export.attention.layout import Axis, Layout, Size, sizes_of
 from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.lowering.attention import Attention
+from attnforge.export.lowering.products import last_step
+from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.turns import ALIKE, medians
 
 BOOL = ir.DataType.BOOL
@@ -45,7 +48,7 @@ class Candidate:
     Attributes:
         form: its name.
         node: name of the node by which the site is found again in what the backend compiled.
-        emit: writes it, given an attention of these properties at any sizes.
+        emit: writes it for an attention of these properties, at any sizes.
         fused: whether one kernel does the work.
         holds_scores: whether all scores are in memory at once.
     """
@@ -58,7 +61,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormChoice:
     """The form chosen and why; the milliseconds of every form that was timed, and why others were not."""
 
     form: str
@@ -72,30 +75,36 @@ class Unmeasurable(Exception):
 
 
 class Tuner:
-    """Chooses by measuring, within a time for all sites together.
+    """Chooses the form of each site by measuring.
 
     Args:
-        sizes: what each symbol of the dims most often is.
-        seconds: for all measuring. What is over when these are spent is left to the rules.
+        sizes: the usual size of each symbol of the dims.
+        seconds: for measuring all sites together. Sites that come after these are left to the rules.
 
     Attributes:
-        spent: seconds so far.
+        spent: seconds of measuring so far.
     """
 
     def __init__(self, sizes: Mapping[str, int], seconds: float = 20.0) -> None:
         self.sizes = sizes
         self.seconds, self.spent = seconds, 0.0
-        self._known: dict[Hashable, Choice] = {}
+        self._known: dict[Hashable, FormChoice] = {}
 
-    def choose(self, a: Attention, candidates: Sequence[Candidate], ruled: Choice) -> Choice:
-        """The fastest of `candidates`, the first of which are the plain products, or `ruled` where none is measured."""
+    def choose(self, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice) -> FormChoice:
+        """The fastest of `candidates`, or `ruled` where they cannot be measured.
+
+        Args:
+            a: the site.
+            candidates: its forms, the plain products first.
+            ruled: the form that the rules choose.
+        """
         try:
             scores = 4 * prod(evaluated(a.size(name), self.sizes) for name in ("B", "H", "n_q", "n_k"))
             if len(candidates) == 1:
                 return ruled
             if scores > LARGEST_SCORES:
                 raise Unmeasurable(f"its scores are {scores / 2**30:.1f} GiB, and all but one form would hold them")
-            key = (_signature(a, self.sizes), tuple(one.form for one in candidates))
+            key = (_signature(a, self.sizes), tuple(candidate.form for candidate in candidates))
             if key not in self._known:
                 if self.spent >= self.seconds:
                     raise Unmeasurable("the time for measuring was spent on other sites")
@@ -108,10 +117,10 @@ class Tuner:
 
 
 def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
-    """The number that `size` is where its symbols are `sizes`.
+    """The number that `size` is where each symbol has its size in `sizes`.
 
     Raises:
-        Unmeasurable: a symbol is none of them, nor an expression of them.
+        Unmeasurable: `sizes` lacks a symbol.
     """
     try:
         factors = [ir.SymbolicDim(symbol).evaluate(sizes) for symbol in size.symbols]
@@ -124,50 +133,59 @@ def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
 
 
 def _measure(
-    a: Attention, candidates: Sequence[Candidate], ruled: Choice, sizes: Mapping[str, int], seconds: float
-) -> Choice:
+    a: Attention, candidates: Sequence[Candidate], ruled: FormChoice, sizes: Mapping[str, int], seconds: float
+) -> FormChoice:
+    start = time.perf_counter()
+    runs, dropped = _agreeing(a, candidates, sizes)
+    measured = medians(runs, ROUNDS, start + seconds - time.perf_counter())
+    if not measured:
+        raise Unmeasurable("; ".join(dropped.values()))
+    frugal = {candidate.form for candidate in candidates if not candidate.holds_scores}
+    form = _fastest(measured, frugal, ruled.form)
+    others = ", ".join(f"{other} {ms:.2f}" for other, ms in measured.items() if other != form)
+    why = f"measured: {measured[form]:.2f} ms" + (f" against {others}" if others else "")
+    why += "".join(f"; not {other}: {reason}" for other, reason in dropped.items())
+    return FormChoice(form, why, measured, dropped)
+
+
+def _agreeing(
+    a: Attention, candidates: Sequence[Candidate], sizes: Mapping[str, int]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """One run of every form that agrees with the first candidate, by form; and why the other forms are dropped."""
     runs: dict[str, Callable[[], Any]] = {}
     dropped: dict[str, str] = {}
     expected: Array | None = None
-    start = time.perf_counter()
     for candidate in candidates:
         model = alone(a, candidate, sizes)
         feeds = operands(a, model)
         try:
-            runs[candidate.form] = run = _opened(model, feeds)
-            got: Array = run().numpy()
+            run = _opened(model, feeds)
+            output: Array = run().numpy()
         except Exception as error:  # a kernel that refuses this shape is a result
-            dropped[candidate.form] = "ONNX Runtime refuses it: " + str(error).strip().splitlines()[0]
-            runs.pop(candidate.form, None)
             if expected is None:
                 raise Unmeasurable("ONNX Runtime refuses the form that the others are held to") from error
+            dropped[candidate.form] = f"ONNX Runtime refuses it: {first_line(error)}"
             continue
-        expected = got if expected is None else expected
-        if reason := _disagreement(got, expected):
+        expected = output if expected is None else expected
+        if reason := _disagreement(output, expected):
             dropped[candidate.form] = reason
-            del runs[candidate.form]
-    measured = medians(runs, ROUNDS, start + seconds - time.perf_counter())
-    if not measured:
-        raise Unmeasurable("; ".join(dropped.values()))
-    form = _fastest(measured, {one.form for one in candidates if not one.holds_scores}, ruled.form)
-    others = ", ".join(f"{other} {ms:.2f}" for other, ms in measured.items() if other != form)
-    why = f"measured: {measured[form]:.2f} ms" + (f" against {others}" if others else "")
-    why += "".join(f"; not {other}: {reason}" for other, reason in dropped.items())
-    return Choice(form, why, measured, dropped)
+        else:
+            runs[candidate.form] = run
+    return runs, dropped
 
 
 def _fastest(measured: Mapping[str, float], frugal: set[str], ruled: str) -> str:
-    """The fastest; of those about as fast one that does not hold the scores, else what the rules say."""
+    """The fastest form; of forms that count as equal, one that does not hold the scores, else the rules' form."""
     best = min(measured, key=lambda form: measured[form])
     alike = [form for form, ms in measured.items() if ms <= ALIKE * measured[best]]
     return next((form for form in alike if form in frugal), ruled if ruled in alike else best)
 
 
-def _disagreement(got: Array, expected: Array) -> str | None:
-    if got.shape != expected.shape or not np.array_equal(np.isnan(got), np.isnan(expected)):
+def _disagreement(output: Array, expected: Array) -> str | None:
+    """How an output differs from the products'; None where rounding explains the difference."""
+    if output.shape != expected.shape or not np.array_equal(np.isnan(output), np.isnan(expected)):
         return "it differs from the products where a query attends to nothing"
-    difference = float(np.linalg.norm(np.nan_to_num(got - expected)))
-    error = difference / (float(np.linalg.norm(np.nan_to_num(expected))) or 1.0)
+    error = relative_error(np.nan_to_num(output), np.nan_to_num(expected))
     return f"it differs from the products by {error:.1e}" if error > TOLERANCE else None
 
 
@@ -175,14 +193,17 @@ def _disagreement(got: Array, expected: Array) -> str | None:
 
 
 def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
-    """`model` in a session of its own, as often as wanted on `feeds`; gives its output as ONNX Runtime has it."""
+    """A function that runs `model` on `feeds`, and returns its output as ONNX Runtime holds it."""
     session = open_session(model, optimised=True)
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
     return lambda: session.run_with_ort_values(["output"], values)[0]
 
 
 def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Model:
-    """A model of one site at one set of sizes: the inputs are its operands before any views, and what masks it."""
+    """A model of one site in one form, at one set of sizes.
+
+    Its inputs are the operands before any views, and what its mask is made of; its output is the graph's, behind views.
+    """
     op, inputs = Builder(), dict[str, ir.Value]()
     axes: dict[Axis, Axis] = {}
 
@@ -191,22 +212,21 @@ def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Mo
             [axes.setdefault(axis, Axis(Size(evaluated(axis.size, sizes)))) for axis in dim] for dim in layout.dims
         )
 
-    def operand(name: str, wanted: Operand) -> Operand:
-        layout = fixed(wanted.layout)
+    def operand(name: str, original: Operand) -> Operand:
+        layout = fixed(original.layout)
         value = inputs[name] = ir.Value(name=name)
         return Operand(typed(value, a.dtype, [size.dim() for size in layout.sizes()]), layout)
 
-    query, key, value = operand("query", a.query), operand("key", a.key), operand("value", a.value)
-    small = replace(
+    site = replace(
         a,
-        query=query,
-        key=key,
-        value=value,
+        query=operand("query", a.query),
+        key=operand("key", a.key),
+        value=operand("value", a.value),
         mask=_copied(op, a.mask, sizes, inputs) if a.mask is not None else None,
-        output_layout=fixed(a.output_layout),
-        dims={name: fixed(layout) for name, layout in a.dims.items()},
+        output=Operand(a.output.value, fixed(a.output.layout)),
+        axes=SiteAxes({name: fixed(a.layout(name)).dims[0] for name in a.axes.dims}),
     )
-    result = candidate.emit(op, small)
+    result = candidate.emit(op, site)
     result.name = "output"
     graph = ir.Graph(
         list(inputs.values()), [result], nodes=op.nodes, opset_imports={"": 23, "com.microsoft": 1}, name="site"
@@ -215,12 +235,12 @@ def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Mo
 
 
 def _copied(op: Builder, mask: ir.Value, sizes: Mapping[str, int], inputs: dict[str, ir.Value]) -> ir.Value:
-    """A mask, its steps as nodes and what these apply as inputs."""
+    """A mask with its steps as nodes; what the steps apply are inputs, which are added to `inputs`."""
     assert mask.dtype is not None
     dims = [evaluated(size, sizes) for size in sizes_of(mask)]
     if (number := scalar(mask)) is not None:
         return constant(op, np.full(dims, number), mask.dtype)
-    if (node := step_of(mask)) is not None:
+    if (node := last_step(mask)) is not None:
         parts = [_copied(op, part, sizes, inputs) for part in node.inputs if part is not None]
         copy = op.op(node.op_type, parts, metadata_props=dict(node.metadata_props))
         return typed(copy, mask.dtype, dims)
@@ -230,19 +250,13 @@ def _copied(op: Builder, mask: ir.Value, sizes: Mapping[str, int], inputs: dict[
     return inputs[name]
 
 
-def step_of(mask: ir.Value) -> ir.Node | None:
-    """The node that makes `mask` by one more of the author's steps, or None."""
-    node = mask.producer()
-    if node is None or node.domain != "":
-        return None
-    fills = node.op_type == "Where" and scalar(node.inputs[2]) == -np.inf
-    return node if fills or MASK_STEP in node.metadata_props else None
-
-
 def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
-    """Random operands that make scores of about one. The first row of every mask with several attends to nothing."""
+    """Random inputs for a model that :func:`alone` made, by name; their scores are of about one.
+
+    In every mask that differs by query, the first row attends to nothing.
+    """
     rng = np.random.default_rng(0)
-    made: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for value in model.graph.inputs:
         assert value.name is not None and value.shape is not None and value.dtype is not None
         shape = tuple(value.shape.numpy())
@@ -254,24 +268,26 @@ def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
             array /= np.float32(a.scale * a.size("d_k").factor ** 0.5)
         elif value.name.startswith("mask_") and prod(shape[:-1]) > 1:
             array.reshape(-1, shape[-1])[0] = False if value.dtype == BOOL else -np.inf
-        made[value.name] = array
-    return made
+        arrays[value.name] = array
+    return arrays
 
 
 def _signature(a: Attention, sizes: Mapping[str, int]) -> Hashable:
-    """Equal where two sites are the same work."""
-    numbers = {axis: i for i, axis in enumerate(axis for layout in a.dims.values() for axis in layout.axes)}
+    """What makes a site the work that it is: equal for two sites that one measurement serves."""
+    dims = [a.layout(name) for name in a.axes.dims]
+    numbers = {axis: i for i, axis in enumerate(axis for layout in dims for axis in layout.axes)}
     layouts = tuple(
         tuple(tuple((numbers[axis], evaluated(axis.size, sizes)) for axis in dim) for dim in layout.dims)
-        for layout in (*a.dims.values(), a.query.layout, a.key.layout, a.value.layout, a.output_layout)
+        for layout in (*dims, *(operand.layout for operand in (*a.operands, a.output)))
     )
     mask = tuple(_shapes(a.mask, sizes)) if a.mask is not None else ()
     return layouts, mask, a.dtype, a.scale, a.softcap, a.is_causal, a.silent_rows_are_nan, a.softmax_dtype
 
 
 def _shapes(mask: ir.Value, sizes: Mapping[str, int]) -> Iterator[Hashable]:
+    """Type, constant and shape of a mask and of everything that its steps apply."""
     yield mask.dtype, scalar(mask), tuple(evaluated(size, sizes) for size in sizes_of(mask))
-    if (node := step_of(mask)) is not None:
+    if (node := last_step(mask)) is not None:
         yield node.op_type
         for part in node.inputs:
             if part is not None:

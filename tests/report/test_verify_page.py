@@ -27,7 +27,7 @@ from attnforge.bundle import Bundle, Kind, Masks
 from attnforge.cli import app
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
-from attnforge.export.lowering.tuning import Choice
+from attnforge.export.lowering.tuning import FormChoice
 from attnforge.model import build_model
 from attnforge.report import attention_maps as looking
 from attnforge.report import charts
@@ -82,9 +82,9 @@ class Always:
 
     def __init__(self, sizes: object) -> None: ...
 
-    def choose(self, attention: object, candidates: list[Any], ruled: Choice) -> Choice:
+    def choose(self, attention: object, candidates: list[Any], ruled: FormChoice) -> FormChoice:
         assert self.form in [candidate.form for candidate in candidates]
-        return Choice(self.form, "asked for")
+        return FormChoice(self.form, "asked for")
 
 
 def deployed_as(

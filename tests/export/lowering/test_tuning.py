@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +18,11 @@ from torch.export import Dim
 import attnforge
 from attnforge.bundle import Bundle
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.graphs.build import Builder, insert, replace_value
+from attnforge.export.graphs.build import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
 from attnforge.export.lowering.attention import Attention, attentions
-from attnforge.export.lowering.onnxruntime import CONTRIB, GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for
+from attnforge.export.lowering.onnxruntime import GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for, write
 from tests.export.attention.test_idioms import captured
 from tests.export.lowering.test_lowering import CPU, OPT, SIZES, Attends, agree, run
 from tests.support.idioms import IDIOMS
@@ -44,10 +43,8 @@ def as_form(attends: Attends, form: str) -> ir.Model:
     model, sites = attends.model()
     ((site, attention),) = attentions(model, sites)
     (candidate,) = (one for one in candidates_for(site.name, attention) if one.form == form)
-    result = insert(model.graph, attention.node, partial(candidate.emit, a=attention))
-    replace_value(attention.output, result)
+    write(model.graph, attention, candidate)
     model.graph.remove(attention.node, safe=True)
-    model.graph.opset_imports[CONTRIB] = 1
     assert candidate.node in {node.name for node in model.graph}
     return model
 
@@ -189,7 +186,7 @@ def test_a_form_that_disagrees_is_dropped() -> None:
         return fused.emit(op, replace(a, scale=1.01 * a.scale))
 
     choice = tuning.Tuner(OPT, QUICK).choose(
-        attention, [products, replace(fused, emit=wrong)], tuning.Choice(fused.form, "the rules")
+        attention, [products, replace(fused, emit=wrong)], tuning.FormChoice(fused.form, "the rules")
     )
     assert choice.form == products.form and set(choice.measured) == {products.form}
     assert "differs from the products by" in choice.dropped[fused.form]

@@ -1,0 +1,171 @@
+"""Attention written out as two products around a softmax, and what the mask of a canonical node does step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.attention.canonical import MASK_STEP
+from attnforge.export.attention.masking import any_key, largest, representable
+from attnforge.export.attention.operands import scalar
+from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
+from attnforge.export.lowering.attention import Attention
+
+BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
+
+
+def decompose(
+    op: Builder,
+    attention: Attention,
+    query: ir.Value,
+    key_transposed: ir.Value,
+    value: ir.Value,
+    softmax_name: str,
+    as_columns: bool = False,
+) -> ir.Value:
+    """Attention as two products around a softmax, on four dims.
+
+    The scale goes on the query, where it costs n·d and keeps the scores small. Masks are applied to the scores before
+    these are cast and, wherever the order makes no difference, before a bias is added: TensorRT keeps the choice
+    inside its fused kernel only there.
+
+    Args:
+        query: `(B, H, n_q, d)`.
+        key_transposed: `(B, H, d, n_k)`.
+        value: `(B, H, n_k, d_v)`, or `(B, H, d_v, n_k)` where `as_columns`.
+        softmax_name: name for the Softmax node.
+        as_columns: compute the output transposed.
+
+    Returns:
+        `(B, H, n_q, d_v)`, or `(B, H, d_v, n_q)` where `as_columns`.
+    """
+    dtype, mask = attention.dtype, attention.mask
+    if attention.scale != 1.0:
+        query = _scaled(op, query, attention.scale)
+    scores = _capped_scores(op, attention, query, key_transposed)
+    for step in _steps(op, attention, query, key_transposed):
+        scores = _masked(op, scores, step)
+    scores = cast(op, scores, attention.softmax_dtype)
+    weights = cast(op, like(op.op("Softmax", [scores], {"axis": -1}, name=softmax_name), scores), dtype)
+    batch, heads, n_q = dims_of(query)[:3]
+    if as_columns:
+        product = op.MatMul(value, op.Transpose(weights, perm=[0, 1, 3, 2]))
+        result = typed(product, dtype, [batch, heads, dims_of(value)[2], n_q])
+    else:
+        result = typed(op.MatMul(weights, value), dtype, [batch, heads, n_q, dims_of(value)[3]])
+    if mask is None or attention.silent_rows_are_nan:
+        return result
+    some = any_key(op, mask)
+    if as_columns:
+        some = op.Transpose(some, perm=[0, 1, 3, 2])
+    return like(op.Where(some, result, constant(op, 0.0, dtype)), result)
+
+
+def _scaled(op: Builder, query: ir.Value, scale: float) -> ir.Value:
+    """`query` times `scale`, which is not rounded to 16 bits, for eager does not round it either."""
+    dtype = query.dtype
+    assert dtype is not None
+    if dtype.bitwidth != 16 or float(np.asarray(scale).astype(dtype.numpy())) == scale:
+        return like(op.Mul(query, constant(op, scale, dtype)), query)
+    wide = like(op.Cast(query, to=FLOAT.value), query, FLOAT)
+    return like(op.Cast(like(op.Mul(wide, constant(op, scale, FLOAT)), wide), to=dtype.value), query)
+
+
+def _capped_scores(op: Builder, attention: Attention, query: ir.Value, key_transposed: ir.Value) -> ir.Value:
+    """`(B, H, n_q, n_k)`: the product of query and key, under the soft cap where there is one."""
+    scores = op.MatMul(query, key_transposed)
+    typed(scores, attention.dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
+    if attention.softcap:
+        cap = constant(op, attention.softcap, attention.dtype)
+        scores = like(op.Mul(like(op.Tanh(like(op.Div(scores, cap), scores)), scores), cap), scores)
+    return scores
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MaskStep:
+    """A bias; or a condition, and the number `fill` that replaces the scores where the condition is False."""
+
+    operand: ir.Value
+    fill: float | None = None
+
+
+def mask_steps(mask: ir.Value | None) -> list[MaskStep]:
+    """What the mask of a canonical node does to the scores, in the author's order."""
+    if mask is None:
+        return []
+    if mask.dtype == BOOL:
+        return [MaskStep(mask, -np.inf)]
+    node = last_step(mask)
+    if node is None:
+        return [MaskStep(mask)]
+    if node.op_type == "Add":
+        before, bias = node.inputs
+        assert bias is not None
+        return [*mask_steps(before), MaskStep(bias)]
+    condition, before, number = node.inputs
+    assert condition is not None
+    return [*([] if scalar(before) == 0.0 else mask_steps(before)), MaskStep(condition, scalar(number))]
+
+
+def last_step(mask: ir.Value) -> ir.Node | None:
+    """The Add or Where by which an added mask takes the author's last step; None where it is a bias as it stands."""
+    node = mask.producer()
+    if node is None or node.domain != "":
+        return None
+    fills = node.op_type == "Where" and scalar(node.inputs[2]) == -np.inf
+    return node if fills or MASK_STEP in node.metadata_props else None
+
+
+def _steps(op: Builder, attention: Attention, query: ir.Value, key_transposed: ir.Value) -> list[MaskStep]:
+    """The steps of mask and causality, all choices first and in one where the order makes no difference."""
+    steps = mask_steps(attention.mask)
+    if attention.is_causal:
+        steps.insert(0, MaskStep(_causal(op, query, key_transposed), -np.inf))
+    conditions = [step.operand for step in steps if step.fill is not None]
+    if not conditions or any(step.fill not in (None, -np.inf) for step in steps):
+        return steps
+    # One choice for all conditions: two in a row crash TensorRT-RTX 1.7's builder.
+    allowed, *others = conditions
+    for other in others:
+        allowed = broadcast_like(op.And(allowed, other), allowed, other)
+    return [MaskStep(allowed, -np.inf), *(step for step in steps if step.fill is None)]
+
+
+def _masked(op: Builder, scores: ir.Value, step: MaskStep) -> ir.Value:
+    if step.fill is None:
+        bias = _kept_finite(op, step.operand)
+        assert bias.dtype is not None
+        scores = cast(op, scores, bias.dtype)  # wider where attention alone is narrow, so -1e9 stays what it is
+        return like(op.Add(scores, bias), scores)
+    assert scores.dtype is not None
+    number = constant(op, representable(step.fill, scores.dtype), scores.dtype)
+    return like(op.Where(step.operand, scores, number), scores)
+
+
+def _kept_finite(op: Builder, bias: ir.Value) -> ir.Value:
+    """A bias whose finite numbers stay finite where it is cast to a type of smaller range; infinities stay."""
+    node = bias.producer()
+    if node is None or node.op_type != "Cast" or bias.dtype is None:
+        return bias
+    source = node.inputs[0]
+    assert source is not None
+    if source.dtype is None or not source.dtype.is_floating_point() or largest(source.dtype) <= largest(bias.dtype):
+        return bias
+    infinity = constant(op, -np.inf, source.dtype)
+    infinite = like(op.Equal(source, infinity), source, BOOL)
+    finite = like(op.Max(source, constant(op, -largest(bias.dtype), source.dtype)), source)
+    return like(op.Cast(like(op.Where(infinite, infinity, finite), source), to=bias.dtype.value), bias)
+
+
+def _causal(op: Builder, query: ir.Value, key_transposed: ir.Value) -> ir.Value:
+    """`(1, 1, n_q, n_k)`, True where the key is not later than the query."""
+    zero, one = constant(op, 0), constant(op, 1)
+    rows = op.Range(zero, op.Squeeze(op.Shape(query, start=2, end=3)), one)
+    columns = op.Range(zero, op.Squeeze(op.Shape(key_transposed, start=3, end=4)), one)
+    mask = op.LessOrEqual(op.Unsqueeze(columns, constant(op, [0, 1, 2])), op.Unsqueeze(rows, constant(op, [0, 1, 3])))
+    return typed(mask, BOOL, [1, 1, dims_of(query)[2], dims_of(key_transposed)[3]])
