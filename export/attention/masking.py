@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import reduce
 
 import ml_dtypes
 import numpy as np
@@ -89,7 +91,8 @@ def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
     op, dtype = writer.op, writer.dtype
     fills = scores.fills
     if len(fills) == len(scores.masking) and all(fill.number == -np.inf for fill in fills):
-        return _all_allowed(writer, fills[::-1]) if fills else None
+        conditions = (allowed(writer, fill.condition, fill.inverted) for fill in reversed(fills))
+        return all_of(op, conditions) if fills else None
     mask: ir.Value | None = None
     for step in reversed(scores.masking):
         if isinstance(step, Bias):
@@ -103,14 +106,9 @@ def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
     return mask
 
 
-def _all_allowed(writer: SiteWriter, fills: list[Fill]) -> ir.Value:
-    """The conjunction of the conditions of `fills`."""
-    first, *others = fills
-    mask = allowed(writer, first.condition, first.inverted)
-    for fill in others:
-        other = allowed(writer, fill.condition, fill.inverted)
-        mask = broadcast_like(writer.op.And(mask, other), mask, other)
-    return mask
+def all_of(op: Builder, conditions: Iterable[ir.Value]) -> ir.Value:
+    """The conjunction of conditions, at least one, that broadcast to one another."""
+    return reduce(lambda a, b: broadcast_like(op.And(a, b), a, b), conditions)
 
 
 def allowed(writer: SiteWriter, condition: Operand, inverted: bool) -> ir.Value:

@@ -1,21 +1,25 @@
-"""Attention operators as others write them become the plain Attention node that this library calls canonical.
+"""Attention operators that others wrote become the canonical node (:mod:`.canonical`).
 
-Of ai.onnx Attention (https://onnx.ai/onnx/operators/onnx__Attention.html): heads packed on three dims, a cache of past
-keys and values, masks of fewer dims, lengths, windows. Of ONNX Runtime's com.microsoft operators
-(https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md): MultiHeadAttention, Attention and
-GroupQueryAttention. What an operator does beside attending (projections, caches, rotary embeddings) is written out.
+- ai.onnx Attention (https://onnx.ai/onnx/operators/onnx__Attention.html): heads packed on three dims, a cache of past
+  keys and values, masks of fewer dims, lengths, windows.
+- ONNX Runtime's com.microsoft operators MultiHeadAttention, Attention and GroupQueryAttention
+  (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md).
+
+Whatever an operator does beside attending (projections, caches, rotary embeddings) is written out as nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from attnforge.export.attention.canonical import attention_node
 from attnforge.export.attention.layout import ONE, Size, sizes_of
+from attnforge.export.attention.masking import all_of
 from attnforge.export.attention.operands import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, insert, like, replace_value, typed
 
@@ -23,59 +27,51 @@ BOOL, INT32, INT64 = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64
 CONTRIB = "com.microsoft"
 
 
-@dataclass
-class Given:
-    """What an operator attends with, all on four dims, and what its other outputs are."""
+@dataclass(frozen=True)
+class Reading:
+    """What an operator attends with, and what its outputs are.
 
-    query: ir.Value  # (B, H, n_q, d_k)
-    key: ir.Value  # (B, H', n_k, d_k), the past's in front
-    value: ir.Value  # (B, H', n_k, d_v)
+    Attributes:
+        query: `(B, H, n_q, d_k)`.
+        key: `(B, H', n_k, d_k)`, those of the past in front.
+        value: `(B, H', n_k, d_v)`, those of the past in front.
+        masks: each on four dims, boolean or added to the scores.
+        offset: number of keys in front of the first query's own, int64, of one element or one a sample.
+        window: how many keys a query sees to its left and to its right; -1 for all.
+        packed_output: whether the output is `(B, n_q, H·d_v)` instead of `(B, H, n_q, d_v)`.
+        more_outputs: values of the operator's other outputs, by position.
+    """
+
+    query: ir.Value
+    key: ir.Value
+    value: ir.Value
     scale: float
-    masks: list[ir.Value] = field(default_factory=list)  # 4-D, boolean or added
+    masks: tuple[ir.Value, ...] = ()
     is_causal: bool = False
-    offset: ir.Value | None = None  # how many keys come before the first query's own, as an int64 of one element
+    offset: ir.Value | None = None
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     softmax_precision: int = 0
     packed_output: bool = True
-    more_outputs: dict[int, ir.Value] = field(default_factory=dict)
+    more_outputs: Mapping[int, ir.Value] = field(default_factory=dict)
 
-
-def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
-    """Put an Attention node called `name`, on four dims, without cache and with its scale, in the place of `node`.
-
-    Raises:
-        NotAttention: `node` does what no Attention node does, or its operands' sizes are not known.
-    """
-    read = READERS[node.domain, node.op_type]
-    given: Given | None = None
-
-    def build(op: Builder) -> ir.Value:
-        nonlocal given
-        given = read(op, node)
-        return _emit(op, given, name)
-
-    result = insert(graph, node, build, stem=f"{name}/operands")
-    assert given is not None
-    like(node.outputs[0], result)
-    replace_value(node.outputs[0], result)
-    for i, value in given.more_outputs.items():
-        like(node.outputs[i], value)
-        replace_value(node.outputs[i], value)
+    def masked(self, *masks: ir.Value) -> Reading:
+        """The same with further masks."""
+        return replace(self, masks=(*self.masks, *masks))
 
 
 def is_standard(node: ir.Node) -> bool:
-    """Whether an Attention node is canonical as it stands."""
+    """Whether an Attention node is canonical as it stands, but for its scale."""
     inputs = [*node.inputs, *[None] * 7]
-    operands = inputs[:3]
+    query, key, value, mask = inputs[:4]
     is_causal = node.attributes.get_int("is_causal", 0)
     return (
         node.domain == ""
-        and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in operands)
-        and _is_whole(inputs[3], inputs[1])
-        and not (inputs[3] is not None and is_causal)
+        and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in (query, key, value))
+        and _is_whole(mask, key)
+        and not (mask is not None and is_causal)
         and all(v is None for v in inputs[4:])
-        and not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
+        and not any(_is_used(output) for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
     )
 
@@ -87,69 +83,80 @@ def _is_whole(mask: ir.Value | None, key: ir.Value | None) -> bool:
     return mask.shape is not None and len(mask.shape) == 4 and sizes_of(mask)[3] in (ONE, sizes_of(key)[2])
 
 
-def _emit(op: Builder, given: Given, name: str) -> ir.Value:
-    query, key, value = given.query, given.key, given.value
-    attributes: dict[str, float | int] = {"scale": given.scale}
-    # Together with a mask it is written out: a query may be left without keys by both that neither leaves so.
-    plain_causal = given.is_causal and given.offset is None and given.window == (-1, -1) and not given.masks
-    if plain_causal:
-        attributes["is_causal"] = 1
-    if given.softcap:
-        attributes["softcap"] = given.softcap
-    if given.softmax_precision:
-        attributes["softmax_precision"] = given.softmax_precision
-    mask = _joined(op, given, plain_causal)
-    inputs = [query, key, value, *([mask] if mask is not None else [])]
-    result = op.op("Attention", inputs, attributes, name=name)
-    assert query.dtype is not None
-    typed(result, query.dtype, [*dims_of(query)[:3], dims_of(value)[3]])
-    return _merged(op, result) if given.packed_output else result
+def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
+    """Put a canonical node called `name` in the place of an operator that :data:`READERS` knows.
+
+    Raises:
+        NotAttention: the operator does what no canonical node does.
+        LayoutError: the shape of an operand is not known.
+    """
+    reading: Reading | None = None
+
+    def build(op: Builder) -> ir.Value:
+        nonlocal reading
+        reading = READERS[node.domain, node.op_type](op, node)
+        return _emit(op, reading, name)
+
+    result = insert(graph, node, build, stem=f"{name}/operands")
+    assert reading is not None
+    for i, value in {0: result, **reading.more_outputs}.items():
+        like(node.outputs[i], value)
+        replace_value(node.outputs[i], value)
 
 
-def _joined(op: Builder, given: Given, plain_causal: bool) -> ir.Value | None:
-    """One mask out of all, and of what causality and a window forbid."""
-    conditions = [mask for mask in given.masks if mask.dtype == BOOL]
-    biases = [mask for mask in given.masks if mask.dtype != BOOL]
-    if (given.is_causal and not plain_causal) or given.window != (-1, -1):
-        conditions.append(_in_reach(op, given))
+def _emit(op: Builder, reading: Reading, name: str) -> ir.Value:
+    # Beside a mask causality is part of the mask: both together may leave a query without keys that neither does alone.
+    plain_causal = reading.is_causal and reading.offset is None and reading.window == (-1, -1) and not reading.masks
+    result = attention_node(
+        op, name, reading.query, reading.key, reading.value, _joined_mask(op, reading, plain_causal),
+        scale=reading.scale, is_causal=plain_causal, softcap=reading.softcap,
+        softmax_precision=reading.softmax_precision,
+    )  # fmt: skip
+    return _merged(op, result) if reading.packed_output else result
+
+
+def _joined_mask(op: Builder, reading: Reading, plain_causal: bool) -> ir.Value | None:
+    """One mask out of all masks, causality and window."""
+    conditions = [mask for mask in reading.masks if mask.dtype == BOOL]
+    biases = [mask for mask in reading.masks if mask.dtype != BOOL]
+    if (reading.is_causal and not plain_causal) or reading.window != (-1, -1):
+        conditions.append(_in_reach(op, reading))
     mask = None
     for bias in biases:
         mask = bias if mask is None else broadcast_like(op.Add(mask, bias), mask, bias)
-    allowed = None
-    for condition in conditions:
-        allowed = condition if allowed is None else broadcast_like(op.And(allowed, condition), allowed, condition)
-    if mask is None or allowed is None:
-        return allowed if mask is None else mask
+    if not conditions:
+        return mask
+    allowed = all_of(op, conditions)
+    if mask is None:
+        return allowed
     assert mask.dtype is not None
     return broadcast_like(op.Where(allowed, mask, constant(op, -np.inf, mask.dtype)), mask, allowed)
 
 
-def _in_reach(op: Builder, given: Given) -> ir.Value:
+def _in_reach(op: Builder, reading: Reading) -> ir.Value:
     """`(1 | B, 1, n_q, n_k)`, True where a key is neither later than causality nor further than the window allows."""
-    rows = op.Unsqueeze(_range(op, given.query, 2), constant(op, [0, 1, 3]))
-    columns = op.Unsqueeze(_range(op, given.key, 2), constant(op, [0, 1, 2]))
-    if given.offset is not None:
-        rows = op.Add(rows, given.offset)
+    rows = op.Unsqueeze(_range(op, reading.query, 2), constant(op, [0, 1, 3]))
+    columns = op.Unsqueeze(_range(op, reading.key, 2), constant(op, [0, 1, 2]))
+    offset = reading.offset
+    if offset is not None:
+        rows = op.Add(rows, offset)
     behind = op.Sub(rows, columns)
-    left, right = given.window
-    conditions = [op.GreaterOrEqual(behind, constant(op, 0))] if given.is_causal else []
+    left, right = reading.window
+    conditions = [op.GreaterOrEqual(behind, constant(op, 0))] if reading.is_causal else []
     if left >= 0:
         conditions.append(op.LessOrEqual(behind, constant(op, left)))
     if right >= 0:
         conditions.append(op.GreaterOrEqual(behind, constant(op, -right)))
-    batch = 1 if given.offset is None or given.offset.shape is None else dims_of(given.offset)[0]
-    allowed: ir.Value | None = None
-    for condition in conditions:
-        typed(condition, BOOL, [batch, 1, dims_of(given.query)[2], dims_of(given.key)[2]])
-        allowed = condition if allowed is None else like(op.And(allowed, condition), condition)
-    assert allowed is not None
-    return allowed
+    batch = 1 if offset is None or offset.shape is None else dims_of(offset)[0]
+    dims = [batch, 1, dims_of(reading.query)[2], dims_of(reading.key)[2]]
+    return all_of(op, [typed(condition, BOOL, dims) for condition in conditions])
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------
 
 
-def _attention(op: Builder, node: ir.Node) -> Given:
+def _attention(op: Builder, node: ir.Node) -> Reading:
+    """ai.onnx Attention."""
     query, key, value, mask, past_key, past_value, lengths = _inputs(node, 7)
     packed = len(sizes_of(query)) == 3
     if packed:
@@ -157,25 +164,27 @@ def _attention(op: Builder, node: ir.Node) -> Given:
         query, key, value = (_split(op, x, h) for x, h in ((query, heads), (key, shared), (value, shared)))
     if node.attributes.get_int("qk_matmul_output_mode", 0) or (len(node.outputs) > 3 and _is_used(node.outputs[3])):
         raise NotAttention("the scores are an output of the Attention node; a fused kernel never has them in memory")
-    given = Given(
+    reading = Reading(
         query, key, value, scale_of(node, query), packed_output=packed,
         is_causal=bool(node.attributes.get_int("is_causal", 0)),
         window=(node.attributes.get_int("left_window_size", -1), node.attributes.get_int("right_window_size", -1)),
         softcap=node.attributes.get_float("softcap", 0.0) or 0.0,
         softmax_precision=node.attributes.get_int("softmax_precision", 0),
     )  # fmt: skip
-    _remember(op, node, given, past_key, past_value)
+    reading = _with_past(op, node, reading, past_key, past_value)
     if mask is not None:
-        given.masks.append(_on_four_dims(op, mask, given.key))
+        reading = reading.masked(_on_four_dims(op, mask, reading.key))
     if lengths is not None:
-        given.masks.append(_within(op, lengths, given.key))
-        if given.is_causal:
-            first = op.Sub(lengths, op.Shape(given.query, start=2, end=3))
-            given.offset = typed(op.Unsqueeze(first, constant(op, [1, 2, 3])), INT64, [dims_of(lengths)[0], 1, 1, 1])
-    return given
+        reading = reading.masked(_within(op, lengths, reading.key))
+        if reading.is_causal:
+            first = op.Sub(lengths, op.Shape(query, start=2, end=3))
+            offset = typed(op.Unsqueeze(first, constant(op, [1, 2, 3])), INT64, [dims_of(lengths)[0], 1, 1, 1])
+            reading = replace(reading, offset=offset)
+    return reading
 
 
-def _multi_head_attention(op: Builder, node: ir.Node) -> Given:
+def _multi_head_attention(op: Builder, node: ir.Node) -> Reading:
+    """com.microsoft MultiHeadAttention."""
     query, key, value, bias, padding, added, past_key, past_value, *others = _inputs(node, 10)
     if any(other is not None for other in others):
         raise NotAttention("a MultiHeadAttention that shares the buffer of its cache")
@@ -190,19 +199,17 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Given:
         elif len(sizes_of(key)) == 3:
             key = _split(op, _biased(op, key, bias, width, width), heads)
             value = _split(op, _biased(op, value, bias, Size(2 * width.factor), sizes_of(value)[-1]), heads)
-    given = Given(
-        query, key, value, scale_of(node, query), is_causal=bool(node.attributes.get_int("unidirectional", 0))
-    )
-    if given.is_causal and past_key is None and sizes_of(query)[2] != sizes_of(given.key)[2]:
+    is_causal = bool(node.attributes.get_int("unidirectional", 0))
+    if is_causal and past_key is None and sizes_of(query)[2] != sizes_of(key)[2]:
         raise NotAttention("a causal MultiHeadAttention over more or fewer keys than queries, without a past")
-    _remember(op, node, given, past_key, past_value)
-    _pad(op, node, given, padding)
-    if added is not None:
-        given.masks.append(_on_four_dims(op, added, given.key))
-    return given
+    reading = Reading(query, key, value, scale_of(node, query), is_causal=is_causal)
+    reading = _with_past(op, node, reading, past_key, past_value)
+    reading = reading.masked(*_padding_mask(op, node, query, padding))
+    return reading if added is None else reading.masked(_on_four_dims(op, added, reading.key))
 
 
-def _packed_attention(op: Builder, node: ir.Node) -> Given:
+def _packed_attention(op: Builder, node: ir.Node) -> Reading:
+    """com.microsoft Attention, which projects its one input to queries, keys and values."""
     x, weights, bias, padding, past, added, shared_length = _inputs(node, 7)
     heads = _integer(node, "num_heads")
     rotary = node.attributes.get_int("do_rotary", 0)
@@ -215,22 +222,17 @@ def _packed_attention(op: Builder, node: ir.Node) -> Given:
     typed(projected, x.dtype, [*dims_of(x)[:2], total.dim()])
     if bias is not None:
         projected = like(op.Add(projected, bias), projected)
-    parts = op.op_multi_out("Split", [projected, constant(op, widths)], {"axis": -1}, num_outputs=3)
-    for part, width in zip(parts, widths, strict=True):
-        typed(part, x.dtype, [*dims_of(x)[:2], width])
-    query, key, value = (_split(op, part, heads) for part in parts)
-    given = Given(
-        query, key, value, scale_of(node, query), is_causal=bool(node.attributes.get_int("unidirectional", 0))
-    )
+    query, key, value = (_split(op, part, heads) for part in _parts(op, projected, widths))
     if past is not None or (len(node.outputs) > 1 and _is_used(node.outputs[1])):
         raise NotAttention("a com.microsoft Attention with a cache of keys and values in one tensor")
-    _pad(op, node, given, padding)
-    if added is not None:
-        given.masks.append(_on_four_dims(op, added, given.key))
-    return given
+    is_causal = bool(node.attributes.get_int("unidirectional", 0))
+    reading = Reading(query, key, value, scale_of(node, query), is_causal=is_causal)
+    reading = reading.masked(*_padding_mask(op, node, query, padding))
+    return reading if added is None else reading.masked(_on_four_dims(op, added, key))
 
 
-def _group_query_attention(op: Builder, node: ir.Node) -> Given:
+def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
+    """com.microsoft GroupQueryAttention, which is always causal."""
     query, key, value, past_key, past_value, lengths, _, cosine, sine, positions, added, *others = _inputs(node, 14)
     heads, shared = _integer(node, "num_heads"), _integer(node, "kv_num_heads")
     if past_key is not None or past_value is not None or any(_is_used(output) for output in node.outputs[1:]):
@@ -241,39 +243,34 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Given:
         query, key, value = _unpacked(op, query, heads, shared)
     query, key, value = (_split(op, x, h) for x, h in ((query, heads), (key, shared), (value, shared)))
     if node.attributes.get_int("do_rotary", 0):
-        if positions is None:
-            row = op.Unsqueeze(_range(op, query, 2), constant(op, [0]))
-            shape = op.Concat(op.Shape(query, start=0, end=1), op.Shape(query, start=2, end=3), axis=0)
-            positions = typed(op.Expand(row, shape), INT64, [dims_of(query)[0], dims_of(query)[2]])
+        positions = _positions(op, query) if positions is None else positions
         interleaved = node.attributes.get_int("rotary_interleaved", 0)
         query, key = (_rotated(op, x, cosine, sine, positions, interleaved) for x in (query, key))
     window = node.attributes.get_int("local_window_size", -1)
-    given = Given(
+    reading = Reading(
         query, key, value, scale_of(node, query), is_causal=True,
         window=(window - 1 if window >= 0 else -1, -1), softcap=node.attributes.get_float("softcap", 0.0) or 0.0,
     )  # fmt: skip
     if lengths is not None:
         last = typed(op.Cast(op.Reshape(lengths, constant(op, [-1])), to=INT64.value), INT64, [dims_of(query)[0]])
-        given.masks.append(_within(op, like(op.Add(last, constant(op, [1])), last), key))
-    if added is not None:
-        given.masks.append(_on_four_dims(op, added, key))
-    return given
+        reading = reading.masked(_within(op, like(op.Add(last, constant(op, [1])), last), key))
+    return reading if added is None else reading.masked(_on_four_dims(op, added, key))
 
 
-READERS: dict[tuple[str, str], Callable[[Builder, ir.Node], Given]] = {
+READERS: dict[tuple[str, str], Callable[[Builder, ir.Node], Reading]] = {
     ("", "Attention"): _attention,
     (CONTRIB, "MultiHeadAttention"): _multi_head_attention,
     (CONTRIB, "Attention"): _packed_attention,
     (CONTRIB, "GroupQueryAttention"): _group_query_attention,
 }
-"""The operators that are known, by domain and name."""
+"""The known operators, by domain and name."""
 
 
 # --- what readers share -----------------------------------------------------------------------------------------------
 
 
 def _inputs(node: ir.Node, count: int) -> list[Any]:
-    """The inputs, None for those not given."""
+    """The inputs of a node, None for each that is left out."""
     return [*node.inputs, *[None] * count][:count]
 
 
@@ -289,12 +286,16 @@ def _is_used(value: ir.Value) -> bool:
 
 
 def scale_of(node: ir.Node, query: ir.Value | None) -> float:
-    """The factor on the scores: the attribute, or one over the root of the head size."""
+    """The factor on the scores: the attribute, or one over the root of the head size.
+
+    Raises:
+        NotAttention: neither is known.
+    """
     assert query is not None
-    given = node.attributes.get_float("scale")
+    scale = node.attributes.get_float("scale")
     size = sizes_of(query)[3]
-    if given or (given == 0.0 and node.domain == ""):
-        return given
+    if scale or (scale == 0.0 and node.domain == ""):  # com.microsoft operators read 0 as the default
+        return scale
     if not size.is_static:
         raise NotAttention(f"{node.op_type} has no scale, and its head size is dynamic")
     return float(size.factor**-0.5)
@@ -327,25 +328,30 @@ def _unstacked(op: Builder, x: ir.Value, count: int, bias: ir.Value | None, head
     if bias is not None:
         raise NotAttention("a MultiHeadAttention on a stacked query, key and value with a bias")
     assert x.dtype is not None
-    taken = []
+    parts = []
     for i in range(count):
-        one = typed(op.Gather(x, constant(op, i), axis=3), x.dtype, [batch, tokens, heads, size])
-        taken.append(typed(op.Transpose(one, perm=[0, 2, 1, 3]), x.dtype, [batch, heads, tokens, size]))
-    return taken
+        part = typed(op.Gather(x, constant(op, i), axis=3), x.dtype, [batch, tokens, heads, size])
+        parts.append(typed(op.Transpose(part, perm=[0, 2, 1, 3]), x.dtype, [batch, heads, tokens, size]))
+    return parts
 
 
 def _unpacked(op: Builder, x: ir.Value, heads: int, shared: int) -> list[ir.Value]:
+    """`(B, n, (H + 2·H')·d)` as query `(B, n, H·d)`, key and value `(B, n, H'·d)`."""
     head = sizes_of(x)[2].divide(Size(heads + 2 * shared))
     if head is None or not head.is_static:
         raise NotAttention(f"{x.name!r} does not divide into {heads} heads and twice {shared}")
-    widths = [count * head.factor for count in (heads, shared, shared)]
-    parts = op.op_multi_out("Split", [x, constant(op, widths)], {"axis": -1}, num_outputs=3)
+    return _parts(op, x, [count * head.factor for count in (heads, shared, shared)])
+
+
+def _parts(op: Builder, x: ir.Value, widths: list[int]) -> list[ir.Value]:
+    """`(B, n, sum of widths)` as tensors `(B, n, width)`."""
+    parts = op.op_multi_out("Split", [x, constant(op, widths)], {"axis": -1}, num_outputs=len(widths))
     assert x.dtype is not None
-    return [typed(p, x.dtype, [*dims_of(x)[:2], width]) for p, width in zip(parts, widths, strict=True)]
+    return [typed(part, x.dtype, [*dims_of(x)[:2], width]) for part, width in zip(parts, widths, strict=True)]
 
 
 def _biased(op: Builder, x: ir.Value, bias: ir.Value | None, start: Size, width: Size) -> ir.Value:
-    """`x` with its part of the biases of query, key and value, which lie one behind the other."""
+    """`x` with its part of `bias` added, where the biases of query, key and value lie one behind the other."""
     if bias is None:
         return x
     first = start.factor if start.is_static else 0
@@ -354,27 +360,42 @@ def _biased(op: Builder, x: ir.Value, bias: ir.Value | None, start: Size, width:
     return like(op.Add(x, typed(part, x.dtype, [width.factor])), x)
 
 
-def _remember(op: Builder, node: ir.Node, given: Given, past_key: ir.Value, past_value: ir.Value) -> None:
-    """Put the past's keys and values in front, and let the node's other outputs be both together."""
-    for i, name, past in ((1, "key", past_key), (2, "value", past_value)):
-        now: ir.Value = getattr(given, name)
-        if past is not None:
-            sizes = sizes_of(past)[2], sizes_of(now)[2]
-            total = Size(sizes[0].factor + sizes[1].factor) if sizes[0].is_static and sizes[1].is_static else None
-            known = dims_of(node.outputs[i]) if len(node.outputs) > i and node.outputs[i].shape is not None else None
-            both = f"{sizes[0].dim()} + {sizes[1].dim()}"
-            dim = total.dim() if total is not None else known[2] if known else ir.SymbolicDim(both)
-            joined = op.Concat(past, now, axis=2)
-            assert now.dtype is not None
-            setattr(given, name, typed(joined, now.dtype, [*dims_of(now)[:2], dim, dims_of(now)[3]]))
-        if len(node.outputs) > i and _is_used(node.outputs[i]):
-            given.more_outputs[i] = getattr(given, name)
-    if past_key is not None and given.is_causal:
-        given.offset = typed(op.Shape(past_key, start=2, end=3), INT64, [1])
+def _with_past(
+    op: Builder, node: ir.Node, reading: Reading, past_key: ir.Value | None, past_value: ir.Value | None
+) -> Reading:
+    """The reading with the past's keys and values in front, which together are the node's outputs 1 and 2."""
+    key = _after_past(op, node, 1, past_key, reading.key)
+    value = _after_past(op, node, 2, past_value, reading.value)
+    offset = reading.offset
+    if past_key is not None and reading.is_causal:
+        offset = typed(op.Shape(past_key, start=2, end=3), INT64, [1])
+    used = {i: x for i, x in ((1, key), (2, value)) if len(node.outputs) > i and _is_used(node.outputs[i])}
+    return replace(reading, key=key, value=value, offset=offset, more_outputs=used)
+
+
+def _after_past(op: Builder, node: ir.Node, output: int, past: ir.Value | None, now: ir.Value) -> ir.Value:
+    """`(B, H', n_past + n, d)`: past keys or values with those of now behind, the node's output of that position."""
+    if past is None:
+        return now
+    past_size, size = sizes_of(past)[2], sizes_of(now)[2]
+    stored = node.outputs[output] if len(node.outputs) > output else None
+    if past_size.is_static and size.is_static:
+        tokens: int | ir.SymbolicDim = past_size.factor + size.factor
+    elif stored is not None and stored.shape is not None:
+        tokens = dims_of(stored)[2]
+    else:
+        tokens = ir.SymbolicDim(f"{past_size.dim()} + {size.dim()}")
+    joined = op.Concat(past, now, axis=2)
+    assert now.dtype is not None
+    return typed(joined, now.dtype, [*dims_of(now)[:2], tokens, dims_of(now)[3]])
 
 
 def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
-    """A mask with dims of one in front, as long as the keys: those that it does not name are not attended to."""
+    """A mask with dims of one in front.
+
+    Raises:
+        NotAttention: the mask is not as long as the keys; ai.onnx does not attend to the keys beyond it.
+    """
     sizes = sizes_of(mask)
     if len(sizes) < 4:
         missing = list(range(4 - len(sizes)))
@@ -388,37 +409,48 @@ def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
     raise NotAttention("a mask that is shorter than the keys")
 
 
-def _pad(op: Builder, node: ir.Node, given: Given, mask: ir.Value | None) -> None:
-    """A key padding mask of ONNX Runtime's operators: `(B, n_k)` or `(B, n_q, n_k)` of integers, 0 for padding, to
-    whose scores a large negative number is added."""
+def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, mask: ir.Value | None) -> list[ir.Value]:
+    """The key padding mask of ONNX Runtime's operators as numbers to add: none, or one on four dims.
+
+    It is `(B, n_k)` or `(B, n_q, n_k)`, of integers, 0 for padding, to whose scores a large negative number is added.
+
+    Raises:
+        NotAttention: the mask has other dims.
+    """
     if mask is None:
-        return
+        return []
     rank = len(sizes_of(mask))
     if rank not in (2, 3):
         how = "by lengths" if rank == 1 else f"on {rank} dims"
         raise NotAttention(f"a {node.op_type} whose padding is given {how}")
     low = node.attributes.get_float("mask_filter_value", -10000.0)
-    dtype = given.query.dtype
+    dtype = query.dtype
     assert dtype is not None
     open_keys = like(op.Greater(mask, constant(op, 0, mask.dtype or INT32)), mask, BOOL)
     added = like(op.Where(open_keys, constant(op, 0.0, dtype), constant(op, low, dtype)), mask, dtype)
     batch, *rest = dims_of(mask)
-    places = [1, 2] if rank == 2 else [1]
-    dims = [batch, *[1] * len(places), *rest]
-    given.masks.append(typed(op.Unsqueeze(added, constant(op, places)), dtype, dims))
+    new = [1, 2] if rank == 2 else [1]
+    return [typed(op.Unsqueeze(added, constant(op, new)), dtype, [batch, *[1] * len(new), *rest])]
 
 
 def _within(op: Builder, lengths: ir.Value, key: ir.Value) -> ir.Value:
-    """`(B, 1, 1, n_k)`, True for the first so many keys of each sample."""
+    """`(B, 1, 1, n_k)`, True for the first `lengths` keys of each sample."""
     columns = op.Unsqueeze(_range(op, key, 2), constant(op, [0, 1, 2]))
     ends = op.Unsqueeze(lengths, constant(op, [1, 2, 3]))
     return typed(op.Less(columns, ends), BOOL, [dims_of(lengths)[0], 1, 1, dims_of(key)[2]])
 
 
 def _range(op: Builder, x: ir.Value, axis: int) -> ir.Value:
-    """`0, 1, …` as long as an axis of `x`."""
+    """`0, 1, …`, int64, as long as an axis of `x`."""
     length = op.Squeeze(op.Shape(x, start=axis, end=axis + 1))
     return typed(op.Range(constant(op, 0), length, constant(op, 1)), INT64, [dims_of(x)[axis]])
+
+
+def _positions(op: Builder, query: ir.Value) -> ir.Value:
+    """`(B, n)`: each sample's tokens numbered from 0."""
+    row = op.Unsqueeze(_range(op, query, 2), constant(op, [0]))
+    shape = op.Concat(op.Shape(query, start=0, end=1), op.Shape(query, start=2, end=3), axis=0)
+    return typed(op.Expand(row, shape), INT64, [dims_of(query)[0], dims_of(query)[2]])
 
 
 def _rotated(

@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP
-from attnforge.export.attention.masking import any_key, largest, representable
+from attnforge.export.attention.masking import all_of, any_key, largest, representable
 from attnforge.export.attention.operands import scalar
-from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
 from attnforge.export.lowering.attention import Attention
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
@@ -130,10 +130,7 @@ def _steps(op: Builder, attention: Attention, query: ir.Value, key_transposed: i
     if not conditions or any(step.fill not in (None, -np.inf) for step in steps):
         return steps
     # One choice for all conditions: two in a row crash TensorRT-RTX 1.7's builder.
-    allowed, *others = conditions
-    for other in others:
-        allowed = broadcast_like(op.And(allowed, other), allowed, other)
-    return [MaskStep(allowed, -np.inf), *(step for step in steps if step.fill is None)]
+    return [MaskStep(all_of(op, conditions), -np.inf), *(step for step in steps if step.fill is None)]
 
 
 def _masked(op: Builder, scores: ir.Value, step: MaskStep) -> ir.Value:
