@@ -22,7 +22,7 @@ from attnforge.errors import first_line
 from attnforge.export.graphs.float64 import NoDoublePath, to_double
 from attnforge.export.graphs.parts import part_of
 from attnforge.export.graphs.saving import save
-from attnforge.export.graphs.types import FLOAT, round_results
+from attnforge.export.graphs.types import FLOAT, cast_input, cast_output, round_results
 
 BFLOAT16 = ir.DataType.BFLOAT16
 
@@ -63,10 +63,10 @@ class Runner:
 
     def __init__(self, model: ir.Model, names: Sequence[str], *, optimised: bool = False) -> None:
         graph = model.graph
-        for value in graph.inputs:
-            if value.dtype == BFLOAT16:
-                _widen_input(graph, value)
-        graph.outputs[:] = [_widened(graph, value) if value.dtype == BFLOAT16 else value for value in graph.outputs]
+        for value in [value for value in graph.inputs if value.dtype == BFLOAT16]:
+            cast_input(graph, value, outside=FLOAT, inside=BFLOAT16)
+        for value in [value for value in graph.outputs if value.dtype == BFLOAT16]:
+            cast_output(graph, value, FLOAT)
         self._names = list(names)
         self._dtypes = {str(v.name): v.dtype.numpy() for v in graph.inputs if v.dtype is not None}
         self._session = open_session(model, optimised=optimised)
@@ -158,24 +158,3 @@ def wide(array: Array) -> Array:
 
 def _names(model: ir.Model, names: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys([str(value.name) for value in model.graph.outputs] if names is None else names))
-
-
-def _widen_input(graph: ir.Graph, value: ir.Value) -> None:
-    """Let a bfloat16 input be float32, with a cast behind it."""
-    assert value.dtype is not None
-    users = list(value.uses())
-    cast = ir.node("Cast", [value], {"to": value.dtype.value}, name=f"{value.name}/narrowed")
-    cast.outputs[0].name, cast.outputs[0].type = f"{cast.name}:0", value.type
-    cast.outputs[0].shape, value.type = value.shape, ir.TensorType(FLOAT)
-    for user, index in users:
-        user.replace_input_with(index, cast.outputs[0])
-    graph.insert_before(graph[0], cast)
-
-
-def _widened(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """A bfloat16 result in float32."""
-    cast = ir.node("Cast", [value], {"to": FLOAT.value}, name=f"{value.name}/widened")
-    output = cast.outputs[0]
-    output.name, output.type, output.shape = f"{cast.name}:0", ir.TensorType(FLOAT), value.shape
-    graph.append(cast)
-    return output

@@ -1,10 +1,10 @@
-"""A graph of operators in float64: what ONNX Runtime computes in double it does, and the rest is written out for it.
+"""A graph in float64: ONNX Runtime runs the operators that it has double kernels for, and the others are written out in
+such operators.
 
 ONNX Runtime's CPU has double kernels for most operators. For the others it either has none, or takes the operator's own
 function body, which may round a constant or a mean to fp32 on the way (Attention and GroupNormalization: 1e-7,
-FastGelu: 2e-7, HardSwish: 4e-8). So these are written out here in operators that are exact in double, whatever the
-graph's opset from :data:`FIRST_OPSET` on. Nothing is computed in fp32 in silence: what has no double path is refused by
-its name.
+FastGelu: 2e-7, HardSwish: 4e-8). These operators are written out here, for every opset from :data:`FIRST_OPSET` on. An
+operator that has no double path is refused by its name; nothing is computed in fp32 in silence.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
+from onnx_ir.passes import PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 
 FIRST_OPSET = 13
-"""Since when the operators used here have the form that they are used in."""
+"""The first opset in which the operators that are written here have the form that they are written in."""
 
 FUNCTIONS = (
     *("Celu", "Elu", "HardSigmoid", "LeakyRelu", "MeanVarianceNormalization", "Mish", "PRelu"),
@@ -35,11 +36,12 @@ _NORMALIZATIONS = ("GroupNormalization", "LayerNormalization", "RMSNormalization
 
 
 class NoDoublePath(Exception):
-    """An operator that cannot be computed in double here, by its name."""
+    """The graph has an operator that cannot be computed in double here; the message has its name."""
 
 
-def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
-    """Make every float tensor of `model` double, in place, and write out what ONNX Runtime does not compute in double.
+def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
+    """Make every floating-point tensor of `model` double, in place, and write out the operators that ONNX Runtime does
+    not compute in double.
 
     Args:
         model: is changed.
@@ -48,14 +50,16 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
     Raises:
         NoDoublePath: an operator in a form that is not written out here.
     """
-    retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE, least_stays_least=least_stays_least)
-    inline_functions(model)
+    narrow = [dtype for dtype in FLOATS if dtype != DOUBLE]
+    modified = retype(model, narrow, DOUBLE, least_stays_least=least_stays_least).modified
+    modified |= inline_functions(model).modified
     for node in list(model.graph):
         if node.domain == "" and node.op_type in _NORMALIZATIONS:
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", DOUBLE.value)
         write = _WRITTEN_OUT.get((node.domain, node.op_type))
         if write is None:
             continue
+        modified = True
         try:
             results = _written(model.graph, node, write)
         except NoDoublePath as error:
@@ -68,6 +72,7 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
         if any(output.uses() for output in node.outputs):
             raise NoDoublePath(f"{node.op_type} ({node.name}): its output number {len(results)} is used")
     RemoveUnusedNodesPass()(model)
+    return PassResult(model, modified)
 
 
 Write = Callable[[Builder, ir.Node], list[ir.Value]]
@@ -84,21 +89,23 @@ def _written(graph: ir.Graph, node: ir.Node, write: Write) -> list[ir.Value]:
     return results
 
 
-def inline_functions(model: ir.Model) -> None:
-    """Put the function body of ONNX in the place of :data:`FUNCTIONS`. Weights do not take part, however large."""
-    found = {node.op_type for node in model.graph if node.domain == "" and node.op_type in FUNCTIONS}
-    if not found:
-        return
-    through_onnx(
-        model,
-        lambda proto: onnx.inliner.inline_selected_functions(
-            proto, [("", name) for name in found], inline_schema_functions=True
-        ),
-    )
+def inline_functions(model: ir.Model) -> PassResult:
+    """Put the function bodies that ONNX has for :data:`FUNCTIONS` in their place. Parameters are not copied."""
+    names = {node.op_type for node in model.graph if node.domain == "" and node.op_type in FUNCTIONS}
+    if names:
+        functions = [("", name) for name in names]
+        inline = onnx.inliner.inline_selected_functions
+        through_onnx(model, lambda proto: inline(proto, functions, inline_schema_functions=True))
+    return PassResult(model, bool(names))
 
 
 def through_onnx(model: ir.Model, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> None:
-    """Let a function of onnx's own change `model`, in place. Large weights stay here: protobuf holds 2 GiB at most."""
+    """Let a function of onnx change `model`, in place. Large parameters stay outside, because protobuf holds 2 GiB.
+
+    Args:
+        model: is changed.
+        change: from a model, whose large parameters are inputs, to another with the same inputs.
+    """
     held = {}
     light = model.clone()
     for name, value in list(light.graph.initializers.items()):
@@ -183,7 +190,7 @@ def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _conv(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """A product of the weights with the pixels under every position of the kernel, laid side by side."""
+    """A product of the kernel with the pixels under each of its positions, laid side by side."""
     x, weight, bias = _input(node, 0), _input(node, 1), _optional(node, 2)
     if weight.shape is None or not weight.shape.is_static():
         raise NoDoublePath("its kernel has no fixed size")
@@ -204,7 +211,7 @@ def _conv(op: Builder, node: ir.Node) -> list[ir.Value]:
         ends = [-n if n else np.iinfo(np.int64).max for n in left]
         under.append(op.Slice(x, constant(op, starts), constant(op, ends), axes, steps))
     shape = op.Shape(under[0])
-    flat = [op.Reshape(one, constant(op, [0, groups, in_channels, 1, -1])) for one in under]
+    flat = [op.Reshape(pixels, constant(op, [0, groups, in_channels, 1, -1])) for pixels in under]
     columns = op.Reshape(op.Concat(*flat, axis=3), constant(op, [0, groups, in_channels * math.prod(kernel), -1]))
     rows = op.Reshape(weight, constant(op, [groups, out_channels // groups, -1]))
     size = op.Slice(shape, constant(op, [2]), constant(op, [rank + 2]))
@@ -299,7 +306,7 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     if causal:
         scores = op.Where(_not_later(op, query, key), scores, _number(op, -np.inf))
     result = op.MatMul(op.Softmax(scores, axis=-1), value)
-    if mask is not None:  # who may attend to nothing gets zeros, as of ONNX Runtime's own operator
+    if mask is not None:  # a query that may attend to nothing gets zeros, as from ONNX Runtime's own operator
         highest = op.ReduceMax(scores, constant(op, [-1]), keepdims=1)
         result = op.Where(op.Equal(highest, _number(op, -np.inf)), _number(op, 0), result)
     return [_joined(op, result) if packed else result, *present]
@@ -353,7 +360,7 @@ def _microsoft(
     mask: ir.Value | None,
     bias: ir.Value | None,
 ) -> ir.Value:
-    """What the two of com.microsoft share: a number is added to the scores of what is masked."""
+    """The common part of com.microsoft's two operators: a number is added to the scores of keys that are masked."""
     scores = _scores(op, query, key, node.attributes.get_float("scale") or None)
     if bias is not None:
         scores = op.Add(scores, bias)
@@ -366,7 +373,7 @@ def _microsoft(
 
 
 def _kept_keys(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
-    """`mask`, which says which keys count or how many do, as a condition on the scores."""
+    """`mask`, which tells the keys that count, or how many do, as a condition on the scores."""
     rank = len(mask.shape) if mask.shape is not None else 0
     if rank == 1:
         length = op.Gather(op.Shape(key), constant(op, 2))

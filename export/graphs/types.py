@@ -1,8 +1,8 @@
-"""Types of a whole graph: every float tensor of some types made another's, in place."""
+"""Types of a whole graph: passes that change the type of every floating-point tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -11,62 +11,70 @@ import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.build import like
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 FLOATS = (*LOW, FLOAT, DOUBLE)
 
 _FLOAT32_INPUTS = {("", "Resize"): (1, 2), ("", "Upsample"): (1,), ("com.microsoft", "Resize"): (1, 2)}
-"""Inputs that an operator takes in fp32 whatever the type of its data: regions and scales."""
+"""Inputs that an operator takes in fp32 whatever the type of its data: regions and scales, by place."""
 
 _INNER = ("softmax_precision", "stash_type")
-"""Types that an operator computes in, within: never made narrower."""
+"""Attributes that name the type in which an operator computes inside: never made narrower."""
 
 _LARGE = 2**16
-"""Bytes."""
+"""Bytes from which a tensor is converted only when it is asked for."""
 
 
 def widen(model: ir.Model) -> PassResult:
     """Let `model` compute in fp32 what it computes in fp16 or bf16, in place. Inputs and outputs keep their types.
 
-    The weights' values stay what they were, rounded to 16 bits; only what is computed from them is rounded less.
+    The parameters keep their values, rounded to 16 bits; only what is computed from them is rounded less.
     """
     graph = model.graph
-    outputs = [(i, v.dtype) for i, v in enumerate(graph.outputs) if v.dtype in LOW]
-    inputs = [v for v in graph.inputs if v.dtype in LOW]
+    outputs = [(value, value.dtype) for value in graph.outputs if value.dtype in LOW]
+    inputs = [(value, value.dtype) for value in graph.inputs if value.dtype in LOW]
     if not (inputs or outputs or any(v.dtype in LOW for v in graph.initializers.values())):
         return PassResult(model, False)
-    types = {v: v.dtype for v in inputs}
     retype(model, LOW, FLOAT)
-    for source in inputs:
-        source.type = ir.TensorType(types[source])  # type: ignore[arg-type]
-        users = list(source.uses())
-        cast = ir.node("Cast", [source], {"to": FLOAT.value}, name=f"{source.name}/widened")
-        cast.outputs[0].name = f"{source.name}/fp32"
-        like(cast.outputs[0], source, FLOAT)
-        for node, index in users:
-            node.replace_input_with(index, cast.outputs[0])
-        graph.insert_before(next(iter(graph)), cast)
-    for i, dtype in outputs:
-        result = graph.outputs[i]
-        if result.dtype != FLOAT:
-            continue  # an input that is passed through
+    for value, dtype in inputs:
         assert dtype is not None
-        cast = ir.node("Cast", [result], {"to": dtype.value}, name=f"{result.name}/narrowed")
-        cast.outputs[0].name, result.name = result.name, f"{result.name}/fp32"
-        like(cast.outputs[0], result, dtype)
-        graph.outputs[i] = cast.outputs[0]
-        graph.append(cast)
+        cast_input(graph, value, outside=dtype, inside=FLOAT)
+    for value, dtype in outputs:
+        if value.dtype == FLOAT:  # and not an input that is passed through
+            assert dtype is not None
+            cast_output(graph, value, dtype)
     return PassResult(model, True)
+
+
+def cast_input(graph: ir.Graph, value: ir.Value, outside: ir.DataType, inside: ir.DataType) -> None:
+    """Let an input be of the type `outside`, and its users take it cast to `inside`."""
+    users = list(value.uses())
+    value.type = ir.TensorType(outside)
+    cast = ir.node("Cast", [value], {"to": inside.value}, name=f"{value.name}/cast")
+    cast.outputs[0].name = f"{value.name}/{inside.name.lower()}"
+    cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(inside), value.shape
+    for node, index in users:
+        node.replace_input_with(index, cast.outputs[0])
+    graph.insert_before(graph[0], cast)
+
+
+def cast_output(graph: ir.Graph, value: ir.Value, outside: ir.DataType) -> None:
+    """Let a computed output be cast to the type `outside`, under its name."""
+    assert value.dtype is not None
+    cast = ir.node("Cast", [value], {"to": outside.value}, name=f"{value.name}/cast")
+    cast.outputs[0].name, value.name = value.name, f"{value.name}/{value.dtype.name.lower()}"
+    cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(outside), value.shape
+    graph.outputs[:] = [cast.outputs[0] if output is value else output for output in graph.outputs]
+    graph.append(cast)
 
 
 def retype(
     model: ir.Model, sources: Collection[ir.DataType], target: ir.DataType, *, least_stays_least: bool = True
-) -> None:
-    """Make every tensor of one of the types `sources` one of type `target`, in place: inputs, outputs, weights,
-    constants, and the types that casts and operators name in attributes. What an operator takes in fp32 whatever its
-    data's type stays fp32, and so does what is made for it alone.
+) -> PassResult:
+    """Change the type of every tensor of the types `sources` to `target`, in place: inputs, outputs, parameters,
+    constants, and the types that casts and operators name in attributes. Tensors that an operator takes in fp32
+    whatever the type of its data stay fp32, and so do tensors that are computed for it alone.
 
     Numbers beyond the range of `target` become its largest: the least number of a type stands for minus infinity where
     a mask is added, but infinity itself would make NaN of a query without keys.
@@ -74,11 +82,12 @@ def retype(
     Args:
         model: is changed.
         sources: the types to replace.
-        target: by which.
-        least_stays_least: whether a lone number that is the least of its type becomes the least of a wider one, for it
+        target: the type that replaces them.
+        least_stays_least: whether a single number that is the least of its type becomes the least of a wider one: it
             stands for minus infinity, and must swallow whatever it is added to there too.
     """
     kept = kept_in_fp32(model.graph)
+    modified = any(value.dtype in sources and value not in kept for value in _values(model.graph))
     to = _To(frozenset(sources), target, least_stays_least)
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
         if value not in kept:
@@ -88,16 +97,24 @@ def retype(
         for output in node.outputs:
             if output not in kept:
                 _retype_value(output, to)
+    return PassResult(model, modified)
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from (*graph.inputs, *graph.initializers.values())
+    yield from (output for node in graph for output in node.outputs)
 
 
 @dataclass(frozen=True)
 class _To:
+    """What :func:`retype` replaces, by what."""
+
     sources: frozenset[ir.DataType]
     target: ir.DataType
     least_stays_least: bool = True
 
 
-def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> None:
+def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> PassResult:
     """Let every 16-bit operator of `model` compute in float32 and its result be rounded to its type, in place. Inputs
     and outputs become float32, outputs with the numbers that are stored.
 
@@ -129,17 +146,18 @@ def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> None
         graph.insert_after(node, [rounded, again])
         stored[output] = again.outputs[0]
     graph.outputs[:] = [stored.get(value, value) for value in graph.outputs]
+    return PassResult(model, bool(low))
 
 
 def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
-    """What operators take in fp32, and what is computed to become a whole number (a size, a position), which 16 bits
-    would change; with all that it is made of, where that is neither an input nor used for anything else."""
+    """Tensors that operators take in fp32, and tensors that are cast to whole numbers (sizes, positions), which 16 bits
+    would change; with all that they are computed from, where that is neither an input nor used for anything else."""
     kept: set[ir.Value] = set()
     for node in graph:
         seeds = [node.inputs[i] for i in _FLOAT32_INPUTS.get((node.domain, node.op_type), ()) if i < len(node.inputs)]
         if node.op_type == "Cast" and node.domain == "" and ir.DataType(node.attributes.get_int("to", 1)).is_integer():
             seeds.append(node.inputs[0])
-        cone = _made_of([v for v in seeds if v is not None and v.dtype == FLOAT])
+        cone = _ancestors([v for v in seeds if v is not None and v.dtype == FLOAT])
         users = {use.node for value in cone for use in value.uses()} - {node}
         inside = all(output in cone for user in users for output in user.outputs)
         if inside and not any(v.is_graph_input() or v.is_graph_output() for v in cone):
@@ -147,7 +165,8 @@ def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
     return kept
 
 
-def _made_of(values: list[ir.Value]) -> set[ir.Value]:
+def _ancestors(values: list[ir.Value]) -> set[ir.Value]:
+    """The fp32 tensors among `values`, and those that they are computed from."""
     cone: set[ir.Value] = set()
     while values:
         value = values.pop()
@@ -196,7 +215,7 @@ def _number(node: ir.Node) -> Array | None:
 
 
 def retyped(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
-    """`tensor` in another type; a large one is made when it is asked for, so that weights are not held twice."""
+    """`tensor` in another type. A large tensor is converted when it is asked for, so that it is not held twice."""
     return _retyped(tensor, _To(frozenset(), target))
 
 
