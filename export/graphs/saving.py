@@ -1,4 +1,4 @@
-"""ONNX files of any size: protobuf holds 2 GiB, so many weights stand in a file of their own beside the graph."""
+"""ONNX files of any size: protobuf holds 2 GiB, so large weights stand in a file of their own beside the graph."""
 
 from __future__ import annotations
 
@@ -13,35 +13,39 @@ LIMIT = 2**31 - 2**26
 """Bytes of weights that one file can hold; the rest of 2 GiB is for the graph itself."""
 
 SHELVED = 2**25
-"""Bytes of weights above which a bundle's graphs share one file of them. It is mapped into memory, not parsed: such a
-model loads in half the time, and the bundle is half as large."""
+"""Bytes of weights above which the graphs of a bundle share one file of weights. The file is mapped into memory, not
+parsed: such a model loads in half the time, and the bundle is half as large."""
 
 _SMALL, _ALIGNED = 1024, 4096
 
 
 def save(model: ir.Model, file: Path) -> None:
-    """Write `model` to `file`, with its weights in `file.data` where one file cannot hold them."""
+    """Write `model` to `file`, with its weights in `file.data` where one file cannot hold them.
+
+    Args:
+        model: its graph is not touched; weights that lie in another file are read into memory.
+        file: in a folder that is created where there is none.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    if weights_of(model) > LIMIT:
+    if _bytes_of_weights(model) > LIMIT:
         ir.save(model, file, external_data=f"{file.name}.data")
         return
     ir.external_data.load_to_model(model)  # weights read from another file would still point there
     ir.save(model, file)
 
 
-def weights_of(model: ir.Model) -> int:
-    """Bytes of all weights."""
+def _bytes_of_weights(model: ir.Model) -> int:
     return sum(value.const_value.nbytes for value in _weights(model) if value.const_value is not None)
 
 
 class Shelf:
-    """Saves the graphs of one bundle. Where a graph's weights are more than `limit` bytes they stand once, in one data
-    file, and the graphs that share it stand beside it: neither ONNX Runtime nor onnx_ir reads weights outside a model's
-    own folder, and links, symbolic or hard, they take for an attack.
+    """Saves the graphs of a bundle. The weights of a graph that has more than `limit` bytes of them stand once, in one
+    data file, with the graphs that share the file beside it: neither ONNX Runtime nor onnx_ir reads weights outside the
+    folder of a model, and both take links, symbolic or hard, for an attack.
 
     Args:
         folder: of the bundle.
-        limit: in bytes.
+        limit: bytes of weights that a file of its own may have.
     """
 
     def __init__(self, folder: Path, limit: int = LIMIT) -> None:
@@ -53,12 +57,12 @@ class Shelf:
         """Write `model`, which is not touched.
 
         Args:
-            name: of the file, from the bundle's folder.
+            name: of the file, relative to the folder of the bundle.
 
         Returns:
-            the name that it was given: of a large model one in the bundle's folder itself.
+            the name of the file that was written: a large model stands in the folder of the bundle itself.
         """
-        if weights_of(model) <= self._limit:
+        if _bytes_of_weights(model) <= self._limit:
             save(model, self._folder / name)
             return name
         light = model.clone()
@@ -89,7 +93,13 @@ def _weights(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def save_beside(model: ir.Model, file: Path, other: ir.Model) -> None:
-    """Write `model` to `file` without the weights that `other` has too: they are inputs there, by their names."""
+    """Write `model` to `file` without the large weights that `other` has too, which become inputs by their names.
+
+    Args:
+        model: is not touched.
+        file: in a folder that is created where there is none.
+        other: shares weights with `model`: the same tensors by the same names.
+    """
     light = model.clone()
     for name, value in list(light.graph.initializers.items()):
         held = other.graph.initializers.get(name)
@@ -104,7 +114,7 @@ def save_beside(model: ir.Model, file: Path, other: ir.Model) -> None:
 
 
 def load_beside(file: Path, other: ir.Model) -> ir.Model:
-    """What :func:`save_beside` wrote, with the weights of `other`."""
+    """The model that :func:`save_beside` wrote, with the weights of `other` in place of the inputs."""
     model = ir.load(file)
     for value in list(model.graph.inputs):
         held = other.graph.initializers.get(str(value.name))

@@ -1,0 +1,93 @@
+"""The executor of graphs: any tensor, from any tensors, as it is, in float64 and with 16-bit storage emulated."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnforge.arrays import Array
+from attnforge.export.graphs.execute import as_it_is, at_own_precision, in_float64
+from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.parts import computed, part_of
+
+BFLOAT16, FLOAT16, FLOAT = ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT
+TYPES = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT], ids=str)
+
+
+def linear(dtype: ir.DataType) -> ir.Model:
+    """`y = (x · weight) + bias`, with `x` as a second output; the product is `product`."""
+
+    def value(name: str, array: Array) -> ir.Value:
+        tensor = ir.tensor(array.astype(dtype.numpy()), dtype=dtype, name=name)
+        return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(array.shape), const_value=tensor)
+
+    x = ir.Value(name="x", type=ir.TensorType(dtype), shape=ir.Shape([2, 3]))
+    weight, bias = value("weight", np.arange(6).reshape(3, 2) / 7), value("bias", np.array([100.0, 1.0]))
+    product = ir.node("MatMul", [x, weight])
+    total = ir.node("Add", [product.outputs[0], bias])
+    for node, name in ((product, "product"), (total, "y")):
+        node.outputs[0].name, node.outputs[0].type = name, ir.TensorType(dtype)
+        node.outputs[0].shape = ir.Shape([2, 2])
+    graph = ir.Graph(
+        [x],
+        [total.outputs[0], x],
+        nodes=[product, total],
+        initializers=[weight, bias],
+        opset_imports={"": 20},
+        name="g",
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+def inputs(dtype: ir.DataType) -> Array:
+    return np.random.default_rng(0).standard_normal((2, 3)).astype(dtype.numpy())
+
+
+def test_parts_of_a_graph() -> None:
+    model = linear(FLOAT)
+    assert computed(model) == ["product", "y"]
+    part = part_of(model, ["product"])
+    assert [node.op_type for node in part.graph] == ["MatMul"] and list(part.graph.initializers) == ["weight"]
+    part = part_of(model, ["y"], ["product"])
+    assert [node.op_type for node in part.graph] == ["Add"] and [v.name for v in part.graph.inputs] == ["product"]
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add"], "the model itself is not touched"
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT], ids=str)
+def test_inputs_and_parameters_are_tensors_too(dtype: ir.DataType) -> None:
+    """NumPy and ONNX Runtime share no bfloat16, so it comes out as float32."""
+    tensors = as_it_is(linear(dtype), ["weight", "x"])({"x": inputs(dtype), "unknown": inputs(FLOAT)})
+    assert list(tensors) == ["weight", "x"] and {array.dtype for array in tensors.values()} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(tensors["x"], inputs(dtype).astype(np.float32))
+
+
+@TYPES
+def test_results_are_rounded_to_what_they_are_stored_in(dtype: ir.DataType) -> None:
+    model, feeds = linear(dtype), {"x": inputs(dtype)}
+    exact = in_float64(model)(feeds)["y"]
+    stored = at_own_precision(model)(feeds)
+    assert list(stored) == ["y", "x"] and stored["y"].dtype == np.float32
+    np.testing.assert_array_equal(stored["y"], stored["y"].astype(dtype.numpy()).astype(np.float32))
+    product = model.graph[0].outputs[0]
+    once = at_own_precision(model, unrounded=[product])(feeds)["y"]
+    np.testing.assert_array_equal(once, exact.astype(np.float32).astype(dtype.numpy()).astype(np.float32))
+
+
+@TYPES
+def test_tensors_can_be_given(dtype: ir.DataType) -> None:
+    model, product = linear(dtype), np.array([[1.0, 2.0], [4.0, 8.0]])
+    for run in (in_float64, at_own_precision):
+        tensors = run(model, ["y", "product"], ["product"])({"product": product, "x": inputs(dtype)})
+        np.testing.assert_allclose(tensors["y"], product + np.array([100, 1]), rtol=2**-8)
+        assert np.abs(tensors["product"] - product).max() > 1, "it is computed all the same where it is asked for"
+
+
+def test_an_operator_without_a_double_path_is_named() -> None:
+    model = linear(FLOAT)
+    node = ir.node("Hardmax", [model.graph.inputs[0]], name="hardest")
+    node.outputs[0].name, node.outputs[0].type = "one_hot", ir.TensorType(FLOAT)
+    model.graph.append(node)
+    with pytest.raises(NoDoublePath, match="Hardmax"):
+        in_float64(model, ["one_hot"])
+    in_float64(model, ["y"])  # y does not need it
