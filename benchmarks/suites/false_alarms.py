@@ -27,13 +27,13 @@ from safetensors.numpy import load_file
 import attnforge
 from attnforge.benchmarks.publish import RESULTS, machine, publish
 from attnforge.benchmarks.suites.random_models import PRECISIONS, Recipe, draw, make
-from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle
-from attnforge.errors import AttnforgeError
+from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
+from attnforge.errors import AttnforgeError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.saving import save
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.precision.emulation import emulate
-from attnforge.export.tensorrt.build import build
+from attnforge.export.tensorrt.build import Plan, build
 from attnforge.machine import tool_versions
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
@@ -131,22 +131,31 @@ def tried(recipe: Recipe) -> Outcome:
 
 
 def emulated(bundle: Bundle) -> Iterator[Comparison]:
-    """The comparisons of a 16-bit bundle's graph as TensorRT-RTX compiles it, with 16-bit storage emulated: what is
-    stored between kernels is read off the plan, which needs no GPU to be built."""
+    """The comparisons of a 16-bit bundle's graph as TensorRT-RTX compiles it, 16-bit storage emulated. What kernels
+    store is read off the plan, which needs no GPU to be built; without TensorRT-RTX, every result counts as stored."""
     manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
     model = ir.load(bundle.file(CANONICAL))
     lowered = for_tensorrt.lower(model, sites_of(manifest.attention)).sites
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
-        save(model, file)
-        plan = build(file, "tensorrt_rtx", manifest.inputs, manifest.precision)
-    run = emulate(model, [site.site for site in lowered if plan.kernel_of(site.node) is not None], plan)
+    plan = _plan(model, manifest)
+    fused = [s.site for s in lowered if (s.unfused is None if plan is None else plan.kernel_of(s.node) is not None)]
+    run = emulate(model, fused, plan)
     stored, outputs = stored_inputs(bundle), load_file(bundle.file(REFERENCE_OUTPUTS))
     for case in manifest.cases:
         for name, array in run(reference.make_inputs(case, manifest.inputs, stored)).items():
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
             got = reference.sampled(array.astype(precision.dtype), case).astype(np.float64)
             yield judge(case, name, got, eager.astype(np.float64), truth, precision)
+
+
+def _plan(model: ir.Model, manifest: Manifest) -> Plan | None:
+    """The plan of TensorRT-RTX; None where TensorRT-RTX is not installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        save(model, file)
+        try:
+            return build(file, "tensorrt_rtx", manifest.inputs, manifest.precision)
+        except UnavailableError:
+            return None
 
 
 def margin(comparison: Comparison) -> float:
