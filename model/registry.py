@@ -70,9 +70,9 @@ class RegisteredModel:
 def build_model(name: str, *, weights: str | PathLike[str] | None = None, **options: Any) -> Example:
     """The model of a name, in eval mode, float32, on the CPU, with example arguments and dynamic shapes.
 
-    ``options`` are the keyword arguments of the model's ``make``; a string is read as the type that ``make`` names.
-    Weights are those of the safetensors file ``weights``, else the model's own trained ones, else random from a fixed
-    seed. The random state of the process is as it was.
+    ``options`` are the keyword arguments of the model's ``make``; a string is read as the type that ``make`` names. Its
+    weights come from the safetensors file ``weights``, else from training where the model was trained, else they are
+    random from a fixed seed. The random state of the process stays as it was.
 
     Raises UnknownNameError for a name or option that does not exist, UsageError for an option of another type and for a
     weights file that is not this model's, and what the module itself raises.
@@ -115,26 +115,26 @@ def read_option(name: str, value: Any, kind: type) -> Any:
 
 
 def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
-    """Loads a safetensors file whose names and shapes are exactly those of the module's state dict.
+    """Loads a safetensors file that has exactly the names and shapes of the module's state dict.
 
     Floating dtypes may differ; values are cast to the module's. Raises UsageError otherwise.
     """
     try:
-        given = load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"weights {path} cannot be read as safetensors ({error}); give a file that can") from error
     needed = module.state_dict()
-    if missing := sorted(needed.keys() - given.keys()):
-        has = ", ".join(sorted(given)) or "nothing"
+    if missing := sorted(needed.keys() - tensors.keys()):
+        has = ", ".join(sorted(tensors)) or "nothing"
         raise UsageError(f"weights {path} lack {missing[0]}; the file has {has}; the model needs {', '.join(needed)}")
-    if unexpected := sorted(given.keys() - needed.keys()):
+    if unexpected := sorted(tensors.keys() - needed.keys()):
         needs = ", ".join(needed) or "nothing"
         raise UsageError(f"weights {path} have {unexpected[0]}, which the model does not; it needs {needs}")
     for name, tensor in needed.items():
-        if given[name].shape != tensor.shape:
-            shapes = f"{tuple(given[name].shape)}; the model needs {tuple(tensor.shape)}"
+        if tensors[name].shape != tensor.shape:
+            shapes = f"{tuple(tensors[name].shape)}; the model needs {tuple(tensor.shape)}"
             raise UsageError(f"weights {path}: {name} is {shapes}, so give the options that the file was made with")
-    module.load_state_dict(given)
+    module.load_state_dict(tensors)
 
 
 def self_attention(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:

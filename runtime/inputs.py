@@ -62,8 +62,8 @@ def in_order(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Any
     try:
         ordered = [values[spec.name] for spec in specs]
     except KeyError as error:
-        taken = ", ".join(spec.name for spec in specs)
-        raise InputError(f"input {error.args[0]!r} is missing; the model takes {taken}") from None
+        known = ", ".join(spec.name for spec in specs)
+        raise InputError(f"input {error.args[0]!r} is missing; the model takes {known}") from None
     if len(values) != len(ordered):
         names = [spec.name for spec in specs]
         unknown = next(name for name in values if name not in names)
@@ -79,33 +79,22 @@ def on_host(spec: TensorSpec, value: Any) -> Array:
     return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
-def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *given: Form) -> Shapes:
+def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *forms: Form) -> Shapes:
     """The sizes and the outputs' shapes that follow from the inputs' shapes.
 
     Args:
         inputs: the model's inputs.
         outputs: the model's outputs.
-        given: shape and dtype of every input, in the order of `inputs`.
+        forms: shape and dtype of every input, in the order of `inputs`.
 
     Raises:
         InputError: a dtype, rank or dim that the deployed model does not take; says what it takes.
     """
     seen: dict[str, tuple[int, str]] = {}
-    for spec, (shape, dtype) in zip(inputs, given, strict=True):
+    for spec, (shape, dtype) in zip(inputs, forms, strict=True):
         _check(spec, shape, dtype, seen)
     sizes = {symbol: size for symbol, (size, _) in seen.items()}
-    return Shapes(tuple(shape for shape, _ in given), sizes, tuple(_shape(spec, sizes) for spec in outputs))
-
-
-def checked(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Array]:
-    """`values` as contiguous arrays in the order of `specs`.
-
-    Raises:
-        InputError: a name, dtype, rank or dim that the deployed model does not take; says what it takes.
-    """
-    arrays = [on_host(spec, value) for spec, value in zip(specs, in_order(specs, values), strict=True)]
-    shapes_of(specs, (), *((array.shape, array.dtype) for array in arrays))
-    return arrays
+    return Shapes(tuple(shape for shape, _ in forms), sizes, tuple(_shape(spec, sizes) for spec in outputs))
 
 
 def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:

@@ -24,8 +24,8 @@ def profile_for(profiles: Sequence[Mapping[str, Range]], sizes: Mapping[str, int
         return 0
     fit = [i for i, profile in enumerate(profiles) if all(lo <= sizes[s] <= hi for s, (lo, _, hi) in profile.items())]
     if not fit:
-        given = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
-        raise InputError(f"no optimization profile of the plan holds {given}; deploy again with a wider range")
+        asked = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+        raise InputError(f"no optimization profile of the plan holds {asked}; deploy again with a wider range")
 
     def distance(i: int) -> tuple[float, float, int]:
         ranges = [(sizes[symbol], *bounds) for symbol, bounds in profiles[i].items()]

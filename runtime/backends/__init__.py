@@ -1,0 +1,1 @@
+"""The backends: one file each, and the registry of them all."""

@@ -1,0 +1,1 @@
+"""Parity: whether what was deployed is still the same function."""
