@@ -32,12 +32,13 @@ class Registered:
         name: as users write it.
         libraries: packages whose versions decide its speed and its results, as they are called when installed.
         on_gpu: whether it computes on a CUDA device.
-        not_here: by name, the reason why this machine cannot run it whatever the bundle, or None.
-        not_this: by bundle, name and number of the CUDA device, the reason why it cannot run the bundle here, or None.
-        opened: opens a bundle that `not_this` has nothing against.
+        why_not_here: by name, the reason why this machine cannot run it whatever the bundle, or None.
+        why_not_bundle: by bundle, name and number of the CUDA device, the reason why it cannot run the bundle here, or
+            None.
+        open: opens a bundle that `why_not_bundle` has nothing against.
         certified: the entry of the bundle's certificate that counts what this backend compiled; None where the bundle
             holds no such count.
-        uncertified: why it holds none.
+        uncertified: why the bundle holds no such count.
         has_target: whether a bundle is lowered for it. A backend without a target runs the canonical graph; where it
             misses the budget, the bundle is not at fault.
     """
@@ -45,9 +46,9 @@ class Registered:
     name: str
     libraries: tuple[str, ...]
     on_gpu: bool
-    not_here: Callable[[str], str | None]
-    not_this: Callable[[Bundle, str, int], str | None]
-    opened: Callable[[Bundle, str, Options], Backend]
+    why_not_here: Callable[[str], str | None]
+    why_not_bundle: Callable[[Bundle, str, int], str | None]
+    open: Callable[[Bundle, str, Options], Backend]
     certified: str | None = None
     uncertified: str = ""
     has_target: bool = True
@@ -55,12 +56,12 @@ class Registered:
 
 def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None:
     """Why `backend` cannot run `bundle` on this machine and its CUDA device `device`, or None."""
-    return REGISTRY[backend].not_this(bundle, backend, device)
+    return REGISTRY[backend].why_not_bundle(bundle, backend, device)
 
 
 def why_not_here(backend: str) -> str | None:
     """Why this machine cannot run `backend`, whatever the bundle, or None."""
-    return REGISTRY[backend].not_here(backend)
+    return REGISTRY[backend].why_not_here(backend)
 
 
 def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
@@ -70,7 +71,7 @@ def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
         UnavailableError: its library refuses the bundle's model or plan after all.
         BundleError: a file that it needs is missing or altered.
     """
-    return REGISTRY[backend].opened(bundle, backend, options)
+    return REGISTRY[backend].open(bundle, backend, options)
 
 
 def open_first(bundle: Bundle, candidates: Sequence[str], options: Options) -> Backend:

@@ -272,10 +272,10 @@ def hold(
         results = run(feeds)
         if scores is not None:
             scores.add(case, results, references.outputs)
-        judging = _Judging(manifest, backend, case, references.outputs)
+        judged = _CaseOnBackend(manifest, backend, case, references.outputs)
         shapes = shapes_of(manifest.inputs, manifest.outputs, *((feed.shape, feed.dtype) for feed in feeds.values()))
         for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
-            comparisons.append(judging.judged(spec, shape, results[spec.name]))
+            comparisons.append(judged.comparison(spec, shape, results[spec.name]))
     return _report(comparisons, len(cases), scores.report() if scores is not None and comparisons else None)
 
 
@@ -311,7 +311,7 @@ def _no_proof(comparisons: Sequence[Comparison]) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Judging:
+class _CaseOnBackend:
     """One case of a backend, whose outputs are judged one by one."""
 
     manifest: Manifest
@@ -323,7 +323,7 @@ class _Judging:
     def precision(self) -> Precision:
         return budget_precision(self.manifest, self.backend)
 
-    def judged(self, spec: TensorSpec, shape: tuple[int, ...] | None, array: Array) -> Comparison:
+    def comparison(self, spec: TensorSpec, shape: tuple[int, ...] | None, array: Array) -> Comparison:
         """The comparison of one output.
 
         Args:
