@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attnforge.records import Record
 
 
@@ -44,6 +46,14 @@ class SiteRecord(Record):
     reason: str | None = None
     targets: dict[str, SiteTarget] = {}
 
+    def is_fused(self, target: str) -> bool:
+        """Whether a target runs the site as one kernel."""
+        return target in self.targets and self.targets[target].kernel is not None
+
+    def why_unfused(self, target: str) -> str | None:
+        """Why a target does not run the site as one kernel; None where it does."""
+        return self.targets[target].reason if target in self.targets else self.reason or "not canonical"
+
 
 class Unfused(Record):
     """A site that a target does not run as one kernel.
@@ -76,3 +86,25 @@ class Certificate(Record):
     fused: dict[str, int]
     unfused: list[Unfused]
     details: list[SiteRecord]
+
+    @classmethod
+    def of(cls, details: list[SiteRecord], targets: Sequence[str]) -> Certificate:
+        """The certificate of sites whose records say what every target compiled.
+
+        Args:
+            details: the records of all sites.
+            targets: that were built; a site without a record of one was not lowered for it.
+        """
+        unfused = [
+            Unfused(site=site.site, target=target, reason=reason)
+            for site in details
+            for target in targets
+            if (reason := site.why_unfused(target)) is not None
+        ]
+        return cls(
+            sites=len(details),
+            canonical=sum(site.canonical for site in details),
+            fused={target: sum(site.is_fused(target) for site in details) for target in targets},
+            unfused=unfused,
+            details=details,
+        )

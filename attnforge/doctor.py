@@ -6,7 +6,7 @@ import os
 import platform
 from typing import Any
 
-from attnforge.export.deploy import TARGETS, why_not_buildable
+from attnforge.export.targets.registry import TARGETS, why_not_buildable
 from attnforge.machine import cuda_devices, tool_versions
 from attnforge.runtime.backends.registry import BACKENDS, why_not_here
 

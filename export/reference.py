@@ -21,7 +21,7 @@ from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import DRAWS, FAR_OFF, FEW, relative_error
 
 
-class Expected(Protocol):
+class ReferenceModel(Protocol):
     """What was captured or imported, as far as the reference goes: inputs, and outputs by name.
 
     `eager` computes at the bundle's precision, `exact` in float64 with the same weights; `reference` says what does.
@@ -40,7 +40,7 @@ class Expected(Protocol):
 
     def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]: ...
 
-    def at(self, precision: Precision) -> Expected: ...
+    def at(self, precision: Precision) -> ReferenceModel: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Data:
 
 def write_reference(
     folder: Path,
-    source: Expected,
+    source: ReferenceModel,
     attention: Precision | None = None,
     data: Data | None = None,
     progress: Progress | None = None,
@@ -118,7 +118,7 @@ def kept(array: Array, case: Case, key: str) -> dict[str, Array]:
     return numbers if sums is None else {**numbers, f"{key}/blocks": sums}
 
 
-def stored_of(source: Expected, data: Data) -> tuple[dict[str, Array], list[Case]]:
+def stored_of(source: ReferenceModel, data: Data) -> tuple[dict[str, Array], list[Case]]:
     """What the bundle keeps of inputs, the example and real data with its labels, and all cases."""
     stored, cases = dict(source.example), reference.cases(source.inputs)
     for i, inputs in enumerate(data.inputs):
@@ -132,7 +132,7 @@ def stored_of(source: Expected, data: Data) -> tuple[dict[str, Array], list[Case
 
 
 def _spread(
-    case: Case, inputs: Mapping[str, Array], source: Expected, yardstick: Expected
+    case: Case, inputs: Mapping[str, Array], source: ReferenceModel, yardstick: ReferenceModel
 ) -> dict[str, tuple[float, float]]:
     """The largest errors of the yardstick's eager on the same inputs moved to neighbouring numbers. Where inputs are
     hard, so that two scores nearly tie, say, eager's error is one draw from a wide distribution, and a backend's
@@ -195,7 +195,7 @@ MARGIN = 16
 """How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
 
 
-def _borne(case: Case, source: Expected) -> float:
+def _borne(case: Case, source: ReferenceModel) -> float:
     """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right; where
     it overflows on the way, what comes out depends on the order of its sums, and says nothing about a backend."""
     largest = _limits(source, "max")
@@ -209,13 +209,13 @@ def _borne(case: Case, source: Expected) -> float:
     return scale
 
 
-def _limits(source: Expected, which: str) -> float:
+def _limits(source: ReferenceModel, which: str) -> float:
     """A limit of the inputs' floating-point dtype."""
     dtype = next(spec.dtype for spec in source.inputs if "float" in spec.dtype)
     return float(getattr(ml_dtypes.finfo(dtype), which))  # type: ignore[no-untyped-call]
 
 
-def _overflows(eager: Mapping[str, Array], truth: Mapping[str, Array], source: Expected) -> bool:
+def _overflows(eager: Mapping[str, Array], truth: Mapping[str, Array], source: ReferenceModel) -> bool:
     largest = source.precision.largest
     return any(
         not np.isfinite(value[np.isfinite(truth[output]) & (np.abs(truth[output]) <= largest)]).all()

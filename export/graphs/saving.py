@@ -39,18 +39,16 @@ def _bytes_of_weights(model: ir.Model) -> int:
 
 
 class Shelf:
-    """Saves the graphs of a bundle. The weights of a graph that has more than `limit` bytes of them stand once, in one
-    data file, with the graphs that share the file beside it: neither ONNX Runtime nor onnx_ir reads weights outside the
-    folder of a model, and both take links, symbolic or hard, for an attack.
+    """Saves the graphs of a bundle. The weights of a graph that has more than :data:`SHELVED` bytes of them stand once,
+    in one data file, with the graphs that share the file beside it: neither ONNX Runtime nor onnx_ir reads weights
+    outside the folder of a model, and both take links, symbolic or hard, for an attack.
 
     Args:
         folder: of the bundle.
-        limit: bytes of weights that a file of its own may have.
     """
 
-    def __init__(self, folder: Path, limit: int = LIMIT) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._limit = limit
         self._places: dict[int, tuple[ir.TensorProtocol, int]] = {}  # the tensor is held so that its id stays its own
 
     def save(self, model: ir.Model, name: str) -> str:
@@ -62,7 +60,7 @@ class Shelf:
         Returns:
             the name of the file that was written: a large model stands in the folder of the bundle itself.
         """
-        if _bytes_of_weights(model) <= self._limit:
+        if _bytes_of_weights(model) <= SHELVED:
             save(model, self._folder / name)
             return name
         light = model.clone()

@@ -27,15 +27,12 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.precision.assign import assign, cost_of, flops_of, operators
 from attnforge.export.precision.emulation import emulate, held_by_fused_kernels
-from attnforge.export.reference import Data, Expected, at_precision, stored_of
+from attnforge.export.reference import Data, ReferenceModel, at_precision, stored_of
 from attnforge.precision import Precision, precision_named
 from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge
 from attnforge.runtime.parity.metrics import Scores
-
-AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
-"""What `precision` may be to have precisions chosen, and the 16-bit ones that are tried."""
 
 HEADROOM = 2.0
 """How far below the largest number of a type a tensor has to stay: inputs that were not tried may reach further."""
@@ -47,7 +44,7 @@ RAISES, TRIALS = 16, 64
 """How often something is raised, and how many assignments are judged, at most."""
 
 
-class Source:
+class MixedReference:
     """What a deployment of chosen precisions is held against: eager at the 16-bit one, float64 of the fp32 weights.
 
     Args:
@@ -55,7 +52,7 @@ class Source:
         low: the 16-bit precision.
     """
 
-    def __init__(self, whole: Expected, low: Precision) -> None:
+    def __init__(self, whole: ReferenceModel, low: Precision) -> None:
         self._whole, self._low = whole, whole.at(low)
         self.inputs: list[TensorSpec] = whole.inputs
         self.precision = low
@@ -74,12 +71,12 @@ class Source:
     def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return self._whole.exact(inputs)
 
-    def at(self, precision: Precision) -> Expected:
+    def at(self, precision: Precision) -> ReferenceModel:
         return self._whole.at(precision)
 
 
 @dataclass(frozen=True)
-class Budget:
+class Requirement:
     """What has to be met.
 
     Attributes:
@@ -95,7 +92,7 @@ class Budget:
 
 
 @dataclass
-class Verdict:
+class Trial:
     """How an assignment did: `share` is of the budget, and 1 or less meets it; `error` the largest relative one."""
 
     share: float
@@ -104,10 +101,10 @@ class Verdict:
 
 
 @dataclass
-class Found:
+class Assignment:
     """An assignment that meets the budget."""
 
-    source: Source
+    reference: MixedReference
     model: ir.Model
     mixed: Mixed
     cost: float
@@ -117,9 +114,9 @@ class Found:
 class _Search:
     model: ir.Model
     sites: list[Site]
-    source: Source
-    yardstick: Source
-    budget: Budget
+    source: MixedReference
+    yardstick: MixedReference
+    budget: Requirement
     cases: list[Case]
     feeds: dict[str, dict[str, Array]]
     sizes: dict[str, int]
@@ -127,7 +124,7 @@ class _Search:
     all_cases: list[Case]
     feed: Callable[[Case], dict[str, Array]]
     trials: Steps
-    tried: dict[frozenset[str], Verdict] = field(default_factory=dict)
+    tried: dict[frozenset[str], Trial] = field(default_factory=dict)
     steps: list[str] = field(default_factory=list)
     out_of_range: frozenset[str] = frozenset()
 
@@ -146,19 +143,19 @@ class _Search:
         model = self.assigned(high)
         return model, for_tensorrt.lower(model, self.sites).sites
 
-    def judge(self, high: frozenset[str]) -> Verdict:
+    def judge(self, high: frozenset[str]) -> Trial:
         """The verdict on an assignment, over all cases."""
         if high not in self.tried:
             self.trials.begin(f"{len(high)} of {len(self.nodes)} operators in fp32")
             self.tried[high] = self._judged(high)
         return self.tried[high]
 
-    def _judged(self, high: frozenset[str]) -> Verdict:
+    def _judged(self, high: frozenset[str]) -> Trial:
         model, lowered = self.lowered(high)
         run = emulate(model, [one.site for one in lowered if one.unfused is None])
         allowed = self.budget.allowed(self.yardstick.precision)
         scores = self.budget.metric() if self.budget.metric is not None else None
-        worst = Verdict(0.0, 0.0, None)
+        worst = Trial(0.0, 0.0, None)
         for case in self.cases:
             eager, exact = self.expected[case.name]
             results = run(self.feeds[case.name])
@@ -352,12 +349,12 @@ MOST = 6
 def choose(
     model: ir.Model,
     sites: list[Site],
-    whole: Expected,
+    whole: ReferenceModel,
     names: Sequence[str],
-    budget: Budget,
+    budget: Requirement,
     data: Data,
     progress: Progress,
-) -> Found:
+) -> Assignment:
     """The cheapest assignment found that meets the budget.
 
     Args:
@@ -372,7 +369,7 @@ def choose(
     Raises:
         BuildError: not even fp32 meets the budget.
     """
-    sources = [Source(whole, precision_named(name)) for name in names]
+    sources = [MixedReference(whole, precision_named(name)) for name in names]
     stored, cases = stored_of(sources[0], data)
     judged = _judged_on(cases)
 
@@ -381,7 +378,7 @@ def choose(
 
     feeds = {case.name: feed(case) for case in judged}
     expected = {name: (sources[0].eager(inputs), whole.exact(inputs)) for name, inputs in feeds.items()}
-    found: list[Found] = []
+    found: list[Assignment] = []
     trials = Steps(progress)
     for source in sources:
         search = _Search(
@@ -393,7 +390,7 @@ def choose(
     return min(found, key=lambda one: one.cost)
 
 
-def _chosen(search: _Search) -> Found:
+def _chosen(search: _Search) -> Assignment:
     source, budget = search.source, search.budget
     high, why = search.raise_until_met()
     high = search.lower_again(high)
@@ -409,7 +406,7 @@ def _chosen(search: _Search) -> Found:
         low=source.precision.name, max_error=error, exactly=exactly, error=verdict.error, regions=regions,
         low_flops=search.low_flops(high), trials=len(search.tried), steps=search.steps,
     )  # fmt: skip
-    return Found(source, assigned, mixed, search.cost(high))
+    return Assignment(source, assigned, mixed, search.cost(high))
 
 
 def _judged_on(cases: Sequence[Case]) -> list[Case]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from attnforge import cache
-from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, Bundle, Certificate, Unfused
+from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, Bundle, Certificate
 from attnforge.errors import BundleError, UnavailableError
 from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
 from attnforge.files import sha256, write_whole
@@ -102,22 +102,13 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
 
 def certified(certificate: Certificate, flavour: str, plan: Plan) -> Certificate:
     """The certificate with what another plan made of every site that was lowered for it."""
-    found = certificate.model_copy(deep=True)
-    found.unfused = [one for one in found.unfused if one.target != flavour]
-    for site in found.details:
-        target = site.targets.get(flavour)
-        if target is None:
-            found.unfused.append(Unfused(site=site.site, target=flavour, reason=site.reason or "not canonical"))
-            continue
-        softmax = softmax_of(site.site)
-        target.kernel = plan.kernel_of(softmax)
-        target.reason = None if target.kernel else target.reason or plan.why_unfused(softmax)
-        if target.reason is not None:
-            found.unfused.append(Unfused(site=site.site, target=flavour, reason=target.reason))
-    found.fused[flavour] = sum(
-        flavour in site.targets and site.targets[flavour].kernel is not None for site in found.details
-    )
-    return found
+    details = [site.model_copy(deep=True) for site in certificate.details]
+    for site in details:
+        if (target := site.targets.get(flavour)) is not None:
+            softmax = softmax_of(site.site)
+            target.kernel = plan.kernel_of(softmax)
+            target.reason = None if target.kernel else target.reason or plan.why_unfused(softmax)
+    return Certificate.of(details, list(dict.fromkeys((*certificate.fused, flavour))))
 
 
 def _is_whole(bundle: Bundle, file: str) -> bool:

@@ -98,11 +98,12 @@ def test_loading_checks_what_is_run_and_no_more(copy: Path) -> None:
         attnforge.load(copy, "onnxruntime-cpu")
 
 
-def test_weights_that_graphs_share_are_checked_with_each_of_them(tmp_path: Path) -> None:
+def test_weights_that_graphs_share_are_checked_with_each_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
     module, args, shapes = build_model("multi-head-attention")
-    made = attnforge.deploy(
-        module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False, one_file_limit=1
-    )
+    made = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False)
     data = bytearray((made.path / "weights.data").read_bytes())
     data[-1] ^= 1
     (made.path / "weights.data").write_bytes(data)

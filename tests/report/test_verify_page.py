@@ -90,8 +90,8 @@ class Always:
 def deployed_as(
     form: str, module: Attends, masked: bool, out: Path, precision: str, patch: pytest.MonkeyPatch
 ) -> tuple[Bundle, tuple[Tensor, ...]]:
-    patch.setattr("attnforge.export.deploy.Tuner", type("Chosen", (Always,), {"form": form}))
-    patch.setattr("attnforge.export.deploy._measure_backends", lambda *args: None)
+    patch.setattr("attnforge.export.targets.onnxruntime.Tuner", type("Chosen", (Always,), {"form": form}))
+    patch.setattr("attnforge.export.deploy._measure_backends", lambda *arguments: None)
     args: tuple[Tensor, ...] = (torch.randn(2, 7, 32),)
     tokens: Any = Dim("tokens", min=2, max=16)
     shapes: tuple[Any, ...] = ({0: Dim("batch", min=1, max=4), 1: tokens},)

@@ -98,13 +98,12 @@ def normal(*shape: int) -> Array:
 
 @pytest.mark.parametrize("precision", [None, "fp16", "bf16"])
 def test_an_old_export_is_recognised_and_held_to_its_graph(
-    precision: str | None, exported: Path, tmp_path: Path
+    precision: str | None, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights in a file of their own, as above 2 GiB."""
+    monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 10_000)
     fused = {"onnxruntime": 1} | ({"tensorrt_rtx": 1} if precision == "fp16" else {})
-    bundle = attnforge.deploy(
-        exported, None, tmp_path / "bundle", RANGES, precision, list(fused), one_file_limit=10_000, tune=False
-    )
+    bundle = attnforge.deploy(exported, None, tmp_path / "bundle", RANGES, precision, list(fused), tune=False)
     manifest = bundle.manifest
     assert manifest.precision == (precision or "fp32")
     assert manifest.attention.sites == manifest.attention.canonical == 1

@@ -1,0 +1,161 @@
+"""The options of a deployment, checked before anything is exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypedDict
+
+import numpy as np
+
+from attnforge.arrays import is_floating, to_numpy
+from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec
+from attnforge.errors import UnknownNameError, UsageError
+from attnforge.export.precision.search import Requirement
+from attnforge.export.reference import Data
+from attnforge.export.targets.registry import TARGETS
+from attnforge.precision import PRECISIONS, Precision
+from attnforge.runtime.inputs import by_name
+from attnforge.runtime.parity.metrics import Scores, metric_named
+
+AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
+"""Values of `precision` that let attnforge choose every operator's precision, and the 16-bit ones that each tries."""
+
+
+class Keywords(TypedDict, total=False):
+    """The options that :func:`attnforge.deploy` takes by keyword alone; its docstring says what each means."""
+
+    compute_capabilities: Sequence[str]
+    profiles: Sequence[Mapping[str, Range]]
+    attention_precision: str | None
+    require_fused: Sequence[str]
+    data: Sequence[Sequence[Any]]
+    labels: Sequence[Any]
+    metric: str | None
+    least: float | None
+    max_error: float | None
+    tune: bool
+    force: bool
+    source: Source | None
+
+
+@dataclass(frozen=True)
+class DeployOptions:
+    """How a model is deployed; :func:`attnforge.deploy` says what each option means.
+
+    Raises:
+        UnknownNameError: no such precision, target or metric.
+        UsageError: options that exclude each other, or a number outside its range.
+    """
+
+    precision: str | None = None
+    targets: Sequence[str] | None = None
+    name: str | None = None
+    compute_capabilities: Sequence[str] = ()
+    profiles: Sequence[Mapping[str, Range]] = ()
+    attention_precision: str | None = None
+    require_fused: Sequence[str] = ()
+    data: Sequence[Sequence[Any]] = ()
+    labels: Sequence[Any] = ()
+    metric: str | None = None
+    least: float | None = None
+    max_error: float | None = None
+    tune: bool = True
+    force: bool = False
+    source: Source | None = None
+
+    def __post_init__(self) -> None:
+        self._check_precision()
+        self._check_targets()
+        self._check_data()
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The 16-bit precisions to choose from; none where the precision is given."""
+        return AUTOMATIC.get(self.precision or "", ())
+
+    @property
+    def source_precision(self) -> str | None:
+        """Name of the precision to export the model in; None for a graph's or program's own."""
+        return "fp32" if self.automatic else self.precision
+
+    def _check_precision(self) -> None:
+        precision, error = self.precision, self.max_error
+        if precision is not None and precision not in (*PRECISIONS, *AUTOMATIC):
+            raise UnknownNameError("precision", precision, (*PRECISIONS, *AUTOMATIC))
+        if error is not None:
+            if not self.automatic:
+                raise UsageError(f"a largest error of {error:g} is for precision auto, not {precision or 'fp32'}")
+            if not 0 < error < 1:
+                raise UsageError(f"the largest error is {error:g}; give a relative one, between 0 and 1")
+        if self.attention_precision is None:
+            return
+        if self.automatic:
+            raise UsageError("attention is given a precision of its own, and precision auto chooses it; leave one out")
+        low = [p.name for p in PRECISIONS.values() if p.is_low]
+        if self.attention_precision not in low:
+            raise UnknownNameError("attention precision", self.attention_precision, low)
+
+    def _check_targets(self) -> None:
+        for target in (*(self.targets or ()), *self.require_fused):
+            if target not in TARGETS:
+                raise UnknownNameError("target", target, TARGETS)
+        if self.targets is not None and not self.targets:
+            raise UsageError(
+                f"no target was given; name some of {', '.join(TARGETS)}, or none to build all that can be built here"
+            )
+
+    def _check_data(self) -> None:
+        if self.labels and len(self.labels) != len(self.data):
+            raise UsageError(f"{len(self.labels)} labels were given for {len(self.data)} inputs; give one for each")
+        if self.metric is not None:
+            if not self.data:
+                raise UsageError(f"{self.metric} is measured on real inputs; give some as data")
+            metric_named(self.metric, bool(self.labels))
+
+    def attention_at(self, precision: Precision, targets: Sequence[str]) -> Precision | None:
+        """The precision that TensorRT computes attention alone in, or None where it is the bundle's own.
+
+        Args:
+            precision: of the bundle.
+            targets: that are built.
+
+        Raises:
+            UsageError: the bundle is a 16-bit one already, or TensorRT is no target.
+        """
+        if self.attention_precision is None:
+            return None
+        if precision.is_low:
+            raise UsageError(
+                f"attention is to be {self.attention_precision} in a bundle that is {precision.name} throughout; leave "
+                "the attention precision out, or deploy in fp32 or tf32"
+            )
+        if not set(targets) & set(FLAVOURS):
+            raise UsageError(
+                f"attention is to be {self.attention_precision} for TensorRT, and only {', '.join(targets)} is built; "
+                f"add a target ({', '.join(FLAVOURS)}), or leave the attention precision out"
+            )
+        return PRECISIONS[self.attention_precision]
+
+    def real_data(self, inputs: list[TensorSpec]) -> Data:
+        """The real inputs by name, floating-point ones in the dtypes of the model, and their labels.
+
+        Raises:
+            InputError: inputs that the model does not take.
+        """
+        cases = []
+        for values in self.data:
+            arrays = {name: to_numpy(name, value) for name, value in by_name(inputs, values).items()}
+            cases.append(
+                {spec.name: a.astype(spec.dtype) if is_floating(a := arrays[spec.name]) else a for spec in inputs}
+            )
+        return Data(cases, [np.asarray(to_numpy("labels", labels)) for labels in self.labels])
+
+    def requirement(self, data: Data) -> Requirement:
+        """What the chosen precisions have to meet, where they are chosen."""
+        if self.metric is None:
+            return Requirement(self.max_error)
+        labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}
+        metric = metric_named(self.metric, bool(data.labels))
+        return Requirement(self.max_error, partial(Scores, self.metric, metric, labels, self.least))

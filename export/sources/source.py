@@ -1,0 +1,59 @@
+"""A model of any kind becomes a graph: torch module, exported program, `.pt2` file or ONNX file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+
+from attnforge.bundle import Source
+from attnforge.errors import UsageError
+from attnforge.export.sources.exported_program import load_program, open_program
+from attnforge.export.sources.onnx_file import Imported, import_graph
+from attnforge.export.sources.torch_module import Captured, capture
+from attnforge.precision import precision_named
+
+Model = nn.Module | ExportedProgram | str | os.PathLike[str]
+
+
+def open_source(
+    model: Model, args: Sequence[Any] | None, dynamic_shapes: Any, precision: str | None
+) -> tuple[Captured | Imported, Source]:
+    """The graph of a model, and the manifest's record of where it came from.
+
+    Args:
+        model: a module, an exported program, or the path of an `.onnx` or `.pt2` file.
+        args: example inputs; None for those of a program, and for random ones of an ONNX graph.
+        dynamic_shapes: of a module, `torch.export`'s own; of the others the range of every dynamic dim by its name.
+        precision: name of one; None for a graph's or program's own, and fp32 of a module.
+
+    Raises:
+        UsageError: a file of another kind, or no example inputs.
+        CaptureError: torch cannot export the module so.
+        BuildError: ONNX Runtime cannot run the graph.
+    """
+    if isinstance(model, str | os.PathLike):
+        file = Path(model)
+        if file.suffix == ".onnx":
+            return import_graph(file, dynamic_shapes, precision, args), _record("onnx", file, dynamic_shapes)
+        if file.suffix != ".pt2":
+            raise UsageError(f"{str(file)!r} is no .onnx or .pt2 file; give one, or a torch.nn.Module")
+        origin, model = _record("program", file, dynamic_shapes), load_program(file)
+    else:
+        origin = Source(kind="module", name=f"{type(model).__module__}.{type(model).__qualname__}")
+    if isinstance(model, ExportedProgram):
+        opened = open_program(model, dynamic_shapes)
+        model, dynamic_shapes = opened.module, opened.dynamic_shapes
+        args, precision = opened.args if args is None else args, precision or opened.precision
+    if args is None:
+        raise UsageError(f"no example inputs were given; {type(model).__name__} needs them to be exported")
+    return capture(model, args, dynamic_shapes, precision_named(precision or "fp32")), origin
+
+
+def _record(kind: Any, file: Path, ranges: Mapping[str, tuple[int, int, int]] | None) -> Source:
+    options = {name: ":".join(map(str, bounds)) for name, bounds in (ranges or {}).items()}
+    return Source(kind=kind, name=str(file), options=dict(options))

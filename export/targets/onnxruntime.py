@@ -1,0 +1,70 @@
+"""ONNX Runtime as a target: a model for its CPU, and at 16 bits another one for CUDA."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from attnforge.bundle import DimSpec, TargetRecord, Tuning
+from attnforge.errors import BuildError
+from attnforge.export.lowering.onnxruntime import lower
+from attnforge.export.lowering.tuning import Tuner
+from attnforge.export.targets.target import Built, Job
+from attnforge.runtime.cases import cases
+
+TOOK_APART = "ONNX Runtime's own optimiser took the fused node apart"
+
+
+def build(job: Job) -> Built:
+    """Lower the canonical graph for ONNX Runtime and ask it what it compiles.
+
+    Raises:
+        BuildError: ONNX Runtime cannot load the lowered graph.
+    """
+    sizes = cases(job.inputs)[0].sizes
+    dims = [dim for spec in job.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
+    largest = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
+    tuner = Tuner(sizes) if job.tune else None
+    model = job.model.clone()
+    lowered = lower(model, job.sites, sizes, tuner=tuner, largest=largest).sites
+    record = TargetRecord(model=job.shelf.save(model, "onnxruntime/model.onnx"))
+    if tuner is not None and tuner.spent:
+        record.tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
+    if job.precision.is_low:
+        model = job.model.clone()
+        lower(model, job.sites, sizes, device="cuda")
+        record.cuda_model = job.shelf.save(model, "onnxruntime/model.cuda.onnx")
+    operators = compiled_operators(job.folder / record.model)
+    return Built(
+        record,
+        lowered,
+        kernel_of=lambda form: operators.get(form.node) if form.unfused is None else None,
+        why_unfused=lambda form: TOOK_APART,
+    )
+
+
+def compiled_operators(file: Path) -> dict[str, str]:
+    """The operator of every node that ONNX Runtime's own optimisation leaves in a model, by the node's name.
+
+    Raises:
+        BuildError: ONNX Runtime cannot load the model.
+    """
+    optimized = file.with_suffix(".optimized.onnx")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(optimized)
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"
+    )  # protobuf cannot hold a model of more than 2 GiB
+    options.log_severity_level = 3
+    try:
+        ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        nodes = ir.load(optimized).graph
+        return {node.name or "": f"{node.domain}::{node.op_type}".removeprefix("::") for node in nodes}
+    except Exception as error:
+        raise BuildError(f"ONNX Runtime cannot load the lowered graph: {error}") from error
+    finally:
+        for left in file.parent.glob(f"{optimized.name}*"):
+            left.unlink()

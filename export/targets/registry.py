@@ -1,0 +1,78 @@
+"""The targets by name: why one cannot be built on this machine, and what builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from attnforge.bundle import FLAVOURS
+from attnforge.errors import BuildError, UnavailableError, UsageError
+from attnforge.export.targets import onnxruntime, tensorrt
+from attnforge.export.targets.target import Built, Job
+
+TARGETS: dict[str, Callable[[Job], Built]] = {
+    "onnxruntime": onnxruntime.build,
+    **{flavour: partial(tensorrt.build, flavour=flavour) for flavour in FLAVOURS},
+}
+
+
+def why_not_buildable(target: str) -> str | None:
+    """Why `target` cannot be built on this machine, or None where it can."""
+    return tensorrt.why_not_buildable(target) if target in FLAVOURS else None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The targets of one deployment.
+
+    Attributes:
+        chosen: to be built.
+        named: targets that must be built; where the builder refuses one of the others, the deployment goes on.
+        skipped: why any other cannot be built on this machine.
+    """
+
+    chosen: tuple[str, ...]
+    named: frozenset[str]
+    skipped: dict[str, str]
+
+
+def select(targets: Sequence[str] | None, require_fused: Sequence[str]) -> Selection:
+    """Choose the targets to build.
+
+    Args:
+        targets: names of targets, or None for every one that this machine can build.
+        require_fused: names of targets that have to be among them.
+
+    Raises:
+        UnavailableError: a target that was asked for by name cannot be built here.
+        UsageError: a target is required and not among those that were asked for.
+    """
+    reasons = {target: why_not_buildable(target) for target in targets or TARGETS}
+    skipped = {target: reason for target, reason in reasons.items() if reason is not None}
+    for target in targets if targets is not None else require_fused:
+        if target in skipped:
+            raise UnavailableError(skipped[target])
+    chosen = tuple(target for target in TARGETS if target in reasons and target not in skipped)
+    for target in require_fused:
+        if target not in chosen:
+            raise UsageError(
+                f"{target} is to run attention fused but is not among the targets to build ({', '.join(chosen)}); "
+                f"add it to the targets, or do not require it"
+            )
+    return Selection(chosen, frozenset((*(targets or ()), *require_fused)), skipped)
+
+
+def build(target: str, job: Job, selection: Selection) -> Built | str:
+    """What was built for a target, or the builder's words on why it refused.
+
+    Raises:
+        BuildError: the builder refused a target that must be built.
+        UsageError: an option that the builder does not know.
+    """
+    try:
+        return TARGETS[target](job)
+    except BuildError as error:
+        if target in selection.named:
+            raise
+        return str(error)
