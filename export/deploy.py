@@ -105,10 +105,9 @@ def deploy(
         reference: ReferenceModel = source
         mixed = None
         if options.automatic:
-            trials = stages.begin("choose precisions")
-            requirement = options.requirement(data)
-            assignment = choose(model, sites, source, options.automatic, requirement, data, trials)
-            model, reference, mixed = assignment.model, assignment.reference, assignment.mixed
+            trials, requirement = stages.begin("choose precisions"), options.requirement(data)
+            chosen = choose(model, sites, source, options.automatic, requirement, data, trials)
+            model, reference, mixed = chosen.model, chosen.reference, chosen.mixed
 
         shelf = Shelf(folder)
         shelf.save(model, CANONICAL)

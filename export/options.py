@@ -12,7 +12,7 @@ import numpy as np
 from attnforge.arrays import is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec
 from attnforge.errors import UnknownNameError, UsageError
-from attnforge.export.precision.search import Requirement
+from attnforge.export.precision.trials import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
 from attnforge.precision import PRECISIONS, Precision

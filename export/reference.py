@@ -1,4 +1,5 @@
-"""What a deployed model is to answer: its source's outputs, at the bundle's precision and in float64, by case."""
+"""The outputs that a deployed model is verified against: its source's, at the bundle's precision and in float64, for
+every reference case."""
 
 from __future__ import annotations
 
@@ -15,32 +16,42 @@ from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
-from attnforge.runtime import cases as reference
-from attnforge.runtime.cases import OUTLIERS
+from attnforge.runtime.cases import OUTLIERS, blocks, data_key, key, labels_key, make_inputs, sampled
+from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import DRAWS, FAR_OFF, FEW, relative_error
 
+MARGIN = 16
+"""How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
+
 
 class ReferenceModel(Protocol):
-    """What was captured or imported, as far as the reference goes: inputs, and outputs by name.
+    """A model that answers twice: at the bundle's precision, and in float64 with the same weights.
 
-    `eager` computes at the bundle's precision, `exact` in float64 with the same weights; `reference` says what does.
+    Attributes:
+        inputs: name, dtype and dims of each input.
+        precision: at which :meth:`eager` computes.
     """
 
     inputs: list[TensorSpec]
     precision: Precision
 
     @property
-    def reference(self) -> str: ...
+    def reference(self) -> str:
+        """What computes the outputs, for the manifest."""
 
     @property
-    def example(self) -> dict[str, Array]: ...
+    def example(self) -> dict[str, Array]:
+        """The example inputs by name, in the dtypes of `inputs`."""
 
-    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]: ...
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name at the precision; 16-bit ones as float32, which holds every one of them."""
 
-    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]: ...
+    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name in float64."""
 
-    def at(self, precision: Precision) -> ReferenceModel: ...
+    def at(self, precision: Precision) -> ReferenceModel:
+        """The same weights rounded to another precision."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +59,8 @@ class Data:
     """Real inputs, a case each, and labels where the task has some.
 
     Attributes:
-        inputs: by name.
-        labels: of each case's samples.
+        inputs: arrays by name, for every case.
+        labels: of the samples of each case; empty where there are none.
     """
 
     inputs: Sequence[Mapping[str, Array]] = ()
@@ -58,129 +69,195 @@ class Data:
 
 def write_reference(
     folder: Path,
-    source: ReferenceModel,
+    model: ReferenceModel,
     attention: Precision | None = None,
     data: Data | None = None,
     progress: Progress | None = None,
 ) -> list[Case]:
-    """Run every case through the source at the bundle's precision and in float64; keep the outputs.
+    """Run every case through the model at the bundle's precision and in float64, and write inputs and outputs.
 
     Args:
         folder: of the bundle.
-        source: what the outputs are of.
-        attention: the precision of attention alone, where it is another. Eager cannot be told to compute attention
-            alone so; all of it runs at that precision, as the yardstick of :mod:`attnforge.runtime.parity.budget`.
-        data: what else to run, after the cases that are made from seeds.
+        model: gives the outputs.
+        attention: precision of attention alone, where it is not the bundle's. Eager cannot compute attention alone at
+            another precision, so all of the model runs at it: the yardstick of :mod:`attnforge.runtime.parity.budget`.
+        data: real inputs, which become cases after those that are made from seeds.
         progress: hears of every case.
 
     Returns:
-        the cases.
+        the cases, with the scale of their inputs and the spread of eager's error.
     """
-    stored, cases = stored_of(source, data or Data())
-    low = source.at(attention) if attention is not None else None
+    stored, cases = stored_inputs(model, data or Data())
+    low = model.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
-    few = _Few([])
+    few = _FewNumbers()
     steps = Steps(progress, len(cases))
     for case in cases:
         steps.begin(case.name)
-        if case.kind == "denormal":  # at the precision, where that is less than the inputs'
-            case.scale = source.precision.smallest_normal / _limits(source, "smallest_normal")
-        if case.kind == "extremes":
-            case.scale = min(_borne(case, one) for one in (source, low) if one is not None)
-        inputs = reference.make_inputs(case, source.inputs, stored)
-        eager, truth = source.eager(inputs), source.exact(inputs)
-        while case.kind in ("scaled", "outliers") and case.scale > 1 / OUTLIERS and _overflows(eager, truth, source):
-            case.scale /= 2  # what overflows eager says nothing about a backend
-            inputs = reference.make_inputs(case, source.inputs, stored)
-            eager, truth = source.eager(inputs), source.exact(inputs)
-        for output, value in eager.items():
-            for which, array in (("eager", value), ("float64", truth[output])):
-                outputs |= kept(array, case, reference.key(case, output, which))
-        if not case.is_ordinary:
-            case.spread = _spread(case, inputs, source, low or source)
-        few.add(case, eager, truth)
+        _set_scale(case, model, low)
+        inputs, eager, exact = _run(case, model, stored)
+        outputs |= _sampled(case, eager, "eager") | _sampled(case, exact, "float64")
         if low is not None and attention is not None:
-            for output, value in low.eager(at_precision(inputs, attention)).items():
-                outputs |= kept(value, case, reference.key(case, output, attention.name))
-    few.spread()
+            outputs |= _sampled(case, low.eager(at_precision(inputs, attention)), attention.name)
+        if not case.is_ordinary:
+            case.spread = _spread(case, inputs, model, low or model)
+        few.add(case, eager, exact)
+    few.widen_spreads()
     (folder / "reference").mkdir()
     save_file(outputs, folder / REFERENCE_OUTPUTS)
-    # Every bfloat16 is a float32, and the file format has no word for NumPy's bfloat16.
-    held = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in stored.items()}
-    save_file({name: np.asarray(array, order="C") for name, array in held.items()}, folder / REFERENCE_EXAMPLE)
+    save_file({name: _storable(array) for name, array in stored.items()}, folder / REFERENCE_EXAMPLE)
     return cases
 
 
-def kept(array: Array, case: Case, key: str) -> dict[str, Array]:
-    """What is kept of an output, by key: all of it, or the numbers at some places and sums of all."""
-    sums = reference.blocks(array, case)
-    numbers = {key: np.ascontiguousarray(reference.sampled(array, case))}
-    return numbers if sums is None else {**numbers, f"{key}/blocks": sums}
-
-
-def stored_of(source: ReferenceModel, data: Data) -> tuple[dict[str, Array], list[Case]]:
-    """What the bundle keeps of inputs, the example and real data with its labels, and all cases."""
-    stored, cases = dict(source.example), reference.cases(source.inputs)
+def stored_inputs(model: ReferenceModel, data: Data) -> tuple[dict[str, Array], list[Case]]:
+    """The inputs that the bundle keeps (the example, and real data with its labels), and all cases."""
+    stored, cases = dict(model.example), seeded_cases(model.inputs)
     for i, inputs in enumerate(data.inputs):
-        shapes = shapes_of(source.inputs, (), *((array.shape, array.dtype) for array in inputs.values()))
+        shapes = shapes_of(model.inputs, (), *((array.shape, array.dtype) for array in inputs.values()))
         case = Case(name=f"data-{i}", sizes=dict(shapes.sizes), kind="data", seed=len(cases))
         cases.append(case)
-        stored |= {reference.data_key(case, name): array for name, array in inputs.items()}
+        stored |= {data_key(case, name): array for name, array in inputs.items()}
         if data.labels:
-            stored[reference.labels_key(case)] = data.labels[i]
+            stored[labels_key(case)] = data.labels[i]
     return stored, cases
 
 
-def _spread(
-    case: Case, inputs: Mapping[str, Array], source: ReferenceModel, yardstick: ReferenceModel
-) -> dict[str, tuple[float, float]]:
-    """The largest errors of the yardstick's eager on the same inputs moved to neighbouring numbers. Where inputs are
-    hard, so that two scores nearly tie, say, eager's error is one draw from a wide distribution, and a backend's
-    another; a few draws show how wide."""
-    rng = np.random.Generator(np.random.PCG64([case.seed, DRAWS]))
-    rounded = at_precision(inputs, yardstick.precision)
-    found: dict[str, tuple[float, float]] = {}
-    for _ in range(DRAWS):
-        moved = {name: _neighbours(array, rng) if is_floating(array) else array for name, array in rounded.items()}
-        eager, truth = yardstick.eager(moved), source.exact(moved)
-        for output, value in eager.items():
-            finite = np.isfinite(value) & np.isfinite(truth[output])
-            given, exact = value[finite].astype(np.float64), truth[output][finite]
-            before = found.get(output, (0.0, 0.0))
-            largest = float(np.max(np.abs(given - exact), initial=0.0))
-            found[output] = max(before[0], relative_error(given, exact)), max(before[1], largest)
-    return found
+def _run(
+    case: Case, model: ReferenceModel, stored: Mapping[str, Array]
+) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+    """Inputs, eager outputs and float64 outputs of a case. Where its inputs are large, its scale is halved until eager
+    no longer overflows: an overflow in eager says nothing about a backend."""
+    while True:
+        inputs = make_inputs(case, model.inputs, stored)
+        eager, exact = model.eager(inputs), model.exact(inputs)
+        is_large = case.kind in ("scaled", "outliers") and case.scale > 1 / OUTLIERS
+        if not (is_large and _overflows(eager, exact, model.precision)):
+            return inputs, eager, exact
+        case.scale /= 2
 
 
-@dataclass(frozen=True)
-class _Few:
-    """Eager's errors of outputs of few numbers, which on ordinary inputs are draws of one kind: case, output, relative
-    error, absolute error, largest number."""
+def _sampled(case: Case, outputs: Mapping[str, Array], which: str) -> dict[str, Array]:
+    """What the bundle keeps of all outputs of a case, by key."""
+    arrays: dict[str, Array] = {}
+    for output, array in outputs.items():
+        arrays |= kept(array, case, key(case, output, which))
+    return arrays
 
-    found: list[tuple[Case, str, float, float, float]]
 
-    def add(self, case: Case, eager: Mapping[str, Array], truth: Mapping[str, Array]) -> None:
-        for output, value in eager.items():
-            finite = np.isfinite(value) & np.isfinite(truth[output])
-            given, exact = value[finite].astype(np.float64), truth[output][finite]
-            if 0 < exact.size < FEW:
-                off, largest = np.max(np.abs(given - exact)), np.max(np.abs(exact))
-                self.found.append((case, output, relative_error(given, exact), float(off), float(largest)))
+def kept(array: Array, case: Case, name: str) -> dict[str, Array]:
+    """What the bundle keeps of one output: all of it under `name`, or the numbers at some places and sums of all."""
+    sums = blocks(array, case)
+    numbers = {name: np.ascontiguousarray(sampled(array, case))}
+    return numbers if sums is None else {**numbers, f"{name}/blocks": sums}
 
-    def spread(self) -> None:
-        """Let every case have at least the largest of the ordinary ones."""
-        for case, output, *_, largest in self.found:
-            same = [one for one in self.found if one[1] == output and one[0].is_ordinary]
-            error = max((one[2] for one in same), default=0.0)
-            share = max((one[3] / (one[4] or 1) for one in same), default=0.0)
-            drawn, off = case.spread.get(output, (0.0, 0.0))
-            case.spread = {**case.spread, output: (max(drawn, error), max(off, largest * share))}
+
+def _storable(array: Array) -> Array:
+    """An array as safetensors stores it: contiguous, and bfloat16 as float32, for NumPy's has no name there."""
+    return np.asarray(array.astype(np.float32) if array.dtype == BFLOAT16 else array, order="C")
 
 
 def at_precision(inputs: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
-    """Inputs at another precision."""
+    """Inputs by name, floating-point ones rounded to the precision's dtype."""
     with np.errstate(over="ignore"):
         return {name: a.astype(precision.dtype) if is_floating(a) else a for name, a in inputs.items()}
+
+
+# --- how large inputs may be ------------------------------------------------------------------------------------------
+
+
+def _set_scale(case: Case, model: ReferenceModel, low: ReferenceModel | None) -> None:
+    """Set the scale of inputs that are as small as the precision's denormals or as large as the model bears."""
+    if case.kind == "denormal":
+        case.scale = model.precision.smallest_normal / _limit(model, "smallest_normal")
+    if case.kind == "extremes":
+        case.scale = min(_borne(case, bearer) for bearer in (model, low) if bearer is not None)
+
+
+def _borne(case: Case, model: ReferenceModel) -> float:
+    """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right. Where
+    eager overflows on the way, its output depends on the order of its sums, and says nothing about a backend."""
+    precision, largest = model.precision, _limit(model, "max")
+    scale, step = precision.largest / largest, 4.0 if precision.largest < 1e5 else 256.0
+    while scale * largest > 1:
+        inputs = make_inputs(case.model_copy(update={"scale": scale}), model.inputs, {})
+        eager, exact = model.eager(at_precision(inputs, precision)), model.exact(inputs)
+        if all(_is_right(array, exact[output], precision) for output, array in eager.items()):
+            return scale / MARGIN
+        scale /= step
+    return scale
+
+
+def _limit(model: ReferenceModel, which: str) -> float:
+    """A limit of the inputs' floating-point dtype, by its name in `finfo`."""
+    dtype = next(spec.dtype for spec in model.inputs if "float" in spec.dtype)
+    return float(getattr(ml_dtypes.finfo(dtype), which))  # type: ignore[no-untyped-call]
+
+
+def _overflows(eager: Mapping[str, Array], exact: Mapping[str, Array], precision: Precision) -> bool:
+    """Whether eager has NaN or infinity where the precision holds float64's number."""
+    return any(not np.isfinite(array[_held(exact[output], precision)]).all() for output, array in eager.items())
+
+
+def _is_right(eager: Array, exact: Array, precision: Precision) -> bool:
+    """Whether eager is finite and near float64 wherever the precision holds float64's number."""
+    held = _held(exact, precision)
+    return bool(np.isfinite(eager[held]).all()) and (
+        relative_error(eager[held].astype(np.float64), exact[held]) <= FAR_OFF * precision.floor
+    )
+
+
+def _held(exact: Array, precision: Precision) -> Array:
+    """Where the precision holds the number: finite and within its range."""
+    return np.isfinite(exact) & (np.abs(exact) <= precision.largest)
+
+
+# --- how widely eager's error spreads ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Error:
+    """Eager's error on one output, over the numbers that are finite in eager and in float64.
+
+    Attributes:
+        relative: its norm over float64's.
+        absolute: the largest of one number.
+        largest: the largest number of float64.
+        size: how many numbers were compared.
+    """
+
+    relative: float
+    absolute: float
+    largest: float
+    size: int
+
+    @classmethod
+    def of(cls, eager: Array, exact: Array) -> _Error:
+        finite = np.isfinite(eager) & np.isfinite(exact)
+        eager, exact = eager[finite].astype(np.float64), exact[finite]
+        absolute = float(np.max(np.abs(eager - exact), initial=0.0))
+        return cls(relative_error(eager, exact), absolute, float(np.max(np.abs(exact), initial=0.0)), exact.size)
+
+
+def _spread(
+    case: Case, inputs: Mapping[str, Array], model: ReferenceModel, yardstick: ReferenceModel
+) -> dict[str, tuple[float, float]]:
+    """The largest relative and absolute error, by output, of the yardstick's eager on the same inputs moved to
+    neighbouring numbers.
+
+    On hard inputs, where two scores nearly tie, say, eager's error is one draw from a wide distribution, and a
+    backend's another; a few draws show how wide it is.
+    """
+    rng = np.random.Generator(np.random.PCG64([case.seed, DRAWS]))
+    rounded = at_precision(inputs, yardstick.precision)
+    spread: dict[str, tuple[float, float]] = {}
+    for _ in range(DRAWS):
+        moved = {name: _neighbours(array, rng) if is_floating(array) else array for name, array in rounded.items()}
+        eager, exact = yardstick.eager(moved), model.exact(moved)
+        for output, array in eager.items():
+            error = _Error.of(array, exact[output])
+            relative, absolute = spread.get(output, (0.0, 0.0))
+            spread[output] = max(relative, error.relative), max(absolute, error.absolute)
+    return spread
 
 
 def _neighbours(array: Array, rng: np.random.Generator) -> Array:
@@ -191,40 +268,22 @@ def _neighbours(array: Array, rng: np.random.Generator) -> Array:
     return np.where(keep, array, moved)
 
 
-MARGIN = 16
-"""How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
+class _FewNumbers:
+    """Eager's errors on outputs of few numbers: on ordinary inputs they are draws of one kind."""
 
+    def __init__(self) -> None:
+        self._errors: list[tuple[Case, str, _Error]] = []
 
-def _borne(case: Case, source: ReferenceModel) -> float:
-    """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right; where
-    it overflows on the way, what comes out depends on the order of its sums, and says nothing about a backend."""
-    largest = _limits(source, "max")
-    scale, step = source.precision.largest / largest, 4.0 if source.precision.largest < 1e5 else 256.0
-    while scale * largest > 1:
-        inputs = reference.make_inputs(case.model_copy(update={"scale": scale}), source.inputs, {})
-        eager, truth = source.eager(at_precision(inputs, source.precision)), source.exact(inputs)
-        if all(_sound(value, truth[output], source.precision) for output, value in eager.items()):
-            return scale / MARGIN
-        scale /= step
-    return scale
+    def add(self, case: Case, eager: Mapping[str, Array], exact: Mapping[str, Array]) -> None:
+        """Note the errors of a case."""
+        errors = ((output, _Error.of(array, exact[output])) for output, array in eager.items())
+        self._errors += [(case, output, error) for output, error in errors if 0 < error.size < FEW]
 
-
-def _limits(source: ReferenceModel, which: str) -> float:
-    """A limit of the inputs' floating-point dtype."""
-    dtype = next(spec.dtype for spec in source.inputs if "float" in spec.dtype)
-    return float(getattr(ml_dtypes.finfo(dtype), which))  # type: ignore[no-untyped-call]
-
-
-def _overflows(eager: Mapping[str, Array], truth: Mapping[str, Array], source: ReferenceModel) -> bool:
-    largest = source.precision.largest
-    return any(
-        not np.isfinite(value[np.isfinite(truth[output]) & (np.abs(truth[output]) <= largest)]).all()
-        for output, value in eager.items()
-    )
-
-
-def _sound(eager: Array, truth: Array, precision: Precision) -> bool:
-    finite = np.isfinite(truth) & (np.abs(truth) <= precision.largest)
-    return bool(np.isfinite(eager[finite]).all()) and (
-        relative_error(eager[finite].astype(np.float64), truth[finite]) <= FAR_OFF * precision.floor
-    )
+    def widen_spreads(self) -> None:
+        """Give every case at least the largest error that an ordinary case has on the same output."""
+        for case, output, error in self._errors:
+            alike = [other for at, name, other in self._errors if name == output and at.is_ordinary]
+            relative = max((other.relative for other in alike), default=0.0)
+            share = max((other.absolute / (other.largest or 1) for other in alike), default=0.0)
+            drawn, absolute = case.spread.get(output, (0.0, 0.0))
+            case.spread = {**case.spread, output: (max(drawn, relative), max(absolute, error.largest * share))}

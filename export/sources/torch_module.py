@@ -19,7 +19,15 @@ from attnforge.errors import CaptureError, first_line
 from attnforge.export.sources.repair import repair
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
-from attnforge.runtime.backends.eager import as_written, at_precision, in_float64, output_names, run, torch_dtype
+from attnforge.runtime.backends.eager import (
+    as_written,
+    at_precision,
+    cannot_run,
+    in_float64,
+    output_names,
+    run,
+    torch_dtype,
+)
 from attnforge.runtime.cases import excluded_by
 
 OPSET = 23
@@ -82,8 +90,8 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
         precision: dtype of weights, inputs and outputs.
 
     Raises:
-        CaptureError: torch cannot export the module so, an argument is no tensor, a Dim has no max, or a dim that was
-            declared dynamic came out as a constant.
+        CaptureError: torch cannot run or export the module so, an argument is no tensor, a Dim has no max, or a dim
+            that was declared dynamic came out as a constant.
     """
     names = _input_names(module, args)
     shapes = _by_name(names, dynamic_shapes)
@@ -91,8 +99,10 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     cast = tuple(_to(arg, torch_dtype(precision)) for arg in args)
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written():
-        example = copied(*cast)
-        result_names = output_names(example)
+        try:
+            result_names = output_names(copied(*cast))
+        except RuntimeError as error:
+            raise cannot_run(copied, torch_dtype(precision), error) from error
         try:
             program = torch.onnx.export(
                 copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes or None, verbose=False,

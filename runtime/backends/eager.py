@@ -32,16 +32,45 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     Raises:
         CaptureError: the module cannot be copied.
     """
+    dtype = torch_dtype(precision)
     try:
-        copied = copy.deepcopy(module)
+        copied = _copy(module, dtype)
     except Exception as error:
         raise CaptureError(f"{type(module).__name__} cannot be copied: {first_line(error)}") from error
-    return copied.eval().requires_grad_(False).to(torch_dtype(precision))
+    return copied.eval().requires_grad_(False).to(dtype)
 
 
 def in_float64(module: nn.Module) -> nn.Module:
     """A copy of `module` with the same weights widened to float64."""
-    return copy.deepcopy(module).double()
+    return _copy(module, torch.float64).double()
+
+
+def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of `module` whose weights are as they were, and in which the tensors that it keeps outside parameters and
+    buffers, such as the cache that an earlier call filled, have `dtype` where theirs is the weights'. Numbers without
+    dims are left: they take the dtype of what they meet."""
+    weights = (tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point())
+    own = next((tensor.dtype for tensor in weights), None)
+    kept = [tensor for part in module.modules() for tensor in _tensors_in(vars(part))]
+    copies = {
+        id(tensor): tensor.detach().to(dtype if tensor.dtype == own and tensor.dim() else tensor.dtype, copy=True)
+        for tensor in kept
+    }
+    return copy.deepcopy(module, copies)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists and tuples; parameters, and what `torch.nn.Module` itself keeps, are left."""
+    if isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter):
+            yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -65,11 +94,14 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
         try:
             return named_outputs(module(*(t.to(dtype) if t.is_floating_point() else t for t in tensors)))
         except RuntimeError as error:
-            kind = str(dtype).removeprefix("torch.")
-            raise CaptureError(
-                f"{type(module).__name__} does not run in {kind}: {first_line(error)}; tensors that it makes itself "
-                "have to be of its inputs' dtype"
-            ) from error
+            raise cannot_run(module, dtype, error) from error
+
+
+def cannot_run(module: nn.Module, dtype: torch.dtype, error: RuntimeError) -> CaptureError:
+    """The error of a module that torch does not run in `dtype`, on one line."""
+    hint = "" if dtype == torch.float32 else "; tensors that it makes itself have to be of its inputs' dtype"
+    kind = str(dtype).removeprefix("torch.")
+    return CaptureError(f"{type(module).__name__} does not run in {kind}: {first_line(error)}{hint}")
 
 
 @contextmanager

@@ -135,6 +135,46 @@ def test_tensors_of_a_type_of_their_own_are_said(tmp_path: Path) -> None:
         deployed(lambda s, y: y @ torch.ones(DIM, DIM), tmp_path / "b", "auto")
 
 
+class Remembers(nn.Module):
+    """Keeps what its first call made outside its buffers, as LeViT keeps the biases of its attention."""
+
+    def __init__(self, inside: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.block, self.bias, self.inside = Block(), nn.Parameter(torch.randn(TOKENS, TOKENS)), inside
+        self.cache: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "cpu" not in self.cache:
+            self.cache["cpu"] = self.inside(self.bias.flip(0))
+        kept = self.cache["cpu"]
+        y: Tensor = self.block(x)
+        return (y @ y.mT + (kept if isinstance(kept, Tensor) else kept.tensor)).softmax(-1) @ y
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_module_that_was_called_before_is_deployed(grad: bool, precision: str, tmp_path: Path) -> None:
+    module, x = Remembers(lambda tensor: tensor).eval(), torch.randn(2, TOKENS, DIM)
+    with torch.set_grad_enabled(grad):
+        module(x)
+    kept = module.cache["cpu"]
+    bundle = attnforge.deploy(module, (x,), tmp_path / "b", None, precision, ["onnxruntime"], tune=False)
+    assert bundle.manifest.attention.canonical == 2
+    assert attnforge.verify(bundle, ["onnxruntime-cpu", "eager"], module=module).passed
+    assert module.cache["cpu"] is kept and kept.dtype == torch.float32
+
+
+def test_a_module_that_keeps_tensors_out_of_sight_is_refused_in_one_line(tmp_path: Path) -> None:
+    class Box:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()
+
+    module, x = Remembers(Box).eval(), torch.randn(2, TOKENS, DIM)
+    module(x)
+    with pytest.raises(CaptureError, match=r"^Remembers does not run in float16: .*of its inputs' dtype$"):
+        attnforge.deploy(module, (x,), tmp_path / "b", None, "fp16", ["onnxruntime"], tune=False)
+
+
 def test_a_reference_that_is_another_function_is_told(tmp_path: Path) -> None:
     bundle = deployed(lambda s, y: y, tmp_path / "b", "fp32")
     assert diagnose(bundle).healthy

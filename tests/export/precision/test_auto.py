@@ -18,7 +18,8 @@ import attnforge
 from attnforge.bundle import Bundle, Mixed
 from attnforge.cli import app
 from attnforge.errors import BuildError, UnknownNameError, UsageError
-from attnforge.export.precision.assign import assign, flops_of, operators
+from attnforge.export.precision.assign import assign, operators
+from attnforge.export.precision.cost import flops_of
 from attnforge.model import build_model
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session

@@ -1,0 +1,61 @@
+"""What an operator costs in 16 bits and in fp32: floating-point operations, and estimated seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from attnforge.runtime.inputs import size_of
+
+PRODUCTS = ("MatMul", "Gemm", "Attention", "Conv", "Einsum")
+"""Operators whose floating-point operations are counted."""
+
+RATE_16, RATE_32, BANDWIDTH = 312e12, 19.5e12, 1.6e12
+"""Operations a second of 16-bit and fp32 products, and bytes a second: an A100's (NVIDIA A100 datasheet). Only their
+proportions matter here."""
+
+
+def flops_of(node: ir.Node, sizes: Mapping[str, int]) -> float:
+    """Floating-point operations of a matrix product or of attention; 0 of any other operator.
+
+    Args:
+        node: with the shapes of its inputs and outputs.
+        sizes: of the symbols in them.
+    """
+    if node.op_type not in PRODUCTS or node.domain != "":
+        return 0.0
+    shapes = [_shape_of(v, sizes) for v in node.inputs if v is not None and v.dtype is not None][:3]
+    results = math.prod(_shape_of(node.outputs[0], sizes))
+    if node.op_type == "Attention" and all(len(shape) == 4 for shape in shapes):
+        (batch, heads, n_q, d_k), (_, _, n_k, _), (_, _, _, d_v) = shapes
+        return 2.0 * batch * heads * n_q * n_k * (d_k + d_v)
+    if node.op_type == "Conv":
+        return 2.0 * results * math.prod(shapes[1][1:])
+    if node.op_type == "Gemm" and node.attributes.get_int("transA") == 1:
+        return 2.0 * results * shapes[0][0]
+    return 2.0 * results * (shapes[0] or [1])[-1]
+
+
+def cost_of(node: ir.Node, sizes: Mapping[str, int], is_high: bool) -> float:
+    """Seconds that an operator is estimated to take: its products, and the memory that it reads and writes.
+
+    Args:
+        node: with the shapes of its inputs and outputs.
+        sizes: of the symbols in them.
+        is_high: whether it computes in fp32, else in 16 bits.
+    """
+    numbers = sum(math.prod(_shape_of(v, sizes)) for v in (*node.inputs, *node.outputs) if v is not None)
+    return flops_of(node, sizes) / (RATE_32 if is_high else RATE_16) + numbers * (4 if is_high else 2) / BANDWIDTH
+
+
+def _shape_of(value: ir.Value, sizes: Mapping[str, int]) -> list[int]:
+    """The shape of a value at these sizes; a dim that they do not tell counts as 1."""
+    shape = []
+    for dim in value.shape or ():
+        try:
+            shape.append(dim if isinstance(dim, int) else size_of(str(dim.value), sizes))
+        except (KeyError, NotImplementedError, ZeroDivisionError):
+            shape.append(1)
+    return shape

@@ -1,0 +1,131 @@
+"""The operators to blame where an assignment of precisions misses its requirement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.attention.layout import VIEWS
+from attnforge.export.diagnosis.causes import Blame, blame
+from attnforge.export.diagnosis.stages import module_of, written_out
+from attnforge.export.diagnosis.trace import Trace, trace
+from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.precision.emulation import held_by_fused_kernels
+from attnforge.export.precision.trials import Assignment, Trials
+
+HEADROOM = 2.0
+"""How far below the largest number of a type a tensor has to stay: inputs that were not tried may reach further."""
+
+STANDS_FOR_INFINITY = 1e30
+"""A number of this size in a mask excludes, and any as low does the same."""
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """Operators to raise to fp32.
+
+    Attributes:
+        names: empty where nothing is left to blame.
+        why: the evidence.
+        out_of_range: whether 16 bits do not hold their numbers; then they stay in fp32.
+    """
+
+    names: frozenset[str]
+    why: str
+    out_of_range: bool = False
+
+
+def culprits(trials: Trials, high: Assignment) -> Culprits:
+    """The operators to raise next, of those that compute in 16 bits."""
+    case = trials.judge(high).case
+    assert case is not None
+    inputs = trials.answers.inputs[case.name]
+    _, fused = trials.lowered(high)
+    graph = written_out(trials.assigned(high), trials.sites)
+    try:
+        traced = trace(graph, inputs, held_by_fused_kernels(graph, fused))
+    except NoDoublePath as error:
+        names = frozenset(trials.nodes) - high
+        return Culprits(names, f"nothing can be blamed: {error} is not computed in float64")
+    if beyond := _beyond_range(trials, traced) - high:
+        shown = ", ".join(sorted(beyond)[:3])
+        return Culprits(beyond, f"beyond the range of {trials.precision.name}: {shown}", out_of_range=True)
+    blamed = blame(traced)
+    return (
+        _where_it_begins(trials, blamed, high)
+        or _in_its_module(trials, blamed, high)
+        or _largest_left(trials, traced, high)
+    )
+
+
+def _where_it_begins(trials: Trials, blamed: Blame, high: Assignment) -> Culprits | None:
+    """The operator at which an error begins, and those that compute its inputs."""
+    if blamed.tensor is None:
+        return None
+    node = blamed.tensor.node
+    names = {_owner_of(trials, node), *(_owner_of(trials, _computing(value)) for value in node.inputs)}
+    raised = frozenset(name for name in names if name is not None) - high
+    return Culprits(raised, blamed.evidence) if raised else None
+
+
+def _in_its_module(trials: Trials, blamed: Blame, high: Assignment) -> Culprits | None:
+    """All operators of the module in which an error begins."""
+    if blamed.tensor is None:
+        return None
+    module = module_of(blamed.tensor.node)
+    raised = frozenset(name for name, node in trials.nodes.items() if module_of(node) == module) - high
+    return Culprits(raised, f"{module}: {blamed.evidence}") if raised else None
+
+
+def _largest_left(trials: Trials, traced: Trace, high: Assignment) -> Culprits:
+    """The operator in 16 bits whose tensor has the largest error."""
+    left = [(_owner_of(trials, tensor.node), tensor) for tensor in traced.tensors]
+    name, worst = max(
+        ((owner, tensor) for owner, tensor in left if owner is not None and owner not in high),
+        key=lambda pair: pair[1].error,
+        default=(None, None),
+    )
+    if name is None or worst is None:
+        return Culprits(frozenset(), "")
+    return Culprits(frozenset([name]), f"the largest error left: {worst.name}")
+
+
+def _beyond_range(trials: Trials, traced: Trace) -> frozenset[str]:
+    """The operators that compute numbers that 16 bits do not hold, take them, or have such weights."""
+    most = trials.precision.largest / HEADROOM
+    names: set[str | None] = set()
+    for tensor in traced.tensors:
+        if tensor.largest > most and tensor.node.outputs[0].dtype == trials.low:
+            takers = [use.node for use in tensor.node.outputs[0].uses()] if tensor.node.op_type == "Cast" else []
+            names |= {_owner_of(trials, node) for node in (tensor.node, *takers)}
+    names |= {name for name, node in trials.nodes.items() if _largest_weight(node) > most}
+    return frozenset(name for name in names if name is not None)
+
+
+def _largest_weight(node: ir.Node) -> float:
+    """The largest number of an operator's fp32 weights, but for those that stand for infinity."""
+    weights = [v.const_value.numpy() for v in node.inputs if v is not None and v.const_value is not None]
+    sizes = [np.abs(weight) for weight in weights if weight.dtype == np.float32]
+    return max((float(np.max(size[size < STANDS_FOR_INFINITY], initial=0.0)) for size in sizes), default=0.0)
+
+
+def _owner_of(trials: Trials, node: ir.Node | None) -> str | None:
+    """The operator of the canonical graph that a node of the written-out one is part of."""
+    if node is None or node.name is None:
+        return None
+    if node.name in trials.nodes:
+        return node.name
+    site = node.name.partition("/Attention/")[0].removesuffix("/Softmax")
+    name = f"{site}/Attention"
+    return name if name in trials.nodes else None
+
+
+def _computing(value: ir.Value | None) -> ir.Node | None:
+    """The node that computes a value's numbers, through nodes that only move or cast them."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type not in VIEWS | {"Slice", "Expand", "Cast"}:
+            return node
+        value = node.inputs[0]
+    return None

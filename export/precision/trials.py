@@ -1,0 +1,220 @@
+"""Assignments of precisions, judged by running them: 16-bit storage emulated as a fused plan has it, against float64 of
+the original weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.arrays import Array, is_floating
+from attnforge.bundle import Case, TensorSpec
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.lowering.tensorrt import lower
+from attnforge.export.precision.assign import assign, operators
+from attnforge.export.precision.emulation import emulate
+from attnforge.export.reference import ReferenceModel, at_precision
+from attnforge.precision import Precision
+from attnforge.progress import Steps
+from attnforge.runtime.cases import key
+from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge
+from attnforge.runtime.parity.metrics import Scores
+
+Assignment = frozenset[str]
+"""The names of the operators that compute in fp32; all others compute in 16 bits."""
+
+
+class MixedReference:
+    """The reference of a deployment that chose its precisions: eager at the 16-bit one, float64 of the fp32 weights.
+
+    Args:
+        whole: the model in fp32.
+        low: the 16-bit precision.
+    """
+
+    def __init__(self, whole: ReferenceModel, low: Precision) -> None:
+        self._whole, self._low = whole, whole.at(low)
+        self.inputs: list[TensorSpec] = whole.inputs
+        self.precision = low
+
+    @property
+    def reference(self) -> str:
+        return f"{self._whole.reference}, its weights in fp32 for float64 and in {self.precision.name} for eager"
+
+    @property
+    def example(self) -> dict[str, Array]:
+        return self._whole.example
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self._low.eager(at_precision(inputs, self.precision))
+
+    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self._whole.exact(inputs)
+
+    def at(self, precision: Precision) -> ReferenceModel:
+        return self._whole.at(precision)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What an assignment has to meet.
+
+    Attributes:
+        max_error: relative, on every ordinary case; None for twice eager's, and no more than ten floors.
+        metric: makes empty scores of the task's metric, which decides where `max_error` is None.
+    """
+
+    max_error: float | None = None
+    metric: Callable[[], Scores] | None = None
+
+    @property
+    def is_metric(self) -> bool:
+        """Whether the metric alone decides."""
+        return self.metric is not None and self.max_error is None
+
+    def allowed(self, precision: Precision) -> Allowed:
+        """The error that a deployment whose yardstick is eager at `precision` is allowed."""
+        return Allowed(self.max_error or FAR_OFF * precision.floor, self.max_error is not None)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Cases, and by each one's name its inputs, eager's outputs and float64's."""
+
+    cases: Sequence[Case]
+    inputs: dict[str, dict[str, Array]]
+    eager: dict[str, dict[str, Array]]
+    exact: dict[str, dict[str, Array]]
+
+    @classmethod
+    def of(cls, model: ReferenceModel, cases: Sequence[Case], inputs: Callable[[Case], dict[str, Array]]) -> Answers:
+        """What `model` answers to `cases`, whose inputs the function `inputs` makes."""
+        made = {case.name: inputs(case) for case in cases}
+        return cls(
+            cases,
+            made,
+            {name: model.eager(arrays) for name, arrays in made.items()},
+            {name: model.exact(arrays) for name, arrays in made.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How an assignment did.
+
+    Attributes:
+        share: of the requirement that it uses up, on the worst case; 1 or less meets it, and infinity is a lost number.
+        error: the largest relative error.
+        case: the worst one; None where no output is of floating-point numbers.
+    """
+
+    share: float
+    error: float
+    case: Case | None
+
+    @property
+    def passed(self) -> bool:
+        return self.share <= 1
+
+    @property
+    def text(self) -> str:
+        share = "numbers are lost" if self.share == np.inf else f"{self.share:.2f} of the budget"
+        return f"{share} in {self.case.name}" if self.case is not None else share
+
+
+class Trials:
+    """Judges assignments of one canonical graph, each once.
+
+    Args:
+        model: canonical, in fp32; is not touched.
+        sites: its attention.
+        precision: the 16-bit one.
+        yardstick: the precision whose eager sets the budget, and whose answers `answers` are.
+        requirement: what has to be met.
+        answers: of the cases that assignments are judged on.
+        steps: counts every assignment that is run.
+
+    Attributes:
+        nodes: the operators whose precision is a choice, by name, in the order of the graph.
+        low: the 16-bit type.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        sites: list[Site],
+        precision: Precision,
+        yardstick: Precision,
+        requirement: Requirement,
+        answers: Answers,
+        steps: Steps,
+    ) -> None:
+        self.model, self.sites, self.precision, self.answers = model, sites, precision, answers
+        self.nodes = {str(node.name): node for node in operators(model)}
+        self.low = ir.DataType.from_numpy(precision.dtype)
+        self.allowed = requirement.allowed(yardstick)
+        self._yardstick, self._requirement, self._steps = yardstick, requirement, steps
+        self._trials: dict[Assignment, Trial] = {}
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def assigned(self, high: Iterable[str]) -> ir.Model:
+        """A copy of the graph with these operators in fp32."""
+        model = self.model.clone()
+        assign(model, self.low, frozenset(high))
+        return model
+
+    def lowered(self, high: Iterable[str]) -> tuple[ir.Model, list[str]]:
+        """A copy of the graph with these operators in fp32, lowered for TensorRT, and the sites that it fuses."""
+        model = self.assigned(high)
+        return model, [form.site for form in lower(model, self.sites).sites if form.unfused is None]
+
+    def judge(self, high: Assignment) -> Trial:
+        """Run an assignment on all cases."""
+        if high not in self._trials:
+            self._steps.begin(f"{len(high)} of {len(self.nodes)} operators in fp32")
+            self._trials[high] = self._judged(high, self.answers)
+        return self._trials[high]
+
+    def error_on(self, high: Assignment, answers: Answers) -> float:
+        """The largest relative error of an assignment on other cases."""
+        return self._judged(high, answers).error
+
+    def _judged(self, high: Assignment, answers: Answers) -> Trial:
+        run = emulate(*self.lowered(high))
+        scores = self._requirement.metric() if self._requirement.metric is not None else None
+        worst, error = Trial(0.0, 0.0, None), 0.0
+        for case in answers.cases:
+            eager, exact = answers.eager[case.name], answers.exact[case.name]
+            outputs = run(answers.inputs[case.name])
+            if scores is not None:
+                stored = {key(case, name, "eager"): array for name, array in eager.items()}
+                stored |= {key(case, name, "float64"): array for name, array in exact.items()}
+                scores.add(case, outputs, stored)
+            for name, array in outputs.items():
+                if not is_floating(array):
+                    continue  # whole numbers are right or wrong by the numbers that they are made of
+                trial = self._judge_output(case, name, array, eager[name], exact[name])
+                error = max(error, trial.error)
+                if worst.case is None or trial.share > worst.share:
+                    worst = trial
+        share = worst.share
+        if scores is not None:
+            report = scores.report()
+            share = max(share, 1.0 if report.passed else 1.0 + report.least - report.value)
+        return Trial(share, error, worst.case)
+
+    def _judge_output(self, case: Case, name: str, output: Array, eager: Array, exact: Array) -> Trial:
+        output, eager, exact = (array.astype(np.float64) for array in (output, eager, exact))
+        comparison = judge(case, name, output, eager, exact, self._yardstick, None, self.allowed)
+        share = comparison.error / comparison.budget
+        if comparison.max_budget:
+            share = max(share, comparison.max_error / comparison.max_budget)
+        if self._requirement.is_metric:
+            share = 0.0
+        lost = bool((~np.isfinite(output) & np.isfinite(exact)).any())
+        failed_otherwise = not comparison.passed and share <= 1 and self._requirement.metric is None
+        return Trial(np.inf if lost or failed_otherwise else share, comparison.error, case)
