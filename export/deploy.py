@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from attnforge.bundle import CANONICAL, PLAIN, Bundle, Manifest, Source, write_manifest, writing
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused
-from attnforge.export.graphs.saving import Shelf, save_beside
+from attnforge.export.graphs.saving import Shelf
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
@@ -112,7 +112,7 @@ def deploy(
         shelf = Shelf(folder)
         shelf.save(model, CANONICAL)
         if mixed is None:  # else the canonical graph has other weights, which the plain one cannot share
-            save_beside(plain, folder / PLAIN, model)
+            shelf.save_beside(plain, PLAIN, model, CANONICAL)
 
         job = Job(
             out=Path(out),

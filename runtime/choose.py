@@ -119,12 +119,26 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
     Args:
         bundle: the bundle; its example is timed, and the optimized model is written to its folder.
         seconds: for timing, at most twice.
+
+    Raises:
+        Exception: of ONNX Runtime, where it does not run the model; then no optimized model is left behind.
     """
     model = bundle.file(bundle.manifest.targets["onnxruntime"].model)
     settings = SessionSettings(machine=this_machine(gpus=False), version=ort.__version__)
-    if not bundle.path.joinpath(WEIGHTS).exists():
-        settings.optimized = f"{model.parent.relative_to(bundle.path).as_posix()}/optimized.onnx"
-        _save_optimized(model, bundle.path / settings.optimized)
+    if bundle.path.joinpath(WEIGHTS).exists():
+        return _fastest_settings(bundle, model, settings, seconds)
+    optimized = model.with_name("optimized.onnx")
+    try:
+        _save_optimized(model, optimized)
+        settings.optimized = optimized.relative_to(bundle.path).as_posix()
+        return _fastest_settings(bundle, model, settings, seconds)
+    except BaseException:
+        optimized.unlink(missing_ok=True)
+        raise
+
+
+def _fastest_settings(bundle: Bundle, model: Path, settings: SessionSettings, seconds: float) -> SessionSettings:
+    """`settings`, which are ONNX Runtime's own, or those that twice ran the model faster."""
     example, largest = _example(bundle), _largest(bundle)
     default = partial(_run_with(bundle, model, settings), example)
     default()

@@ -18,7 +18,8 @@ PORTABLE = "portable"
 MANIFEST = "manifest.json"
 CANONICAL = "canonical.onnx"
 PLAIN = "plain.onnx"
-"""The graph as it was exported; the weights that the canonical one has too are inputs."""
+"""The graph as it was exported. The weights that the canonical graph has too are external data: they stand in its file
+or in :data:`WEIGHTS`. (In older bundles they are inputs.)"""
 
 WEIGHTS = "weights.data"
 """The weights of a large model, which its graphs share."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from attnforge.bundle.schema import MANIFEST, SCHEMA_VERSION, WEIGHTS, Manifest
+from attnforge.bundle.schema import CANONICAL, MANIFEST, PLAIN, SCHEMA_VERSION, WEIGHTS, Manifest
 from attnforge.errors import BundleError, UsageError
 from attnforge.files import sha256
 
@@ -57,8 +57,9 @@ class Bundle:
         """
         if name not in self.manifest.files:
             raise BundleError(f"{self.path} has no {name}; it was deployed for {', '.join(self.manifest.targets)}")
-        beside = (WEIGHTS, f"{name}.data") if name.endswith(".onnx") else ()
-        for needed in (name, *(one for one in beside if one in self.manifest.files)):
+        beside = [WEIGHTS, f"{name}.data"] if name.endswith(".onnx") else []
+        beside += [CANONICAL] if name == PLAIN else []
+        for needed in (name, *(file for file in beside if file in self.manifest.files)):
             if needed not in self._checked:
                 self.check(needed)
         return self.path / name

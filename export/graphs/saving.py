@@ -73,51 +73,61 @@ class Shelf:
                     stream.write(b"\0" * (-stream.tell() % _ALIGNED))
                     self._places[id(tensor)] = tensor, stream.tell()
                     stream.write(tensor.tobytes())
-                value.const_value = ir.ExternalTensor(
-                    WEIGHTS,
-                    self._places[id(tensor)][1],
-                    tensor.nbytes,
-                    tensor.dtype,
-                    shape=ir.Shape(tensor.shape.numpy()),
-                    name=value.name or "",
-                    base_dir=self._folder,
-                )
+                value.const_value = self._external(tensor, WEIGHTS, self._places[id(tensor)][1])
         ir.save(light, self._folder / (name := name.replace("/", ".")))
         return name
+
+    def save_beside(self, model: ir.Model, name: str, other: ir.Model, other_name: str) -> None:
+        """Write `model`, which is not touched, without a second copy of the weights that it shares with `other`: they
+        are external data, in the data file or at their places in the file of `other`.
+
+        Args:
+            model: has weights of `other`, under the same names.
+            name: of its file, in the bundle's folder.
+            other: was saved before, as `other_name`, in the bundle's folder.
+        """
+        if _bytes_of_weights(model) > SHELVED:
+            self.save(model, name)
+            return
+        light, shared = model.clone(), other.graph.initializers
+        data, end = (self._folder / other_name).read_bytes(), 0
+        for weight, value in light.graph.initializers.items():
+            tensor = value.const_value
+            if tensor is None or tensor.nbytes < _SMALL or weight not in shared:
+                continue
+            if shared[weight].const_value is tensor:
+                numbers = tensor.tobytes()  # as they stand in the file, one weight behind the other
+                if (start := data.find(numbers, end)) < 0:
+                    start = data.find(numbers)
+                if start >= 0:
+                    end = start + len(numbers)
+                    value.const_value = self._external(tensor, other_name, start)
+        ir.save(light, self._folder / name)
+
+    def _external(self, tensor: ir.TensorProtocol, file: str, offset: int) -> ir.ExternalTensor:
+        shape = ir.Shape(tensor.shape.numpy())
+        return ir.ExternalTensor(
+            file, offset, tensor.nbytes, tensor.dtype, shape=shape, name=tensor.name or "", base_dir=self._folder
+        )
 
 
 def _weights(model: ir.Model) -> Iterator[ir.Value]:
     yield from model.graph.initializers.values()
 
 
-def save_beside(model: ir.Model, file: Path, other: ir.Model) -> None:
-    """Write `model` to `file` without the large weights that `other` has too, which become inputs by their names.
-
-    Args:
-        model: is not touched.
-        file: in a folder that is created where there is none.
-        other: shares weights with `model`: the same tensors by the same names.
-    """
-    light = model.clone()
-    for name, value in list(light.graph.initializers.items()):
-        held = other.graph.initializers.get(name)
-        tensor = value.const_value
-        if held is None or tensor is None or held.const_value is not tensor or tensor.nbytes < _SMALL:
-            continue
-        del light.graph.initializers[name]
-        value.const_value, value.type = None, ir.TensorType(tensor.dtype)
-        value.shape = ir.Shape(tensor.shape.numpy())
-        light.graph.inputs.append(value)
-    save(light, file)
-
-
 def load_beside(file: Path, other: ir.Model) -> ir.Model:
-    """The model that :func:`save_beside` wrote, with the weights of `other` in place of the inputs."""
+    """A graph that :meth:`Shelf.save_beside` wrote, with the weights of `other` where it shares them by name.
+
+    Bundles written before it shared them as external data have them as inputs.
+    """
     model = ir.load(file)
     for value in list(model.graph.inputs):
-        held = other.graph.initializers.get(str(value.name))
-        if held is not None:
+        if str(value.name) in other.graph.initializers:
             model.graph.inputs.remove(value)
-            value.const_value = held.const_value
+            value.const_value = other.graph.initializers[str(value.name)].const_value
             model.graph.register_initializer(value)
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and tensor.location != WEIGHTS and name in other.graph.initializers:
+            value.const_value = other.graph.initializers[name].const_value
     return model

@@ -7,13 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
 import attnforge
 from attnforge.bundle import MANIFEST, SCHEMA_VERSION, Bundle, DimSpec, Manifest, TensorSpec, writing
 from attnforge.errors import AttnforgeError, BundleError, UnavailableError, UnknownNameError, UsageError
+from attnforge.export.diagnosis.stages import stages
+from attnforge.export.graphs.types import FLOAT
 from attnforge.files import sha256
 from attnforge.model.registry import build_model
+from attnforge.runtime.cases import make_inputs
 from tests.support.bundles import rewrite, small_example
 
 Small = Callable[[str], Bundle]
@@ -109,6 +116,40 @@ def test_weights_that_graphs_share_are_checked_with_each_of_them(
     (made.path / "weights.data").write_bytes(data)
     with pytest.raises(BundleError, match=r"weights\.data was altered"):
         attnforge.load(made.path, "onnxruntime-cpu")
+
+
+@pytest.mark.parametrize("shelved", [False, True])
+def test_the_plain_graph_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shelved: bool) -> None:
+    """Any tool checks and runs it where it lies; weights stand once; a bundle that has them as inputs still loads."""
+    if shelved:
+        monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
+    module, args, shapes = build_model("multi-head-attention")
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    plain, canonical = bundle.file("plain.onnx"), bundle.file("canonical.onnx")
+    assert plain.stat().st_size < 100_000 < (bundle.file("weights.data") if shelved else canonical).stat().st_size
+    onnx.checker.check_model(str(plain), full_check=True)
+    case = next(case for case in bundle.manifest.cases if case.kind == "normal")
+    feeds = make_inputs(case, bundle.manifest.inputs, {})
+    outputs = [ort.InferenceSession(str(file)).run(None, feeds)[0] for file in (plain, canonical)]
+    np.testing.assert_allclose(*outputs, rtol=1e-4, atol=1e-5)
+    assert [stage.name for stage in stages(bundle)] == ["plain", "canonical", "onnxruntime"]
+
+    older, weights = ir.load(plain), ir.load(canonical).graph.initializers
+    names = [
+        name for name, value in older.graph.initializers.items() if isinstance(value.const_value, ir.ExternalTensor)
+    ]
+    assert len(names) >= 4
+    for name in names:
+        value = older.graph.initializers.pop(name)
+        value.type, value.shape = ir.TensorType(weights[name].dtype or FLOAT), weights[name].shape
+        value.const_value = None
+        older.graph.inputs.append(value)
+    numbers = {name: weights[name].const_value.numpy().copy() for name in names}  # type: ignore[union-attr]
+    ir.save(older, plain)
+    loaded = stages(rewrite(bundle.path))[0].model.graph
+    assert [value.name for value in loaded.inputs] == [spec.name for spec in bundle.manifest.inputs]
+    for name in names:
+        np.testing.assert_array_equal(loaded.initializers[name].const_value.numpy(), numbers[name])  # type: ignore[union-attr]
 
 
 def test_a_missing_file_is_refused(copy: Path) -> None:

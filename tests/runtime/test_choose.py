@@ -18,7 +18,7 @@ from attnforge.runtime import choose as choosing
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.preference import by_preference, fastest_first
 from attnforge.runtime.turns import medians
-from tests.support.bundles import rewrite
+from tests.support.bundles import rewrite, small_example
 
 needs_openvino = pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 
@@ -226,6 +226,20 @@ def test_a_setting_that_does_not_win_again_or_is_slower_at_the_largest_sizes_is_
     settings = choosing.tune_session(with_choice(deployed, tmp_path / "b"))
     assert settings.threads is None and settings.spinning and settings.arena
     assert len(races) == loses + 1
+
+
+def test_a_model_that_cannot_be_measured_leaves_no_optimized_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(run: Callable[[], Any]) -> float:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(choosing, "seconds_of", fails)
+    module, args, shapes = small_example()
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
+    assert bundle.manifest.targets["onnxruntime"].session is None
+    assert not any("optimized" in name for name in bundle.manifest.files)
+    assert not list(bundle.path.rglob("*optimized*"))
 
 
 def _with_processors(count: int) -> Any:
