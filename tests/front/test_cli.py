@@ -48,10 +48,11 @@ Here = Callable[..., Done]
 def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     """`here(*arguments)` is the same as `attnforge(*arguments)`, but for the process."""
 
+    monkeypatch.setattr(out, "width", 100)
+
     def run(*arguments: str | Path) -> Done:
         command = ["attnforge", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", command)
-        monkeypatch.setattr(out, "width", 100)
         with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as warned:
             try:
                 main()
@@ -137,14 +138,45 @@ def test_inspect_has_the_certificate(here: Here, bundle: Path) -> None:
     assert "_mha_" in attention["details"][0]["targets"]["tensorrt_rtx"]["kernel"]
 
 
-def test_inspect_shows_every_site_in_a_hundred_columns(bundle: Path) -> None:
-    shown = attnforge("inspect", bundle).stdout
-    assert max(len(line) for line in shown.splitlines() if "│" in line) <= 100
-    table = "".join(shown.split())
+def test_inspect_shows_every_site_in_eighty_columns(here: Here, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out, "width", 80)
+    shown = here("inspect", bundle).stdout
+    _, *lines = shown.splitlines()  # the first ends in a path, which is kept in one piece
+    assert max(map(len, lines)) <= 80
+    text = " ".join(shown.split())
+    assert "2 sites alike: " in text
     for record in Bundle(bundle).manifest.attention.details:
-        assert record.site in table
+        assert record.site in text
         assert record.form is not None and record.form.startswith("Attention(heads 4, head size")
-    assert "tensorrt_rtx" in table and "_mha_" in table
+        assert record.form in text
+    assert "2 of 2 fused by tensorrt_rtx" in text and "fused: _gemm_mha_" in text
+
+
+def test_diagnose_says_where_errors_grow(here: Here, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.loads(here("diagnose", bundle, "--backend", "onnxruntime-cpu", "--json").stdout)
+    monkeypatch.setattr(out, "width", 80)
+    done = here("diagnose", bundle, "--backend", "onnxruntime-cpu", "--case", document["case"])
+    assert done.returncode == 0 and document["finding"]["cause"] == "rounding"
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    text = " ".join(done.stdout.split())
+    assert text.startswith("rounding: ") and "tensor and module" in text and f"of case {document['case']}" in text
+    for tensor in document["tensors"]:
+        assert tensor["operator"] in text and tensor["module"] in text
+    assert_one_line(here("diagnose", bundle, "--case", "none"), 2, "unknown case 'none'")
+
+
+def test_diagnose_of_a_wrong_graph_is_one_document_and_exits_with_1(here: Here, bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "wrong"))
+    model = onnx.load(copy / "onnxruntime/model.onnx")
+    attention = next(node for node in model.graph.node if node.op_type == "MultiHeadAttention")
+    scale = next(attribute for attribute in attention.attribute if attribute.name == "scale")
+    scale.f *= 1.05
+    onnx.save(model, copy / "onnxruntime/model.onnx")
+    rewrite(copy)
+    done = here("diagnose", copy, "--backend", "onnxruntime-cpu", "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 1 and document["failing"] == ["onnxruntime-cpu"]
+    assert document["finding"]["cause"] == "rewrite" and document["finding"]["stage"] == "onnxruntime"
 
 
 def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tmp_path: Path) -> None:
@@ -213,13 +245,37 @@ def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark
     assert one.wrong_in is not None and one.error <= one.budget
 
 
+@pytest.mark.parametrize("width", [60, 80])
 def test_a_narrow_terminal_shows_whole_names_and_times(
-    here: Here, bundle: Path, monkeypatch: pytest.MonkeyPatch
+    here: Here, bundle: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    done = here("bench", bundle, "--backend", "onnxruntime-cpu", "--rounds", "1", "--quick")
-    head, line = (next(one for one in done.stdout.splitlines() if word in one) for word in ("median", "onnxruntime-c"))
-    assert "extra MiB" in head and "onnxruntime-cpu fp16 ←" in line and len(line) > 60 and "…" not in line
+    monkeypatch.setattr(out, "width", width)
+    peers = ("--against", "onnxruntime-plain")
+    done = here("bench", bundle, "--backend", "onnxruntime-cpu", *peers, "--rounds", "2", "--quick")
+    lines = done.stdout.splitlines()
+    head, ours, peer = (
+        next(line for line in lines if word in line) for word in ("contender", "cpu fp16", "plain fp16")
+    )
+    assert "onnxruntime-cpu fp16 ←" in ours and "…" not in done.stdout
+    assert head.split() == ["contender", "ms", "95%", "p99", "ratio", "error"]  # a quick run measures no more
+    assert len(ours.split()) == 1 + len(peer.split()) == 8 and max(map(len, (head, ours, peer))) <= 80
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys(sys.argv.pop(1).split()))  # importing them raises
+from attnforge.cli import main
+main()
+"""
+
+
+def test_light_commands_import_no_torch(bundle: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "digits.npy", np.zeros((1, 1, 8, 8), np.float32))
+    run = ("run", bundle, tmp_path / "digits.npy", "--out", tmp_path / "logits.npz")
+    for arguments, others in ((("--help",), ("numpy", "pydantic")), (("inspect", bundle), ("onnx",)), (run, ("onnx",))):
+        command = [sys.executable, "-c", WITHOUT, " ".join(("torch", *others)), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (arguments, done.stderr)
 
 
 def test_run_takes_arrays_and_images(here: Here, bundle: Path, tmp_path: Path) -> None:
@@ -317,7 +373,7 @@ def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
 
 
 def test_every_command_has_help_with_an_example(here: Here) -> None:
-    for command in ("models", "deploy", "run", "verify", "bench", "inspect", "doctor"):
+    for command in ("models", "deploy", "run", "verify", "diagnose", "bench", "inspect", "doctor"):
         done = here(command, "--help")
         assert done.returncode == 0
         assert "Example" in done.stdout, command

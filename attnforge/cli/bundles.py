@@ -1,0 +1,141 @@
+"""The commands that take one bundle: `attnforge run | verify | diagnose | inspect`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import attnforge
+from attnforge.cli import printing
+from attnforge.cli.options import Backends, BundleArgument, Json, check_unwritten
+from attnforge.cli.terminal import print_json, say_path, stage_shown
+
+
+def run(
+    bundle: BundleArgument,
+    inputs: Annotated[
+        list[str],
+        typer.Argument(help="One .npy, an image, or an .npz with every input by name; or name=file for each."),
+    ],
+    out_file: Annotated[Path, typer.Option("--out", help="Where to write the outputs, as .npz.")] = Path("outputs.npz"),
+    backend: Annotated[str, typer.Option("--backend", "-b", help="auto, or a backend by name.")] = "auto",
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Build the TensorRT plan again where this machine cannot load it.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the outputs.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a bundle on files and write its outputs.
+
+    An image becomes a batch of one with values from 0 to 1, in the channels the model takes, resized to the size it
+    takes.
+
+    Example: `attnforge run patch-attention-fp32 photograph.jpg --out tokens.npz`
+
+    Example: `attnforge run cross-attention-fp32 query=q.npy memory=m.npy key_padding_mask=mask.npy`
+    """
+    import numpy as np
+
+    from attnforge.input_files import read_inputs, write_outputs
+
+    check_unwritten(out_file, force)
+    with attnforge.load(bundle, backend, rebuild=rebuild) as session:
+        feeds = read_inputs(session.inputs, inputs)
+        start = time.perf_counter()
+        outputs = session.run(feeds)
+        seconds = time.perf_counter() - start
+    write_outputs(out_file, outputs)
+    described = {
+        name: {"shape": list(a.shape), "dtype": a.dtype.name, "finite": bool(np.isfinite(a.astype(np.float64)).all())}
+        for name, a in outputs.items()
+    }
+    if as_json:
+        print_json({"backend": session.backend, "seconds": seconds, "outputs": described, "written": str(out_file)})
+    else:
+        printing.print_outputs(described)
+        say_path(f"ran on {session.backend} in {1e3 * seconds:.1f} ms; written to", out_file)
+
+
+def verify(
+    bundle: BundleArgument,
+    backend: Backends = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Measure the task too, on the bundle's real data: accuracy or cosine.")
+    ] = None,
+    least: Annotated[float | None, typer.Option(help="What the metric must reach; by default about float64's.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the page.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Hold every backend that this machine can run to the parity budget, against eager in float64.
+
+    Needs the bundle alone: no torch, no source. Exits with 1 where a backend misses the budget or none could run.
+
+    Example: `attnforge verify vit-fp16`
+
+    Example: `attnforge verify vit-fp16 --html vit-fp16.html`
+    """
+    if html is not None:
+        from attnforge.report.render import check_page
+
+        check_page(html, force)
+    with stage_shown(as_json) as progress:
+        progress(f"verify {bundle}")
+        report = attnforge.verify(bundle, backend, metric=metric, least=least)
+        if html is not None:
+            from attnforge.report.verify_page import write_page
+
+            progress(f"write {html}")
+            write_page(report, bundle, html, force=force)
+    if as_json:
+        print_json(report.model_dump() | ({"page": str(html)} if html is not None else {}))
+    else:
+        printing.print_report(report)
+        if html is not None:
+            say_path("page", html)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def diagnose(
+    bundle: BundleArgument,
+    backend: Backends = None,
+    case: Annotated[
+        str | None, typer.Option(help="The case to examine; by default the one that fails, or errs most.")
+    ] = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Where to write the files that reproduce a wrong rewrite.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say where a deployment first goes wrong, and why: which rewrite, or which tensor at which precision.
+
+    Needs the bundle alone. Exits with 1 where a backend fails verification, a graph is not the function that it was
+    made from, or a tensor is to blame for more than rounding, even if all of it is within the budget.
+
+    Example: `attnforge diagnose vit-fp16`
+    """
+    with stage_shown(as_json) as progress:
+        progress(f"diagnose {bundle}")
+        diagnosis = attnforge.diagnose(bundle, backend, case=case, out=out_folder)
+    if as_json:
+        print_json(diagnosis.model_dump())
+    else:
+        printing.print_diagnosis(diagnosis)
+    if not diagnosis.healthy:
+        raise typer.Exit(1)
+
+
+def inspect(bundle: BundleArgument, as_json: Json = False) -> None:
+    """Show what a bundle holds, and what became of every attention site.
+
+    Example: `attnforge inspect vit-fp16 --json`
+    """
+    opened = attnforge.Bundle(bundle)
+    if as_json:
+        print_json(printing.summary(opened))
+    else:
+        printing.print_bundle(opened)

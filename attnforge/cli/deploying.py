@@ -1,0 +1,132 @@
+"""`attnforge deploy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnforge.cli import printing
+from attnforge.cli.options import Json, pairs, ranges
+from attnforge.cli.terminal import print_json, stage_shown
+from attnforge.errors import UnfusedError
+
+
+def deploy(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A registered name, package.module:function, hf:FOLDER, or an .onnx or .pt2 file.",
+            show_default=False,
+        ),
+    ],
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write; by default MODEL-PRECISION.")
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32, tf32, fp16, bf16, or auto to have it chosen; by default fp32, and a file's own."),
+    ] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeat. All by default.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="An option of the model, as name=value; repeat.")
+    ] = None,
+    dim: Annotated[
+        list[str] | None, typer.Option(help="Range of a file's dynamic dim, as name=min:opt:max; repeat.")
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="A safetensors file with the model's weights.")] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(help="What the TensorRT-RTX plan is for (SM89, CURRENT, …); repeat. Portable by default."),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(help="A further TensorRT profile, as name=min:opt:max,name=…; repeat."),
+    ] = None,
+    attention_precision: Annotated[
+        str | None, typer.Option(help="fp16 or bf16: of attention alone, in TensorRT plans of fp32 and tf32 models.")
+    ] = None,
+    require_fused: Annotated[
+        list[str] | None,
+        typer.Option(help="A target that must run every attention site fused; repeat. Else nothing is written."),
+    ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option(help="For precision auto, the relative error allowed; by default twice fp16 eager's."),
+    ] = None,
+    data: Annotated[
+        bool, typer.Option(help="Keep the model's real inputs, where it has some, as further cases to verify.")
+    ] = True,
+    metric: Annotated[str | None, typer.Option(help="accuracy or cosine: what measures the task on that data.")] = None,
+    least: Annotated[float | None, typer.Option(help="What the metric must reach.")] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(help="Measure here which form of attention ONNX Runtime's CPU runs fastest; else rules choose."),
+    ] = True,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a bundle.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Export a model, lower it for every target and write a bundle.
+
+    The callable of package.module:function returns `(module, args, dynamic_shapes)`.
+
+    Example: `attnforge deploy vit --precision fp16 --out vit.bundle`
+
+    Example: `attnforge deploy my_models:encoder -o num_layers=6 --target onnxruntime`
+
+    Example: `attnforge deploy vit --precision auto --require-fused tensorrt_rtx`
+
+    Example: `attnforge deploy patch-attention-digits --precision auto --metric accuracy`
+
+    Example: `attnforge deploy vit --profile batch=1:1:1 --profile batch=8:8:8`
+
+    Example: `attnforge deploy hf:all-MiniLM-L6-v2 -o attention=eager -o max_tokens=128`
+
+    Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
+    """
+    from attnforge.export.deploy import deploy as deploy_model
+    from attnforge.export.sources.named import given
+    from attnforge.model.data import Real, real_data
+
+    with stage_shown(as_json) as progress:
+        progress(f"build {model}")
+        example, source = given(model, pairs(option), weights, ranges(dim, "--dim"))
+        real = real_data(model, example.args or ()) if data else Real()
+        name = Path(model).stem if source is None else Path(model.rpartition(":")[2]).resolve().name
+        suffix = precision or ("own" if source is None else "fp32")  # a file without a source record keeps its own
+        try:
+            bundle = deploy_model(
+                example.module,
+                example.args,
+                out_folder or Path(f"{name}-{suffix}"),
+                example.dynamic_shapes,
+                precision,
+                target,
+                name,
+                compute_capabilities=compute_capability or (),
+                profiles=[ranges(text.split(","), "--profile") for text in profile or ()],
+                attention_precision=attention_precision,
+                require_fused=require_fused or (),
+                data=real.inputs,
+                labels=real.labels,
+                metric=metric,
+                least=least,
+                max_error=max_error,
+                tune=tune,
+                force=force,
+                source=source,
+                progress=progress,
+            )
+        except UnfusedError as error:
+            if as_json:
+                print_json({"error": str(error), "attention": error.certificate.model_dump()})
+            else:
+                printing.print_sites(error.certificate)
+            raise
+    if as_json:
+        print_json({"bundle": str(bundle.path), **printing.summary(bundle)})
+    else:
+        printing.print_bundle(bundle)

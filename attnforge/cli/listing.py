@@ -1,0 +1,41 @@
+"""`attnforge models` and `attnforge doctor`."""
+
+from __future__ import annotations
+
+from attnforge.cli import printing
+from attnforge.cli.options import Json
+from attnforge.cli.terminal import print_json
+
+
+def models(as_json: Json = False) -> None:
+    """List the registered models, their inputs and their options.
+
+    Example: `attnforge models`
+    """
+    import inspect
+
+    from attnforge.model.registry import MODELS
+
+    options = {name: list(inspect.signature(model.make).parameters) for name, model in MODELS.items()}
+    if as_json:
+        listing = {
+            name: {"system": model.system, "summary": model.summary, "options": options[name]}
+            for name, model in MODELS.items()
+        }
+        print_json(listing)
+    else:
+        printing.print_models((name, m.system, m.summary, options[name]) for name, m in MODELS.items())
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can build and run, and what to install for the rest.
+
+    Example: `attnforge doctor`
+    """
+    from attnforge.doctor import examine
+
+    report = examine()
+    if as_json:
+        print_json(report)
+    else:
+        printing.print_examination(report)

@@ -1,0 +1,70 @@
+"""Options that several commands take, and how their texts are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnforge.errors import UsageError
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+BundleArgument = Annotated[Path, typer.Argument(help="Folder of a bundle.", show_default=False)]
+Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="A backend; repeat for several.")]
+Metric = Annotated[
+    str | None, typer.Option(help="Measure the task too, on the bundle's real data: accuracy or cosine.")
+]
+PageFile = Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")]
+
+
+def pairs(texts: Iterable[str] | None) -> dict[str, str]:
+    """Names and values of texts like `num_layers=6`.
+
+    Raises:
+        UsageError: a text without an equals sign.
+    """
+    split = [text.partition("=") for text in texts or ()]
+    for name, equals, _ in split:
+        if not equals:
+            raise UsageError(f"{name!r} is no option; write name=value")
+    return {name: value for name, _, value in split}
+
+
+def ranges(texts: Iterable[str] | None, flag: str) -> dict[str, tuple[int, int, int]]:
+    """Least, usual and largest size by dim, of texts like `tokens=1:128:512`.
+
+    Raises:
+        UsageError: a text of another form; the message names the flag.
+    """
+    sizes = {}
+    for name, text in pairs(texts).items():
+        bounds = text.split(":")
+        if len(bounds) != 3 or not all(bound.isdecimal() for bound in bounds):
+            raise UsageError(f"the range of {name} is {text!r}; write {flag} {name}=min:opt:max, as 1:128:512")
+        sizes[name] = (int(bounds[0]), int(bounds[1]), int(bounds[2]))
+    return sizes
+
+
+def sizes(text: str) -> dict[str, int]:
+    """Sizes by dim, of a text like `batch=1,tokens=128`.
+
+    Raises:
+        UsageError: a text of another form.
+    """
+    values = pairs(text.split(","))
+    for name, value in values.items():
+        if not value.isdecimal():
+            raise UsageError(f"size {name} is {value!r}; give a number")
+    return {name: int(value) for name, value in values.items()}
+
+
+def check_unwritten(file: Path | None, force: bool) -> None:
+    """Check that a file can be written before the work whose result it holds.
+
+    Raises:
+        UsageError: the file exists and `force` is not given.
+    """
+    if file is not None and file.exists() and not force:
+        raise UsageError(f"{file} exists; choose another file with --out, or overwrite it with --force")

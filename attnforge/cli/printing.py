@@ -1,0 +1,292 @@
+"""What the commands print for people. Alike rows become one, and what is printed fits 80 columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from attnforge.cli.terminal import Column, out, print_table, say, say_reasons
+from attnforge.report.render import error, interval, percent, rounded, sizes_text
+from attnforge.version import __version__
+
+if TYPE_CHECKING:
+    from attnforge.benchmarks.measure.results import Contender, Model, Results
+    from attnforge.bundle import Bundle, Certificate, Choice, Mixed, SiteRecord, TargetRecord
+    from attnforge.export.diagnosis.diagnose import Diagnosis
+    from attnforge.runtime.parity.verify import BackendReport, Report
+
+
+# --- models and machines ----------------------------------------------------------------------------------------------
+
+
+def print_models(models: Iterable[tuple[str, str, str, Sequence[str]]]) -> None:
+    """Print name, system, summary and options of every registered model."""
+    for name, system, summary, options in models:
+        out.print(f"[bold]{name}[/]" + (f" [dim]{escape(system)}[/]" if system else ""))
+        say(summary, indent=2)
+        if options:
+            say(f"options: {', '.join(options)}", "dim", indent=2)
+
+
+def print_examination(report: Mapping[str, Any]) -> None:
+    """Print what :func:`attnforge.doctor.examine` says of this machine."""
+    say(f"attnforge {__version__}, Python {report['python']}, {report['machine']}")
+    rows = [
+        (f"{what} {name}", "[green]yes[/]" if reason is None else "[yellow]no[/]", escape(reason or ""))
+        for what in ("build", "run")
+        for name, reason in report[what].items()
+    ]
+    print_table([Column("", "names"), Column("", "names"), Column("", "words")], rows)
+    say("packages: " + ", ".join(f"{name} {version}" for name, version in report["packages"].items()))
+
+
+# --- a bundle ---------------------------------------------------------------------------------------------------------
+
+
+def summary(bundle: Bundle) -> dict[str, Any]:
+    """The manifest as `inspect --json` and `deploy --json` give it: cases are counted, and files are named."""
+    manifest = bundle.manifest.model_dump(exclude={"cases", "files"})
+    return {**manifest, "cases": len(bundle.manifest.cases), "files": list(bundle.manifest.files)}
+
+
+def print_bundle(bundle: Bundle) -> None:
+    """Print what a bundle holds, and what became of every attention site."""
+    manifest = bundle.manifest
+    out.print(f"[bold]{escape(manifest.name)}[/] {manifest.precision} in {escape(str(bundle.path))}", soft_wrap=True)
+    for kind, specs in (("in ", manifest.inputs), ("out", manifest.outputs)):
+        for spec in specs:
+            say(f"{kind} {spec.name}: {spec.text()}", indent=2)
+    for record in manifest.targets.values():
+        _print_engines(record)
+    say(f"reference: {manifest.reference}, and float64")
+    if manifest.mixed is not None:
+        _print_mixed(manifest.mixed)
+    print_sites(manifest.attention)
+    for name, record in manifest.targets.items():
+        if record.tuning is not None:
+            at = sizes_text(record.tuning.sizes, "fixed sizes")
+            say(f"{name}: forms measured at {at}, on {record.tuning.processors} processors", "dim")
+    if manifest.choice is not None:
+        _print_choice(manifest.choice)
+    say_reasons(manifest.skipped, "not built for {}", "dim")
+
+
+def _print_engines(record: TargetRecord) -> None:
+    for engine in record.engines:
+        contents = f"{engine.layers} layers, {engine.size / 1e6:.1f} MB, for {', '.join(engine.compute_capabilities)}"
+        memory = "" if engine.activation_memory is None else f"; activations {_megabytes(engine.activation_memory)}"
+        say(f"{engine.file}: {engine.flavour} {engine.version}, {contents}{memory}", indent=2)
+    if record.attention_precision is not None and record.without is not None:
+        plain = f"{record.without.layers} layers, activations {_megabytes(record.without.activation_memory)}"
+        say(f"attention alone in {record.attention_precision}; without that {plain}", indent=2)
+
+
+def _megabytes(size: int | None) -> str:
+    return "not told" if size is None else f"{size / 1e6:.1f} MB"
+
+
+def _print_mixed(mixed: Mixed) -> None:
+    share = f"{mixed.low_flops:.1%} of the operations of products in {mixed.low}"
+    say(f"precisions chosen: {share}; error {error(mixed.error)}, {mixed.trials} assignments tried")
+    for region in mixed.regions:
+        say(f"fp32 in {region.module}: {', '.join(region.nodes)}", indent=2)
+        say(region.why, "dim", indent=4)
+
+
+def _print_choice(choice: Choice) -> None:
+    times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in choice.milliseconds.items())
+    say(f"auto loads {choice.picked or 'by rule'} on the {choice.machine.processor} that deployed it: {times}")
+    say_reasons(choice.dropped, "not {}", "dim")
+
+
+# --- attention sites --------------------------------------------------------------------------------------------------
+
+
+def print_sites(attention: Certificate) -> None:
+    """Print how many sites are fused, and every group of alike sites once."""
+    fused = ", ".join(f"{count} of {attention.sites} fused by {name}" for name, count in attention.fused.items())
+    say(f"attention: {attention.sites} sites, {attention.canonical} canonical; {fused}")
+    for sites in alike(attention.details):
+        _print_group([site.site for site in attention.details], sites)
+
+
+def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
+    """Sites in groups that became the same on every target; numbers in kernels' names and in reasons may differ."""
+    groups: dict[object, list[SiteRecord]] = {}
+    for site in sites:
+        targets = [
+            (name, target.form, *map(_without_numbers, (target.kernel, target.reason, target.why)))
+            for name, target in site.targets.items()
+        ]
+        groups.setdefault((site.written_as, site.canonical, site.form, site.reason, tuple(targets)), []).append(site)
+    return list(groups.values())
+
+
+def _without_numbers(text: str | None) -> str | None:
+    return None if text is None else re.sub(r"(0x[0-9a-f]+|\d+(\.\d+)?)", "#", text)
+
+
+def names_in_runs(names: Sequence[str], known: Sequence[str]) -> str:
+    """`layers.0 … layers.21` for names that stand one after another in all that are known; short runs are spelt out."""
+    runs: list[list[str]] = []
+    for place, name in sorted((known.index(name), name) for name in names):
+        if runs and known[place - 1] == runs[-1][-1] and place:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(f"{run[0]} … {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
+
+
+def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
+    first, count = sites[0], len(sites)
+    names = names_in_runs([site.site for site in sites], known)
+    say(names if count == 1 else f"{count} sites alike: {names}", "bold", indent=2)
+    became = (first.form or "") if first.canonical else "left as it is"
+    say(f"written as {first.written_as} → {became}", None if first.canonical else "yellow", indent=4)
+    if not first.targets:
+        say(first.reason or "", "yellow", indent=4)
+    for name, target in first.targets.items():
+        versions = [site.targets[name] for site in sites]
+        say(f"{name}: {target.form}", indent=4)
+        if target.kernel is not None:
+            say(f"fused: {_first_of([v.kernel for v in versions])}", "green", indent=6)
+            say(_first_of([v.why for v in versions]), "dim", indent=6)
+        else:
+            say(f"not fused: {_first_of([v.reason for v in versions])}", "yellow", indent=6)
+
+
+def _first_of(texts: Sequence[str | None]) -> str:
+    """The first text, and whether the others have other numbers in it."""
+    differ = len(set(texts)) > 1
+    return (texts[0] or "") + (" (the first site's numbers; the others differ)" if differ else "")
+
+
+# --- runs and verification --------------------------------------------------------------------------------------------
+
+
+def print_outputs(outputs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print dtype and shape of a run's outputs, and whether all their numbers are finite."""
+    for name, output in outputs.items():
+        line = f"{name}: {output['dtype']}{output['shape']}"
+        say(line if output["finite"] else f"{line} with NaN or infinity", None if output["finite"] else "red")
+
+
+def print_report(report: Report) -> None:
+    """Print what a verification measured, one backend a row, and every failure."""
+    columns = [Column("backend", "names"), Column("", "names"), Column("error"), Column("eager's"), Column("budget")]
+    rows = [
+        (
+            name,
+            "[green]passed[/]" if backend.passed else "[red]FAILED[/]",
+            error(backend.error),
+            error(backend.eager_error),
+            error(backend.budget),
+            escape(backend.case),
+            str(backend.cases),
+        )
+        for name, backend in report.backends.items()
+    ]
+    print_table([*columns, Column("worst case", "words"), Column("cases")], rows)
+    for name, backend in report.backends.items():
+        for output, figures in backend.outputs.items():
+            say(f"{name} {figures.text(output)}", "dim")
+        if backend.metric is not None:
+            say(f"{name} {backend.metric.text()}")
+    for name, backend in report.backends.items():
+        _print_failures(name, backend)
+    for warning in report.warnings:
+        say(warning, "yellow")
+    say_reasons(report.skipped, "{} did not run", "dim")
+    say(f"held against {report.reference}, and against float64", "dim")
+
+
+def _print_failures(name: str, backend: BackendReport) -> None:
+    for failure in backend.failures:
+        say(f"{name} {failure.case}, {failure.output}: {failure.reason}", "red")
+        if failure.worst is not None:
+            say(failure.worst.text(failure.output), indent=2)
+    if backend.reason is not None:
+        say(f"{name} {backend.reason}", "red")
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print where a deployment first goes wrong, and the tensors whose errors grow most."""
+    finding = diagnosis.finding
+    say(finding.text(), "green" if diagnosis.healthy else "red")
+    if finding.line is not None:
+        say(finding.line, indent=2)
+    if finding.error_without is not None and diagnosis.error is not None:
+        without, final = error(finding.error_without), error(diagnosis.error)
+        say(f"with this tensor exact, the final error is {without}, not {final}", indent=2)
+    for file in finding.reproduction:
+        out.print(f"  written: {escape(file)}", soft_wrap=True)
+    columns = [*map(Column, ("largest", "error in", "error", "times")), Column("tensor and module", "words")]
+    rows = [
+        (
+            f"{tensor.largest:.3g}",
+            _error_or_lost(tensor.error_in),
+            _error_or_lost(tensor.error),
+            f"{tensor.amplification or 0:.1f}",
+            f"{escape(tensor.operator)} {escape(tensor.tensor.removeprefix(f'{tensor.module}/'))}\n"
+            f"[dim]{escape(tensor.module)}[/]",
+        )
+        for tensor in diagnosis.tensors
+    ]
+    print_table(columns, rows)
+    say_reasons(diagnosis.not_traced, "the own tensors of {} could not be looked at", "dim")
+    same = " = ".join(diagnosis.same_function)
+    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}); in float64, {same}", "dim")
+
+
+def _error_or_lost(number: float | None) -> str:
+    return "lost" if number is None else error(number)
+
+
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def print_results(results: Results) -> None:
+    """Print what a benchmark measured, one table a model."""
+    for model in results.models:
+        _print_model(model)
+    about = results.environment
+    say(f"{about.threads} threads; {about.machine.processor}; {about.machine.processors} processors", "dim")
+
+
+def _print_model(model: Model) -> None:
+    turns = f"{model.rounds} rounds" + (f" in {model.openings} openings" if model.openings > 1 else "")
+    out.print(f"[bold]{escape(model.name)}[/] at {sizes_text(model.sizes, 'fixed sizes')}, {turns}", soft_wrap=True)
+    titles = ("median\nms", "95%", "p99", "ratio", "of\nlimit", "error", "start\ns", "extra\nMiB")
+    ordered = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
+    print_table(
+        [Column("contender", "names"), *map(Column, titles)],
+        [_contender_row(contender) for contender in ordered],
+        gap=1,
+    )
+    say("← what auto loads; ratios are to it, at the same precision", "dim")
+    say_reasons(model.wrong, "{} was not timed, for its answer is wrong", "red")
+    for contender in model.contenders:
+        if contender.wrong_in is not None:
+            say(f"† {contender.key} is wrong in {contender.wrong_in}", "yellow")
+        elif contender.partly is not None:
+            say(f"{contender.key} was {contender.partly}", "dim")
+    say_reasons(model.skipped, "{} did not run", "dim")
+
+
+def _contender_row(contender: Contender) -> tuple[str, ...]:
+    latency, cold, memory = contender.latency, contender.cold, contender.memory
+    marks = (" ←" if contender.picked else "") + (" †" if contender.wrong_in is not None else "")
+    return (
+        f"{'[bold]' if contender.ours else '[dim]'}{escape(contender.key)}[/]{marks}",
+        rounded(latency.median.value),
+        interval(latency.median),
+        rounded(latency.p99),
+        "" if contender.ratio is None else rounded(contender.ratio.value),
+        "" if contender.share is None else percent(contender.share),
+        error(contender.error),
+        "" if cold is None else rounded(cold.load_s + cold.first_s, 2),
+        "" if memory is None else f"{memory.extra_mib:.0f}",
+    )

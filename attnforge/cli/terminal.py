@@ -1,0 +1,106 @@
+"""The terminal: where the command line writes, which stage is at work, and tables and sentences that fit."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(document: Any) -> None:
+    """Print the one JSON document of a command with `--json` on standard output."""
+    print(json.dumps(document, indent=2))
+
+
+def say(text: str, style: str | None = None, indent: int = 0) -> None:
+    """Print a sentence as it is, broken between words alone; its further lines are indented by two more columns."""
+    margin = " " * indent
+    lines = textwrap.wrap(
+        text, max(out.width, 40), initial_indent=margin, subsequent_indent=f"{margin}  ", break_on_hyphens=False
+    )
+    for line in lines:
+        out.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def say_reasons(reasons: Mapping[str, str], what: str, style: str | None = None) -> None:
+    """Print why what was named is so, names with the same reason together: `tensorrt, tensorrt_rtx did not run: …`."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    for reason, alike in names.items():
+        say(f"{what.format(', '.join(alike))}: {reason}", style)
+
+
+def say_path(what: str, path: object) -> None:
+    """Print a line that ends in a path, in one piece however long it is, so that it can be copied."""
+    out.print(f"{what}: {escape(str(path))}", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: names and numbers stay in one piece, and words wrap in the room that is left.
+
+    Attributes:
+        title: its heading; a line break makes it narrower.
+        holds: what stands in its cells; numbers stand to the right.
+    """
+
+    title: str
+    holds: Literal["names", "numbers", "words"] = "numbers"
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: int = 2) -> None:
+    """Print a table without lines; columns that are empty in all rows are left out.
+
+    In a terminal narrower than its names and numbers the table keeps its width, and the terminal breaks its lines.
+
+    Args:
+        columns: headings, and what each column holds.
+        rows: cells, with rich's markup.
+        gap: spaces between columns.
+    """
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0), show_edge=False)
+    table.show_header = any(column.title for column in columns)
+    shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    width = gap * (len(shown) - 1)
+    vertical: Literal["top", "bottom"] = "top" if any(column.holds == "words" for column in columns) else "bottom"
+    for i in shown:
+        least = _least_width(columns[i], [row[i] for row in rows])
+        width += least
+        is_number, wraps = columns[i].holds == "numbers", columns[i].holds == "words"
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(columns[i].title, justify=justify, vertical=vertical, no_wrap=not wraps, min_width=least)
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
+    width = max(width, out.width)
+    Console(file=out.file, width=width, force_terminal=out.is_terminal, highlight=False).print(table)
+
+
+def _least_width(column: Column, cells: Sequence[str]) -> int:
+    """The longest cell or line of the heading; where words wrap, the longest word of at most 40 characters."""
+    texts = [Text.from_markup(cell).plain for cell in cells]
+    if column.holds == "words":
+        texts = [word for text in texts for word in text.split()]
+        return min(max(map(len, [column.title, *texts])), 40)
+    return max(map(len, [*column.title.split("\n"), *texts]))
+
+
+@contextmanager
+def stage_shown(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A callback that shows the stage at work on standard error: on a terminal, and nothing elsewhere or if quiet."""
+    if quiet or not err.is_terminal:
+        yield lambda stage: None
+        return
+    with err.status("") as status:
+        yield lambda stage: status.update(f"{escape(stage)} …")

@@ -1,0 +1,145 @@
+"""What all reports share: how numbers are written, in a terminal, on a page and in Markdown; and how a template becomes
+a page. Importing this module imports nothing else; jinja2 is imported with the first page."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from attnforge.errors import UnavailableError, UsageError
+from attnforge.files import write_whole
+
+NOTHING = "–"
+"""What stands for a number that was not measured."""
+
+
+class Range(Protocol):
+    """An estimate with its 95% interval, such as :class:`attnforge.benchmarks.measure.results.Interval`."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def places(numbers: Iterable[float | None], digits: int = 3) -> int:
+    """Decimals that show the smallest number to this many digits, and the largest to at most two digits more."""
+    sizes = [abs(number) for number in numbers if number]
+    if not sizes:
+        return 0
+    low, high = (math.floor(math.log10(size)) for size in (min(sizes), max(sizes)))
+    return max(0, min(digits - 1 - low, digits + 1 - high, 6))
+
+
+def rounded(number: float | None, digits: int = 3) -> str:
+    """The number to this many digits, never as a power of ten: `0.0123`, `33.0`, `1,234`."""
+    return fixed(number, places([number], digits))
+
+
+def fixed(number: float | None, decimals: int) -> str:
+    """The number with this many decimals, so that the points of a column stand below one another."""
+    return NOTHING if number is None else f"{number:,.{decimals}f}"
+
+
+def error(number: float | None) -> str:
+    """A relative error to two digits: `2.1e-7`, and not `2.1e-07`."""
+    if number is None:
+        return NOTHING
+    if not math.isfinite(number):
+        return "not finite"
+    mantissa, _, exponent = f"{number:.1e}".partition("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}" if number else "0"
+
+
+def percent(share: float | None) -> str:
+    """A share as percent, to two digits: `38%`, `0.21%`, below a thousandth `<0.1%`, and from ten on `12 times`."""
+    if share is None:
+        return NOTHING
+    if not math.isfinite(share):
+        return "not finite"
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:.0f} times" if share >= 10 else f"{rounded(100 * share, 2)}%"
+
+
+def interval(estimate: Range, decimals: int | None = None) -> str:
+    """`low–high`, by default with the decimals of the value; empty for a single reading, which has no interval."""
+    if estimate.low == estimate.high:
+        return ""
+    decimals = places([estimate.value]) if decimals is None else decimals
+    return f"{estimate.low:,.{decimals}f}–{estimate.high:,.{decimals}f}"
+
+
+def with_interval(estimate: Range, decimals: int | None = None, label: str = "") -> str:
+    """`value (low–high)`, with a label before the interval; the value alone for a single reading."""
+    decimals = places([estimate.value]) if decimals is None else decimals
+    ends = interval(estimate, decimals)
+    return fixed(estimate.value, decimals) + (f" ({label}{ends})" if ends else "")
+
+
+def sizes_text(sizes: Mapping[str, int], none: str = "") -> str:
+    """`batch 1, tokens 3,136`."""
+    return ", ".join(f"{symbol} {size:,}" for symbol, size in sizes.items()) or none
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "error": error,
+    "fixed": fixed,
+    "interval": interval,
+    "percent": percent,
+    "rounded": rounded,
+    "sizes": sizes_text,
+    "with_interval": with_interval,
+}
+"""The number formats, as the templates name them."""
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def check_page(path: str | os.PathLike[str], force: bool = False) -> None:
+    """Check that a page can be written to `path`, before the work whose result it shows.
+
+    Raises:
+        UnavailableError: the packages that a page needs are not installed.
+        UsageError: `path` is a folder, or exists and `force` is not given.
+    """
+    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnavailableError(f"a page needs {' and '.join(missing)}; pip install attnforge[report]")
+    if Path(path).is_dir():
+        raise UsageError(f"{path} is a folder; name a file, such as {Path(path) / 'verify.html'}")
+    if Path(path).exists() and not force:
+        raise UsageError(f"{path} exists; choose another file with --html, or overwrite it with --force (force=True)")
+
+
+def write_template(template: str, path: str | os.PathLike[str], **values: Any) -> Path:
+    """Write a template, filled with values that are all escaped, to a file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("attnforge", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= FILTERS
+    text = environment.get_template(template).render(**values)
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, text.encode())
+    return file

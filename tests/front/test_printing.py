@@ -1,0 +1,101 @@
+"""What the commands print: alike sites as one, tables in 80 columns, and numbers in one format."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from attnforge.bundle import Certificate, SiteRecord, SiteTarget
+from attnforge.cli import printing, terminal
+from attnforge.cli.printing import alike, names_in_runs
+from attnforge.cli.terminal import Column
+from attnforge.report import render
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Everything that was printed in 80 columns."""
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    monkeypatch.setattr(terminal, "out", console)
+    monkeypatch.setattr(printing, "out", console)
+    return lambda: console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def site(i: int, heads: int = 12, reason: str = "no fused kernel", kernel: str | None = None) -> SiteRecord:
+    target = SiteTarget(form="MatMul·Softmax·MatMul", why="by rule", kernel=kernel, reason=None if kernel else reason)
+    name, form = f"layers.{i}.attention.self", f"Attention(heads {heads}, head size 64)"
+    return SiteRecord(site=name, written_as="Attention", canonical=True, form=form, targets={"onnxruntime": target})
+
+
+def certificate(sites: list[SiteRecord]) -> Certificate:
+    return Certificate(sites=len(sites), canonical=len(sites), fused={"onnxruntime": 0}, unfused=[], details=sites)
+
+
+def test_alike_sites_are_one_row(printed: Callable[[], str]) -> None:
+    printing.print_sites(certificate([site(i) for i in range(22)]))
+    text = printed()
+    assert "22 sites alike: layers.0.attention.self … layers.21.attention.self" in text
+    assert text.count("MatMul·Softmax·MatMul") == 1 and text.count("not fused: no fused kernel") == 1
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_sites_that_differ_stay_apart() -> None:
+    sites = [*(site(i) for i in range(3)), site(3, heads=6), site(4, reason="another reason"), site(5), site(6)]
+    assert [[one.site.split(".")[1] for one in group] for group in alike(sites)] == [list("01256"), ["3"], ["4"]]
+
+
+def test_numbers_in_kernels_names_do_not_set_sites_apart(printed: Callable[[], str]) -> None:
+    printing.print_sites(certificate([site(i, kernel=f"_gemm_mha_v2_myl0_{i}") for i in range(12)]))
+    assert "12 sites alike" in printed() and "_myl0_0 (the first site's numbers; the others differ)" in " ".join(
+        printed().split()
+    )
+
+
+def test_runs_of_names() -> None:
+    known = [f"layers.{i}" for i in range(10)]
+    assert names_in_runs(known, known) == "layers.0 … layers.9"
+    assert names_in_runs([*known[:3], *known[5:7], known[9]], known) == (
+        "layers.0 … layers.2, layers.5, layers.6, layers.9"
+    )
+    assert names_in_runs(known[:1], known) == "layers.0"
+
+
+def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Callable[[], str]) -> None:
+    words = "a sentence of many words that does not fit into what is left of eighty columns beside a name"
+    terminal.print_table(
+        [Column("name", "names"), Column("nothing"), Column("number"), Column("why", "words")],
+        [("a-name-in-one-piece", "", "1.25", words), ("b", "", "12", "short")],
+    )
+    lines = printed().splitlines()
+    assert lines[0].split() == ["name", "number", "why"] and max(map(len, lines)) <= 80
+    assert " ".join(printed().split()).count("a-name-in-one-piece 1.25 a sentence of many words") == 1
+    assert all(word in words.split() for line in lines[2:-1] for word in line.split())
+
+
+def test_names_with_one_reason_stand_together(printed: Callable[[], str]) -> None:
+    terminal.say_reasons({"tensorrt": "no CUDA device", "openvino": "slow", "cuda": "no CUDA device"}, "{} did not run")
+    assert printed().splitlines() == ["tensorrt, cuda did not run: no CUDA device", "openvino did not run: slow"]
+
+
+def test_number_formats() -> None:
+    assert [render.error(n) for n in (2.1e-7, 1e-6, 0.0, None, math.inf)] == ["2.1e-7", "1e-6", "0", "–", "not finite"]
+    assert [render.percent(n) for n in (0.38, 0.0021, 1e-5, 0.0, 1.1, 12.4, None)] == [
+        "38%", "0.21%", "<0.1%", "0%", "110%", "12 times", "–",
+    ]  # fmt: skip
+    assert [render.rounded(n) for n in (33.04, 0.0123, 1234.5, None)] == ["33.0", "0.0123", "1,234", "–"]
+
+
+class Estimate:
+    def __init__(self, value: float, low: float, high: float) -> None:
+        self.value, self.low, self.high = value, low, high
+
+
+def test_a_single_reading_has_no_interval() -> None:
+    assert render.with_interval(Estimate(33.04, 32.8, 33.3)) == "33.0 (32.8–33.3)"
+    assert render.with_interval(Estimate(33.04, 32.8, 33.3), 2, "95%: ") == "33.04 (95%: 32.80–33.30)"
+    assert render.with_interval(Estimate(1.98, 1.98, 1.98), 2) == "1.98"
+    assert render.interval(Estimate(1.98, 1.98, 1.98)) == ""
