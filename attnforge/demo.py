@@ -1,18 +1,19 @@
 """The main job on real input: `python -m attnforge.demo [--out FOLDER]`.
 
-Deploys the trained digit classifier and patch attention in fp32 and fp16, verifies every bundle, classifies the held-
-out scans of handwritten digits through every backend, runs patch attention on a photograph, and says what came out in
-one table.
+Deploys the trained digit classifier and patch attention in fp32 and fp16, verifies every bundle, classifies the
+held-out scans of handwritten digits through every backend, runs patch attention on a photograph, and shows the figures
+in one table.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -30,22 +31,21 @@ from attnforge.errors import UnavailableError
 from attnforge.input_files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
+from attnforge.report import render
 from attnforge.report.verify_page import write_page
-from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
-from attnforge.runtime.parity.verify import Report
+from attnforge.runtime.backends.registry import BACKENDS, fused_by
+from attnforge.runtime.parity.verify import BackendReport, Report
 
-console = Console()
-COLUMNS = ("model", "backend", "precision", "fused", "error", "budget", "accuracy", "as eager", "median ms", "plan MB")
+console = Console(highlight=False)
+TITLES = ("backend", "fused", "error", "budget", "accuracy", "as eager", "median\nms", "plan\nMB")
 
 
 @dataclass
 class Row:
-    """A line of the table. Empty cells are what this machine or this model cannot say."""
+    """A backend's row of the table. A cell stays empty where this machine or this model has no such figure."""
 
-    model: str
     backend: str
-    precision: str
-    fused: str = ""
+    fused: str = render.NOTHING
     error: str = ""
     budget: str = ""
     accuracy: str = ""
@@ -54,7 +54,11 @@ class Row:
     plan_mb: str = ""
 
     def cells(self) -> list[str]:
-        return list(vars(self).values())
+        return [str(getattr(self, field.name)) for field in fields(self)]
+
+
+Tables = dict[tuple[str, str], list[Row]]
+"""Rows by the model's name and its precision."""
 
 
 def main(
@@ -63,23 +67,24 @@ def main(
     """Deploy, verify and run the trained digit classifier and patch attention, in fp32 and fp16, on real input."""
     start = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
-    notes: dict[str, str] = {}
+    tables: Tables = {}
+    skipped: dict[str, str] = {}
     passed = True
     for precision in ("fp32", "fp16"):
-        for name, on_real_input in (("patch-attention-digits", digits), ("patch-attention", photograph)):
+        for name in ("patch-attention-digits", "patch-attention"):
             console.print(f"deploy and verify {name} in {precision} …", style="dim")
             bundle = deploy(name, precision, out / f"{name}-{precision}", real_example(name))
             report = attnforge.verify(bundle)
-            with suppress(UnavailableError):  # without the extra there are no pages
+            with suppress(UnavailableError):  # pages need the extra attnforge[report]
                 write_page(report, bundle, out / f"{name}-{precision}.html", force=True)
             passed = passed and report.passed
-            notes |= report.skipped
-            rows += on_real_input(bundle, report, out)
-    _print(rows)
-    _write_report(out / "report.md", rows, notes, passed)
-    for backend, reason in notes.items():
-        console.print(f"[dim]{backend} did not run: {escape(reason)}[/]", soft_wrap=True)
+            skipped |= report.skipped
+            tables[name, precision] = rows_of(bundle, report, out)
+    _print(tables)
+    _write_report(out / "report.md", tables, skipped, passed)
+    for reason in dict.fromkeys(skipped.values()):
+        backends = ", ".join(backend for backend, why in skipped.items() if why == reason)
+        console.print(f"[dim]{backends} did not run: {escape(reason)}[/]")
     verdict = "All bundles verified" if passed else "[red]A bundle FAILED its verification[/]"
     seconds = time.perf_counter() - start
     console.print(f"{verdict} in {seconds:.0f} s. Bundles, pictures, pages and report.md are in {out}.", soft_wrap=True)
@@ -88,7 +93,8 @@ def main(
 
 
 def real_example(name: str) -> Tensor:
-    """Real input as the example, so that the bundle is verified on it too."""
+    """Real input as the example, so that the bundle is verified on it too: (32, 1, 8, 8) digits or (1, 3, 224, 224)
+    pixels, float32 from 0 to 1."""
     if name == "patch-attention-digits":
         return load_digits_split().test_images[:32]
     pixels = np.asarray(_sample_photograph(), np.float32) / 255.0
@@ -102,80 +108,95 @@ def deploy(name: str, precision: str, folder: Path, example: Tensor) -> Bundle:
     return attnforge.deploy(module, (example,), folder, dynamic_shapes, precision, name=name, force=True, source=source)
 
 
-def digits(bundle: Bundle, report: Report, out: Path) -> list[Row]:
-    """Classify the held-out scans through every backend."""
+def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
+    """Run a bundle on real input, in eager and on every backend that was verified.
+
+    Args:
+        bundle: of a model of the demo.
+        report: the bundle's verification.
+        out: folder for pictures of the outputs.
+
+    Returns:
+        eager's row, then one for every backend that ran here or has a plan in the bundle.
+    """
+    on_real_input = _classify if bundle.manifest.name == "patch-attention-digits" else _run_on_photograph
+    rows: list[Row] = []
+    reference: Array | None = None
+    for row in _rows(bundle, report):
+        rows.append(row)
+        if row.backend == "eager" or row.backend in report.backends:
+            module = build_model(bundle.manifest.name).module if row.backend == "eager" else None
+            with attnforge.load(bundle, row.backend, module=module) as session:
+                reference = on_real_input(session, row, reference, out)
+    return rows
+
+
+def worst_of(backends: Mapping[str, BackendReport]) -> BackendReport | None:
+    """The report of the backend that failed, or came closest to its budget; None where no backend ran."""
+    return max(
+        backends.values(),
+        key=lambda report: (not report.passed, report.error / report.budget if report.budget else 0.0),
+        default=None,
+    )
+
+
+def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
+    """A row for eager, for every backend that was verified, and for every one that has a plan but no GPU here."""
+    manifest = bundle.manifest
+    worst = worst_of(report.backends)
+    yield Row("eager", error="" if worst is None else render.error(worst.eager_error))
+    for backend in BACKENDS:
+        verified = report.backends.get(backend)
+        engines = manifest.targets[backend].engines if backend in manifest.targets else []
+        if verified is None and not engines:
+            continue
+        fused = fused_by(manifest.attention, backend)
+        row = Row(backend, render.NOTHING if isinstance(fused, str) else f"{fused} of {manifest.attention.sites}")
+        if engines:
+            row.plan_mb = f"{engines[0].size / 1e6:.1f}"
+        if verified is None:
+            row.error = "no GPU"
+        else:
+            row.error, row.budget = render.error(verified.error), render.error(verified.budget)
+        yield row
+
+
+def _classify(session: attnforge.Session, row: Row, reference: Array | None, out: Path) -> Array:
+    """Classify the held-out scans; the classes, (n,) int64. `reference` are eager's classes."""
     del out
     split = load_digits_split()
-    images, labels = split.test_images.numpy(), split.test_labels.numpy()
-    reference: Array | None = None
-    rows = []
-    for row, session in _sessions(bundle, report):
-        if session is not None:
-            logits, row.median_ms = _timed(session, images.astype(session.inputs[0].dtype))
-            predicted = logits.astype(np.float64).argmax(-1)
-            reference = predicted if reference is None else reference
-            row.accuracy = f"{np.mean(predicted == labels):.2%}"
-            row.agreement = f"{np.mean(predicted == reference):.2%}"
-        rows.append(row)
-    return rows
+    logits, row.median_ms = _timed(session, split.test_images.numpy().astype(session.inputs[0].dtype))
+    predicted = np.asarray(logits.astype(np.float64).argmax(-1))
+    reference = predicted if reference is None else reference
+    row.accuracy = f"{np.mean(predicted == split.test_labels.numpy()):.2%}"
+    row.agreement = f"{np.mean(predicted == reference):.2%}"
+    return reference
 
 
-def photograph(bundle: Bundle, report: Report, out: Path) -> list[Row]:
-    """Run patch attention on a photograph, and show how long every token of its output is."""
-    picture = _sample_photograph()
-    rows = []
-    reference: Array | None = None
-    for row, session in _sessions(bundle, report):
-        if session is not None:
-            tokens, row.median_ms = _timed(session, image_to_input(session.inputs[0], picture))
-            tokens = tokens[0].astype(np.float64)
-            reference = tokens if reference is None else reference
-            agreement = np.sum(tokens * reference) / np.linalg.norm(tokens) / np.linalg.norm(reference)
-            row.agreement = f"cos {agreement:.6f}"
-            _draw(np.linalg.norm(tokens, axis=-1), out / f"photograph-{row.backend}-{row.precision}.png")
-        rows.append(row)
-    return rows
+def _run_on_photograph(session: attnforge.Session, row: Row, reference: Array | None, out: Path) -> Array:
+    """Run patch attention on a photograph and draw how long each token of its output is.
 
-
-def _sessions(bundle: Bundle, report: Report) -> Any:
-    """Eager, then every backend of the bundle, each as a row and a session; None where this machine cannot run it."""
-    manifest, attention = bundle.manifest, bundle.manifest.attention
-    module = build_model(manifest.name).module
-    worst = next(iter(report.backends.values()), None)
-    eager = Row(manifest.name, "eager", manifest.precision, f"– / {attention.sites}")
-    if worst is not None:
-        eager.error = f"{worst.eager_error:.1e}"
-    yield eager, attnforge.load(bundle, "eager", module=module)
-    for backend in BACKENDS:
-        target = backend.partition("-")[0]
-        if backend in WITHOUT_TARGET:  # it runs the canonical graph, and nothing is told of what it fuses
-            if (found := report.backends.get(backend)) is not None:
-                errors = {"error": f"{found.error:.1e}", "budget": f"{found.budget:.1e}"}
-                row = Row(manifest.name, backend, manifest.precision, f"– / {attention.sites}", **errors)
-                yield row, attnforge.load(bundle, backend)
-            continue
-        if target not in manifest.targets or (backend.endswith("cuda") and backend not in report.backends):
-            continue
-        row = Row(manifest.name, backend, manifest.precision, f"{attention.fused[target]} / {attention.sites}")
-        if engines := manifest.targets[target].engines:
-            row.plan_mb = f"{engines[0].size / 1e6:.1f}"
-        found = report.backends.get(backend)
-        if found is None:
-            row.error = "needs a GPU"
-            yield row, None
-            continue
-        row.error, row.budget = f"{found.error:.1e}", f"{found.budget:.1e}"
-        yield row, attnforge.load(bundle, backend)
+    The outputs are (tokens, features) float64; `reference` are eager's.
+    """
+    tokens, row.median_ms = _timed(session, image_to_input(session.inputs[0], _sample_photograph()))
+    tokens = tokens[0].astype(np.float64)
+    reference = tokens if reference is None else reference
+    cosine = np.sum(tokens * reference) / np.linalg.norm(tokens) / np.linalg.norm(reference)
+    row.agreement = f"cos {cosine:.6f}"
+    precision = session.bundle.manifest.precision
+    _draw(np.linalg.norm(tokens, axis=-1), out / f"photograph-{row.backend}-{precision}.png")
+    return reference
 
 
 def _timed(session: attnforge.Session, feed: Array, rounds: int = 5) -> tuple[Array, str]:
+    """The output of a session of one input and one output, and the median of its milliseconds, after one run."""
     times = []
-    result: Array = session(feed)
+    output: Array = session(feed)
     for _ in range(rounds):
         start = time.perf_counter()
-        result = session(feed)
+        output = session(feed)
         times.append(time.perf_counter() - start)
-    return result, f"{1e3 * statistics.median(times):.1f}"
+    return output, f"{1e3 * statistics.median(times):.1f}"
 
 
 def _sample_photograph() -> Image.Image:
@@ -198,29 +219,45 @@ def _draw(lengths: Array, file: Path) -> None:
     Image.fromarray((255 * scaled).astype(np.uint8)).resize((4 * side, 4 * side), Image.Resampling.NEAREST).save(file)
 
 
-def _print(rows: list[Row]) -> None:
-    table = Table(*COLUMNS, box=None, header_style="bold", pad_edge=False)
-    for row in rows:
-        table.add_row(*row.cells())
-    Console(width=max(console.width, 130)).print(table)
+def _print(tables: Tables) -> None:
+    """A table for every model and precision, whose columns stand below those of the others."""
+    cells = [row.cells() for rows in tables.values() for row in rows]
+    widths = [
+        max(map(len, [*title.split("\n"), *column]))
+        for title, column in zip(TITLES, zip(*cells, strict=True), strict=True)
+    ]
+    for (name, precision), rows in tables.items():
+        table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+        for i, (title, width) in enumerate(zip(TITLES, widths, strict=True)):
+            table.add_column(title, justify="right" if i else "left", vertical="bottom", no_wrap=True, min_width=width)
+        for row in rows:
+            table.add_row(*row.cells())
+        console.print(f"\n[bold]{name} in {precision}[/]")
+        console.print(table)
+    console.print()
 
 
-def _write_report(file: Path, rows: list[Row], notes: dict[str, str], passed: bool) -> None:
+def _write_report(file: Path, tables: Tables, skipped: Mapping[str, str], passed: bool) -> None:
+    titles = ["model", "precision", *(title.replace("\n", " ") for title in TITLES)]
     lines = [
         "# attnforge demo",
         "",
         f"Verification: {'passed' if passed else 'FAILED'}. `error` and `budget` are relative, against the same",
-        "weights in float64, for the reference case that came closest to its budget; the real input is one of them.",
-        "`as eager` is the share of equal classes, or the cosine of the outputs. `fused` counts compiled kernels.",
-        "Times mean something only within this table.",
+        "weights in float64, for the reference case that came closest to its budget; the real input is one of the",
+        "cases. `fused` counts attention sites that the backend compiled to one kernel each; – where nobody counted.",
+        "`as eager` is the share of equal classes, or the cosine of the outputs. Compare times only within this table.",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(row.cells()) + " |" for row in rows),
+        _markdown_row(titles),
+        "|" + "---|" * len(titles),
+        *(_markdown_row([*key, *row.cells()]) for key, rows in tables.items() for row in rows),
         "",
-        *(f"- {backend} did not run: {reason}" for backend, reason in notes.items()),
+        *(f"- {backend} did not run: {reason}" for backend, reason in skipped.items()),
     ]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import typer
 import attnforge
 from attnforge.cli import options, printing
 from attnforge.cli.options import Backends, Json
-from attnforge.cli.terminal import print_json, say, say_path, stage_shown
+from attnforge.cli.terminal import print_json, say, say_path, stages_shown
 
 if TYPE_CHECKING:
     from attnforge.benchmarks.measure.compare import Comparison
@@ -71,7 +71,7 @@ def bench(
     """
     _check_files(out_file, html, force)
     earlier = _read_earlier(old)
-    with stage_shown(as_json) as progress:
+    with stages_shown(as_json) as progress:
         results = attnforge.benchmark(
             bundle,
             backend,
@@ -157,7 +157,7 @@ def _write(
 
 def _holds(results: Results, named: Sequence[str]) -> bool:
     """Whether every model has a time of ours, and no backend is wrong that is shipped, named, or loaded by `auto`."""
-    from attnforge.runtime.backends.backend import BACKENDS, WITHOUT_TARGET
+    from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
 
     wrong, loaded = set(), set()
     for model in results.models:

@@ -11,7 +11,7 @@ import typer
 import attnforge
 from attnforge.cli import printing
 from attnforge.cli.options import Backends, BundleArgument, Json, check_unwritten
-from attnforge.cli.terminal import print_json, say_path, stage_shown
+from attnforge.cli.terminal import print_json, say_path, stages_shown
 
 
 def run(
@@ -82,7 +82,7 @@ def verify(
         from attnforge.report.render import check_page
 
         check_page(html, force)
-    with stage_shown(as_json) as progress:
+    with stages_shown(as_json) as progress:
         progress(f"verify {bundle}")
         report = attnforge.verify(bundle, backend, metric=metric, least=least)
         if html is not None:
@@ -118,7 +118,7 @@ def diagnose(
 
     Example: `attnforge diagnose vit-fp16`
     """
-    with stage_shown(as_json) as progress:
+    with stages_shown(as_json) as progress:
         progress(f"diagnose {bundle}")
         diagnosis = attnforge.diagnose(bundle, backend, case=case, out=out_folder)
     if as_json:

@@ -9,7 +9,7 @@ import typer
 
 from attnforge.cli import printing
 from attnforge.cli.options import Json, pairs, ranges
-from attnforge.cli.terminal import print_json, stage_shown
+from attnforge.cli.terminal import print_json, stages_shown
 from attnforge.errors import UnfusedError
 
 
@@ -91,7 +91,7 @@ def deploy(
     from attnforge.export.sources.named import given
     from attnforge.model.data import Real, real_data
 
-    with stage_shown(as_json) as progress:
+    with stages_shown(as_json) as progress:
         progress(f"build {model}")
         example, source = given(model, pairs(option), weights, ranges(dim, "--dim"))
         real = real_data(model, example.args or ()) if data else Real()

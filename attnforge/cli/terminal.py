@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -96,11 +101,54 @@ def _least_width(column: Column, cells: Sequence[str]) -> int:
     return max(map(len, [*column.title.split("\n"), *texts]))
 
 
+class StageDisplay:
+    """Shows the stage at work, and as a bar how much of the work is done; a :class:`attnforge.progress.Progress`, and a
+    function of a stage's name for work whose stages nobody counts."""
+
+    def __init__(self, bar: RichProgress | None) -> None:
+        self._bar = bar
+        self._task = None if bar is None else bar.add_task("", total=None, step="")
+        self._before, self._stages = 0, 0
+
+    def __call__(self, name: str) -> None:
+        self._show(f"{name} …", step="")
+
+    def stage(self, name: str, number: int, total: int) -> None:
+        self._before, self._stages = number - 1, total
+        self._show(f"{number}/{total} {name}", step="", completed=self._before, total=total)
+
+    def step(self, what: str, done: int, total: int | None) -> None:
+        if total is None:
+            self._show(step=what)
+        else:
+            self._show(step=f"{what}, {total - done} left", completed=self._before + done / max(total, 1))
+
+    def _show(self, description: str | None = None, **fields: Any) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=None if description is None else escape(description), **fields)
+
+
 @contextmanager
-def stage_shown(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A callback that shows the stage at work on standard error: on a terminal, and nothing elsewhere or if quiet."""
-    if quiet or not err.is_terminal:
-        yield lambda stage: None
+def stages_shown(quiet: bool) -> Iterator[StageDisplay]:
+    """Show stages on standard error where it is a terminal; nothing elsewhere, or if quiet.
+
+    The display keeps the stream that is standard error now: deploy redirects `sys.stderr` while it exports.
+    """
+    console = Console(file=sys.stderr, highlight=False)
+    if quiet or not console.is_terminal:
+        yield StageDisplay(None)
         return
-    with err.status("") as status:
-        yield lambda stage: status.update(f"{escape(stage)} …")
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("[dim]{task.fields[step]}", table_column=RichColumn(max_width=32, no_wrap=True)),
+        TimeElapsedColumn(),
+    )
+    with RichProgress(
+        *columns, console=console, transient=True, expand=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
+        yield StageDisplay(bar)

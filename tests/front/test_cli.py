@@ -38,7 +38,7 @@ Done = subprocess.CompletedProcess[str]
 def attnforge(*arguments: str | Path, cwd: Path | None = None) -> Done:
     command = [sys.executable, "-m", "attnforge", *map(str, arguments)]
     wide = {**os.environ, "COLUMNS": "100"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env=wide)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, env=wide)
 
 
 Here = Callable[..., Done]
@@ -274,7 +274,7 @@ def test_light_commands_import_no_torch(bundle: Path, tmp_path: Path) -> None:
     run = ("run", bundle, tmp_path / "digits.npy", "--out", tmp_path / "logits.npz")
     for arguments, others in ((("--help",), ("numpy", "pydantic")), (("inspect", bundle), ("onnx",)), (run, ("onnx",))):
         command = [sys.executable, "-c", WITHOUT, " ".join(("torch", *others)), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, (arguments, done.stderr)
 
 

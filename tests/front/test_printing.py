@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +16,7 @@ from attnforge.bundle import Certificate, SiteRecord, SiteTarget
 from attnforge.cli import printing, terminal
 from attnforge.cli.printing import alike, names_in_runs
 from attnforge.cli.terminal import Column
+from attnforge.progress import Progress
 from attnforge.report import render
 
 
@@ -79,6 +83,39 @@ def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Call
 def test_names_with_one_reason_stand_together(printed: Callable[[], str]) -> None:
     terminal.say_reasons({"tensorrt": "no CUDA device", "openvino": "slow", "cuda": "no CUDA device"}, "{} did not run")
     assert printed().splitlines() == ["tensorrt, cuda did not run: no CUDA device", "openvino did not run: slow"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_stage_case_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal.stages_shown(quiet=False) as display:
+        assert isinstance(display, Progress)
+        monkeypatch.setattr(sys, "stderr", io.StringIO())  # as deploy does while torch exports
+        display("build vit")
+        display.stage("reference", 4, 5)
+        display.step("normal-small", 0, 12)
+        display.step("scaled-16", 9, 12)
+        time.sleep(0.3)  # it is drawn ten times a second
+    shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", screen.getvalue())]
+    last = next(line for line in reversed(shown) if line.strip())
+    assert "4/5 reference" in last and "scaled-16, 3 left" in last and max(map(len, shown)) <= 80
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("quiet", "stream"), [(True, Terminal()), (False, io.StringIO())])
+def test_nothing_is_shown_elsewhere(quiet: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with terminal.stages_shown(quiet) as display:
+        display("build vit")
+        display.stage("reference", 4, 5)
+        display.step("normal-small", 0, None)
+    assert stream.getvalue() == ""
 
 
 def test_number_formats() -> None:

@@ -1,0 +1,84 @@
+"""The demo's rows: which backend is the worst, whose fused sites are counted, and that every session is closed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attnforge
+from attnforge import demo
+from attnforge.bundle import Bundle, Certificate, Engine, TargetRecord
+from attnforge.runtime.parity.verify import BackendReport, Report, verify
+from attnforge.runtime.session import Session
+
+
+def report_of(error: float, budget: float = 1e-6, passed: bool = True, eager: float = 1e-7) -> BackendReport:
+    return BackendReport(
+        passed=passed, error=error, eager_error=eager, budget=budget, case="example", cases=3, failures=[]
+    )
+
+
+def test_the_worst_backend_is_the_one_closest_to_its_budget_or_that_failed() -> None:
+    first, close, failed = report_of(2e-7), report_of(9e-7), report_of(5e-7, passed=False)
+    assert demo.worst_of({"tensorrt": first, "openvino": close}) is close
+    assert demo.worst_of({"tensorrt": first, "openvino": close, "onnxruntime-cpu": failed}) is failed
+    assert demo.worst_of({"tensorrt": report_of(0.0, budget=0.0), "openvino": close}) is close
+    assert demo.worst_of({}) is None
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    module, _, shapes = demo.build_model("patch-attention-digits")
+    folder = tmp_path_factory.mktemp("demo") / "digits"
+    example = (demo.real_example("patch-attention-digits"),)
+    return attnforge.deploy(
+        module, example, folder, shapes, "fp32", ["onnxruntime"], name="patch-attention-digits", tune=False
+    )
+
+
+def test_every_session_is_closed(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    closed: list[str] = []
+    load, close = attnforge.load, Session.close
+
+    def loading(bundle: Any, backend: str, **options: Any) -> Session:
+        opened.append(backend)
+        return load(bundle, backend, **options)
+
+    def closing(session: Session) -> None:
+        closed.append(session.backend)
+        close(session)
+
+    monkeypatch.setattr(attnforge, "load", loading)
+    monkeypatch.setattr(Session, "close", closing)
+    rows = demo.rows_of(bundle, verify(bundle, ["onnxruntime-cpu"]), tmp_path)
+    assert opened == ["eager", "onnxruntime-cpu"] and set(closed) == set(opened)
+    assert [row.backend for row in rows] == opened
+    assert [row.agreement for row in rows] == ["100.00%", "100.00%"] and float(rows[1].accuracy.rstrip("%")) > 95
+
+
+def test_a_backend_that_compiled_nothing_has_no_fused_count(bundle: Bundle) -> None:
+    """ONNX Runtime's count is of what its CPU compiled, and TensorRT's of its plan, be there a GPU or not."""
+    manifest = bundle.manifest
+    engine = Engine(
+        file="plan", flavour="tensorrt_rtx", version="1.7", compute_capabilities=["portable"], layers=3, size=2_500_000,
+        build_seconds=1,
+    )  # fmt: skip
+    targets = {**manifest.targets, "tensorrt_rtx": TargetRecord(model="tensorrt/model.onnx", engines=[engine])}
+    certificate = Certificate(sites=2, canonical=2, fused={"onnxruntime": 2, "tensorrt_rtx": 0}, unfused=[], details=[])
+    altered = Bundle(bundle.path)
+    altered.manifest = manifest.model_copy(update={"targets": targets, "attention": certificate})
+    names = ("onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime-cpu", "openvino")
+    report = Report(
+        passed=True, bundle="b", name="b", precision="fp32", reference="eager", skipped={},
+        backends={name: report_of(2e-7) for name in names},
+    )  # fmt: skip
+    rows = {row.backend: row for row in demo._rows(altered, report)}
+    assert {name: row.fused for name, row in rows.items()} == {
+        "eager": "–", "tensorrt_rtx": "0 of 2", "onnxruntime-tensorrt": "–", "onnxruntime-cuda": "–",
+        "onnxruntime-cpu": "2 of 2", "openvino": "–",
+    }  # fmt: skip
+    assert (rows["tensorrt_rtx"].error, rows["tensorrt_rtx"].plan_mb) == ("no GPU", "2.5")
+    assert (rows["openvino"].error, rows["openvino"].budget) == ("2e-7", "1e-6")
