@@ -82,8 +82,7 @@ def main(
             tables[name, precision] = rows_of(bundle, report, out)
     _print(tables)
     _write_report(out / "report.md", tables, skipped, passed)
-    for reason in dict.fromkeys(skipped.values()):
-        backends = ", ".join(backend for backend, why in skipped.items() if why == reason)
+    for backends, reason in render.by_reason(skipped):
         console.print(f"[dim]{backends} did not run: {escape(reason)}[/]")
     verdict = "All bundles verified" if passed else "[red]A bundle FAILED its verification[/]"
     seconds = time.perf_counter() - start

@@ -12,7 +12,7 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from attnforge.cli.commands import app
+from attnforge.cli import app
 
 ROOT = Path(__file__).parent.parent
 MOVED = {

@@ -18,6 +18,8 @@ EXPECTED = (
     "attnforge/runtime/session.py",
     "attnforge/report/attention_maps.py",
     "attnforge/templates/verify.html",
+    "attnforge/templates/page.html",
+    "attnforge/templates/style.css",
     "attnforge/benchmarks/measure/bench.py",
 )
 USE = """

@@ -16,6 +16,8 @@ from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
+from attnforge.report.render import by_reason
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
@@ -40,11 +42,8 @@ def say(text: str, style: str | None = None, indent: int = 0) -> None:
 
 def say_reasons(reasons: Mapping[str, str], what: str, style: str | None = None) -> None:
     """Print why what was named is so, names with the same reason together: `tensorrt, tensorrt_rtx did not run: …`."""
-    names: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        names.setdefault(reason, []).append(name)
-    for reason, alike in names.items():
-        say(f"{what.format(', '.join(alike))}: {reason}", style)
+    for names, reason in by_reason(reasons):
+        say(f"{what.format(names)}: {reason}", style)
 
 
 def say_path(what: str, path: object) -> None:

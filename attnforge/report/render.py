@@ -79,11 +79,16 @@ def interval(estimate: Range, decimals: int | None = None) -> str:
     return f"{estimate.low:,.{decimals}f}–{estimate.high:,.{decimals}f}"
 
 
-def with_interval(estimate: Range, decimals: int | None = None, label: str = "") -> str:
-    """`value (low–high)`, with a label before the interval; the value alone for a single reading."""
-    decimals = places([estimate.value]) if decimals is None else decimals
+def with_interval(estimate: Range, decimals: int) -> str:
+    """`value (low–high)`, with this many decimals; the value alone for a single reading."""
     ends = interval(estimate, decimals)
-    return fixed(estimate.value, decimals) + (f" ({label}{ends})" if ends else "")
+    return fixed(estimate.value, decimals) + (f" ({ends})" if ends else "")
+
+
+def milliseconds(estimate: Range) -> str:
+    """`33.0 ms (95%: 32.8–33.3)`."""
+    ends = interval(estimate)
+    return f"{rounded(estimate.value)} ms" + (f" (95%: {ends})" if ends else "")
 
 
 def sizes_text(sizes: Mapping[str, int], none: str = "") -> str:
@@ -91,16 +96,25 @@ def sizes_text(sizes: Mapping[str, int], none: str = "") -> str:
     return ", ".join(f"{symbol} {size:,}" for symbol, size in sizes.items()) or none
 
 
+def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Names with the same reason together, and the reason: `("tensorrt, tensorrt_rtx", "no CUDA device")`."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return [(", ".join(alike), reason) for reason, alike in names.items()]
+
+
 FILTERS: dict[str, Callable[..., Any]] = {
+    "by_reason": by_reason,
     "error": error,
     "fixed": fixed,
     "interval": interval,
+    "milliseconds": milliseconds,
     "percent": percent,
     "rounded": rounded,
     "sizes": sizes_text,
-    "with_interval": with_interval,
 }
-"""The number formats, as the templates name them."""
+"""The formats, as the templates name them."""
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ from attnforge.benchmarks.measure.bench import Plan, environment, load_now, meas
 from attnforge.benchmarks.measure.compare import compare
 from attnforge.benchmarks.measure.limits import measure_ceilings
 from attnforge.benchmarks.publish import README, RESULTS, RESULTS_PAGE, has_place, markdown_table, publish_table
-from attnforge.benchmarks.report.bench_page import growth_table, table, write_page
+from attnforge.benchmarks.report.bench_page import write_page
 from attnforge.benchmarks.report.plots import save_plots
+from attnforge.benchmarks.report.tables import growth_table, table
 from attnforge.benchmarks.suites import claims
 from attnforge.benchmarks.suites.growth import over_bundles, over_sizes
 from attnforge.bundle import Bundle, Source

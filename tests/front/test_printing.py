@@ -132,7 +132,8 @@ class Estimate:
 
 
 def test_a_single_reading_has_no_interval() -> None:
-    assert render.with_interval(Estimate(33.04, 32.8, 33.3)) == "33.0 (32.8–33.3)"
-    assert render.with_interval(Estimate(33.04, 32.8, 33.3), 2, "95%: ") == "33.04 (95%: 32.80–33.30)"
+    assert render.with_interval(Estimate(33.04, 32.8, 33.3), 2) == "33.04 (32.80–33.30)"
+    assert render.milliseconds(Estimate(33.04, 32.8, 33.3)) == "33.0 ms (95%: 32.8–33.3)"
+    assert render.milliseconds(Estimate(33.04, 33.04, 33.04)) == "33.0 ms"
     assert render.with_interval(Estimate(1.98, 1.98, 1.98), 2) == "1.98"
     assert render.interval(Estimate(1.98, 1.98, 1.98)) == ""

@@ -1,0 +1,226 @@
+"""The part of a verification's page that shows what attention looks at: maps of eager, of the deployed model and of
+their difference, and over an image where the keys are patches of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnforge.arrays import Array, is_floating
+from attnforge.bundle import Case, Manifest, SiteRecord
+from attnforge.report import map_pictures
+from attnforge.report.attention_maps import AttentionMaps, PatchGrid, SiteMaps, patch_grid
+from attnforge.report.charts import Picture
+
+MOST_DRAWN = 4
+"""How many sites have maps."""
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Pictures of eager, of the deployed model and of the difference, side by side."""
+
+    label: str
+    eager: Picture
+    deployed: Picture
+    difference: Picture
+
+
+@dataclass(frozen=True)
+class MapsOnImage(Maps):
+    """What one query attends to, over the image.
+
+    Attributes:
+        image: the image alone.
+        is_marked: whether the query is a patch, which the pictures mark.
+        after_token: whether the keys begin with a token that is no patch.
+    """
+
+    image: Picture
+    is_marked: bool
+    after_token: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """How far a site's weights are off, over all heads, queries and keys of the first sample.
+
+    Attributes:
+        samples: how many the site attends in.
+        deployed_off, eager_off: the most that a weight differs from float64's; without float64, `deployed_off` is from
+            eager's and `eager_off` is None.
+        not_finite: how many of the deployed weights are not finite.
+    """
+
+    name: str
+    form: str
+    is_held: bool
+    samples: int
+    heads: int
+    queries: int
+    keys: int
+    deployed_off: float
+    eager_off: float | None
+    not_finite: int
+
+    @property
+    def is_pooled(self) -> bool:
+        return max(self.queries, self.keys) > map_pictures.MOST_CELLS
+
+
+@dataclass(frozen=True)
+class DrawnSite:
+    """A site with maps of its heads, and over the image where its keys are patches of one."""
+
+    site: Site
+    heads: list[Maps]
+    photograph: MapsOnImage | None
+
+
+@dataclass(frozen=True)
+class AttentionSection:
+    """What the page says of attention, on one case.
+
+    Attributes:
+        no_exact: why there are no weights in float64, or None.
+        left_out: sites that cannot be shown, and why.
+        records: every site of the certificate, by name.
+    """
+
+    case: Case
+    no_exact: str | None
+    sites: list[Site]
+    drawn: list[DrawnSite]
+    left_out: Mapping[str, str]
+    records: Mapping[str, SiteRecord]
+
+
+def attention_section(maps: AttentionMaps, manifest: Manifest) -> AttentionSection:
+    """Measure every site, and draw the sites that are furthest off, the first and the last."""
+    sites = [_measure(site_maps) for site_maps in maps]
+    by_distance = sorted(sites, key=lambda site: (site.not_finite, site.deployed_off), reverse=True)
+    order = [*by_distance[: MOST_DRAWN - 2], *sites[:1], *sites[-1:], *by_distance]
+    names = list(dict.fromkeys(site.name for site in order))[:MOST_DRAWN]
+    images = _images(manifest, maps.inputs)
+    drawn = [_draw(site, site_maps, images) for site, site_maps in zip(sites, maps, strict=True) if site.name in names]
+    records = {record.site: record for record in manifest.attention.details}
+    return AttentionSection(maps.case, maps.no_exact, sites, drawn, maps.left_out, records)
+
+
+def _measure(maps: SiteMaps) -> Site:
+    truth = maps.eager if maps.exact is None else maps.exact
+    heads, queries, keys = maps.eager.shape
+    return Site(
+        maps.site,
+        maps.form,
+        maps.is_held,
+        maps.samples,
+        heads,
+        queries,
+        keys,
+        deployed_off=float(_largest_by_head(maps.deployed - truth).max(initial=0)),
+        eager_off=float(_largest_by_head(maps.eager - truth).max(initial=0)) if maps.exact is not None else None,
+        not_finite=int((~np.isfinite(maps.deployed)).sum()),
+    )
+
+
+def _draw(site: Site, maps: SiteMaps, images: tuple[int, Array] | None) -> DrawnSite:
+    eager, deployed = maps.eager.astype(np.float64), maps.deployed.astype(np.float64)
+    worst = int(np.argmax(_largest_by_head(deployed - eager)))
+    heads = []
+    label = "The one head"
+    if site.heads > 1:
+        heads.append(_draw_maps("Mean of all heads", site.name, eager.mean(0), deployed.mean(0)))
+        label = f"Head {worst + 1} of {site.heads}, where deployed and eager differ most"
+    heads.append(_draw_maps(label, site.name, eager[worst], deployed[worst]))
+    return DrawnSite(site, heads, _draw_on_image(maps, images, eager, deployed))
+
+
+def _draw_maps(label: str, site: str, eager: Array, deployed: Array) -> Maps:
+    difference = deployed - eager
+    top, most = _largest(eager, deployed), _largest(difference) or 1e-12
+    which = f"{label} of {site}, {eager.shape[0]} queries by {eager.shape[1]} keys"
+    draw = map_pictures.heatmap
+    return Maps(
+        label,
+        draw(eager, top, f"Attention weights of eager: {which}; the largest is {_largest(eager):.3g}."),
+        draw(deployed, top, f"Attention weights as deployed: {which}; the largest is {_largest(deployed):.3g}."),
+        draw(difference, most, f"Deployed minus eager: {which}; at most {most:.1e} apart.", difference=True),
+    )
+
+
+def _largest_by_head(difference: Array) -> Array:
+    """The largest finite number of every head, without its sign."""
+    sizes = np.nan_to_num(np.abs(difference), nan=0, posinf=0)
+    return np.asarray(sizes.reshape(len(difference), -1).max(axis=-1, initial=0))
+
+
+def _largest(*arrays: Array) -> float:
+    return float(max(np.max(np.abs(array), initial=0, where=np.isfinite(array)) for array in arrays))
+
+
+# --- over an image ----------------------------------------------------------------------------------------------------
+
+
+def _images(manifest: Manifest, inputs: Mapping[str, Array]) -> tuple[int, Array] | None:
+    """How many images the model was given, and the first, (height, width, channels) from 0 to 1; None where the model
+    takes no images."""
+    for spec in manifest.inputs:
+        array = inputs[spec.name]
+        if len(spec.dims) == 4 and spec.dims[1] in (1, 3) and is_floating(array) and array.size:
+            image = array[0].astype(np.float64).transpose(1, 2, 0)
+            image = np.nan_to_num(image, nan=0, posinf=0, neginf=0)
+            low, high = image.min(), image.max()
+            if low < 0 or high > 1 or high - low < 0.1:
+                image = (image - low) / ((high - low) or 1.0)
+            return len(array), image
+    return None
+
+
+def _draw_on_image(
+    maps: SiteMaps, images: tuple[int, Array] | None, eager: Array, deployed: Array
+) -> MapsOnImage | None:
+    """What one query attends to, the mean of all heads, drawn over the image; None where keys are no patches of it."""
+    if images is None or maps.samples != images[0]:
+        return None
+    pixels = images[1]
+    grid = patch_grid(pixels.shape[0], pixels.shape[1], eager.shape[2])
+    if grid is None or eager.shape[1] not in (eager.shape[2], 1):
+        return None
+    query, square, label = _query(grid, eager.shape[1])
+    patches = [
+        np.asarray(array.mean(0)[query][grid.extra :].reshape(grid.rows, grid.columns)) for array in (eager, deployed)
+    ]
+    both = np.stack(patches)
+    known = both[np.isfinite(both)] if np.isfinite(both).any() else np.zeros(1)
+    ends = float(known.min()), float(known.max()) + 1e-12
+    difference = patches[1] - patches[0]
+    most = _largest(difference) or 1e-12
+    row, column = np.unravel_index(int(np.argmax(np.nan_to_num(patches[0]))), patches[0].shape)
+    which = f"attention of {label} over the image, {grid.rows} × {grid.columns} patches of {grid.side} pixels, in "
+    which += maps.site
+    eager_alt = f"Eager: {which}; most to the patch in row {row + 1}, column {column + 1}."
+    difference_alt = f"Deployed minus eager: {which}; at most {most:.1e} apart."
+    image_alt = f"The image that the model was given, {pixels.shape[1]} × {pixels.shape[0]}."
+    return MapsOnImage(
+        f"What {label} attends to",
+        map_pictures.overlay(pixels, patches[0], ends, eager_alt, square),
+        map_pictures.overlay(pixels, patches[1], ends, f"Deployed: {which}.", square),
+        map_pictures.overlay(pixels, difference, (-most, most), difference_alt, square, difference=True),
+        map_pictures.photograph(pixels, image_alt, square),
+        square is not None,
+        bool(grid.extra),
+    )
+
+
+def _query(grid: PatchGrid, queries: int) -> tuple[int, tuple[int, int, int] | None, str]:
+    """Which query to draw, where it lies on the image (row, column and side in pixels), and what to call it."""
+    if queries == 1:
+        return 0, None, "the one query"
+    if grid.extra:
+        return 0, None, "the class token"
+    row, column = grid.rows // 2, grid.columns // 2
+    square = (row * grid.side, column * grid.side, grid.side)
+    return row * grid.columns + column, square, f"the patch in row {row + 1}, column {column + 1}"

@@ -1,0 +1,112 @@
+"""Pictures of attention: maps of queries and keys, and the attention of one query over an image."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnforge.arrays import Array
+from attnforge.report.charts import Picture, drawing, embedded
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_CELLS = 512
+"""Rows or columns of a map: beyond them several are drawn as one."""
+
+
+def heatmap(values: Array, top: float, alt: str, difference: bool = False) -> Picture:
+    """A map of (queries, keys), from 0 to `top`, or from −`top` to `top` where it is a difference."""
+    from matplotlib.ticker import MaxNLocator
+
+    with drawing(3.5, 2.9, layout=None) as figure:
+        axes = figure.add_axes((0.19, 0.16, 0.57, 0.8))
+        ratio = values.shape[1] / values.shape[0]
+        ends = (-top if difference else 0.0, top)
+        shown = axes.imshow(
+            np.ma.masked_invalid(pooled(values, extreme=difference)),
+            cmap="RdBu_r" if difference else "viridis",
+            vmin=ends[0],
+            vmax=ends[1],
+            aspect="equal" if 0.4 < ratio < 2.5 else "auto",
+            interpolation="nearest",
+            extent=(0, values.shape[1], values.shape[0], 0),
+        )
+        axes.set_facecolor("#bbbbbb")  # what is not finite
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.set_xlabel("key")
+        axes.set_ylabel("query")
+        _colorbar(figure, shown, ends, difference)
+        return embedded(figure, "png", alt, dpi=144)
+
+
+def photograph(image: Array, alt: str, query: tuple[int, int, int] | None = None) -> Picture:
+    """The image (height, width, channels) itself; `query` is row, column and side of a square to mark."""
+    with drawing(3.5, 2.9, layout=None) as figure:
+        _show_image(figure, image, query)
+        return embedded(figure, "png", alt, dpi=144)
+
+
+def overlay(
+    image: Array,
+    grid: Array,
+    ends: tuple[float, float],
+    alt: str,
+    query: tuple[int, int, int] | None = None,
+    difference: bool = False,
+) -> Picture:
+    """Weights (rows, columns), or a difference of two, over the image that they are of; colours span `ends`."""
+    with drawing(3.5, 2.9, layout=None) as figure:
+        axes = _show_image(figure, image.mean(axis=-1, keepdims=True), query)
+        shown = axes.imshow(
+            np.ma.masked_invalid(grid),
+            cmap="RdBu_r" if difference else "inferno",
+            vmin=ends[0],
+            vmax=ends[1],
+            alpha=0.65,
+            interpolation="nearest",
+            extent=(0, image.shape[1], image.shape[0], 0),
+        )
+        _colorbar(figure, shown, ends, difference)
+        return embedded(figure, "png", alt, dpi=144)
+
+
+def pooled(values: Array, extreme: bool = False) -> Array:
+    """`values` with at most :data:`MOST_CELLS` rows and columns: means of blocks, or where `extreme` the number of each
+    block that is furthest from zero."""
+    rows, columns = (-(-n // MOST_CELLS) for n in values.shape)
+    if rows == columns == 1:
+        return values
+    up, across = (-(-n // f) * f - n for n, f in zip(values.shape, (rows, columns), strict=True))
+    padded = np.pad(values.astype(np.float64), ((0, up), (0, across)), constant_values=np.nan)
+    blocks = padded.reshape(padded.shape[0] // rows, rows, -1, columns).swapaxes(1, 2)
+    flat = blocks.reshape(*blocks.shape[:2], -1)
+    if not extreme:
+        return np.asarray(np.nansum(flat, axis=-1) / np.maximum(np.sum(~np.isnan(flat), axis=-1), 1))
+    furthest = np.argmax(np.nan_to_num(np.abs(flat), nan=-1.0), axis=-1)
+    return np.asarray(np.take_along_axis(flat, furthest[..., None], axis=-1)[..., 0])
+
+
+def _show_image(figure: Figure, image: Array, query: tuple[int, int, int] | None) -> Axes:
+    axes = figure.add_axes((0.02, 0.04, 0.74, 0.92))
+    height, width, channels = image.shape
+    pixels = image[..., 0] if channels == 1 else image
+    axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
+    axes.set_axis_off()
+    if query is not None:
+        row, column, side = query
+        around = ([column, column + side, column + side, column, column], [row, row, row + side, row + side, row])
+        axes.plot(*around, color="white", linewidth=3.2, clip_on=False)
+        axes.plot(*around, color="#d4145a", linewidth=1.6, clip_on=False)
+    return axes
+
+
+def _colorbar(figure: Figure, shown: Any, ends: tuple[float, float], difference: bool) -> None:
+    bar = figure.colorbar(shown, cax=figure.add_axes((0.785, 0.18, 0.028, 0.74)))
+    ticks = [ends[0], sum(ends) / 2, ends[1]]
+    bar.set_ticks(ticks, labels=["0" if t == 0 else f"{t:.0e}" if difference else f"{t:.2g}" for t in ticks])
+    bar.ax.tick_params(labelsize=9, length=2)
+    bar.outline.set_visible(False)
