@@ -15,31 +15,35 @@ from attnforge.errors import InputError
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-def read_inputs(specs: Sequence[TensorSpec], given: Sequence[str]) -> dict[str, Array]:
-    """Inputs by name, from `name=file`, one `.npz` that holds them all, or files in the order of the inputs.
+def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str]) -> dict[str, Array]:
+    """Read a model's inputs from files.
 
-    Arrays of another floating-point type are converted to the model's; nothing else about them is changed.
+    Args:
+        specs: the model's inputs.
+        texts: one `.npz` that holds every input by name; `name=file` for each; or files in the order of the inputs.
+
+    Returns:
+        arrays by name. Floating-point arrays have the dtype that the model takes; others are as in their files.
 
     Raises:
-        InputError: a file that is missing, of a kind that is not known, or that holds no input of the model.
+        InputError: a file is missing, of an unknown kind, or holds no input of the model.
     """
-    if len(given) == 1 and given[0].endswith(".npz"):
-        with np.load(_existing(given[0])) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        return {name: _converted(array, specs, name) for name, array in arrays.items()}
+    if len(texts) == 1 and texts[0].endswith(".npz"):
+        with np.load(_existing(texts[0])) as stored:
+            return {name: _converted(stored[name], specs, name) for name in stored.files}
     names = [spec.name for spec in specs]
-    named = [text.partition("=") for text in given if text.partition("=")[0] in names and "=" in text]
-    if named and len(named) != len(given):
+    named = [text.partition("=") for text in texts if text.partition("=")[0] in names and "=" in text]
+    if named and len(named) != len(texts):
         raise InputError("either every input is given as name=file, or none is")
-    pairs = [(name, file) for name, _, file in named] or list(zip(names, given, strict=False))
-    if len(given) > len(names):
-        raise InputError(f"{len(given)} files were given; the model takes {len(names)}: {', '.join(names)}")
+    if len(texts) > len(names):
+        raise InputError(f"{len(texts)} files were given; the model takes {len(names)}: {', '.join(names)}")
+    pairs = [(name, file) for name, _, file in named] or list(zip(names, texts, strict=False))
     by_name = {spec.name: spec for spec in specs}
     return {name: _converted(_read(by_name[name], _existing(file)), specs, name) for name, file in pairs}
 
 
 def write_outputs(file: Path, outputs: Mapping[str, Array]) -> None:
-    """Write outputs by name to an `.npz`; bfloat16 as float32, since the format has no word for it."""
+    """Write outputs by name to an `.npz`; bfloat16 as float32, because the format has no such dtype."""
     arrays = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in outputs.items()}
     with file.open("wb") as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
@@ -51,7 +55,7 @@ def image_to_input(spec: TensorSpec, image: Image.Image) -> Array:
     A dynamic height or width stays the image's own, rounded down to what the model takes.
 
     Raises:
-        InputError: the input is no batch of images.
+        InputError: the model's input is no batch of images.
     """
     if len(spec.dims) != 4 or spec.dims[1] not in _CHANNELS or not spec.dtype.endswith(("float16", "float32")):
         raise InputError(f"input {spec.name!r} takes {spec.text()}, which is no batch of images; give an .npy or .npz")
