@@ -10,7 +10,9 @@ from typing import Any
 
 import typer
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from attnforge.cli import app
 
@@ -35,6 +37,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_content(html: str, **_: object) -> str:
     """Leave out the roles that docstrings give to names (`:meth:`), which Markdown does not know."""
     return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)
+
+
+def on_post_page(output: str, page: Page, **_: object) -> str:
+    """Refuse a page that would fetch something from a network when it is read.
+
+    Raises:
+        PluginError: a script, style sheet or picture of the page has an address elsewhere.
+    """
+    if fetched := re.findall(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]+"', output):
+        raise PluginError(f"{page.file.src_uri} fetches from a network: {fetched[0]}")
+    return output
 
 
 def _of_root(name: str) -> str:

@@ -14,6 +14,8 @@ from torch.export import Dim
 import attnforge
 from tests.docs.pages import ROOT
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's exporter
+
 SCRIPTS = {
     "own_module.py": ((), "1 of 1 sites canonical"),
     "onnx_file.py": (("model.onnx", "batch=1:2:4", "tokens=1:8:16"), "passed onnxruntime-cpu"),
