@@ -79,8 +79,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -154,16 +152,22 @@ def judge(
         return _judge_whole_numbers(case, output, got, eager, truth)
     got, eager, truth = (np.asarray(array, np.float64) for array in (got, eager, truth))
     positions = _Positions.of(got, eager, truth, precision)
-    errors = _Errors(got, _overflow_aside(eager, yardstick), truth)
+    standard = _overflow_aside(eager, yardstick)
+    errors = _Errors.of(got, standard, truth)
     budget = _budget(case, output, errors, precision, allowed, eager_overflowed=positions.overflowed > 0)
-    reason, worst = budget.exceeded(errors), errors.worst(case)
+    reason = budget.exceeded(errors)
+    worst = None if errors.furthest is None else Element.at(errors.furthest, case.name, got, standard, truth)
     if (misplaced := positions.misplaced(case, precision)) is not None:
         reason, worst = misplaced[0], Element.at(misplaced[1], case.name, got, eager, truth)
+    unit = errors.largest or 1.0
     return Comparison(
         case=case.name, output=output, passed=reason is None, reason=reason, worst=worst,
         error=errors.error, eager_error=errors.eager_error, budget=budget.error,
-        max_error=errors.max_error, max_budget=budget.max_error,
-        compared=errors.compared, overflowed=positions.overflowed, **errors.figures(),
+        max_error=_max(errors.off), max_budget=budget.max_error,
+        compared=errors.off.size, overflowed=positions.overflowed, cosine=cosine_of(errors.got, errors.truth),
+        snr_db=-20 * math.log10(errors.error) if errors.error > 0 and errors.truth.any() else None,
+        quantiles=quantiles_of(errors.off / unit),
+        errors=histogram_of(errors.off / unit), eager_errors=histogram_of(errors.eager_off / unit),
     )  # fmt: skip
 
 
@@ -186,76 +190,43 @@ def relative_error(got: Array, truth: Array) -> float:
 
 @dataclass(frozen=True)
 class _Errors:
-    """The errors of a backend and of eager, over the numbers that are finite; all arrays are float64, of one shape."""
+    """The errors of a backend and of eager.
+
+    Attributes:
+        got, truth: the numbers that are finite in the backend and in the reference, flattened.
+        off: |b − r| of these numbers.
+        eager_off: |e − r| of those that are finite in eager, too.
+        error, eager_error: relative, in the norm.
+        furthest: the place of the number that is furthest off; None where no number is compared.
+    """
 
     got: Array
-    eager: Array
     truth: Array
+    off: Array
+    eager_off: Array
+    error: float
+    eager_error: float
+    furthest: int | None
 
-    @cached_property
-    def finite(self) -> Array:
-        return np.isfinite(self.got) & np.isfinite(self.truth)
-
-    @cached_property
-    def eager_finite(self) -> Array:
-        return self.finite & np.isfinite(self.eager)
-
-    @cached_property
-    def compared(self) -> int:
-        return int(self.finite.sum())
-
-    @cached_property
-    def error(self) -> float:
-        return relative_error(self.got[self.finite], self.truth[self.finite])
-
-    @cached_property
-    def eager_error(self) -> float:
-        return relative_error(self.eager[self.eager_finite], self.truth[self.eager_finite])
-
-    @cached_property
-    def off(self) -> Array:
-        """|b − r| of the compared numbers."""
-        return np.asarray(np.abs(self.got[self.finite] - self.truth[self.finite]))
-
-    @cached_property
-    def eager_off(self) -> Array:
-        """|e − r| of the numbers that eager has, too."""
-        return np.asarray(np.abs(self.eager[self.eager_finite] - self.truth[self.eager_finite]))
-
-    @cached_property
-    def max_error(self) -> float:
-        return float(np.max(self.off, initial=0.0))
-
-    @cached_property
-    def eager_max_error(self) -> float:
-        return float(np.max(self.eager_off, initial=0.0))
-
-    @cached_property
-    def largest(self) -> float:
-        """max|r| of the compared numbers."""
-        return float(np.max(np.abs(self.truth[self.finite]), initial=0.0))
+    @classmethod
+    def of(cls, got: Array, eager: Array, truth: Array) -> _Errors:
+        """The errors of float64 arrays of one shape."""
+        finite = np.isfinite(got) & np.isfinite(truth)
+        b, r = got[finite], truth[finite]
+        in_eager = finite & np.isfinite(eager)
+        e, r_of_e = eager[in_eager], truth[in_eager]
+        off = np.abs(b - r)
+        furthest = int(np.flatnonzero(finite)[np.argmax(off)]) if off.size else None
+        return cls(b, r, off, np.abs(e - r_of_e), relative_error(b, r), relative_error(e, r_of_e), furthest)
 
     @property
-    def norm(self) -> float:
-        return float(np.linalg.norm(self.truth[self.finite]))
+    def largest(self) -> float:
+        """max|r|."""
+        return _max(np.abs(self.truth))
 
-    def worst(self, case: Case) -> Element | None:
-        """The number that is furthest off; None where none is compared."""
-        if self.compared == 0:
-            return None
-        place = int(np.flatnonzero(self.finite)[np.argmax(self.off)])
-        return Element.at(place, case.name, self.got, self.eager, self.truth)
 
-    def figures(self) -> dict[str, Any]:
-        """What a comparison says beside its verdict."""
-        unit, got, truth = self.largest or 1.0, self.got[self.finite], self.truth[self.finite]
-        return {
-            "cosine": cosine_of(got, truth),
-            "snr_db": -20 * math.log10(self.error) if self.error > 0 and truth.any() else None,
-            "quantiles": quantiles_of(self.off / unit),
-            "errors": histogram_of(self.off / unit),
-            "eager_errors": histogram_of(self.eager_off / unit),
-        }
+def _max(numbers: Array) -> float:
+    return float(np.max(numbers, initial=0.0))
 
 
 @dataclass(frozen=True)
@@ -269,8 +240,8 @@ class _Budget:
         """Why the errors are over the budget, or None."""
         if errors.error > self.error:
             return f"error {errors.error:.2e} is over the budget of {self.error:.2e}"
-        if errors.max_error > self.max_error:
-            return f"one element is off by {errors.max_error:.2e}, over the budget of {self.max_error:.2e}"
+        if _max(errors.off) > self.max_error:
+            return f"one element is off by {_max(errors.off):.2e}, over the budget of {self.max_error:.2e}"
         return None
 
 
@@ -281,9 +252,9 @@ def _budget(
     rounding = max(4 * precision.ulp(errors.largest), precision.floor * errors.largest)
     drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and of outputs of few numbers
     error = max(2 * errors.eager_error, 2 * drawn, precision.floor)
-    max_error = 2 * max(errors.eager_max_error, max_drawn) + rounding
+    max_error = 2 * max(_max(errors.eager_off), max_drawn) + rounding
     if 0 < errors.largest < precision.smallest_normal:
-        error = max(error, rounding * math.sqrt(errors.compared) / errors.norm)
+        error = max(error, rounding * math.sqrt(errors.off.size) / float(np.linalg.norm(errors.truth)))
     if allowed is not None and case.is_ordinary and (allowed.exactly or eager_overflowed or error > allowed.error):
         return _Budget(allowed.error, 2 * allowed.error * errors.largest + rounding)
     return _Budget(error, max_error)
