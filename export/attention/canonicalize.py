@@ -48,10 +48,9 @@ def canonicalize(model: ir.Model) -> SitesResult[Site]:
     Returns:
         every site; those that could not be rewritten have a reason instead of a node.
     """
-    remove_unused = RemoveUnusedNodesPass()
+    before, remove_unused = _nodes(model), RemoveUnusedNodesPass()
     modified = remove_unused(model).modified  # nodes that feed no output must not count as users of the scores
     if restore_softmax(model).modified:
-        modified = True
         remove_unused(model)
     sites: list[Site] = []
     for node in list(model.graph):
@@ -61,10 +60,15 @@ def canonicalize(model: ir.Model) -> SitesResult[Site]:
             sites += _from_softmax(model.graph, node, _unused_name(node, sites))
         elif node.domain == "" and node.op_type == "ArgMax":
             sites += _from_argmax(node, _unused_name(node, sites))
-    modified |= remove_unused(model).modified | any(site.node is not None for site in sites)
+    modified |= remove_unused(model).modified or before != _nodes(model)
     nodes = {node.name: node for node in model.graph}
     sites = [site if site.node is None else replace(site, form=described(nodes[site.node])) for site in sites]
     return SitesResult(model, modified, sites)
+
+
+def _nodes(model: ir.Model) -> list[tuple[ir.Node, str | None, int]]:
+    """The nodes with their names and numbers of attributes, which are all that canonicalising changes."""
+    return [(node, node.name, len(node.attributes)) for node in model.graph]
 
 
 def _unused_name(node: ir.Node, sites: list[Site]) -> str:

@@ -1,9 +1,9 @@
 """Layouts: which logical axes a tensor's dims are made of, and how one layout becomes another.
 
-A view (Reshape, Transpose, Squeeze, Unsqueeze, Flatten, Identity) moves numbers without changing them. Whatever chain
-of views an author wrote, what it did is said by the layouts at its two ends, so the walk composes views into layouts
-and :func:`rearrange` writes one layout as another with at most one Reshape, one Transpose and one Reshape. Like
-einops, with the axes found instead of named.
+A view (Reshape, Transpose, Squeeze, Unsqueeze, Flatten, Identity) moves numbers without changing them. The layouts at
+both ends of a chain of views say all that the chain does, however its author wrote it. So the walks compose views into
+layouts, and :func:`rearrange` turns one layout into another with at most one Reshape, one Transpose and one Reshape.
+This is einops (https://einops.rocks), with axes found instead of named.
 """
 
 from __future__ import annotations
@@ -21,25 +21,31 @@ from attnforge.export.graphs.build import Builder, constant, typed
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _FUNCTIONS = frozenset({"floor", "max", "min", "Max", "Min", "Mod"})
-"""What the expressions of symbolic dims may call, beside arithmetic."""
+"""Functions in the expressions of symbolic dims."""
 
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 """Operators that move numbers without changing, adding or dropping any."""
 
 
 class LayoutError(Exception):
-    """Two layouts that no sequence of views connects, or a size that the graph cannot compute."""
+    """No sequence of views connects two layouts, or no value tells a size, or a shape is not known."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A dim as a product: `factor` times symbols, each a name or another expression without factors (`n + 1`)."""
+    """The size of a dim, as a product.
+
+    Attributes:
+        factor: the static part.
+        symbols: the dynamic part, sorted: names, and other expressions without factors (`n + 1`).
+    """
 
     factor: int = 1
     symbols: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, dim: int | ir.SymbolicDim) -> Size:
+        """The size of a dim; an unknown dim is a symbol of its own."""
         if isinstance(dim, int):
             return cls(dim)
         return _parsed(dim.value) if dim.value else cls(1, (f"unknown{id(dim)}",))
@@ -52,7 +58,7 @@ class Size:
         return Size(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
 
     def divide(self, other: Size) -> Size | None:
-        """`self / other` where that is exact for every value of the symbols, else None."""
+        """`self / other` where `other` divides `self` whatever the symbols are, else None."""
         rest = list(self.symbols)
         for symbol in other.symbols:
             if symbol not in rest:
@@ -63,6 +69,7 @@ class Size:
         return Size(self.factor // other.factor, tuple(rest))
 
     def dim(self) -> int | ir.SymbolicDim:
+        """The size as onnx_ir writes it in a shape."""
         if self.is_static:
             return self.factor
         symbols = [symbol if _NAME.fullmatch(symbol) else f"({symbol})" for symbol in self.symbols]
@@ -74,7 +81,7 @@ ONE = Size()
 
 @cache
 def _parsed(text: str) -> Size:
-    """The size that an expression such as `4*batch*((tokens**2)//tokens)` stands for; all symbols are positive."""
+    """The size of an expression such as `4*batch*((tokens**2)//tokens)`, where all symbols are positive."""
     names = sorted(set(_NAME.findall(text)) - _FUNCTIONS)
     symbols = {f"s{i}": sympy.Symbol(f"s{i}", integer=True, positive=True) for i in range(len(names))}
     by_name = dict(zip(names, symbols, strict=True))
@@ -82,7 +89,7 @@ def _parsed(text: str) -> Size:
         simple = ir.SymbolicDim(_NAME.sub(lambda m: by_name.get(m[0], m[0]), text)).simplify().value
         factor, powers = sympy.factor_list(sympy.sympify(simple, locals=symbols))
     except (ValueError, sympy.PolynomialError):
-        return Size(1, (text,))  # an expression of a grammar that is not known: it equals itself
+        return Size(1, (text,))  # an expression of unknown grammar equals itself alone
     if not factor.is_Integer:
         return Size(1, (text,))
 
@@ -94,12 +101,18 @@ def _parsed(text: str) -> Size:
 
 @dataclass(eq=False)
 class Axis:
-    """A logical axis. Finding out that it is several axes in one splits it in place, for every layout that holds it."""
+    """A logical axis. A Reshape may show that it is two axes in one: it is then split in place, for every layout that
+    holds it.
+
+    Attributes:
+        parts: the outer and the inner axis of one that was split.
+    """
 
     size: Size
     parts: tuple[Axis, Axis] | None = field(default=None, repr=False)
 
     def leaves(self) -> list[Axis]:
+        """The axes that this one was split into, outermost first; itself where it is whole."""
         return [self] if self.parts is None else [leaf for part in self.parts for leaf in part.leaves()]
 
     def split(self, outer: Size, inner: Size) -> None:
@@ -111,7 +124,11 @@ Dims = tuple[Axis, ...]
 
 
 class Layout:
-    """The axes of every dim of a tensor."""
+    """The axes of every dim of a tensor.
+
+    Args:
+        dims: the axes of each dim, outermost first.
+    """
 
     def __init__(self, dims: Iterable[Iterable[Axis]]) -> None:
         self._dims = [tuple(dim) for dim in dims]
@@ -140,7 +157,7 @@ class Layout:
         return Layout(dims[i] for i in perm)
 
     def regrouped(self, sizes: Sequence[Size]) -> Layout:
-        """The layout after a reshape to `sizes`, splitting axes where the reshape does.
+        """The layout after a reshape to `sizes`. Axes that the reshape splits are split in place.
 
         Raises:
             LayoutError: the reshape cuts across axes, so its dims are not products of them.
@@ -149,7 +166,7 @@ class Layout:
         try:
             return Layout(self._regroup(sizes, split))
         except LayoutError:
-            for axis in reversed(split):  # a reshape that is not understood leaves the axes as they were
+            for axis in reversed(split):  # a reshape that fails leaves the axes as they were
                 axis.parts = None
             raise
 
@@ -220,10 +237,10 @@ def after_view(node: ir.Node, before: Layout) -> Layout:
 
 
 def before_expand(node: ir.Node, after: Layout) -> Layout:
-    """The layout of an Expand's input, given its output's: without the axes that it repeats along.
+    """The layout of an Expand's input, given its output's: without the axes along which it repeats.
 
     Raises:
-        LayoutError: it repeats along a dim of dynamic size, which could not be told any more from the input.
+        LayoutError: it repeats along a dim of dynamic size, which the input does not tell.
     """
     source = node.inputs[0]
     assert source is not None
@@ -244,9 +261,10 @@ def is_view(node: ir.Node | None) -> bool:
 
 
 def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
-    """Back through views and repetition: the furthest value that `value` shows, and its layout.
+    """The value before all views and Expands that lead to `value`, and its layout.
 
-    A value whose shape no longer tells the size of every axis (all of them flattened into one dim, say) is passed by.
+    The walk passes by values whose shape does not tell the size of every axis (all flattened into one dim, say), and
+    returns the last value whose shape does.
     """
     furthest = value, layout
     while (node := value.producer()) is not None and (is_view(node) or is_expand(node)):
@@ -263,7 +281,7 @@ def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
 
 
 def after_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
-    """Forward through views that are the only use of what they view."""
+    """The value behind all views of `value`, and its layout; each view must be the only user of its input."""
     while not value.is_graph_output() and len(value.uses()) == 1:
         node, index = next(iter(value.uses()))
         if not is_view(node) or index != 0:
@@ -277,13 +295,13 @@ def after_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
 
 
 def needs_transpose(source: Layout, target: Layout) -> bool:
-    """Whether numbers must move in memory to go from one layout to the other."""
+    """Whether numbers must move in memory when `source` becomes `target`."""
     present = set(source.axes)
     return source.axes != [axis for axis in target.axes if axis in present]
 
 
 def effort(source: Layout, target: Layout) -> int:
-    """What going from one layout to the other costs at run time: a transpose, a shape to compute, both, or nothing."""
+    """Operations at run time when `source` becomes `target`: a transpose, a shape to compute, both or none (0 to 2)."""
     if source.dims == target.dims:
         return 0
     moved = [dim for i, dim in enumerate(target.dims) if i >= len(source) or source.dims[i] != dim]
@@ -292,15 +310,23 @@ def effort(source: Layout, target: Layout) -> int:
 
 
 Sized = tuple[ir.Value, Layout]
-"""A value, and the layout by which the sizes of axes can be read off its shape."""
+"""A value and its layout, from whose shape the sizes of axes can be read."""
 
 
 def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout, sized: Sequence[Sized] = ()) -> ir.Value:
-    """Write `value`, laid out as `source`, as `target`. Axes that only `target` has are broadcast; where these are
-    dynamic, their sizes are read off the values in `sized`.
+    """Write the nodes that turn `value` from one layout into another.
+
+    Args:
+        value: laid out as `source`.
+        source: the layout that it has.
+        target: the layout that the result has. The result is repeated along axes that only `target` has.
+        sized: further values from which sizes of dynamic axes can be read.
+
+    Returns:
+        `value` itself where the layouts are equal.
 
     Raises:
-        LayoutError: `source` has an axis that `target` lacks, or a size cannot be read off any value.
+        LayoutError: `source` has an axis that `target` lacks, or no value tells a size.
     """
     sized = [(value, source), *sized]
     axes = source.axes
@@ -322,7 +348,7 @@ def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout, size
 
 
 def _step(op: Builder, sized: Sequence[Sized], value: ir.Value, here: Layout, there: Layout) -> ir.Value:
-    """One Transpose, Expand, Unsqueeze, Squeeze or Reshape, or nothing."""
+    """Write one Transpose, Expand, Unsqueeze, Squeeze or Reshape; nothing where the layouts are equal."""
     a, b = here.dims, there.dims
     if a == b:
         return value
@@ -352,11 +378,18 @@ def _inserted(few: list[Dims], many: list[Dims]) -> list[int]:
 
 
 def _ones_removed(few: list[Dims], many: list[Dims]) -> bool:
+    """Whether `few` has dims of size 1 that `many` lacks."""
     return len(_inserted(few, many)) != len(many) - len(few)
 
 
 def _shape(op: Builder, dims: list[Dims], sized: Sequence[Sized], reshape_from: list[Dims] | None = None) -> ir.Value:
-    """A shape tensor for `dims`: constant where they are static or a Reshape's 0 and -1 serve, else computed."""
+    """A shape tensor for `dims`, computed only where the dims are dynamic and a Reshape's 0 and -1 do not serve.
+
+    Args:
+        dims: the dims wanted.
+        sized: values from which sizes can be read.
+        reshape_from: the dims of the input, where the shape is a Reshape's.
+    """
     entries: list[int | Dims] = []
     for i, dim in enumerate(dims):
         size = _product(dim)
@@ -377,17 +410,18 @@ def _shape(op: Builder, dims: list[Dims], sized: Sequence[Sized], reshape_from: 
 
 
 def _dynamic_size(op: Builder, dim: Dims, sized: Sequence[Sized]) -> ir.Value:
-    """The product of the sizes of `dim`'s axes as a one-element tensor, read off the shapes of values."""
+    """The size of a dim as a tensor of one element, computed from the shapes of values."""
     factors = []
     static = 1
     for axis in dim:
         if axis.size.is_static:
             static *= axis.size.factor
             continue
-        found = next(((v, la, i) for v, la in sized if (i := _holder(axis, la)) is not None), None)
-        if found is None:
+        holders = ((value, layout, i) for value, layout in sized if (i := _holder(axis, layout)) is not None)
+        holder = next(holders, None)
+        if holder is None:
             raise LayoutError(f"a size that cannot be read off {sized[0][0].name!r}")
-        value, layout, i = found
+        value, layout, i = holder
         size = op.Shape(value, start=i, end=i + 1)
         divisor = prod(other.size.factor for other in layout.dims[i] if other is not axis)
         factors.append(size if divisor == 1 else op.Div(size, constant(op, [divisor])))
@@ -400,7 +434,7 @@ def _dynamic_size(op: Builder, dim: Dims, sized: Sequence[Sized]) -> ir.Value:
 
 
 def _holder(axis: Axis, layout: Layout) -> int | None:
-    """The dim from whose size that of `axis` can be told: one where all other axes are static."""
+    """The dim whose size tells that of `axis`: all its other axes are static. None where there is none."""
     for i, dim in enumerate(layout.dims):
         if axis in dim and all(other is axis or other.size.is_static for other in dim):
             return i

@@ -1,22 +1,20 @@
 """A softmax written out by hand becomes a Softmax.
 
-`exp(x) / sum(exp(x))` with or without the maximum taken off, `exp(log_softmax(x))`, and the division put off until
-behind the product with the values, `(exp(x) @ v) / sum(exp(x))`. Without the maximum taken off, what was written
-overflows where Softmax does not; the result is better, and the same wherever what was written is finite.
+Three ways of writing are known: `exp(x) / sum(exp(x))`, with or without the maximum subtracted; `exp(log_softmax(x))`;
+and the division behind the product with the values, `(exp(x) @ v) / sum(exp(x))`. Where the maximum is not subtracted,
+the graph overflows and Softmax does not; wherever the graph is finite, both are the same.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
 from attnforge.export.attention.layout import VIEWS
-from attnforge.export.graphs.build import Builder, insert, like, replace_value
+from attnforge.export.graphs.build import insert, like, replace_value
 
 _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
-"""What may stand between a softmax and a guard against its NaN."""
+"""Operators that may stand between a softmax and a guard against its NaN."""
 
 
 def restore_softmax(model: ir.Model) -> PassResult:
@@ -29,11 +27,12 @@ def restore_softmax(model: ir.Model) -> PassResult:
 
 
 def _restore(graph: ir.Graph, node: ir.Node) -> bool:
+    """Replace the softmax that ends at a Div or Exp; return whether there is one."""
     if node.outputs[0].shape is None:
         return False
-    found = _divided(node) if node.op_type == "Div" else _exponentiated(node)
-    if found is not None:
-        replace_value(node.outputs[0], _softmax(graph, node, *found))
+    scores = _divided(node) if node.op_type == "Div" else _exponentiated(node)
+    if scores is not None:
+        replace_value(node.outputs[0], _softmax(graph, node, *scores))
         return True
     product = node.inputs[0].producer() if node.op_type == "Div" and node.inputs[0] is not None else None
     if product is None or (late := _divided_late(node, product)) is None:
@@ -44,10 +43,8 @@ def _restore(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _softmax(graph: ir.Graph, at: ir.Node, source: ir.Value, axis: int) -> ir.Value:
-    def build(op: Builder, source: ir.Value) -> ir.Value:
-        return like(op.Softmax(source, axis=axis), source)
-
-    result = insert(graph, at, partial(build, source=source), stem=f"{at.name}/restored")
+    """A new Softmax in front of `at`, with its metadata."""
+    result = insert(graph, at, lambda op: like(op.Softmax(source, axis=axis), source), stem=f"{at.name}/restored")
     softmax = result.producer()
     assert softmax is not None
     softmax.metadata_props.update(at.metadata_props)
@@ -55,7 +52,7 @@ def _softmax(graph: ir.Graph, at: ir.Node, source: ir.Value, axis: int) -> ir.Va
 
 
 def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
-    """What a Div is the softmax of, and along which axis; None where it is none."""
+    """The scores of which a Div is the softmax, and its axis; None where it is none."""
     exp, total = (_maker(value) for value in div.inputs)
     if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
         return None
@@ -68,7 +65,7 @@ def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
 
 
 def _is_shifted(scores: ir.Value, axis: int) -> bool:
-    """Whether their own maximum is taken off the scores, so that no quotient can be of zeros."""
+    """Whether the scores' own maximum is subtracted from them, so that no quotient is 0/0."""
     node = scores.producer()
     if node is None or node.domain != "" or node.op_type != "Sub":
         return False
@@ -82,8 +79,8 @@ def _is_shifted(scores: ir.Value, axis: int) -> bool:
 
 
 def _is_guarded(weights: ir.Value) -> bool:
-    """Whether something asks for the NaN that a quotient of zeros is: where all scores are very small, without the
-    maximum taken off, Softmax would give it numbers instead."""
+    """Whether a node tests the weights for NaN. Without the maximum subtracted, very small scores make 0/0, which is
+    NaN, where Softmax gives numbers."""
     return any(
         use.node.op_type in ("IsNaN", "Equal") or (use.node.op_type in _PASSED and _is_guarded(use.node.outputs[0]))
         for use in weights.uses()
@@ -91,7 +88,7 @@ def _is_guarded(weights: ir.Value) -> bool:
 
 
 def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
-    """The same for the Exp of a LogSoftmax, or of scores less the logarithm of the sum of their exponentials."""
+    """The same for an Exp: of a LogSoftmax, or of scores minus the logarithm of the sum of their exponentials."""
     log = exp.inputs[0].producer() if exp.inputs[0] is not None else None
     if log is None or log.domain != "" or log.op_type not in ("LogSoftmax", "Sub"):
         return None
@@ -107,7 +104,7 @@ def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
 
 
 def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None:
-    """The same for a product of exponentials and values that is divided by the sum of the exponentials."""
+    """The same for a Div of a product of exponentials and values by the sum of the exponentials."""
     exp = product.inputs[0].producer() if product.inputs and product.inputs[0] is not None else None
     total = _maker(div.inputs[1])
     if product.domain != "" or product.op_type != "MatMul" or len(product.outputs[0].uses()) != 1:
@@ -124,7 +121,7 @@ def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None
 
 
 def before_casts(value: ir.Value | None) -> ir.Value | None:
-    """`value` before it was cast to a type of more digits, or back: the exporter sums 16-bit numbers so."""
+    """`value` before casts between floating-point types, which the exporter writes around sums of 16-bit numbers."""
     while value is not None and (node := value.producer()) is not None and node.op_type == "Cast":
         source = node.inputs[0]
         if not all(v is not None and v.dtype is not None and v.dtype.is_floating_point() for v in (source, value)):
@@ -140,7 +137,7 @@ def _maker(value: ir.Value | None) -> ir.Node | None:
 
 
 def _one_axis(node: ir.Node) -> int | None:
-    """The one axis that a reduction keeps as a dim of size 1."""
+    """The axis of a reduction over one axis that keeps it as a dim of size 1; None for other reductions."""
     axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
     source = node.inputs[0]
     if axes is None or axes.size != 1 or node.attributes.get_int("keepdims", 1) != 1:

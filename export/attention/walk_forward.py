@@ -125,7 +125,7 @@ def _walk(at: Position, steps: WeightSteps) -> list[Weights] | Ended:
 
 def _every_output(at: Position, steps: WeightSteps, users: set[ir.Node]) -> list[Weights]:
     """Weights that several nodes read: each product is an attention of its own, over the same scores."""
-    every = []
+    outputs = []
     for node in sorted(users, key=lambda user: user.name or ""):
         weights = _walk(replace(at, also_used_by=frozenset(users - {node})), steps)
         if isinstance(weights, Ended):
@@ -133,8 +133,8 @@ def _every_output(at: Position, steps: WeightSteps, users: set[ir.Node]) -> list
                 f"the attention weights {at.value.name!r} are used {len(users)} times, not for values alone "
                 f"({weights.reason}); a fused kernel never has them in memory"
             )
-        every += weights
-    return every
+        outputs += weights
+    return outputs
 
 
 def _from_product(node: ir.Node, at: Position, steps: WeightSteps) -> Weights:

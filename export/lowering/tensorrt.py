@@ -1,19 +1,20 @@
 """Canonical attention to the form that TensorRT and TensorRT-RTX fuse.
 
-Learned from the builder itself (plans for compute capability 8.0 and later). In 16-bit types it fuses two products
-around a softmax on four dims, where all heads have one size for queries, keys and values, a size between 16 and 256,
-and where there is more than one head or the batch is dynamic or above one. The Attention operator is fused too, but
-some of its uses are refused by the parser or fail in the build, so it is never emitted. fp32 has no fused kernel:
-there the plain form is emitted, which always builds; or, where that is asked for, attention alone is cast to 16 bits,
-its biases and its softmax kept in fp32, which the fused kernel takes.
+What the builder fuses was learned from its plans (compute capability 8.0 and later): in 16-bit types, two products
+around a softmax on four dims, where queries, keys and values have one head size, between 16 and 256, and where there
+is more than one head, or the batch is dynamic or above one.
 
-Tried with TensorRT-RTX 1.7 and not fused: a soft cap, be it `c·tanh(s/c)` in 16 bits or in fp32, with the cap folded
-into the query, as a sigmoid, as `s/(1+|s|)`, as `exp` normalised behind the second product, or as a bias of
-`cap(s) - s`; heads of 512, or of 320, also with the values in two. Fused, and yet not emitted: capped scores as the
-bias of a product of zeros, and heads of 512 with half of the product as a bias, the values' halves as further heads;
-for the bias is all n² scores, in memory, which is what fusing is to avoid. Biases that the keys or the queries are part
-of (disentangled attention) and tensors that scale the queries need nothing special: they are computed outside, and
-attention fuses.
+- The Attention operator is fused too, but the parser refuses some of its uses and the build fails on others, so it is
+  never written.
+- fp32 has no fused kernel. The plain form is written, which always builds; on request attention alone is cast to 16
+  bits, with its biases and its softmax in fp32, and then it is fused.
+- Not fused by TensorRT-RTX 1.7: a soft cap, be it `c·tanh(s/c)` in 16 bits or in fp32, with the cap folded into the
+  query, as a sigmoid, as `s/(1+|s|)`, as `exp` normalised behind the second product, or as a bias of `cap(s) - s`;
+  heads of 512, or of 320, also with the values in two.
+- Fused but never written: capped scores as the bias of a product of zeros, and heads of 512 with half of the product
+  as a bias and the values' halves as further heads. The bias holds all n² scores, which fusing is to avoid.
+- Fused without further ado: biases computed from keys or queries (disentangled attention), and tensors that scale the
+  queries.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from attnforge.export.tensorrt.build import softmax_of
 BOOL = ir.DataType.BOOL
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
-"""Head sizes that the fused kernels take."""
+"""Range of head sizes of the fused kernels."""
 
 
 def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | None = None) -> SitesResult[Lowered]:
@@ -172,9 +173,10 @@ def _metadata(value: ir.Value) -> Mapping[str, str]:
 
 
 def _apart(op: Builder, x: ir.Value) -> ir.Value:
-    """`x` plus -0.0, which changes no number: between a transpose and a product, or a product and a cast, it keeps the
-    builder from folding one into the other, after which it no longer recognises attention. On the query the scale,
-    where there is one, does it.
+    """`x` plus -0.0, which changes no number but keeps two neighbours apart.
+
+    The builder would fold a transpose into the product behind it, or a product into a cast, and then no longer
+    recognise attention. On the query a scale has the same effect.
     """
     assert x.dtype is not None
     return like(op.Add(x, constant(op, -0.0, x.dtype)), x)
@@ -182,13 +184,14 @@ def _apart(op: Builder, x: ir.Value) -> ir.Value:
 
 def _features_first(layout: Layout, a: Attention, features: str, tokens: str) -> bool:
     """Whether a layout has its features before its tokens, so that it must be transposed."""
-    axes = layout.axes  # without those that it is repeated along
+    axes = layout.axes  # lacks the axes along which the tensor is repeated
     places = [[axes.index(axis) for axis in a.layout(name).axes if axis in axes] for name in (features, tokens)]
     return bool(places[0] and places[1]) and min(places[0]) < min(places[1])
 
 
 def _padded(op: Builder, x: ir.Value, axis: int, size: int) -> ir.Value:
-    """Zeros behind `x` along `axis`: they add nothing to a product, and the values' own are sliced off."""
+    """`x` with zeros behind it along `axis`, up to `size`. They add nothing to a product; those of the values are
+    sliced off the output."""
     assert x.shape is not None and isinstance(x.shape[axis], int)
     missing = size - int(x.shape[axis])  # type: ignore[arg-type]
     if missing == 0:
@@ -199,6 +202,7 @@ def _padded(op: Builder, x: ir.Value, axis: int, size: int) -> ir.Value:
 
 
 def _resized(value: ir.Value, source: ir.Value, axis: int, dim: int | ir.SymbolicDim) -> ir.Value:
+    """`value` with the type and shape of `source`, but another size along `axis`."""
     assert source.shape is not None
     shape = list(source.shape)
     shape[axis] = dim
@@ -211,11 +215,12 @@ def _sliced(op: Builder, x: ir.Value, axis: int, end: ir.Value, dim: int | ir.Sy
 
 
 def _twice(op: Builder, x: ir.Value) -> ir.Value:
+    """`(1, …)` repeated as `(2, …)`."""
     return _resized(op.Expand(x, constant(op, [2, 1, 1, 1])), x, 0, 2)
 
 
 def _halved(op: Builder, query: ir.Value) -> ir.Value:
-    """`(1, 1, n, d)` as `(2, 1, ⌈n/2⌉, d)`: queries do not see one another, so halves of them are as good as heads."""
+    """`(1, 1, n, d)` as `(2, 1, ⌈n/2⌉, d)`: no query sees another, so each half can be a head."""
     assert query.shape is not None
     n, d = query.shape[2], query.shape[3]
     if isinstance(n, int):
@@ -231,7 +236,13 @@ def _halved(op: Builder, query: ir.Value) -> ir.Value:
 
 
 def _joined(op: Builder, result: ir.Value, rows: ir.Value, pair: str) -> ir.Value:
-    """Undo :func:`_halved`, or take one of two equal heads."""
+    """One head's output from that of a pair: the halves joined, or the first of two equal heads.
+
+    Args:
+        result: `(2, 1, n', d)`.
+        rows: the queries before they became a pair, `(1, 1, n, d)`.
+        pair: how the head became a pair.
+    """
     assert result.shape is not None and rows.shape is not None
     n, d = rows.shape[2], result.shape[3]
     if pair == "copied":

@@ -35,10 +35,10 @@ ROUNDS = 9
 """How often every candidate is timed."""
 
 LARGEST_SCORES = 2**29
-"""Bytes of scores above which a form that holds them is not tried: several candidates are in memory at once."""
+"""Bytes of scores above which no form that holds them is tried, for several candidates are in memory at once."""
 
 TOLERANCE = 1e-5
-"""Relative difference from the products that fp32 rounding explains, where the scores are of the size of one."""
+"""Relative difference from the products that fp32 rounding explains, where scores are of about one."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FormChoice:
-    """The form chosen and why; the milliseconds of every form that was timed, and why others were not."""
+    """The form that was chosen for a site.
+
+    Attributes:
+        form: its name.
+        why: why it was chosen.
+        measured: milliseconds of every form that was timed.
+        dropped: for every form that was tried and not timed, why.
+    """
 
     form: str
     why: str
@@ -71,7 +78,7 @@ class FormChoice:
 
 
 class Unmeasurable(Exception):
-    """Why a site cannot be measured."""
+    """A site that cannot be measured, with the reason."""
 
 
 class Tuner:
