@@ -74,8 +74,9 @@ class DeviceError(AttnforgeError):
     """A CUDA call or a run on the GPU that failed; the message says how, and whether this process can go on."""
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says something, without terminal colours; the name of the error's type
-    where there is none."""
+def first_line(error: BaseException | str) -> str:
+    """The first line of an error's message, or of text about one, that says something, without terminal colours. Where
+    there is none: the name of the error's type, of text nothing."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
-    return next((line for line in lines if line and not line.startswith("Failed to export")), type(error).__name__)
+    otherwise = type(error).__name__ if isinstance(error, BaseException) else ""
+    return next((line for line in lines if line and not line.startswith("Failed to export")), otherwise)

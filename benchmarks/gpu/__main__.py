@@ -1,10 +1,9 @@
-"""The command: the device is asked for, then the steps are taken in turn."""
+"""The command: asks for the device, then runs the steps in turn."""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -12,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,24 +18,25 @@ from typing import Annotated
 
 import typer
 
-from attnforge.benchmarks.gpu.attention import attention
-from attnforge.benchmarks.gpu.bench import Bench
+from attnforge.benchmarks.gpu.attention_alone import attention
 from attnforge.benchmarks.gpu.ceilings import ceilings
-from attnforge.benchmarks.gpu.claims import answer, failed_tests, wrong_answers
+from attnforge.benchmarks.gpu.conclusions import failed_tests, wrong_answers
+from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.environment import environment, tests
 from attnforge.benchmarks.gpu.latency import latency
-from attnforge.benchmarks.gpu.overhead import overhead
 from attnforge.benchmarks.gpu.parity import parity, parity_of
 from attnforge.benchmarks.gpu.processes import TAKE, supervise
-from attnforge.benchmarks.gpu.records import COMMAND, SHARES, Results, Settings, Step, first_line
 from attnforge.benchmarks.gpu.running import Run, Task, attempt, read, step, write
+from attnforge.benchmarks.gpu.session_costs import overhead
+from attnforge.benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
 from attnforge.benchmarks.publish import RESULTS
-from attnforge.machine import compute_capability, cuda_devices, device_name
+from attnforge.errors import first_line
+from attnforge.machine import compute_capability, cuda_devices, device_name, tool_versions, versions
 
 NO_DEVICE = 3
 """Exit code without a CUDA device."""
 
-STEPS: dict[str, Callable[[Bench], list[Task]]] = {
+STEPS: dict[str, Callable[[Device], list[Task]]] = {
     "environment": environment,
     "tests": tests,
     "parity": parity,
@@ -50,7 +49,7 @@ STEPS: dict[str, Callable[[Bench], list[Task]]] = {
 
 def main(
     out: Annotated[Path, typer.Option(help="Where to write gpu.json and gpu.md.")] = RESULTS,
-    seconds: Annotated[float, typer.Option(help="What all of it may take, but for some seconds.")] = 450,
+    seconds: Annotated[float, typer.Option(help="Seconds that the run may take, give or take a few.")] = 450,
     quick: Annotated[bool, typer.Option(help="Fewer models, sizes and precisions.")] = False,
     device: Annotated[int, typer.Option(help="Number of the CUDA device.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="A step; repeat. Figures of the others are kept.")] = None,
@@ -59,18 +58,18 @@ def main(
     if unknown := [name for name in only or () if name not in SHARES]:
         raise typer.BadParameter(f"unknown step {unknown[0]!r}; known: {', '.join(SHARES)}")
     if cuda_devices() <= device:
-        found = f"no CUDA device {device}, of {cuda_devices()}" if cuda_devices() else "no CUDA device"
+        missing = f"no CUDA device {device}, of {cuda_devices()}" if cuda_devices() else "no CUDA device"
         hint = "run this where there is one with its driver; attnforge doctor says what a machine can do"
-        print(f"{found}: nothing was run; {hint}", file=sys.stderr)
+        print(f"{missing}: nothing was run; {hint}", file=sys.stderr)
         raise typer.Exit(NO_DEVICE)
-    results = Results(
+    results = GpuResults(
         command=shlex.join([*COMMAND.split(), *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         budget_seconds=seconds,
         machine=identity(device),
     )
     if only:
-        results.steps = {name: taken for name, taken in _before(out, results).items() if name not in only}
+        results.steps = {name: step for name, step in _earlier_steps(out, results).items() if name not in only}
     start = time.time()
     write(results, out)
     with tempfile.TemporaryDirectory(prefix="attnforge-gpu-", ignore_cleanup_errors=True) as scratch:
@@ -83,62 +82,56 @@ def main(
             results.seconds = time.time() - start
             write(results, out)
     for claim in results.claims:
-        print(f"{answer(claim)}: {claim.text} ({claim.because})")
+        print(f"{claim.answer}: {claim.text} ({claim.because})")
     for failed in failed_tests(results):
         print(f"failed: {failed}")
     print(f"{Path(out) / 'gpu.md'}: {results.seconds:.0f} s", file=sys.stderr)
     raise typer.Exit(1 if wrong_answers(results) or failed_tests(results) else 0)
 
 
-def _before(out: Path, results: Results) -> dict[str, Step]:
-    """The steps of an earlier run on the same device with the same versions."""
+def _earlier_steps(out: Path, results: GpuResults) -> dict[str, Step]:
+    """The steps of an earlier run on the same device with the same versions; none where there is no such run."""
     try:
-        before = read(out)
-    except ValueError:  # another attnforge wrote it
+        earlier = read(out)
+    except ValueError:  # another version of attnforge wrote the file
         return {}
-    return before.steps if before.machine == results.machine else {}
+    return earlier.steps if earlier.machine == results.machine else {}
 
 
-def take(name: str, settings: Settings) -> None:
-    """What a process of the run does."""
+def run_step(name: str, settings: Settings) -> None:
+    """Run a step, or one model's part of it, in this process, and end the process."""
     faulthandler.enable(all_threads=False)
     run = Run(settings, read(settings.out))
     kind, _, model = name.partition(":")
-    bench = Bench(run)
-    step(run, name, partial(parity_of, bench, model) if kind == "model" else partial(STEPS[name], bench))
+    device = Device(run)
+    step(run, name, partial(parity_of, device, model) if kind == "model" else partial(STEPS[name], device))
     sys.stdout.flush()
-    os._exit(0)  # whatever is still running is ended by who started this
+    os._exit(0)  # threads that are still running, if any, must not keep the process alive
 
 
 def identity(device: int) -> dict[str, str]:
     """The device and the versions: figures of two runs belong together only where these are equal."""
-    names = (
-        "attnforge", "torch", "triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt",
-        "tensorrt_rtx", "cuda-core", "cuda-bindings", "numpy",
-    )  # fmt: skip
-    asked: dict[str, Callable[[], str]] = {
+    questions: dict[str, Callable[[], str]] = {
         "device": lambda: device_name(device),
         "compute capability": lambda: compute_capability(device),
         "CUDA of the driver": _driver,
         "python": platform.python_version,
     }
     unknown: dict[str, str] = {}
-    found = {
-        what: attempt(unknown, what, ask) or f"unknown: {first_line(unknown[what])}" for what, ask in asked.items()
+    about = {
+        what: attempt(unknown, what, ask) or f"unknown: {first_line(unknown[what])}" for what, ask in questions.items()
     }
-    for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    return about | tool_versions() | versions(("triton", "cuda-core", "cuda-bindings"))
 
 
 def _driver() -> str:
+    """The CUDA version that the driver supports, such as `13.0`."""
     version = int(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1])
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [TAKE]:
-        take(sys.argv[2], Settings.model_validate_json(sys.argv[3]))
+        run_step(sys.argv[2], Settings.model_validate_json(sys.argv[3]))
     else:
         typer.run(main)

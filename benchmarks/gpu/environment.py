@@ -1,4 +1,4 @@
-"""The first two steps: what is here and works at all, and the tests that need a GPU."""
+"""The first two steps: what the machine has and what works at all; and the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from functools import partial
 from pathlib import Path
 
 from attnforge.arrays import to_numpy
-from attnforge.benchmarks.gpu.bench import Bench
+from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.large import large_of, targets_of
 from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
-from attnforge.benchmarks.gpu.records import SIDES, Item
 from attnforge.benchmarks.gpu.running import Task, attempt, shortened, tail
+from attnforge.benchmarks.gpu.steps import SIDES, Item
 from attnforge.benchmarks.publish import machine
 from attnforge.bundle import PORTABLE
 from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.session import load
 
+ROOT = Path(__file__).resolve().parents[2]
+"""Of the source checkout, if this is one."""
 
-def environment(bench: Bench) -> list[Task]:
-    """What is here, and whether every backend runs one small model from end to end."""
-    tasks: list[Task] = [("device", partial(_device, bench)), ("software", partial(_software, bench))]
-    if bench.settings.place == "cpu":
-        return [*tasks, *((f"try {name}", partial(_try, bench, name, ())) for name in bench.settings.backends)]
-    own = bench.run.results.machine.get("compute capability", "CURRENT")
+
+def environment(device: Device) -> list[Task]:
+    """The device, the software, and whether every backend runs one small model from end to end."""
+    tasks: list[Task] = [("device", partial(_device, device)), ("software", partial(_software, device))]
+    if device.settings.place == "cpu":
+        return [*tasks, *((f"try {name}", partial(_try, device, name, ())) for name in device.settings.backends)]
+    own = device.run.results.machine.get("compute capability", "CURRENT")
     for name in dict.fromkeys((PORTABLE, "CURRENT", own, "SM80")):
         wanted = () if name == PORTABLE else (name,)
-        tasks.append((f"try tensorrt_rtx, {name}", partial(_try, bench, "tensorrt_rtx", wanted)))
+        tasks.append((f"try tensorrt_rtx, {name}", partial(_try, device, "tensorrt_rtx", wanted)))
     others = ("onnxruntime-cuda", "tensorrt", "onnxruntime-tensorrt")  # the last may build for minutes
-    return [*tasks, *((f"try {name}", partial(_try, bench, name, ())) for name in others)]
+    return [*tasks, *((f"try {name}", partial(_try, device, name, ())) for name in others)]
 
 
-def _device(bench: Bench, item: Item) -> None:
+def _device(device: Device, item: Item) -> None:
     item.values |= {key: str(value) for key, value in machine(os.cpu_count() or 1).items()}
     fields = (
         "name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.memory", "clocks.sm",
         "temperature.gpu", "pstate",
     )  # fmt: skip
-    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id={bench.settings.device}"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id={device.settings.device}"]
 
     def ask() -> None:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)
@@ -55,15 +58,15 @@ def _device(bench: Bench, item: Item) -> None:
         item.values.update(zip(fields, row, strict=True))
 
     attempt(item.failed, "nvidia-smi", ask)
-    if bench.on_cuda:
-        about = bench.torch.cuda.get_device_properties(bench.settings.device)
+    if device.on_cuda:
+        about = device.torch.cuda.get_device_properties(device.settings.device)
         item.values |= {"memory": int(about.total_memory), "multiprocessors": int(about.multi_processor_count)}
 
 
-def _software(bench: Bench, item: Item) -> None:
+def _software(device: Device, item: Item) -> None:
     import onnxruntime as ort
 
-    torch = bench.torch
+    torch = device.torch
     item.values |= {
         "torch's CUDA": torch.version.cuda,
         "torch's cuDNN": str(torch.backends.cudnn.version()),
@@ -72,64 +75,66 @@ def _software(bench: Bench, item: Item) -> None:
         "onnxruntime's CUDA": str(getattr(ort, "cuda_version", None)),
         "onnxruntime's providers": ", ".join(ort.get_available_providers()),
     }
-    if bench.settings.place == "cuda" and not torch.cuda.is_available():
+    if device.settings.place == "cuda" and not torch.cuda.is_available():
         attempt(item.failed, "torch on CUDA", torch.cuda.init)
-    item.skipped |= {name: reason for name, reason in bench.absent.items() if name in bench.settings.backends}
+    item.skipped |= {name: reason for name, reason in device.absent.items() if name in device.settings.backends}
 
 
-def _try(bench: Bench, backend: str, wanted: Sequence[str], item: Item) -> None:
-    """Build, load and run patch-attention in fp16, and hold what it answers to the budget."""
-    if backend in bench.absent:
-        item.skipped[backend] = bench.absent[backend]
+def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> None:
+    """Build, load and run patch-attention in fp16, and hold its answers to the budget."""
+    if backend in device.absent:
+        item.skipped[backend] = device.absent[backend]
         return
     point = Point("fp16", SIDES[0], 1)
-    large = large_of(bench, patch_attention, point.precision)
-    images = point.images(bench)
-    truth = patch_truth(bench, large, images, point)
+    large = large_of(device, patch_attention, point.precision)
+    images = point.images(device)
+    truth = patch_truth(device, large, images, point)
     start = time.perf_counter()
-    bundle = large.deploy(bench.scratch("try"), *point.shapes, targets_of([backend]), item.failed, wanted)
+    bundle = large.deploy(device.scratch("try"), *point.shapes, targets_of([backend]), item.failed, wanted)
     if item.failed:
         return
     item.values["seconds to build"] = round(time.perf_counter() - start, 2)
     item.values |= {f"sites fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
-    if (reason := why_unavailable(bundle, backend, bench.settings.device)) is not None:
+    if (reason := why_unavailable(bundle, backend, device.settings.device)) is not None:
         item.failed["load"] = reason
         return
-    with bench.stream(), ExitStack() as stack:
+    with device.stream(), ExitStack() as stack:
         start = time.perf_counter()
         session = attempt(
-            item.failed, "load", lambda: stack.enter_context(load(bundle.path, backend, device=bench.settings.device))
+            item.failed, "load", lambda: stack.enter_context(load(bundle.path, backend, device=device.settings.device))
         )
         if session is None:
             return
         item.values["seconds to load"] = round(time.perf_counter() - start, 3)
-        feeds = {"NumPy": to_numpy("image", images)} | ({"torch": images} if bench.peers else {})
+        feeds = {"NumPy": to_numpy("image", images)} | ({"torch": images} if device.peers else {})
         for kind, feed in feeds.items():
             for turn in ("first", "third"):  # the third replays a graph, where there are graphs
                 start = time.perf_counter()
                 answered = attempt(item.failed, f"{backend}, {kind}, {turn} call", partial(session, feed))
                 if answered is None:
                     break
-                bench.sync()
+                device.sync()
                 item.values[f"{kind}: ms of the {turn} call"] = round(1e3 * (time.perf_counter() - start), 2)
-                item.verdicts[f"{backend}, {kind}, {turn} call"] = truth.verdict(answered)
+                item.checks[f"{backend}, {kind}, {turn} call"] = truth.check(answered)
                 del answered
-                bench.run.save()
+                device.run.save()
                 if turn == "first":
                     attempt(item.failed, f"{backend}, {kind}, second call", partial(session, feed))
 
 
-def tests(bench: Bench) -> list[Task]:
+def tests(device: Device) -> list[Task]:
     """The tests that need a GPU, where the source is at hand."""
-    return [("pytest -m gpu", partial(_tests, bench))]
+    return [("pytest -m gpu", partial(_tests, device))]
 
 
-def _tests(bench: Bench, item: Item) -> None:
-    root = Path(__file__).resolve().parents[2]
-    found = [
-        file for file in sorted((root / "tests").glob("test_*.py")) if "pytest.mark.gpu" in file.read_text("utf-8")
-    ]
-    files = [str(file.relative_to(root)) for file in found]
+def gpu_tests() -> list[str]:
+    """Files of the source checkout with tests that need a GPU, relative to its root; none where there is no source."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text("utf-8")]
+
+
+def _tests(device: Device, item: Item) -> None:
+    files = gpu_tests()
     if not files:
         item.skipped["pytest -m gpu"] = "there is no source checkout with tests here"
         return
@@ -138,7 +143,7 @@ def _tests(bench: Bench, item: Item) -> None:
         return
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *files]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=max(bench.run.left, 5.0))
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=max(device.run.left, 5.0))
     except subprocess.TimeoutExpired as error:
         said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         raise RuntimeError(f"pytest took more than {error.timeout:.0f} s; it said:\n{tail(said, 30)}") from None

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.gpu.bench import Bench
-from attnforge.benchmarks.gpu.records import Verdict, capabilities
+from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.running import attempt
+from attnforge.benchmarks.gpu.steps import ParityCheck, capabilities
 from attnforge.bundle import (
     FLAVOURS,
     PORTABLE,
@@ -50,7 +50,7 @@ class Large:
         sites: of attention.
     """
 
-    bench: Bench
+    device: Device
     captured: Captured
     sites: list[Site]
 
@@ -59,7 +59,7 @@ class Large:
         """The module at its precision, on the device."""
         from attnforge.runtime.backends.eager import at_precision
 
-        return at_precision(self.captured.module, self.captured.precision).to(self.bench.device)
+        return at_precision(self.captured.module, self.captured.precision).to(self.device.name)
 
     @cached_property
     def exact(self) -> Any:
@@ -103,7 +103,7 @@ class Large:
             records["onnxruntime"] = self._for_onnxruntime(folder, inputs, outputs, sizes)
         for flavour in FLAVOURS:
             if flavour in targets:
-                wanted = capabilities(self.bench.run.results) if wanted is None else wanted
+                wanted = capabilities(self.device.run.results) if wanted is None else wanted
                 make = partial(self._for_tensorrt, folder, flavour, inputs, outputs, fused, wanted)
                 if (record := attempt(failed, flavour, make)) is not None:
                     records[flavour] = record
@@ -124,7 +124,7 @@ class Large:
         )  # fmt: skip
         write_manifest(folder, manifest)
         if "tensorrt" in records:
-            attempt(failed, "tensorrt", partial(rebuilt, folder, "tensorrt", self.bench.settings.device))
+            attempt(failed, "tensorrt", partial(rebuilt, folder, "tensorrt", self.device.settings.device))
         return Bundle(folder)
 
     def _for_onnxruntime(
@@ -164,7 +164,7 @@ class Large:
         file = f"tensorrt/engine.{flavour}.plan"
         (folder / file).write_bytes(plan.data)
         # Said to be for this device whatever it was built for: whether it loads is what is asked.
-        here = [compute_capability(self.bench.settings.device)] if wanted else [PORTABLE]
+        here = [compute_capability(self.device.settings.device)] if wanted else [PORTABLE]
         record.engines = [plan.record(file, flavour, here)]
         return record
 
@@ -181,14 +181,14 @@ class Large:
 
 
 @cache
-def large_of(bench: Bench, make: Callable[[], Example], precision: str) -> Large:
+def large_of(device: Device, make: Callable[[], Example], precision: str) -> Large:
     """A model, exported once a process."""
     from attnforge.export.attention.canonicalize import canonicalize
     from attnforge.export.sources.torch_module import capture
 
     module, args, shapes = make()
     captured = capture(module, args, shapes, precision_named(precision))
-    return Large(bench, captured, canonicalize(captured.model).sites)
+    return Large(device, captured, canonicalize(captured.model).sites)
 
 
 def targets_of(backends: Sequence[str]) -> list[str]:
@@ -205,17 +205,17 @@ class Truth:
     eager: Array
     exact: Array
 
-    def verdict(self, got: Any) -> Verdict:
+    def check(self, got: Any) -> ParityCheck:
         if isinstance(got, np.ndarray):
             numbers = got.reshape(-1)[self.places.cpu().numpy()].astype(np.float64)
         else:
             numbers = got.reshape(-1)[self.places.to(got.device)].double().cpu().numpy()
         found = judge(self.case, "output", numbers, self.eager, self.exact, self.precision)
-        return Verdict(passed=found.passed, error=found.error, budget=found.budget, reason=found.reason)
+        return ParityCheck(passed=found.passed, error=found.error, budget=found.budget, reason=found.reason)
 
 
 def truth_of(
-    bench: Bench,
+    device: Device,
     name: str,
     precision: Precision,
     eager: Callable[..., Tensor],
@@ -223,9 +223,9 @@ def truth_of(
     inputs: Sequence[Tensor],
 ) -> Truth:
     """Run both functions on every sample of the batch by itself, `exact` on the inputs in float64."""
-    torch = bench.torch
+    torch = device.torch
     samples = [[tensor[i : i + 1] for tensor in inputs] for i in range(len(inputs[0]))]
-    with bench.products(precision_named("fp32")):
+    with device.products(precision_named("fp32")):
         plain = torch.cat([eager(*sample).reshape(-1) for sample in samples])
         truth = torch.cat([exact(*(tensor.double() for tensor in sample)).reshape(-1) for sample in samples])
     count = plain.numel()

@@ -8,12 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from attnforge.arrays import to_numpy
-from attnforge.benchmarks.gpu.bench import Bench
-from attnforge.benchmarks.gpu.contenders import Contender, Opened, enter, in_session, race, race_seconds
+from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.large import large_of, targets_of
 from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
-from attnforge.benchmarks.gpu.records import COMPILE, EAGER, GRAPHED, SDPA, SIDES, Item, ours
+from attnforge.benchmarks.gpu.racing import Opened, in_session, race, race_seconds
 from attnforge.benchmarks.gpu.running import Task
+from attnforge.benchmarks.gpu.steps import COMPILE, EAGER, GRAPHED, SDPA, SIDES, Item, is_ours
 from attnforge.bundle import FLAVOURS, Bundle
 from attnforge.precision import precision_named
 
@@ -27,38 +27,34 @@ def points() -> list[Point]:
     return [Point(precision, side, batch) for precision, batch in [*order, ("bf16", 64)] for side in SIDES]
 
 
-def latency(bench: Bench) -> list[Task]:
+def latency(device: Device) -> list[Task]:
     """Patch-attention over tokens, batch and precision, against torch's ways of running it."""
     grid = points()
-    if bench.settings.quick:
+    if device.settings.quick:
         grid = [p for p in grid if p.precision == "fp16" and p.batch <= 8 and p.side in (SIDES[0], SIDES[2])]
-        bench.leave_out("latency", [point.name for point in points() if point not in grid])
-    return [(point.name, partial(_latency, bench, point)) for point in grid]
+        device.leave_out("latency", [point.name for point in points() if point not in grid])
+    return [(point.name, partial(_latency, device, point)) for point in grid]
 
 
-def _latency(bench: Bench, point: Point, item: Item) -> None:
-    large = large_of(bench, patch_attention, point.precision)
+def _latency(device: Device, point: Point, item: Item) -> None:
+    large = large_of(device, patch_attention, point.precision)
     item.values |= {"tokens": point.tokens, "batch": point.batch, "precision": point.precision}
-    with bench.stream(), bench.products(precision_named(point.precision)), ExitStack() as stack:
-        images = point.images(bench)
-        truth = patch_truth(bench, large, images, point)
-        backends = bench.usable(item)
-        bundle = large.deploy(bench.scratch("latency"), *point.shapes, targets_of(backends), item.failed)
+    with device.stream(), device.products(precision_named(point.precision)), ExitStack() as stack:
+        images = point.images(device)
+        truth = patch_truth(device, large, images, point)
+        backends = device.usable(item)
+        bundle = large.deploy(device.scratch("latency"), *point.shapes, targets_of(backends), item.failed)
         item.values |= {f"fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
-        ways = sessions_of(bench, stack, bundle, backends, images, point, item)
-        if bench.peers:
-            ways |= peers_of(bench, large.module, images, point)
-        entered: dict[str, Contender] = {}
-        for name, make in ways.items():  # torch's last: its allocator keeps what it was given
-            if (reason := too_large(bench, name, point)) is not None:
-                item.skipped[name] = reason
-            elif (one := enter(bench, item, name, make, truth)) is not None:
-                entered[name] = one
-        race(bench, item, entered, point.batch, race_seconds(bench))
+        ways = sessions_of(device, stack, bundle, backends, images, point, item)
+        if device.peers:
+            ways |= peers_of(device, large.module, images, point)
+        # torch's come last, because its allocator keeps the memory that it once had
+        why_not = partial(why_too_large, device, point)
+        race(device, item, ways, truth, point.batch, race_seconds(device), why_not)
 
 
 def sessions_of(
-    bench: Bench, stack: ExitStack, bundle: Bundle, backends: Sequence[str], images: Tensor, point: Point, item: Item
+    device: Device, stack: ExitStack, bundle: Bundle, backends: Sequence[str], images: Tensor, point: Point, item: Item
 ) -> dict[str, Callable[[], Opened]]:
     """attnforge's contenders: every backend on what lies on the device, TensorRT at batch 1 on NumPy arrays too."""
     ways: dict[str, Callable[[], Opened]] = {}
@@ -66,17 +62,17 @@ def sessions_of(
     for backend in backends:
         if backend in item.failed:  # its plan could not be built
             continue
-        ways[backend] = partial(in_session, bench, stack, bundle, backend, [bench.feed(images)])
-        if bench.peers and point.batch == 1 and (backend in FLAVOURS or not bench.on_cuda):
-            ways[f"{backend}, NumPy in and out"] = partial(in_session, bench, stack, bundle, backend, [array])
+        ways[backend] = partial(in_session, device, stack, bundle, backend, [device.feed(images)])
+        if device.peers and point.batch == 1 and (backend in FLAVOURS or not device.on_cuda):
+            ways[f"{backend}, NumPy in and out"] = partial(in_session, device, stack, bundle, backend, [array])
     return ways
 
 
-def peers_of(bench: Bench, module: nn.Module, images: Tensor, point: Point) -> dict[str, Callable[[], Opened]]:
+def peers_of(device: Device, module: nn.Module, images: Tensor, point: Point) -> dict[str, Callable[[], Opened]]:
     """torch's ways of running the same module on the same images."""
     from attnforge.benchmarks.contenders.peers import using_sdpa
 
-    torch = bench.torch
+    torch = device.torch
     torch.compiler.reset()  # else it would stop compiling after some sizes
 
     def compiled(mode: str | None) -> Opened:
@@ -89,17 +85,17 @@ def peers_of(bench: Bench, module: nn.Module, images: Tensor, point: Point) -> d
         return result
 
     ways: dict[str, Callable[[], Opened]] = {COMPILE: lambda: compiled(None)}
-    if point.batch == 1 and bench.on_cuda and not bench.settings.quick:
+    if point.batch == 1 and device.on_cuda and not device.settings.quick:
         ways = {GRAPHED: lambda: compiled("reduce-overhead"), **ways}
     ways[SDPA] = lambda: Opened(partial(fused, images))
     ways[EAGER] = lambda: Opened(partial(module, images))
     return ways
 
 
-def too_large(bench: Bench, name: str, point: Point) -> str | None:
+def why_too_large(device: Device, point: Point, name: str) -> str | None:
     """Why a contender that holds all scores is not tried, or None: it holds two of that size at once."""
-    free = bench.free()
-    unfused = name in (EAGER, COMPILE, GRAPHED) or (ours(name) and point.precision == "fp32")
+    free = device.free()
+    unfused = name in (EAGER, COMPILE, GRAPHED) or (is_ours(name) and point.precision == "fp32")
     if not unfused or free is None or 2 * point.score_bytes <= 0.6 * free:
         return None
     return (

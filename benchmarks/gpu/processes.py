@@ -1,4 +1,4 @@
-"""One process after the other: a step is one of its own, and what is left of it where that dies another."""
+"""Processes: every step runs in one of its own; where that dies, another goes on with what is left of the step."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from attnforge.benchmarks.gpu.records import FATAL, WHOLE, Item, Settings, Step
 from attnforge.benchmarks.gpu.running import LEAST, LOST, NO_TIME, UNDER_WAY, read, shortened, tail, write
+from attnforge.benchmarks.gpu.steps import FATAL, WHOLE, Item, Settings, Step
 
 TAKE = "--take"
 RESTARTS, GRACE = 6, 20.0
-"""How often a step that died goes on in a new process; seconds that a task may go on beyond the time."""
+"""How often a step whose process died goes on in a new one; seconds that a task may go on beyond the time."""
 
 
 def supervise(settings: Settings, name: str, group: bool = True) -> None:
-    """Take a step in a process of its own, and where that dies, what is left of it in another.
+    """Run a step in a process of its own, and where that dies, what is left of the step in another.
 
     Args:
-        settings: for it.
+        settings: of the step's process.
         name: of the step.
-        group: end everything that it started with it.
+        group: when the step's process ends, end every process that it started.
     """
     log = Path(settings.scratch) / f"{name.replace(':', '-')}.log"
     for _ in range(1 + RESTARTS):
@@ -48,7 +48,7 @@ def supervise(settings: Settings, name: str, group: bool = True) -> None:
 
 
 def _in_process(settings: Settings, name: str, log: Path, group: bool) -> int | None:
-    """The exit code of a step's process; None where it was ended because the time was over."""
+    """Exit code of a step's process; None where it was killed because the time was over."""
     command = [sys.executable, "-m", "attnforge.benchmarks.gpu", TAKE, name, settings.model_dump_json()]
     threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
     with log.open("ab") as stream:
@@ -63,14 +63,14 @@ def _in_process(settings: Settings, name: str, log: Path, group: bool) -> int | 
         return None
     finally:
         if group:
-            with suppress(ProcessLookupError):  # it has ended, and left nothing behind
+            with suppress(ProcessLookupError):  # the whole group has ended
                 os.killpg(child.pid, signal.SIGKILL)
         child.kill()
         child.wait()
 
 
 def _leave_out(settings: Settings, name: str, why: str) -> None:
-    """Note what a step had planned and did not end, or all of it where it had not come to plan."""
+    """Note the planned tasks that a step did not finish; the whole step where it had not planned any."""
     results = read(settings.out)
     record = results.steps.setdefault(name, Step())
     if record.doing is not None:
@@ -83,6 +83,7 @@ def _leave_out(settings: Settings, name: str, why: str) -> None:
 
 
 def _died(settings: Settings, name: str, why: str) -> None:
+    """Note that a step's process died, with the task that it was at."""
     results = read(settings.out)
     record = results.steps.setdefault(name, Step())
     if record.doing is None:
@@ -94,6 +95,6 @@ def _died(settings: Settings, name: str, why: str) -> None:
 
 
 def last_words(log: str) -> str:
-    """What a process that died said last: from a little before where it was when it crashed, if it says that."""
+    """The end of a dead process's log: from a little before its crash report, if it has one."""
     place = log.rfind("Fatal Python error")
     return shortened(tail(log, 30) if place < 0 else f"{tail(log[:place], 10)}\n{log[place:]}")

@@ -1,4 +1,4 @@
-"""One process of the run: its tasks one after the other, what they say when they fail, and the files of results."""
+"""One process of the run: its tasks in turn, failures in their own words, and the files of results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnforge.benchmarks.gpu.claims import claims
-from attnforge.benchmarks.gpu.page import page
-from attnforge.benchmarks.gpu.records import FATAL, WHOLE, Item, Results, Settings, Step
+from attnforge.benchmarks.gpu.conclusions import claims
+from attnforge.benchmarks.gpu.gpu_page import page
+from attnforge.benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, Step
+from attnforge.files import write_whole
 from attnforge.machine import cuda_devices
 
 LOST = 75
-"""Exit code of a process whose device was lost to it."""
+"""Exit code of a process that lost its device."""
 
 NO_TIME, UNDER_WAY = "no time was left", "it was under way when the time was over"
 
@@ -28,51 +29,53 @@ LEAST = 2.0
 
 T = TypeVar("T")
 Task = tuple[str, Callable[[Item], None]]
+"""A task's key, and what does it and records it in an item."""
 
 
 class OutOfTime(Exception):
-    """A task that could not be begun."""
+    """A task could not begin in time."""
 
 
-def read(folder: str | Path) -> Results:
-    """What a folder holds, or nothing yet."""
+def read(folder: str | Path) -> GpuResults:
+    """The results in a folder; empty ones where there are none.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
     file = Path(folder) / "gpu.json"
-    return Results.model_validate_json(file.read_bytes()) if file.is_file() else Results()
+    return GpuResults.model_validate_json(file.read_bytes()) if file.is_file() else GpuResults()
 
 
-def write(results: Results, folder: str | Path) -> None:
+def write(results: GpuResults, folder: str | Path) -> None:
     """Write figures and page, each whole or not at all."""
     results.claims = claims(results)
-    texts = {"gpu.json": results.model_dump_json(indent=2) + "\n", "gpu.md": page(results)}
-    for name, text in texts.items():
-        file = Path(folder) / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f"{file.suffix}.part")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, file)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_whole(Path(folder) / "gpu.json", f"{results.model_dump_json(indent=2)}\n".encode())
+    write_whole(Path(folder) / "gpu.md", page(results).encode())
 
 
 @dataclass
 class Run:
-    """One process of the run: what it was told, and what was found so far."""
+    """One process of the run: its settings, and the results so far."""
 
     settings: Settings
-    results: Results
+    results: GpuResults
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the time is over."""
         return self.settings.ends - time.time()
 
     def save(self) -> None:
+        """Write the results so far."""
         write(self.results, self.settings.out)
 
 
 def step(run: Run, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
-    """Take a step's tasks in turn while there is time, and record each as it is done.
+    """Run a step's tasks in turn while there is time, and record each as it is done.
 
-    Tasks that are recorded already, by a process before this one, are passed over. One that raises is recorded in its
-    own words, and the next one is taken, in another process if the device was lost.
+    Tasks that an earlier process recorded are passed over. A task that raises is recorded in its own words, and the
+    next one runs; in another process if the device was lost.
     """
     record = run.results.steps.setdefault(name, Step())
     started, before = time.monotonic(), record.seconds
@@ -105,7 +108,15 @@ def step(run: Run, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
 
 
 def attempt(failed: dict[str, str], what: str, do: Callable[[], T]) -> T | None:
-    """The one place where a failure is let pass: what it said is kept, and the run goes on."""
+    """Do something that may fail: the failure's message, and what was logged meanwhile, go to `failed` under the key
+    `what`, and the run goes on.
+
+    Returns:
+        the result of `do`; None where it failed.
+
+    Raises:
+        OutOfTime: `do` did.
+    """
     log, place = _log()
     try:
         return do()
@@ -119,19 +130,20 @@ def attempt(failed: dict[str, str], what: str, do: Callable[[], T]) -> T | None:
 
 
 def _log() -> tuple[Path | None, int]:
-    """The file that this process's standard error goes to, if it is one, and its length: libraries say there what
-    their errors leave out."""
+    """The file that this process's standard error goes to, if it goes to one, and the file's length. Libraries print
+    there what their errors leave out."""
     about = os.fstat(2)
     return (Path("/proc/self/fd/2"), about.st_size) if stat.S_ISREG(about.st_mode) else (None, 0)
 
 
 def shortened(text: str, limit: int = 3000) -> str:
-    """Beginning and end of a long text."""
+    """The beginning and the end of a long text, `limit` characters together."""
     text = text.strip()
     return text if len(text) <= limit else f"{text[: limit // 2]}\n[…]\n{text[-limit // 2 :]}"
 
 
 def tail(text: str, lines: int = 15) -> str:
+    """The last lines of a text."""
     return "\n".join(text.strip().splitlines()[-lines:])
 
 

@@ -23,6 +23,7 @@ from attnforge.export.attention.operators import is_standard
 from attnforge.export.lowering.tuning import Unmeasurable, evaluated
 from attnforge.export.precision.assign import MOVERS
 from attnforge.records import Record
+from attnforge.runtime.turns import seconds_of
 
 
 class Work(Record):
@@ -387,29 +388,34 @@ def _product_rate(make: Callable[[int, int], Product | None], threads: int, seco
         product = make(size, threads)
         if product is None:
             break
-        best = max(best, _rate(product, flops, left / (len(PRODUCT_SIZES) - i)))
+        best = max(best, best_rate(partial(seconds_of, product), flops, left / (len(PRODUCT_SIZES) - i)))
     return best
 
 
 def _copy_rate(seconds: float) -> float:
     source, target = torch.ones(2, COPIED // 4)
-    return _rate(partial(target.copy_, source), 2 * COPIED, seconds)
+    return best_rate(partial(seconds_of, partial(target.copy_, source)), 2 * COPIED, seconds)
 
 
 def _exponential_rate(threads: int, seconds: float) -> float:
     best = 0.0
     for numbers in CACHED:
         x = torch.linspace(-10, 0, threads * numbers)
-        best = max(best, _rate(partial(torch.exp, x, out=torch.empty_like(x)), x.numel(), seconds / len(CACHED)))
+        call = partial(torch.exp, x, out=torch.empty_like(x))
+        best = max(best, best_rate(partial(seconds_of, call), x.numel(), seconds / len(CACHED)))
     return best
 
 
-def _rate(call: Callable[[], object], amount: int, seconds: float) -> float:
-    """Of calls that each do `amount`, repeated for so many seconds, the best amount a second."""
+def best_rate(time_call: Callable[[], float], amount: float, seconds: float) -> float:
+    """The best amount a second of repeated calls.
+
+    Args:
+        time_call: makes a call and returns the seconds that it took.
+        amount: what each call does, in any unit.
+        seconds: for which the call is repeated, :data:`FEWEST_RUNS` times at least.
+    """
     best, runs, end = inf, 0, time.perf_counter() + seconds
     while runs < FEWEST_RUNS or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time_call())
         runs += 1
     return amount / best

@@ -17,25 +17,36 @@ import torch
 import typer
 
 from attnforge.benchmarks.gpu import __main__ as command
-from attnforge.benchmarks.gpu import claims, contenders, large, latency, page, parity, patch, processes, running
-from attnforge.benchmarks.gpu.bench import Bench
-from attnforge.benchmarks.gpu.records import (
+from attnforge.benchmarks.gpu import (
+    conclusions,
+    environment,
+    gpu_page,
+    large,
+    latency,
+    parity,
+    patch,
+    processes,
+    racing,
+    running,
+)
+from attnforge.benchmarks.gpu.device import Device
+from attnforge.benchmarks.gpu.running import LOST, OutOfTime, Run, read, step, write
+from attnforge.benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
     FATAL,
     FLASH,
     WHOLE,
+    GpuResults,
     Item,
-    Results,
+    ParityCheck,
     Settings,
-    Spread,
     Step,
     Timing,
-    Verdict,
-    broken,
     capabilities,
+    why_broken,
 )
-from attnforge.benchmarks.gpu.running import LOST, OutOfTime, Run, read, step, write
+from attnforge.benchmarks.measure.results import Interval, Latency
 from attnforge.bundle import Case
 from attnforge.machine import cuda_devices
 from attnforge.precision import precision_named
@@ -50,22 +61,33 @@ def run(tmp_path: Path) -> Run:
         out=str(tmp_path / "out"), scratch=str(tmp_path), ends=time.time() + 300, place="cpu",
         backends=["onnxruntime-cpu"], quick=True,
     )  # fmt: skip
-    return Run(settings, Results())
+    return Run(settings, GpuResults())
 
 
-def alike(ms: float) -> Spread:
-    return Spread(p50=ms, p90=1.5 * ms, p99=2 * ms)
+def alike(ms: float, noise: float = 0.0) -> Latency:
+    """Calls of so many milliseconds, with an interval of so much to either side."""
+    median = Interval(value=ms, low=ms * (1 - noise), high=ms * (1 + noise))
+    return Latency(rounds=[], median=median, min=ms, p90=1.5 * ms, p99=2 * ms, samples=100)
 
 
-def timing(wall: float, device: float | None) -> Timing:
+def timing(wall: float, device: float | None, noise: float = 0.0, **peers: tuple[float, float]) -> Timing:
+    """Of so many milliseconds, beside peers that take so many end to end and on the device."""
+
+    def ratios(ours: float, which: int) -> dict[str, Interval]:
+        return {NAMES[name]: alike(ours / times[which], noise).median for name, times in peers.items()}
+
     return Timing(
-        calls=100, wall_ms=alike(wall), device_ms=None if device is None else alike(device), host_ms=0.01,
-        per_second=1000 / wall, ready_seconds=0.5,
+        calls=100, wall=alike(wall), device=None if device is None else alike(device), host_ms=0.01,
+        per_second=1000 / wall, ready_seconds=0.5, ratios=ratios(wall, 0),
+        device_ratios={} if device is None else ratios(device, 1),
     )  # fmt: skip
 
 
-def passed(error: float = 2e-4, reason: str | None = None) -> Verdict:
-    return Verdict(passed=reason is None, error=error, budget=1e-3, cases=12, reason=reason)
+NAMES = {"eager": EAGER, "compiled": COMPILE, "flash": FLASH}
+
+
+def passed(error: float = 2e-4, reason: str | None = None) -> ParityCheck:
+    return ParityCheck(passed=reason is None, error=error, budget=1e-3, cases=12, reason=reason)
 
 
 # Without a device
@@ -116,7 +138,7 @@ def test_what_there_is_no_time_for_is_listed(run: Run) -> None:
     taken = step(run, "latency", lambda: [("first", slow), ("second", unheard), ("third", unheard)])
     assert list(taken.items) == ["first"] and not taken.items["first"].failed
     assert taken.left_out == {"second": "no time was left", "third": "no time was left"}
-    assert "- latency: no time was left (second; third)" in page.page(run.results)
+    assert "- latency: no time was left (second; third)" in gpu_page.page(run.results)
 
 
 def test_a_task_may_say_that_its_time_is_over(run: Run) -> None:
@@ -178,7 +200,7 @@ def test_a_process_that_dies_takes_one_task_with_it(run: Run, monkeypatch: pytes
         record = results.steps.setdefault(name, Step())
         record.doing = doing
         if doing is not None:
-            record.items[doing] = Item(verdicts={"tensorrt_rtx": passed()})
+            record.items[doing] = Item(checks={"tensorrt_rtx": passed()})
         write(results, settings.out)
         log.write_text("Fatal Python error: Segmentation fault\n")
         return code
@@ -188,7 +210,7 @@ def test_a_process_that_dies_takes_one_task_with_it(run: Run, monkeypatch: pytes
     taken = read(run.settings.out).steps["latency"]
     said = "its process died of SIGSEGV. Its log: Fatal Python error: Segmentation fault"
     assert taken.items["first"].failed == {FATAL: said}
-    assert taken.items["first"].verdicts["tensorrt_rtx"].passed, "what was found before is kept"
+    assert taken.items["first"].checks["tensorrt_rtx"].passed, "what was found before is kept"
     assert taken.doing is None and next(deaths, None) is None
 
 
@@ -212,7 +234,7 @@ def test_a_process_that_never_began(
 def test_what_a_process_did_not_come_to_is_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def process(settings: Settings, name: str, log: Path, group: bool) -> None:
         half = Step(planned=["a", "b", "c"], items={"a": Item(), "b": Item(values={"n": 1})}, doing="b")
-        write(Results(steps={name: half}), settings.out)
+        write(GpuResults(steps={name: half}), settings.out)
 
     monkeypatch.setattr(processes, "_in_process", process)
     processes.supervise(run.settings, "latency")
@@ -226,7 +248,7 @@ def test_the_whole_of_it_where_nothing_can_run_on_the_device(tmp_path: Path, mon
     """Its processes are real; torch without CUDA computes on the CPU. Figures of other steps are kept with `only`."""
     monkeypatch.setattr(command, "cuda_devices", lambda: 1)
     monkeypatch.setattr(command, "identity", lambda device: {"device": "a device"})
-    kept = Results(machine={"device": "a device"}, steps={"tests": Step(items={"pytest -m gpu": Item()})})
+    kept = GpuResults(machine={"device": "a device"}, steps={"tests": Step(items={"pytest -m gpu": Item()})})
     write(kept, tmp_path)
     with pytest.raises(typer.Exit) as ended:
         command.main(tmp_path, 100, only=["ceilings"])
@@ -236,43 +258,52 @@ def test_the_whole_of_it_where_nothing_can_run_on_the_device(tmp_path: Path, mon
         "copy", "product fp16", "product bf16", "product tf32", "product fp32",
     ]  # fmt: skip
     assert not any(item.failed for item in results.steps["ceilings"].items.values())
-    assert page.ceilings_of(results)["copy"] > 0
+    assert gpu_page.ceilings_of(results)["copy"] > 0
     assert "TFLOP/s" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+
+
+def test_the_tests_that_need_a_gpu_are_found() -> None:
+    files = environment.gpu_tests()
+    assert "tests/runtime/test_gpu.py" in files and all((environment.ROOT / file).is_file() for file in files)
 
 
 # What can be computed on the CPU
 
 
 def test_one_model_is_held_to_the_budget(run: Run) -> None:
-    tasks = dict(parity.parity_of(Bench(run), "multi-head-attention"))
+    tasks = dict(parity.parity_of(Device(run), "multi-head-attention"))
     assert list(tasks) == [
         f"multi-head-attention, {which}" for which in ("fp16", "fp32", "fp16, torch", "fp32, torch")
     ]  # fmt: skip
     taken = step(run, "parity", lambda: [("multi-head-attention, fp32", tasks["multi-head-attention, fp32"])])
     item = taken.items["multi-head-attention, fp32"]
-    assert not item.failed and item.verdicts["onnxruntime-cpu"].passed and item.verdicts["onnxruntime-cpu"].cases > 10
+    assert not item.failed and item.checks["onnxruntime-cpu"].passed and item.checks["onnxruntime-cpu"].cases > 10
 
 
 def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         latency,
         "peers_of",
-        lambda bench, module, images, point: {EAGER: lambda: contenders.Opened(partial(module, images))},
+        lambda device, module, images, point: {EAGER: lambda: racing.Opened(partial(module, images))},
     )
-    monkeypatch.setattr(latency, "race_seconds", lambda bench: 0.1)
+    monkeypatch.setattr(latency, "race_seconds", lambda device: 0.1)
     point = patch.Point("fp32", 56, 2)
-    item = step(run, "latency", lambda: [(point.name, partial(latency._latency, Bench(run), point))]).items[point.name]
+    item = step(run, "latency", lambda: [(point.name, partial(latency._latency, Device(run), point))]).items[point.name]
     assert not item.failed and set(item.timings) == {"onnxruntime-cpu", EAGER}
-    assert all(verdict.passed for verdict in item.verdicts.values())
+    assert all(check.passed for check in item.checks.values())
     ours = item.timings["onnxruntime-cpu"]
-    assert ours.calls >= contenders.LEAST_ROUNDS and ours.per_second == pytest.approx(2000 / ours.wall_ms.p50)
+    assert ours.calls >= racing.LEAST_ROUNDS and ours.per_second == pytest.approx(2000 / ours.wall.median.value)
+    assert ours.wall.median.low <= ours.wall.median.value <= ours.wall.median.high and ours.wall.rounds == []
+    ratio, eager = ours.ratios[EAGER], item.timings[EAGER]
+    assert ratio.low <= ratio.value <= ratio.high and set(ours.ratios) == {EAGER} and eager.ratios == {}
+    assert ratio.value == pytest.approx(ours.wall.median.value / eager.wall.median.value)
 
 
 def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_path: Path) -> None:
     """12,544 tokens, of which not one is computed on the CPU."""
     failed: dict[str, str] = {}
     point = patch.Point("fp16", 448, 8)
-    model = large.large_of(Bench(run), patch.patch_attention, point.precision)
+    model = large.large_of(Device(run), patch.patch_attention, point.precision)
     bundle = model.deploy(tmp_path / "bundle", *point.shapes, ["onnxruntime", "tensorrt_rtx"], failed)
     assert not failed and bundle.manifest.attention.fused == {"tensorrt_rtx": 1}
     assert [spec.dims for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)] == [
@@ -282,18 +313,14 @@ def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_pat
 
 
 def test_a_wrong_answer_has_no_time(run: Run) -> None:
-    bench = Bench(run)
+    device = Device(run)
     x = torch.linspace(-1, 1, 12).reshape(1, 3, 4)
-    truth = large.truth_of(bench, "case", precision_named("fp32"), torch.sin, torch.sin, [x])
-    ways: dict[str, Callable[[], torch.Tensor]] = {"right": lambda: x.sin(), "wrong": lambda: x.cos()}
-    item = Item()
-    entered = {
-        name: contenders.enter(bench, item, name, partial(contenders.Opened, call), truth)
-        for name, call in ways.items()
-    }
-    contenders.race(bench, item, {name: one for name, one in entered.items() if one is not None}, 1, 0.05)
+    truth = large.truth_of(device, "case", precision_named("fp32"), torch.sin, torch.sin, [x])
+    calls: dict[str, Callable[[], torch.Tensor]] = {"right": lambda: x.sin(), "wrong": lambda: x.cos()}
+    item, ways = Item(), {name: partial(racing.Opened, call) for name, call in calls.items()}
+    racing.race(device, item, ways, truth, 1, 0.05)
     assert list(item.timings) == ["right"]
-    assert not item.verdicts["wrong"].passed and item.skipped == {"wrong": "not timed, for its answer is wrong"}
+    assert not item.checks["wrong"].passed and item.skipped == {"wrong": "not timed, for its answer is wrong"}
 
 
 def test_the_truth_of_a_batch_is_that_of_its_samples(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,21 +332,24 @@ def test_the_truth_of_a_batch_is_that_of_its_samples(run: Run, monkeypatch: pyte
         return 2 * x
 
     x = torch.arange(4 * 30, dtype=torch.float16).reshape(4, 30)
-    truth = large.truth_of(Bench(run), "case", precision_named("fp16"), double, double, [x])
+    truth = large.truth_of(Device(run), "case", precision_named("fp16"), double, double, [x])
     assert seen == [(1, 30)] * 8 and len(truth.places) == len(truth.exact) == 50
-    assert truth.verdict(2 * x).error == truth.verdict(2 * x.numpy()).error == 0
-    assert truth.verdict(2 * x.numpy()).passed and not truth.verdict(2 * x + 1).passed
+    assert truth.check(2 * x).error == truth.check(2 * x.numpy()).error == 0
+    assert truth.check(2 * x.numpy()).passed and not truth.check(2 * x + 1).passed
     assert truth.case == Case(name="case", sizes={}, kind="normal", seed=0)
 
 
 # What follows from the figures
 
 
-def test_percentiles() -> None:
-    assert contenders.spread([float(n) for n in range(100, 0, -1)]) == Spread(p50=50, p90=90, p99=99)
-    assert contenders.spread([3.0]) == Spread(p50=3, p90=3, p99=3)
-    assert contenders.spread([4.0, 1.0, 3.0, 2.0]) == Spread(p50=2, p90=4, p99=4)
-    assert page.ratio_text(alike(3), alike(4)) == "0.75" and page.ratio_text(alike(3), None) == "–"
+def test_what_is_said_of_calls() -> None:
+    """Percentiles as everywhere in attnforge's benchmarks, without the calls themselves."""
+    hundred = racing.latency([[float(n)] for n in range(100, 0, -1)])
+    assert (hundred.min, hundred.median.value, hundred.samples, hundred.rounds) == (1, 50.5, 100, [])
+    assert (hundred.p90, hundred.p99) == (pytest.approx(90.1), pytest.approx(99.01))
+    single = racing.latency([[3.0]])
+    assert (single.median.value, single.p90, single.p99) == (3, 3, 3)
+    assert gpu_page.ratio_text(alike(3), alike(4)) == "0.75" and gpu_page.ratio_text(alike(3), None) == "–"
 
 
 def test_the_grid() -> None:
@@ -329,7 +359,7 @@ def test_the_grid() -> None:
     assert patch.Point("fp16", 448, 64).score_bytes == 64 * 3 * 12544**2 * 2
 
 
-def results() -> Results:
+def results() -> GpuResults:
     """Of a run in which TensorRT-RTX ran, but not everywhere."""
     ran = {"tensorrt_rtx": passed()}
     refused = {"onnxruntime-cuda": "no CUDAExecutionProvider"}
@@ -338,33 +368,35 @@ def results() -> Results:
         "try tensorrt_rtx, portable": Item(
             failed={"load": "UnavailableError: built for other compute capabilities\nits log"}
         ),
-        "try tensorrt_rtx, CURRENT": Item(verdicts={"tensorrt_rtx, NumPy, first call": passed()}),
+        "try tensorrt_rtx, CURRENT": Item(checks={"tensorrt_rtx, NumPy, first call": passed()}),
     }
     parity = {
-        "vit, fp16": Item(verdicts=ran, skipped=refused),
-        "vit, fp32": Item(
-            verdicts={"tensorrt_rtx": passed(2e-6, "error 2.00e-06 is over the budget")}, skipped=refused
-        ),
-        "vit, fp16, torch": Item(verdicts={EAGER: passed()}, failed={COMPILE: "RuntimeError: no C compiler"}),
+        "vit, fp16": Item(checks=ran, skipped=refused),
+        "vit, fp32": Item(checks={"tensorrt_rtx": passed(2e-6, "error 2.00e-06 is over the budget")}, skipped=refused),
+        "vit, fp16, torch": Item(checks={EAGER: passed()}, failed={COMPILE: "RuntimeError: no C compiler"}),
     }
     where: dict[str, Any] = {"precision": "fp16", "batch": 1}
     latency = {
         "fp16, batch 1, 196 tokens": Item(
             values={**where, "tokens": 196},
-            timings={"tensorrt_rtx": timing(0.1, 0.05), EAGER: timing(0.4, 0.3), COMPILE: timing(0.08, 0.06)},
+            timings={
+                "tensorrt_rtx": timing(0.1, 0.05, eager=(0.4, 0.3), compiled=(0.08, 0.06)),
+                EAGER: timing(0.4, 0.3),
+                COMPILE: timing(0.08, 0.06),
+            },
             skipped={"tensorrt": "not installed"},
         ),
         "fp16, batch 1, 12544 tokens": Item(
             values={**where, "tokens": 12544},
-            timings={"tensorrt_rtx": timing(1.0, 0.9), COMPILE: timing(1.25, 1.2)},
+            timings={"tensorrt_rtx": timing(1.0, 0.9, compiled=(1.25, 1.2)), COMPILE: timing(1.25, 1.2)},
             failed={EAGER: "OutOfMemoryError: CUDA out of memory"},
         ),
     }
     alone: dict[str, Any] = {"tokens": 12544, "batch": 1, "heads": 3, "head_size": 64, "precision": "fp16"}
-    attention = {
-        "12544 tokens": Item(values=alone, timings={"tensorrt_rtx": timing(0.7, 0.6), FLASH: timing(0.6, 0.4)})
-    }
-    return Results(
+    alone |= {"flops": 4 * 3 * 12544**2 * 64, "bytes": 4 * 3 * 12544 * 64 * 2}
+    times = {"tensorrt_rtx": timing(0.7, 0.6, flash=(0.6, 0.4)), FLASH: timing(0.6, 0.4)}
+    attention = {"12544 tokens": Item(values=alone, timings=times)}
+    return GpuResults(
         command="python -m attnforge.benchmarks.gpu --seconds 100",
         date="2026-11-20T00:00:00+00:00",
         machine={"device": "NVIDIA H200", "CUDA of the driver": "13.0", "torch": "2.11.0"},
@@ -385,42 +417,45 @@ def test_the_last_words_of_a_process() -> None:
 
 
 def test_claims() -> None:
-    found = {claim.text: claim for claim in claims.claims(results())}
+    found = {claim.text: claim for claim in conclusions.claims(results())}
     every = "every model in every precision is within the parity budget on "
     rtx = found[f"{every}tensorrt_rtx"]
-    assert rtx.holds is False
+    assert rtx.answer == "no"
     assert rtx.because == "1 of 2 that ran are; outside it: vit, fp32; not measured: 1, as bert, fp16: no time was left"
     cuda = found[f"{every}onnxruntime-cuda"]
-    assert cuda.holds is None and cuda.because == "no CUDAExecutionProvider"
+    assert cuda.answer == "not measured" and cuda.because == "no CUDAExecutionProvider"
     half = found["fp16, batch 1: the fastest attnforge session takes at most half the time of torch eager"]
-    assert half.holds is None, "it holds where it was measured, and was not measured everywhere"
+    assert half.answer == "not measured", "it holds where it was measured, and was not measured everywhere"
     assert half.because == (
         "196 tokens (tensorrt_rtx) 0.25×; 12544 tokens not measured: torch eager: OutOfMemoryError: CUDA out of memory"
     )
     faster = found["fp16, batch 1: the fastest attnforge session is faster than torch.compile"]
-    assert faster.holds is False
+    assert faster.answer == "no"
     assert faster.because == "196 tokens (tensorrt_rtx) 1.25×; 12544 tokens (tensorrt_rtx) 0.80×"
     flash = next(claim for text, claim in found.items() if text.startswith("attention alone at 12544 tokens"))
-    assert flash.holds is False and flash.because == "tensorrt_rtx 0.600 ms, flash 0.400 ms: 1.50×"
+    assert flash.answer == "no" and flash.because == "tensorrt_rtx 0.600 ms, flash 0.400 ms: 1.50×"
     fp32 = found["fp32, batch 1: the fastest attnforge session is faster than torch.compile"]
-    assert fp32.holds is None and fp32.because == "nothing of it ran"
+    assert fp32.answer == "not measured" and fp32.because == "nothing of it ran"
 
 
 def test_claims_that_hold() -> None:
-    every = Results(steps={"parity": Step(items={"vit, fp16": Item(verdicts={"onnxruntime-cuda": passed()})})})
-    assert claims.parity_claim(every, "onnxruntime-cuda").holds is True
+    every = GpuResults(steps={"parity": Step(items={"vit, fp16": Item(checks={"onnxruntime-cuda": passed()})})})
+    assert conclusions.parity_claim(every, "onnxruntime-cuda").answer == "yes"
     every.steps["parity"].items["vit, fp32"] = Item(failed={"onnxruntime-cuda": "DeviceError: lost"})
-    assert claims.parity_claim(every, "onnxruntime-cuda").holds is False
+    assert conclusions.parity_claim(every, "onnxruntime-cuda").answer == "no"
     near = results()
-    near.steps["attention"].items["12544 tokens"].timings["tensorrt_rtx"] = timing(0.5, 0.48)
-    assert claims.attention_claim(near).holds is True
-    assert all(claim.holds is None for claim in claims.claims(Results()))
+    times = near.steps["attention"].items["12544 tokens"].timings
+    times["tensorrt_rtx"] = timing(0.5, 0.48, flash=(0.6, 0.4))
+    assert conclusions.attention_claim(near).answer == "yes"
+    times["tensorrt_rtx"] = timing(0.5, 0.48, 0.01, flash=(0.6, 0.4))
+    assert conclusions.attention_claim(near).answer == "within noise"
+    assert all(claim.answer == "not measured" for claim in conclusions.claims(GpuResults()))
 
 
 def test_wrong_answers_are_those_of_attnforge_alone() -> None:
     given = results()
-    given.steps["parity"].items["vit, fp16, torch"].verdicts[COMPILE] = passed(1, "far off")
-    assert claims.wrong_answers(given) == ["parity, vit, fp32, tensorrt_rtx: error 2.00e-06 is over the budget"]
+    given.steps["parity"].items["vit, fp16, torch"].checks[COMPILE] = passed(1, "far off")
+    assert conclusions.wrong_answers(given) == ["parity, vit, fp32, tensorrt_rtx: error 2.00e-06 is over the budget"]
 
 
 @pytest.mark.parametrize(("code", "ends"), [(0, 0), (1, 1), (None, 0)])
@@ -435,7 +470,7 @@ def test_a_run_whose_tests_failed_is_no_success(
 
     def take(settings: Settings, name: str) -> None:
         ended = {} if code is None else {"exit code": code, "summary": "2 failed, 9 passed"}
-        write(Results(steps={name: Step(items={"pytest -m gpu": Item(values=ended)})}), settings.out)
+        write(GpuResults(steps={name: Step(items={"pytest -m gpu": Item(values=ended)})}), settings.out)
 
     monkeypatch.setattr(command, "cuda_devices", lambda: 1)
     monkeypatch.setattr(command, "identity", lambda device: {"device": "a device"})
@@ -448,19 +483,19 @@ def test_a_run_whose_tests_failed_is_no_success(
 
 def test_plans_are_built_for_what_worked() -> None:
     given = results()
-    assert capabilities(given) == ["CURRENT"] and broken(given, "tensorrt_rtx") is None
+    assert capabilities(given) == ["CURRENT"] and why_broken(given, "tensorrt_rtx") is None
     tried = given.steps["environment"].items
     tried["try tensorrt_rtx, CURRENT"].failed[FATAL] = "its process died of SIGSEGV"
     assert capabilities(given) == []
     said = "it did not work when it was tried: UnavailableError: built for other compute capabilities"
-    assert broken(given, "tensorrt_rtx") == said and broken(given, "tensorrt") is None
+    assert why_broken(given, "tensorrt_rtx") == said and why_broken(given, "tensorrt") is None
 
 
 def test_the_page_is_made_of_the_figures_alone(tmp_path: Path) -> None:
     write(results(), tmp_path)
     kept = read(tmp_path)
     text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    assert text == page.page(kept)
+    assert text == gpu_page.page(kept)
     for said in (
         "NVIDIA H200; CUDA of the driver 13.0, torch 2.11.0",
         "`python -m attnforge.benchmarks.gpu --seconds 100`",
@@ -483,7 +518,7 @@ def test_the_page_is_made_of_the_figures_alone(tmp_path: Path) -> None:
 
 
 def test_figures_that_are_no_numbers_are_kept(tmp_path: Path) -> None:
-    bad = Verdict(passed=False, error=float("nan"), budget=float("inf"), reason="NaN at 3 places")
-    write(Results(steps={"parity": Step(items={"vit, fp16": Item(verdicts={"tensorrt_rtx": bad})})}), tmp_path)
-    kept = read(tmp_path).steps["parity"].items["vit, fp16"].verdicts["tensorrt_rtx"]
+    bad = ParityCheck(passed=False, error=float("nan"), budget=float("inf"), reason="NaN at 3 places")
+    write(GpuResults(steps={"parity": Step(items={"vit, fp16": Item(checks={"tensorrt_rtx": bad})})}), tmp_path)
+    kept = read(tmp_path).steps["parity"].items["vit, fp16"].checks["tensorrt_rtx"]
     assert np.isnan(kept.error) and kept.budget == float("inf")

@@ -1,4 +1,4 @@
-"""What is recorded, how a backend did when it was tried, and the names and sizes that all steps share."""
+"""The steps of a run, the records of what came of them, and the names and sizes that all steps share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
+from attnforge.benchmarks.measure.results import Interval, Latency
 from attnforge.bundle import PORTABLE
+from attnforge.errors import first_line
 from attnforge.records import Record
 from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
 
 COMMAND = "python -m attnforge.benchmarks.gpu"
 
 WHOLE, FATAL = "all of it", "its process"
-"""What failed: a task that raised, and one that took its process with it."""
+"""Keys of failures: of a task that raised, and of a task that killed its process."""
 
 SHARES = {
     "environment": 0.3,
@@ -24,26 +26,28 @@ SHARES = {
     "latency": 0.85,
     "overhead": 1.0,
 }
-"""The steps, in order of worth, and how much of the time that is left each may take."""
+"""The steps in order of worth, and the share of the time then left that each may take."""
 
 PATCH, WIDTH, HEADS, HEAD = 4, 192, 3, 64
-"""Of patch-attention as registered."""
+"""Sizes of patch-attention as it is registered."""
 
 SIDES = (56, 128, 224, 448)
-"""Pixels: 196, 1,024, 3,136 and 12,544 tokens."""
+"""Pixels a side: 196, 1,024, 3,136 and 12,544 tokens."""
 
 EAGER, SDPA, COMPILE, GRAPHED = "torch eager", "torch eager, SDPA", "torch.compile", "torch.compile, CUDA graphs"
 FLASH = "torch flash attention"
 
+Answer = Literal["yes", "no", "within noise", "not measured"]
 
-class Found(Record):
+
+class StepRecord(Record):
     """A part of the results, which may hold NaN and infinities."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
 
-class Verdict(Found):
-    """How answers were held to the parity budget; the errors are those of the worst."""
+class ParityCheck(StepRecord):
+    """How answers were held to the parity budget; error and budget are relative, those of the worst case."""
 
     passed: bool
     error: float
@@ -52,52 +56,57 @@ class Verdict(Found):
     reason: str | None = None
 
 
-class Spread(Found):
-    """Milliseconds."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-class Timing(Found):
-    """How fast a contender was.
+class Timing(StepRecord):
+    """How fast a contender was. The calls themselves are not kept, so `rounds` of the latencies are empty.
 
     Attributes:
-        device_ms: between CUDA events; None where a call waits for its outputs.
-        wall_ms: end to end.
+        calls: how many were timed.
+        device: between CUDA events; None where a call waits for its outputs.
+        wall: end to end.
         host_ms: until the call returns; its outputs may still be on their way.
         per_second: samples, end to end at the median.
         ready_seconds: from nothing to the first output: loading, or compiling.
+        ratios: of one of attnforge's, its median end to end over each peer's, by peer.
+        device_ratios: the same on the device.
         held_mib: device memory that opening it and its first run took.
         peak_mib: the most that torch's allocator held for it, beyond what was there.
-        session_mib: what the session says of its memory on the device.
+        session_mib: device memory that the session reports as its own.
     """
 
     calls: int
-    device_ms: Spread | None
-    wall_ms: Spread
+    device: Latency | None
+    wall: Latency
     host_ms: float
     per_second: float
     ready_seconds: float
+    ratios: dict[str, Interval] = Field(default_factory=dict)
+    device_ratios: dict[str, Interval] = Field(default_factory=dict)
     held_mib: float | None = None
     peak_mib: float | None = None
     session_mib: float | None = None
 
 
-class Item(Found):
-    """What came of one task, by contender or by what was asked; what was skipped or failed, and why."""
+class Item(StepRecord):
+    """What came of one task: figures, checks and times by contender; and what was skipped or failed, and why."""
 
     seconds: float = 0.0
     values: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
-    verdicts: dict[str, Verdict] = Field(default_factory=dict)
+    checks: dict[str, ParityCheck] = Field(default_factory=dict)
     timings: dict[str, Timing] = Field(default_factory=dict)
     skipped: dict[str, str] = Field(default_factory=dict)
     failed: dict[str, str] = Field(default_factory=dict)
 
 
-class Step(Found):
-    """What came of a step: `planned` are its tasks, `doing` the one that is, or was, under way."""
+class Step(StepRecord):
+    """What came of a step.
+
+    Attributes:
+        planned: keys of its tasks.
+        items: what came of each task that was begun.
+        left_out: tasks that were not begun, and why.
+        failed: why the step could not begin.
+        doing: key of the task that is, or was, under way.
+    """
 
     seconds: float = 0.0
     planned: list[str] = Field(default_factory=list)
@@ -107,16 +116,21 @@ class Step(Found):
     doing: str | None = None
 
 
-class Claim(Found):
-    """A sentence, whether it holds (None: not measured), and the figures that say so."""
+class Claim(StepRecord):
+    """A sentence, whether it holds, and the figures that say so."""
 
     text: str
-    holds: bool | None
+    answer: Answer
     because: str
 
 
-class Results(Found):
-    """Everything that was found; the page is made from this alone."""
+class GpuResults(StepRecord):
+    """Everything that a run measured; the page is made from this alone.
+
+    Attributes:
+        command: that gives the figures again.
+        machine: the device and the versions.
+    """
 
     command: str = COMMAND
     date: str = ""
@@ -127,15 +141,17 @@ class Results(Found):
     claims: list[Claim] = Field(default_factory=list)
 
 
-class Settings(Found):
+class Settings(StepRecord):
     """What a process of the run is told.
 
     Attributes:
         out: folder of the results.
         scratch: folder for bundles and logs.
-        ends: by the clock, when the time is over.
+        ends: when the time is over, as `time.time` counts.
+        device: number of the CUDA device.
+        quick: fewer models, sizes and precisions.
         place: where torch computes; on the CPU only to try the code itself.
-        backends: that are tried.
+        backends: the backends that are tried.
         threads: that libraries may use on the CPU; by default their own choice.
     """
 
@@ -149,39 +165,39 @@ class Settings(Found):
     threads: int | None = None
 
 
-def ours(name: str) -> bool:
+def is_ours(name: str) -> bool:
     """Whether a contender is attnforge's: `tensorrt_rtx`, or `tensorrt_rtx, NumPy in and out`."""
     return name.partition(",")[0] in BACKENDS
 
 
+# --- what trying a backend said -------------------------------------------------------------------------------------
+
+
 def worked(item: Item) -> bool:
-    """Whether what was tried gave some right answer, and left its process alive."""
-    return FATAL not in item.failed and any(verdict.passed for verdict in item.verdicts.values())
+    """Whether some answer was right and the process survived."""
+    return FATAL not in item.failed and any(check.passed for check in item.checks.values())
 
 
-def tries(results: Results, backend: str) -> dict[str, Item]:
-    """What came of trying a backend, by what was tried."""
+def tries(results: GpuResults, backend: str) -> dict[str, Item]:
+    """What came of trying a backend in the first step, by task."""
     items = results.steps.get("environment", Step()).items
     return {key: item for key, item in items.items() if key.partition(",")[0] == f"try {backend}"}
 
 
-def broken(results: Results, backend: str) -> str | None:
-    """Why a backend that is there did not work when it was tried, or None."""
+def why_broken(results: GpuResults, backend: str) -> str | None:
+    """Why a backend did not work when it was tried; None where it did, or was not tried."""
     tried = tries(results, backend)
     if not tried or any(worked(item) for item in tried.values()):
         return None
     item = next(iter(tried.values()))
     if item.skipped:
         return next(iter(item.skipped.values()))
-    reasons = [*item.failed.values(), *(v.reason or "" for v in item.verdicts.values()), "it did not end"]
+    reasons = [*item.failed.values(), *(check.reason or "" for check in item.checks.values()), "it did not end"]
     return f"it did not work when it was tried: {first_line(reasons[0])}"
 
 
-def capabilities(results: Results) -> list[str]:
-    """What to build TensorRT-RTX's plans for: by default for all devices, unless only a plan for this one worked."""
+def capabilities(results: GpuResults) -> list[str]:
+    """The compute capabilities to build TensorRT-RTX's plans for: by default all (an empty list); `CURRENT` where a
+    portable plan did not work and one for this device did."""
     tried = {key.partition(", ")[2]: worked(item) for key, item in tries(results, "tensorrt_rtx").items()}
     return ["CURRENT"] if tried.get("CURRENT") and not tried.get(PORTABLE, True) else []
-
-
-def first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")

@@ -1,4 +1,4 @@
-"""What the steps share: the device, what can run on it, and how time and memory are taken."""
+"""The device: what can run on it, and how time and memory are measured there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnforge.arrays import to_numpy
-from attnforge.benchmarks.gpu.records import Item, broken
 from attnforge.benchmarks.gpu.running import Run
+from attnforge.benchmarks.gpu.steps import Item, why_broken
 from attnforge.precision import Precision
 from attnforge.runtime.backends.registry import ON_GPU
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CYCLES_PER_MS, LONGEST_HOLD = 2_000_000, 20.0
-"""Of a device at 2 GHz, faster than which none is; milliseconds."""
+"""Cycles a millisecond at 2 GHz, which no device exceeds; the milliseconds that one is kept busy at most."""
 
 
-class Bench:
-    """The device, what can run on it, and how time is taken.
+class Device:
+    """The device, what can run on it, and how time is measured there.
 
     Attributes:
-        run: this process's part of it.
+        run: this process's part of the run.
         torch: the package.
         on_cuda: whether torch computes on the device.
-        peers: whether torch computes where the sessions do; if not, they are timed on NumPy arrays alone.
-        device: that torch computes on.
+        peers: whether torch computes where the sessions do; if not, sessions are timed on NumPy arrays alone.
+        name: of the device that torch computes on, as torch writes it.
     """
 
     def __init__(self, run: Run) -> None:
@@ -41,45 +41,48 @@ class Bench:
         self.torch = torch
         self.on_cuda = run.settings.place == "cuda" and torch.cuda.is_available()
         self.peers = self.on_cuda or run.settings.place == "cpu"
-        self.device = f"cuda:{run.settings.device}" if self.on_cuda else "cpu"
+        self.name = f"cuda:{run.settings.device}" if self.on_cuda else "cpu"
         if self.on_cuda:
             torch.cuda.set_device(run.settings.device)
 
     @cached_property
     def absent(self) -> dict[str, str]:
-        """Why backends cannot run here."""
+        """Why backends cannot run here, by backend."""
         from attnforge.doctor import examine
 
         return {backend: reason for backend, reason in examine()["run"].items() if reason is not None}
 
     @cached_property
     def why_not(self) -> dict[str, str]:
-        """Why backends cannot run here, or did not when they were tried."""
-        found = {name: broken(self.run.results, name) for name in self.settings.backends}
-        return {name: reason for name, reason in found.items() if reason is not None} | self.absent
+        """Why backends cannot run here, or did not when they were tried, by backend."""
+        reasons = {name: why_broken(self.run.results, name) for name in self.settings.backends}
+        return {name: reason for name, reason in reasons.items() if reason is not None} | self.absent
 
     def usable(self, item: Item, backends: Sequence[str] = ON_GPU) -> list[str]:
-        """Those of `backends` that run here; the reasons of the others go to the item. On the CPU, what runs there."""
+        """Those of `backends` that run here; the reasons of the others go to the item. On the CPU, those of the
+        settings."""
         backends = backends if self.settings.place == "cuda" else self.settings.backends
         item.skipped |= {name: self.why_not[name] for name in backends if name in self.why_not}
         return [name for name in backends if name not in self.why_not]
 
-    def leave_out(self, name: str, keys: Sequence[str]) -> None:
-        """Note what a step would do, were it not to be quick."""
-        self.run.results.steps[name].left_out |= dict.fromkeys(keys, "left out by --quick")
+    def leave_out(self, step: str, tasks: Sequence[str]) -> None:
+        """Note the tasks that a step skips because the run is to be quick."""
+        self.run.results.steps[step].left_out |= dict.fromkeys(tasks, "left out by --quick")
 
     def scratch(self, name: str) -> Path:
+        """A new folder below the run's own temporary one."""
         return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.settings.scratch))
 
     def stream(self) -> AbstractContextManager[Any]:
-        """A stream that is not the default one, so that graphs can be replayed on it."""
-        return self.torch.cuda.stream(self.torch.cuda.Stream(self.device)) if self.on_cuda else nullcontext()  # type: ignore[no-untyped-call]
+        """A stream other than the default one, so that graphs can be replayed on it."""
+        return self.torch.cuda.stream(self.torch.cuda.Stream(self.name)) if self.on_cuda else nullcontext()  # type: ignore[no-untyped-call]
 
     def to_device(self, tensor: Tensor, precision: Precision) -> Tensor:
+        """The tensor on the device, at a precision; other streams may read it."""
         from attnforge.runtime.backends.eager import torch_dtype
 
-        moved = tensor.to(self.device, torch_dtype(precision))
-        self.sync()  # it may be read on another stream
+        moved = tensor.to(self.name, torch_dtype(precision))
+        self.sync()
         return moved
 
     def feed(self, tensor: Tensor) -> Any:
@@ -89,16 +92,19 @@ class Bench:
     # time
 
     def sync(self) -> None:
+        """Wait until the current stream is done."""
         if self.on_cuda:
             self.torch.cuda.current_stream().synchronize()
 
     def wall_ms(self, call: Callable[[], Any]) -> float:
+        """Milliseconds until the stream is done with a call."""
         start = time.perf_counter()
         call()
         self.sync()
         return 1e3 * (time.perf_counter() - start)
 
     def host_ms(self, call: Callable[[], Any]) -> float:
+        """Milliseconds until a call returns."""
         start = time.perf_counter()
         call()
         spent = time.perf_counter() - start
@@ -106,7 +112,8 @@ class Bench:
         return 1e3 * spent
 
     def device_ms(self, call: Callable[[], Any], host_ms: float) -> float:
-        """Time on the device, which is kept busy for about as long as enqueueing takes."""
+        """Milliseconds between events around a call, while the device is kept busy for about as long as enqueueing the
+        call takes (`host_ms`); by the clock where torch does not compute on the device."""
         if not self.on_cuda:
             return self.wall_ms(call)
         cuda = self.torch.cuda
@@ -122,7 +129,7 @@ class Bench:
     # memory
 
     def free(self) -> float | None:
-        """Bytes of the device that nobody holds, torch's own allocator included."""
+        """Free bytes of the device, once torch's allocator has given back what it does not use."""
         if not self.on_cuda:
             return None
         self.sync()
@@ -130,7 +137,7 @@ class Bench:
         return float(self.torch.cuda.mem_get_info(self.settings.device)[0])
 
     def peak(self, since: float = 0.0) -> float | None:
-        """The most bytes that torch has held since this was last asked, beyond `since`."""
+        """The most bytes that torch has held since the last such call, less `since`."""
         if not self.on_cuda:
             return None
         most = float(self.torch.cuda.max_memory_allocated())
@@ -139,7 +146,7 @@ class Bench:
 
     @contextmanager
     def products(self, precision: Precision) -> Iterator[None]:
-        """torch's fp32 products and convolutions in TF32 where that is the precision, else in full."""
+        """torch computes fp32 products and convolutions in TF32 where that is the precision, else in full."""
         torch, tf32 = self.torch, precision.name == "tf32"
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         torch.set_float32_matmul_precision("high" if tf32 else "highest")

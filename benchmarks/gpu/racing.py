@@ -1,0 +1,196 @@
+"""Contenders of a race on the device: opened, held to the truth, and timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from attnforge.benchmarks.gpu.device import Device
+from attnforge.benchmarks.gpu.large import Truth
+from attnforge.benchmarks.gpu.running import attempt, device_lost
+from attnforge.benchmarks.gpu.steps import COMPILE, EAGER, FLASH, Item, Timing, is_ours
+from attnforge.benchmarks.measure.results import Latency
+from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
+from attnforge.bundle import Bundle
+from attnforge.runtime.options import Memory
+from attnforge.runtime.session import Session, load
+from attnforge.runtime.turns import in_turns
+
+WARM_UP, ROUNDS, LEAST_ROUNDS = 6, 200, 5
+
+COMPARED = (EAGER, COMPILE, FLASH)
+"""Peers that attnforge's contenders are compared with."""
+
+
+@dataclass
+class Opened:
+    """Something that can be called again and again; `waits` tells that a call returns only when its outputs are
+    there."""
+
+    call: Callable[[], Any]
+    session: Session | None = None
+    waits: bool = False
+
+
+@dataclass
+class Racer:
+    """A contender that is open and gave a right answer.
+
+    Attributes:
+        ready_seconds: from nothing to the first output.
+        held: bytes of the device that this took, where the system tells.
+        peak: the most bytes that torch's allocator held beyond what was there.
+        host_ms: until a call returns.
+    """
+
+    opened: Opened
+    ready_seconds: float
+    held: float | None
+    peak: float | None
+    host_ms: float = 0.0
+
+    def turn(self, device: Device) -> tuple[float | None, float]:
+        """Milliseconds of a call on the device (None where calls wait for their outputs), and of one end to end."""
+        self.opened.call()
+        device.sync()
+        on_device = None if self.opened.waits else device.device_ms(self.opened.call, self.host_ms)
+        return on_device, device.wall_ms(self.opened.call)
+
+
+def enter(device: Device, item: Item, name: str, make: Callable[[], Opened], truth: Truth) -> Racer | None:
+    """Open a contender, hold its first answer to the budget, and warm it up; None where it failed or was wrong, which
+    the item then says."""
+
+    def opening() -> Racer | None:
+        before, base = device.free(), 0.0
+        if device.on_cuda:
+            base = float(device.torch.cuda.memory_allocated())
+            device.peak()
+        start = time.perf_counter()
+        opened = make()
+        first = opened.call()
+        device.sync()
+        seconds = time.perf_counter() - start
+        peak, after = device.peak(base), device.free()
+        check = item.checks[name] = truth.check(first)
+        device.run.save()
+        if not check.passed:
+            item.skipped[name] = "not timed, for its answer is wrong"
+            return None
+        del first
+        for _ in range(WARM_UP):
+            opened.call()
+        device.sync()
+        held = before - after if before is not None and after is not None else None
+        host = statistics.median(device.host_ms(opened.call) for _ in range(3))
+        return Racer(opened, seconds, held, None if opened.session else peak, host)
+
+    racer = attempt(item.failed, name, opening)
+    if racer is None and device.on_cuda and not device_lost():
+        attempt(item.failed, f"{name}, freeing its memory", device.free)
+    return racer
+
+
+def race(
+    device: Device,
+    item: Item,
+    ways: Mapping[str, Callable[[], Opened]],
+    truth: Truth,
+    batch: int,
+    seconds: float,
+    why_not: Callable[[str], str | None] = lambda name: None,
+) -> None:
+    """Enter contenders one after the other, time those that are right in turns, and record them.
+
+    Args:
+        item: where times, checks and failures go.
+        ways: opens each contender, by name.
+        truth: of their outputs.
+        batch: samples a call.
+        seconds: after which no further round begins.
+        why_not: asked before a contender is opened: why it is to be skipped, or None.
+    """
+    racers: dict[str, Racer] = {}
+    for name, make in ways.items():
+        if (reason := why_not(name)) is not None:
+            item.skipped[name] = reason
+        elif (racer := enter(device, item, name, make, truth)) is not None:
+            racers[name] = racer
+    turns = {name: partial(racer.turn, device) for name, racer in racers.items()}
+    seconds = min(seconds, max(device.run.left, 0.0))
+    measured = in_turns(turns, ROUNDS, seconds, fewest=LEAST_ROUNDS, settle=0)
+    for name, racer in racers.items():
+        item.timings[name] = timing(racer, measured[name], batch)
+        for peer in COMPARED if is_ours(name) else ():
+            if peer in measured:
+                _compare(item.timings[name], peer, measured[name], measured[peer])
+    device.run.save()
+
+
+def race_seconds(device: Device) -> float:
+    """Seconds for one race."""
+    return 1.0 if device.settings.quick or not device.on_cuda else 3.0
+
+
+Turns = Sequence[tuple[float | None, float]]
+"""Milliseconds on the device and end to end, by round."""
+
+
+def timing(racer: Racer, turns: Turns, batch: int) -> Timing:
+    """What is recorded of a contender's turns."""
+    on_device, wall = _rounds(turns)
+    median = latency(wall)
+    return Timing(
+        calls=len(wall),
+        device=latency(on_device) if on_device else None,
+        wall=median,
+        host_ms=racer.host_ms,
+        per_second=1e3 * batch / median.median.value,
+        ready_seconds=racer.ready_seconds,
+        held_mib=mib(racer.held),
+        peak_mib=mib(racer.peak),
+        session_mib=mib(_on_device(racer.opened.session.memory)) if racer.opened.session is not None else None,
+    )
+
+
+def latency(rounds: list[list[float]]) -> Latency:
+    """Median with its 95% interval and percentiles of milliseconds by round; the rounds themselves are not kept."""
+    return latency_of(rounds).model_copy(update={"rounds": []})
+
+
+def _compare(ours: Timing, peer: str, turns: Turns, others: Turns) -> None:
+    (on_device, wall), (peers_on_device, peers_wall) = _rounds(turns), _rounds(others)
+    ours.ratios[peer] = ratio_of(wall, peers_wall)
+    if on_device and peers_on_device:
+        ours.device_ratios[peer] = ratio_of(on_device, peers_on_device)
+
+
+def _rounds(turns: Turns) -> tuple[list[list[float]], list[list[float]]]:
+    """Milliseconds on the device and end to end as :mod:`attnforge.benchmarks.measure.statistics` takes them."""
+    return [[on_device] for on_device, _ in turns if on_device is not None], [[wall] for _, wall in turns]
+
+
+def _on_device(memory: Memory) -> float:
+    return float((memory.weights or 0) + (memory.activations or 0) + memory.buffers)
+
+
+def mib(size: float | None) -> float | None:
+    """MiB of so many bytes."""
+    return None if size is None else size / 2**20
+
+
+def in_session(
+    device: Device, stack: ExitStack, bundle: Bundle, backend: str, feeds: Sequence[Any], **options: Any
+) -> Opened:
+    """A bundle's backend on these inputs; `out` is passed on to every call, other options to the session."""
+    kept = {name: options.pop(name) for name in ("out",) if name in options}
+    opened_with = {"device": device.settings.device, "contexts": 1, **options}
+    session = stack.enter_context(load(bundle.path, backend, **opened_with))
+    return Opened(lambda: session(*feeds, **kept), session, waits=isinstance(feeds[0], np.ndarray))
