@@ -13,7 +13,6 @@ from attnforge.benchmarks.gpu.large import large_of, targets_of, truth_of
 from attnforge.benchmarks.gpu.racing import Opened, in_session, race, race_seconds
 from attnforge.benchmarks.gpu.running import Task
 from attnforge.benchmarks.gpu.steps import FLASH, HEAD, HEADS, PATCH, SIDES, Item
-from attnforge.benchmarks.measure.limits import work_of
 from attnforge.precision import precision_named
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
+    from attnforge.benchmarks.measure.work import work_of
     from attnforge.model.attention import attention as written_out
 
     torch, precision = device.torch, precision_named("fp16")

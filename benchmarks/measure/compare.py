@@ -93,7 +93,7 @@ class Move(Record):
         return told if self.reason is None else f"{told}: {self.reason}"
 
 
-class Comparison(Record):
+class Differences(Record):
     """What differs between two runs.
 
     Attributes:
@@ -118,7 +118,7 @@ class Comparison(Record):
         return "\n".join(lines + [f"note       {note}" for note in self.notes])
 
 
-def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Comparison:
+def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Differences:
     """What moved from the old run to the new one.
 
     Args:
@@ -142,7 +142,7 @@ def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Compari
         moved += _bundles(label, before, after, change.drift)
     for label, model, reason in lost:
         moved += [_gone(label, c, reason) for c in model.contenders if c.ours]
-    return Comparison(moved=moved + _growths(old, new, notes), notes=notes)
+    return Differences(moved=moved + _growths(old, new, notes), notes=notes)
 
 
 # --- what the comparison holds for ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What only a process of its own can tell: how long a start takes, and how much memory a run.
+"""What only a process of its own can tell: how long a start takes, and how much memory a run takes.
 
-`python -m attnforge.benchmarks.measure.fresh` is run with a job on its standard input; it prints what it measured. In
-one process a contender would hide behind what another has imported, allocated or compiled.
+`python -m attnforge.benchmarks.measure.fresh` reads an :class:`Order` from its standard input and prints a
+:class:`FreshRun`. In one process a contender would hide behind what another has imported, allocated or compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMEOUT = 300
 
 
 class Order(Record):
-    """What a process is told.
+    """What a process is told to run.
 
     Attributes:
         contender: backend or peer of the bundle.
@@ -53,8 +53,8 @@ class Order(Record):
     warm: bool
 
 
-class Found(Record):
-    """What it answers. Memory is None where the system does not tell (Linux does)."""
+class FreshRun(Record):
+    """What a process measured: seconds, and MiB, which are None where the system does not tell (Linux does)."""
 
     import_s: float
     load_s: float
@@ -65,10 +65,10 @@ class Found(Record):
 
 
 class FailedError(Exception):
-    """Why a process has no answer."""
+    """A process that failed or took too long; the message says how."""
 
 
-def measured(order: Order) -> Found:
+def measured(order: Order) -> FreshRun:
     """Run `order` in a process of its own.
 
     Raises:
@@ -83,10 +83,10 @@ def measured(order: Order) -> Found:
         raise FailedError(f"its process took more than {TIMEOUT} s") from error
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        said = done.stderr.strip().splitlines()
-        raise FailedError(said[-1] if said else f"its process ended with {done.returncode}")
+        last = done.stderr.strip().splitlines()[-1:]
+        raise FailedError(last[0] if last else f"its process ended with {done.returncode}")
     try:
-        return Found.model_validate_json(lines[-1])
+        return FreshRun.model_validate_json(lines[-1])
     except ValidationError as error:
         raise FailedError(f"its process answered {lines[-1]!r}") from error
 
@@ -94,7 +94,7 @@ def measured(order: Order) -> Found:
 # --- in that process --------------------------------------------------------------------------------------------------
 
 
-def _main(order: Order) -> Found:
+def _main(order: Order) -> FreshRun:
     libraries = {"backend": LIBRARIES.get(order.contender, "onnxruntime")}
     importlib.import_module(libraries.get(order.engine, order.engine.partition("-")[0]))
     if order.engine == "torch":
@@ -102,7 +102,7 @@ def _main(order: Order) -> Found:
     imported = time.perf_counter()
     bundle = Bundle(order.bundle, lazily=True)
     feeds, least = _inputs(bundle, order.sizes), _inputs(bundle, _least(bundle))
-    made = time.perf_counter()
+    prepared = time.perf_counter()
     with ExitStack() as stack:
         run = _open(order, Setup(bundle, feeds, order.threads), stack)
         loaded = time.perf_counter()
@@ -116,9 +116,9 @@ def _main(order: Order) -> Found:
         if order.warm and order.engine == "backend":
             run(feeds)  # what is prepared for sizes that come again
         peak = _status("VmHWM")
-    return Found(
+    return FreshRun(
         import_s=imported - BEGUN,
-        load_s=loaded - made,
+        load_s=loaded - prepared,
         first_s=first - begun,
         loaded_mib=before,
         peak_mib=None if most is None or peak is None else max(most, peak),
@@ -127,7 +127,7 @@ def _main(order: Order) -> Found:
 
 
 def _forget_peak() -> bool:
-    """Let the largest memory of this process be counted anew; whether the system could."""
+    """Count the largest memory of this process anew; returns whether the system can."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -136,7 +136,7 @@ def _forget_peak() -> bool:
 
 
 LIBRARIES = {"openvino": "openvino", "tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
-"""What a backend imports first; the others ONNX Runtime."""
+"""The library that a backend imports first; the other backends import ONNX Runtime."""
 
 
 def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
@@ -160,7 +160,7 @@ def _least(bundle: Bundle) -> dict[str, int]:
 
 
 def _status(field: str) -> float | None:
-    """MiB of this process, as Linux tells."""
+    """A field of Linux's status of this process, in MiB; None on other systems."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))

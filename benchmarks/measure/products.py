@@ -1,7 +1,4 @@
-"""A square matrix product by each library at hand: what a machine can do at best, none of them says alone.
-
-Torch's own library multiplies fp32 on AMD processors at half the rate of the others.
-"""
+"""A square matrix product by each library at hand."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ LIBRARIES: dict[str, Callable[[str, int, int], Product | None]] = {
     "onnxruntime": by_onnxruntime,
     "openvino": by_openvino,
 }
-"""Each makes a product of a precision, of so many rows, on so many threads; None where it has none."""
+"""By name; each makes a product at a precision, of so many rows, on so many threads, or None where it has none."""
 
 
 def _ones(size: int) -> Array:
@@ -66,7 +63,7 @@ def _ones(size: int) -> Array:
 
 
 def _model(size: int) -> bytes:
-    """Of one product with a constant, as models have it."""
+    """The ONNX model of a product with a constant, as models have it."""
     a = ir.Value(name="a", shape=ir.Shape([size, size]), type=ir.TensorType(ir.DataType.FLOAT))
     b = ir.Value(name="b", const_value=ir.tensor(_ones(size), name="b"))
     node = ir.node("MatMul", [a, b])

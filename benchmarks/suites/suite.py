@@ -23,10 +23,12 @@ from rich.console import Console
 
 import attnforge
 from attnforge.benchmarks.contenders.peers import peers_here
-from attnforge.benchmarks.measure import results as found
-from attnforge.benchmarks.measure.bench import Plan, environment, load_now, measure
+from attnforge.benchmarks.measure import results as files
+from attnforge.benchmarks.measure.bench import environment, load_now, measure
+from attnforge.benchmarks.measure.ceilings import measure_ceilings
 from attnforge.benchmarks.measure.compare import compare
-from attnforge.benchmarks.measure.limits import measure_ceilings
+from attnforge.benchmarks.measure.experiment import Experiment
+from attnforge.benchmarks.measure.results import Growth, Model, Results
 from attnforge.benchmarks.publish import README, RESULTS, RESULTS_PAGE, has_place, markdown_table, publish_table
 from attnforge.benchmarks.report.bench_page import write_page
 from attnforge.benchmarks.report.plots import save_plots
@@ -46,13 +48,14 @@ class Subject:
     """A model that is measured.
 
     Attributes:
-        name: that it has in the results.
-        model: registered.
-        peers: it is measured against; by default all.
-        precisions: it is deployed in.
+        name: of the model in the results.
+        model: name of the registered model.
+        options: of the registered model.
+        peers: to measure against; by default all.
+        precisions: to deploy in.
         fresh: whether starts and memory are measured.
-        throughput: whether that is.
-        fresh_peers: whose starts and memory are measured, besides ours; by default all.
+        throughput: whether throughput is measured.
+        fresh_peers: peers whose starts and memory are measured, besides ours; by default all.
     """
 
     name: str
@@ -67,9 +70,9 @@ class Subject:
 
 BASE: Mapping[str, Any] = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "batch_size": 1, "max_batch": 1}
 USUAL = ("eager", "onnxruntime-plain", "openvino-plain")
-"""Peers that will do for a small model, and where one is only seen to grow."""
+"""Peers of a small model, and of models whose growth alone is measured."""
 SERVED = ("onnxruntime-plain", "openvino-plain")
-"""Peers whose starts and memory will do where weights are most of what a model holds."""
+"""Peers whose starts and memory are measured where weights are most of a model."""
 
 SUBJECTS = (
     Subject("patch-attention", "patch-attention", {"max_image_size": 224, "max_batch": 1}),
@@ -107,8 +110,8 @@ SUMMARISED = {
 """The models of the README's table, and the peers."""
 
 ROUNDS, OPENINGS, SECONDS = 21, 3, 22
-"""How often every contender has a turn and is opened anew, and after how many seconds no further round begins. What
-grows is opened once a point."""
+"""How often every contender has a turn and is opened anew, and after how many seconds no further round begins. Models
+of the growth series are opened once a point."""
 
 SIDES = (14, 28, 56, 112)
 """Patches a side: 196, 784, 3136 and 12544 tokens."""
@@ -130,7 +133,7 @@ def main(
 ) -> None:
     """Measure, write the figures, refresh the tables that are from that file, write the page."""
     console = Console(stderr=True)
-    earlier = found.read(old) if old is not None else None  # read before minutes are spent
+    earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     pages = (RESULTS_PAGE, README) if page is None else page
     start = time.perf_counter()
 
@@ -138,54 +141,54 @@ def main(
         console.print(f"{time.perf_counter() - start:6.0f} s  {stage}", style="dim", highlight=False)
 
     with tempfile.TemporaryDirectory() as folder:
-        taken = run_suite(Path(folder), threads or processors(), only, say)
-    taken.seconds = round(time.perf_counter() - start, 1)
-    taken.command = _command(results, only or (), threads)
-    found.write(taken, results)
-    taken = found.read(results)  # what is shown is what is written
+        measured = run_suite(Path(folder), threads or processors(), only, say)
+    measured.seconds = round(time.perf_counter() - start, 1)
+    measured.command = _command(results, only or (), threads)
+    files.write(measured, results)
+    measured = files.read(results)  # what is shown is what is written
     out = Console()
-    comparison = compare(earlier, taken) if earlier is not None else None
-    write_page(taken, html, force=True, compared=comparison.text().splitlines() if comparison is not None else None)
-    save_plots(taken, html.parent)
-    for name, text in tables(taken).items():
+    differences = compare(earlier, measured) if earlier is not None else None
+    compared = differences.text() if differences is not None else None
+    write_page(measured, html, force=True, compared=compared.splitlines() if compared is not None else None)
+    save_plots(measured, html.parent)
+    for name, text in tables(measured).items():
         out.print(f"\n{name}\n{text}", highlight=False, soft_wrap=True, markup=False)
         for place in pages if only is None else ():
             if has_place(name, results, place):
                 publish_table(text, name, results, place)
     say(f"written to {results} and {html}")
-    for name, reason in taken.left_out.items():
+    for name, reason in measured.left_out.items():
         out.print(f"{name} failed: {reason}", style="red", markup=False)
-    if comparison is not None:
-        out.print(comparison.text(), highlight=False, soft_wrap=True, markup=False)
-    wrong = [
-        (model, one) for model in taken.models for one in model.contenders if one.ours and one.wrong_in is not None
-    ]
-    for model, one in wrong:
-        out.print(f"{model.name}, {one.key} is wrong in {one.wrong_in}", style="red", markup=False, soft_wrap=True)
-    if wrong or taken.left_out or (comparison is not None and comparison.regressions):
+    if compared is not None:
+        out.print(compared, highlight=False, soft_wrap=True, markup=False)
+    ours = [(model.name, contender) for model in measured.models for contender in model.contenders if contender.ours]
+    wrong = [f"{model}, {c.key} is wrong in {c.wrong_in}" for model, c in ours if c.wrong_in is not None]
+    for line in wrong:
+        out.print(line, style="red", markup=False, soft_wrap=True)
+    if wrong or measured.left_out or (differences is not None and differences.regressions):
         sys.exit(1)
 
 
 def _command(results: Path, only: Sequence[str], threads: int | None) -> str:
-    """What gives the figures again."""
-    given = [] if results == SUITE else ["--results", results.as_posix()]
-    given += [word for name in only for word in ("--only", name)]
-    given += [] if threads is None else ["--threads", str(threads)]
-    return shlex.join([*COMMAND.split(), *given])
+    """The command that gives the figures again."""
+    options = [] if results == SUITE else ["--results", results.as_posix()]
+    options += [word for name in only for word in ("--only", name)]
+    options += [] if threads is None else ["--threads", str(threads)]
+    return shlex.join([*COMMAND.split(), *options])
 
 
-def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Callable[[str], None]) -> found.Results:
+def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Callable[[str], None]) -> Results:
     """Deploy everything that is measured into `folder`, and measure it."""
     surroundings = environment(threads)
     say("measure the machine's limits")
     ceilings = measure_ceilings(threads)
-    models: list[found.Model] = []
-    growth: list[found.Growth] = []
+    models: list[Model] = []
+    growth: list[Growth] = []
     left_out: dict[str, str] = {}
 
-    def take(subject: Subject) -> None:
+    def measure_subject(subject: Subject) -> None:
         bundles = [deployed(folder, subject, precision, say) for precision in subject.precisions]
-        plan = Plan(
+        experiment = Experiment(
             bundles,
             None,
             peers_here() if subject.peers is None else subject.peers,
@@ -199,20 +202,20 @@ def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Calla
             openings=OPENINGS,
             progress=say,
         )
-        models.append(measure(plan, {}, ceilings))
+        models.append(measure(experiment, {}, ceilings))
 
-    steps: dict[str, Callable[[], None]] = {subject.name: partial(take, subject) for subject in SUBJECTS}
+    steps: dict[str, Callable[[], None]] = {subject.name: partial(measure_subject, subject) for subject in SUBJECTS}
     steps["tokens"] = lambda: growth.append(over_tokens(folder, threads, say))
     steps["layers"] = lambda: growth.append(over_layers(folder, threads, say))
     for name, step in steps.items():
         if name in (only or steps):
             try:
                 step()
-            except Exception as error:  # the rest is measured all the same, and the results say what is missing
+            except Exception as error:  # the results say what is missing
                 left_out[name] = f"{type(error).__name__}: {error}"
                 say(f"{name} failed: {error}")
     surroundings.load_after = load_now()
-    return found.Results(
+    return Results(
         command=COMMAND,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=0,
@@ -225,7 +228,7 @@ def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Calla
 
 
 def deployed(folder: Path, subject: Subject, precision: str, say: Callable[[str], None], tune: bool = True) -> Bundle:
-    """The bundle of a subject, made as `attnforge deploy` does."""
+    """The bundle of a subject, deployed as `attnforge deploy` does."""
     say(f"deploy {subject.name} in {precision}")
     module, args, shapes = build_model(subject.model, **subject.options)
     source = Source(kind="registered", name=subject.model, options=dict(subject.options))
@@ -242,33 +245,33 @@ def deployed(folder: Path, subject: Subject, precision: str, say: Callable[[str]
     )
 
 
-def over_tokens(folder: Path, threads: int, say: Callable[[str], None]) -> found.Growth:
+def over_tokens(folder: Path, threads: int, say: Callable[[str], None]) -> Growth:
     """Patch attention over its tokens, one bundle for all of them."""
     subject = Subject("patch-attention", "patch-attention", {"max_image_size": 4 * max(SIDES), "max_batch": 1})
     bundle = deployed(folder / "tokens", subject, "fp32", say)
-    plan = Plan([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say)
-    plan.throughput = plan.starts = plan.cases = False
-    return over_sizes(plan, "tokens", {side**2: {"rows": side, "cols": side} for side in SIDES})
+    experiment = Experiment([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say)
+    experiment.throughput = experiment.starts = experiment.cases = False
+    return over_sizes(experiment, "tokens", {side**2: {"rows": side, "cols": side} for side in SIDES})
 
 
-def over_layers(folder: Path, threads: int, say: Callable[[str], None]) -> found.Growth:
+def over_layers(folder: Path, threads: int, say: Callable[[str], None]) -> Growth:
     """A transformer encoder over its layers, a bundle each."""
     bundles = {}
     for layers in LAYERS:
         options = {"num_layers": layers, "num_tokens": 128, "batch_size": 1, "max_batch": 1}
         subject = Subject(f"encoder-{layers}", "transformer-encoder", options)
         bundles[layers] = deployed(folder, subject, "fp32", say, tune=False)
-    plan = Plan([], None, USUAL, 7, threads, seconds=10, progress=say)
-    plan.throughput = plan.starts = plan.cases = False
-    grown = over_bundles(plan, "layers", bundles)
+    experiment = Experiment([], None, USUAL, 7, threads, seconds=10, progress=say)
+    experiment.throughput = experiment.starts = experiment.cases = False
+    grown = over_bundles(experiment, "layers", bundles)
     grown.model = "transformer-encoder"
     return grown
 
 
-def summary(taken: found.Results) -> str:
+def summary(measured: Results) -> str:
     """Of every model and precision the backend that `auto` picks, and how many times longer others take."""
     rows = []
-    for model in taken.models:
+    for model in measured.models:
         for picked in (one for one in model.contenders if one.picked and model.name in TITLES):
             ratios = {one.name: one.ratio for one in model.contenders if one.precision == picked.precision}
             others = ["–" if (ratio := ratios.get(name)) is None else f"{ratio.value:.2f} ×" for name in SUMMARISED]
@@ -277,15 +280,15 @@ def summary(taken: found.Results) -> str:
     return markdown_table(("model", "precision", "attnforge", *SUMMARISED.values()), rows, words=3)
 
 
-def tables(taken: found.Results) -> dict[str, str]:
+def tables(measured: Results) -> dict[str, str]:
     """The tables of the documentation, by the names of their places."""
-    about = taken.environment
-    where = f"{about.machine.processor}, {about.threads} threads; `{taken.command}`"
-    made = {model.name: table(model) for model in taken.models}
-    made["claims"] = claims.table(taken)
-    made["summary"] = summary(taken)
-    made |= {f"growth-{growth.along}": growth_table(growth) for growth in taken.growth}
-    return {name: f"{text}\n\n{where}" for name, text in made.items()}
+    about = measured.environment
+    where = f"{about.machine.processor}, {about.threads} threads; `{measured.command}`"
+    texts = {model.name: table(model) for model in measured.models}
+    texts["claims"] = claims.table(measured)
+    texts["summary"] = summary(measured)
+    texts |= {f"growth-{growth.along}": growth_table(growth) for growth in measured.growth}
+    return {name: f"{text}\n\n{where}" for name, text in texts.items()}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 
 from attnforge.arrays import Array
 from attnforge.benchmarks.measure import results
-from attnforge.benchmarks.measure.compare import TOLERANCE, Comparison, Move, compare
+from attnforge.benchmarks.measure.compare import TOLERANCE, Differences, Move, compare
 from attnforge.benchmarks.measure.results import (
     Cases,
     Cold,
@@ -288,7 +288,7 @@ def run(*models: Model, growth: Sequence[Growth] = (), left_out: Mapping[str, st
     )  # fmt: skip
 
 
-def compared(before: Sequence[Contender], after: Sequence[Contender], **found: Any) -> Comparison:
+def compared(before: Sequence[Contender], after: Sequence[Contender], **found: Any) -> Differences:
     return compare(run(model(before)), run(model(after, **found)))
 
 
@@ -607,7 +607,7 @@ def growth(exponent: float, name: str = "b", sizes: Sequence[int] = (64, 128, 25
     return Growth(model="vit", along="tokens", sizes=list(sizes), series=[series])
 
 
-def grown(before: Growth, after: Growth) -> Comparison:
+def grown(before: Growth, after: Growth) -> Differences:
     return compare(run(growth=[before]), run(growth=[after]))
 
 
@@ -691,4 +691,4 @@ def test_files_compare_as_what_they_hold(tmp_path: Path) -> None:
     assert len(read.moved) == 5 and len(read.notes) == len(whole.notes) == 2
     for one, other in zip(read.moved, whole.moved, strict=True):
         assert numbers(one) == pytest.approx(numbers(other), rel=1e-3)
-    assert Comparison.model_validate_json(whole.model_dump_json()) == whole
+    assert Differences.model_validate_json(whole.model_dump_json()) == whole

@@ -15,9 +15,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnforge
-from attnforge.benchmarks.measure import limits
-from attnforge.benchmarks.measure.limits import SOFTMAX, Ceilings, Work, limit_seconds, measure_ceilings, work_of
+from attnforge.benchmarks.measure import ceilings as measuring
+from attnforge.benchmarks.measure.ceilings import measure_ceilings
+from attnforge.benchmarks.measure.limits import Ceilings, Work, limit_seconds
 from attnforge.benchmarks.measure.products import LIBRARIES
+from attnforge.benchmarks.measure.work import SOFTMAX, work_of
 from attnforge.bundle import CANONICAL
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.export.attention.canonicalize import canonicalize
@@ -365,8 +367,8 @@ def test_ceilings_are_numbers() -> None:
 def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every run takes one second, a rate is what a run does."""
     for name, value in {"PRODUCT_SIZES": (4, 8), "COPIED": 64, "CACHED": (8, 16)}.items():
-        monkeypatch.setattr(limits, name, value)
-    monkeypatch.setattr(limits.time, "perf_counter", itertools.count().__next__)
+        monkeypatch.setattr(measuring, name, value)
+    monkeypatch.setattr(measuring.time, "perf_counter", itertools.count().__next__)
     found = measure_ceilings(2, ("fp32",), seconds=1000)
     assert found.flops == {"fp32": 2 * 8**3}
     assert (found.bandwidth, found.exponentials) == (64 + 64, 2 * 16)
@@ -376,8 +378,8 @@ def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ceiling_is_that_of_the_fastest_library(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"torch": {"fp32": 2.0, "bf16": 5.0}, "onnxruntime": {"fp32": 3.0}, "openvino": {"fp32": 1.0, "bf16": 4.0}}
     libraries = {name: lambda precision, *_, name=name: rates[name].get(precision) for name in rates}
-    monkeypatch.setattr(limits, "LIBRARIES", libraries)
-    monkeypatch.setattr(limits, "_rate", lambda rate, *_: rate if isinstance(rate, float) else 1.0)
+    monkeypatch.setattr(measuring, "LIBRARIES", libraries)
+    monkeypatch.setattr(measuring, "_rate", lambda rate, *_: rate if isinstance(rate, float) else 1.0)
     found = measure_ceilings(1, ("fp32", "bf16"))
     assert found.flops == {"fp32": 3.0, "bf16": 5.0} and found.by == {"fp32": "onnxruntime", "bf16": "torch"}
 
@@ -397,25 +399,25 @@ def test_each_library_multiplies(name: str) -> None:
 def test_the_best_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     runs = iter([4.0, 2.0, 5.0, 3.0])
-    monkeypatch.setattr(limits.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
 
     def call() -> None:
         clock[0] += next(runs)
 
-    assert limits._rate(call, 100, seconds=14.0) == 100 / 2.0
+    assert measuring._rate(call, 100, seconds=14.0) == 100 / 2.0
     assert next(runs, None) is None
 
 
 def test_threads_are_those_asked_for_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr(limits, "_rate", lambda *_: seen.append(torch.get_num_threads()) or 1.0)
+    monkeypatch.setattr(measuring, "_rate", lambda *_: seen.append(torch.get_num_threads()) or 1.0)
     measure_ceilings(before + 1, ("fp32",))
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
 
     def fails(seconds: float) -> float:
         raise MemoryError
 
-    monkeypatch.setattr(limits, "_copy_rate", fails)
+    monkeypatch.setattr(measuring, "_copy_rate", fails)
     with pytest.raises(MemoryError):
         measure_ceilings(before + 1, ())
     assert torch.get_num_threads() == before

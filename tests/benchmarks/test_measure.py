@@ -24,9 +24,9 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.benchmarks.contenders import peers
 from attnforge.benchmarks.contenders.peers import PEERS, Job, Peer, peers_here, using_sdpa
-from attnforge.benchmarks.measure import bench as measure
-from attnforge.benchmarks.measure import bursts, fresh, limits
+from attnforge.benchmarks.measure import bench, ceilings, fresh, limits, race, throughput
 from attnforge.benchmarks.measure import results as found
+from attnforge.benchmarks.measure.experiment import Experiment, case_at
 from attnforge.benchmarks.measure.statistics import latency_of
 from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, has_place
 from attnforge.benchmarks.suites import growth, suite
@@ -75,7 +75,7 @@ def test_callers_call_at_once() -> None:
         with lock:
             at_once -= 1
 
-    rates = bursts.bursts({"a": call}, {"a": 3}, {"a": 5}, rounds=2)
+    rates = throughput.bursts({"a": call}, {"a": 3}, {"a": 5}, rounds=2)
     assert most == 3
     assert len(rates["a"]) == 2 and all(0 < rate <= 3 * 5 / 0.02 for rate in rates["a"])
 
@@ -115,10 +115,10 @@ def held_to_all(
     def raced(runs: dict[str, Any], rounds: int, *given: Any, **options: Any) -> dict[str, list[list[float]]]:
         return {key: [[peers if key.partition(" ")[0] in PEERS else 1.0]] * rounds for key in runs}
 
-    monkeypatch.setattr(measure, "race", raced)
-    plan = measure.Plan(bundles, ["onnxruntime-cpu"], against, 1, 1, throughput=False, starts=False, memory=False)
-    plan.cases = cases
-    return measure.measure(plan, sizes or {}, None).contenders
+    monkeypatch.setattr(race, "race", raced)
+    experiment = Experiment(bundles, ["onnxruntime-cpu"], against, 1, 1, throughput=False, starts=False, memory=False)
+    experiment.cases = cases
+    return bench.measure(experiment, sizes or {}, None).contenders
 
 
 @pytest.mark.parametrize("any_sizes", [True, False])
@@ -129,7 +129,7 @@ def test_ours_and_who_is_as_fast_are_held_to_every_case(
     """A peer that errs, or fails, in one case that is not timed."""
     right = attnforge.load(bundle, "onnxruntime-cpu").run
     every, inputs = bundle.manifest.cases, bundle.manifest.inputs
-    timed = measure._case(bundle, {})
+    timed = case_at(bundle, {})
     made_for = [case for case in every if any_sizes or case.sizes == timed.sizes]
     assert len(made_for) > 1 and (len(made_for) < len(every)) != any_sizes
     bad = next(case for case in reversed(made_for) if case != timed)
@@ -184,7 +184,7 @@ def test_who_is_as_fast_as_what_is_picked_is_held(
         )  # fmt: skip
         entries.append((SimpleNamespace(job="the job"), one))
     of = SimpleNamespace(job="the job", in_every_case=lambda entry: found.Cases(held=2, of=2))
-    measure._held_to_all_cases(measure.Plan([bundle], None, [], 1, 1), [of], entries)  # type: ignore[list-item,arg-type]
+    race.check_all_cases(Experiment([bundle], None, [], 1, 1), [of], entries)  # type: ignore[list-item,arg-type]
     assert [one.cases is not None for _, one in entries] == [True, True, held]
 
 
@@ -200,13 +200,13 @@ def test_a_reference_file_that_is_gone_is_told_before_anything_is_timed(tmp_path
 
 def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ours is wrong, though it is right in what is timed and was picked."""
-    real = measure.hold
+    real = race.hold
 
     def hold(of: Bundle, backend: str, *given: Any) -> Any:
         report = real(of, backend, *given)
         return report.model_copy(update={"passed": False, "reason": "planted"}) if backend != "eager" else report
 
-    monkeypatch.setattr(measure, "hold", hold)
+    monkeypatch.setattr(race, "hold", hold)
     ours, peer = held_to_all([bundle], ["eager"], monkeypatch, peers=1.1)
     assert ours.wrong_in == "planted" and peer.cases is not None and peer.wrong_in is None
 
@@ -368,8 +368,8 @@ def planted(
 
     monkeypatch.setitem(PEERS, "eager", Peer("planted", module=open_it, **of))
     monkeypatch.setitem(PEERS, "eager-sdpa", Peer("planted", module=lambda job, stack: loaded(bundle, stack)))
-    race = measure.race
-    monkeypatch.setattr(measure, "race", lambda *given, **more: happened.append("race") or race(*given, **more))
+    turns = race.race
+    monkeypatch.setattr(race, "race", lambda *given, **more: happened.append("race") or turns(*given, **more))
     return happened
 
 
@@ -381,7 +381,7 @@ def opened(bundle: Bundle, rounds: int, openings: int) -> found.Model:
 
 @pytest.mark.parametrize(("rounds", "openings", "shares"), [(5, 3, [2, 2, 1]), (24, 4, [6] * 4), (2, 9, [1, 1])])
 def test_rounds_are_shared_out_among_openings(rounds: int, openings: int, shares: list[int]) -> None:
-    assert measure.Plan([], None, [], rounds, 1, openings=openings).shares == shares
+    assert Experiment([], None, [], rounds, 1, openings=openings).shares == shares
 
 
 def test_every_contender_is_opened_anew_for_its_share(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,14 +452,14 @@ def test_what_is_wrong_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatc
 
 
 def quick_ceilings(threads: int) -> limits.Ceilings:
-    return limits.measure_ceilings(threads, ("fp32",), 0.02)
+    return ceilings.measure_ceilings(threads, ("fp32",), 0.02)
 
 
 @pytest.fixture(scope="module")
 def whole(bundle: Bundle) -> found.Results:
     against, sizes = ["onnxruntime-plain"], {"batch": 2, "tokens": 33}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "measure_ceilings", quick_ceilings)
+        patch.setattr(bench, "measure_ceilings", quick_ceilings)
         return attnforge.benchmark(bundle, ["onnxruntime-cpu"], against, sizes=sizes, rounds=3, threads=1)
 
 
@@ -545,9 +545,9 @@ def test_what_takes_long_to_load_is_loaded_twice(tmp_path: Path, monkeypatch: py
     made = attnforge.deploy(module, (torch.randn(3, 8),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     real, seconds = fresh.measured, iter([4.0, 2.0, 0.1, 0.2])
     monkeypatch.setattr(fresh, "measured", lambda order: real(order).model_copy(update={"load_s": next(seconds)}))
-    plan = measure.Plan([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
+    experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
     for least, left in ((2.0, 2), (0.1, 1 if fixed else 0)):
-        (one,) = measure.measure(plan, {}, None).contenders
+        (one,) = bench.measure(experiment, {}, None).contenders
         assert one.cold is not None and one.cold.load_s == least and one.memory is not None
         assert seconds.__length_hint__() == left
 
@@ -556,15 +556,15 @@ def test_a_second_load_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pyt
     made = attnforge.deploy(nn.Linear(8, 4), (torch.randn(3, 8),), tmp_path / "b", targets=["onnxruntime"], tune=False)
     real, calls = fresh.measured, Counter[str]()
 
-    def measured(order: fresh.Order) -> fresh.Found:
+    def measured(order: fresh.Order) -> fresh.FreshRun:
         calls["processes"] += 1
         if calls["processes"] > 1:
             raise fresh.FailedError("planted")
         return real(order).model_copy(update={"load_s": 4.0})
 
     monkeypatch.setattr(fresh, "measured", measured)
-    plan = measure.Plan([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
-    (one,) = measure.measure(plan, {}, None).contenders
+    experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
+    (one,) = bench.measure(experiment, {}, None).contenders
     assert one.cold is not None and one.cold.load_s == 4.0 and one.memory is not None and one.notes == []
     assert calls["processes"] == 2
 
@@ -586,14 +586,16 @@ def test_a_process_that_takes_too_long_is_ended(
 
 
 def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> None:
-    plan = measure.Plan([bundle], ["onnxruntime-cpu"], ["eager"], 2, 1, throughput=False, starts=False, memory=False)
-    grown = growth.over_sizes(plan, "tokens", {n: {"batch": 1, "tokens": n} for n in (4, 16, 64)})
+    experiment = Experiment(
+        [bundle], ["onnxruntime-cpu"], ["eager"], 2, 1, throughput=False, starts=False, memory=False
+    )
+    grown = growth.over_sizes(experiment, "tokens", {n: {"batch": 1, "tokens": n} for n in (4, 16, 64)})
     assert grown.sizes == [4, 16, 64] and {one.name for one in grown.series} == {"onnxruntime-cpu", "eager"}
     for one in grown.series:
         assert all(ms is not None and ms > 0 for ms in one.ms) and one.time is not None
         assert one.extra_mib == [None] * 3 and one.memory is None
     layers = {n: deployed(tmp_path, num_layers=n) for n in (1, 3)}
-    grown = growth.over_bundles(plan, "layers", layers)
+    grown = growth.over_bundles(experiment, "layers", layers)
     assert grown.sizes == [1, 3] and len(grown.deploy_seconds) == 2
     assert all(seconds["export"] > 0 for seconds in grown.deploy_seconds)
 

@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from attnforge.benchmarks.measure import bench as measure
-from attnforge.benchmarks.measure import limits
+from attnforge.benchmarks.measure import ceilings
 from attnforge.benchmarks.measure.results import read
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, write_manifest
 from attnforge.cli import main, out
@@ -224,7 +224,7 @@ def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark
 ) -> None:
     """As if the module had given something else for a constant image."""
     monkeypatch.setattr(
-        measure, "measure_ceilings", partial(limits.measure_ceilings, precisions=("fp32",), seconds=0.02)
+        measure, "measure_ceilings", partial(ceilings.measure_ceilings, precisions=("fp32",), seconds=0.02)
     )
     module, args, shapes = build_model("vit", embed_dim=32, num_layers=1)
     made = deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)

@@ -1,0 +1,122 @@
+"""Starts and memory of contenders, each in a process of its own (:mod:`.fresh`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from attnforge.benchmarks.contenders.peers import PEERS
+from attnforge.benchmarks.measure import fresh
+from attnforge.benchmarks.measure.experiment import Experiment
+from attnforge.benchmarks.measure.race import Entry
+from attnforge.benchmarks.measure.results import Cold, Contender, Memory
+from attnforge.bundle import Case
+
+LONG_START = 0.3
+"""Seconds of loading from which another process is worth it, to tell how long loading really takes.
+
+A virtual machine's memory is slow where it is touched for the first time, and the first process pays; so contenders
+that load longer than this are loaded twice, and the lesser time counts.
+"""
+
+
+@dataclass
+class _Subject:
+    """A contender that a process can be told to run."""
+
+    contender: Contender
+    order: fresh.Order
+    run: fresh.FreshRun | None = None
+    """Of its start, where that tells its memory too."""
+
+
+def measure_starts_and_memory(experiment: Experiment, pairs: Sequence[tuple[Entry, Contender]], case: Case) -> None:
+    """Measure starts, one after another, and then memory, two processes at a time, which do not disturb each other."""
+    if not (experiment.starts or experiment.memory):
+        return
+    subjects = list(_subjects(experiment, pairs, case))
+    for subject in subjects if experiment.starts else ():
+        experiment.progress(f"start {subject.contender.key} anew")
+        with _noted(subject.contender, "start"):
+            _measure_start(subject)
+    if experiment.memory:
+        experiment.progress("measure memory")
+        _measure_memory(subjects)
+
+
+def _subjects(experiment: Experiment, pairs: Sequence[tuple[Entry, Contender]], case: Case) -> Iterator[_Subject]:
+    """The contenders to be measured; one that no process can run gets a note that says why."""
+    for entry, contender in pairs:
+        if entry.ours or experiment.fresh_peers is None or entry.name in experiment.fresh_peers:
+            order = _order(experiment, entry, case)
+            if isinstance(order, str):
+                contender.notes.append(order)
+            else:
+                yield _Subject(contender, order)
+
+
+def _measure_start(subject: _Subject) -> None:
+    run = fresh.measured(subject.order)
+    cold = subject.contender.cold = Cold(import_s=run.import_s, load_s=run.load_s, first_s=run.first_s)
+    if subject.order.any_sizes and subject.order.sizes:
+        return  # its memory takes another process, which first runs at other sizes; that tells a second load, too
+    subject.run = run
+    if run.load_s > LONG_START:
+        with contextlib.suppress(fresh.FailedError):
+            _take_lesser_load(cold, fresh.measured(subject.order))
+
+
+def _measure_memory(subjects: Sequence[_Subject]) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        running = [
+            None
+            if subject.run is not None
+            else threads.submit(fresh.measured, subject.order.model_copy(update={"warm": True}))
+            for subject in subjects
+        ]
+    for subject, future in zip(subjects, running, strict=True):
+        with _noted(subject.contender, "memory"):
+            run = future.result() if future is not None else subject.run
+            assert run is not None
+            if run.loaded_mib is not None and run.peak_mib is not None and run.extra_mib is not None:
+                memory = Memory(loaded_mib=run.loaded_mib, peak_mib=run.peak_mib, extra_mib=run.extra_mib)
+                subject.contender.memory = memory
+            if subject.contender.cold is not None:
+                _take_lesser_load(subject.contender.cold, run)
+
+
+def _take_lesser_load(cold: Cold, run: fresh.FreshRun) -> None:
+    if cold.load_s > LONG_START:
+        cold.load_s = min(cold.load_s, run.load_s)
+
+
+@contextlib.contextmanager
+def _noted(contender: Contender, what: str) -> Iterator[None]:
+    """A process that fails inside the block is a note of the contender's."""
+    try:
+        yield
+    except fresh.FailedError as error:
+        contender.notes.append(f"its {what} is not measured: {error}")
+
+
+def _order(experiment: Experiment, entry: Entry, case: Case) -> fresh.Order | str:
+    """What a process has to be told to run a contender, or why none can."""
+    peer = PEERS.get(entry.name) if not entry.ours else None
+    bundle = entry.job.bundle
+    if peer is not None and peer.compiles:
+        return "its start and memory are not measured: what it compiled is kept on disk, so no start of it is a first"
+    if peer is not None and peer.file is None and bundle.manifest.source.kind in ("module", "onnx"):
+        return "its start and memory are not measured: another process cannot make the module again"
+    return fresh.Order(
+        bundle=str(bundle.path),
+        contender=entry.name,
+        engine="backend" if peer is None else peer.engine,
+        file=str(peer.file(entry.job)) if peer is not None and peer.file is not None else None,
+        sizes=case.sizes,
+        threads=experiment.threads,
+        folder=str(entry.job.folder),
+        any_sizes=peer is None or peer.any_sizes,
+        warm=False,
+    )

@@ -1,0 +1,95 @@
+"""Floating-point operations of the products in a graph, counted node by node.
+
+This is the one counter: the search for precisions estimates costs by it, and benchmarks hold times against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import onnx_ir as ir
+
+from attnforge.export.attention.layout import LayoutError, sizes_of
+from attnforge.export.attention.operators import is_standard
+from attnforge.export.lowering.tuning import Unmeasurable, evaluated
+
+PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention")
+"""Operators that multiply and add."""
+
+
+class Uncountable(Exception):
+    """It is not known what an operator computes, or how large a tensor is; the message says why."""
+
+
+def product_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
+    """Floating-point operations of a matrix product, a convolution (with what its padding adds) or attention, two a
+    multiply-add; 0 for any other operator.
+
+    Args:
+        sizes: of the symbolic dims.
+
+    Raises:
+        Uncountable: a shape is not known, or the operator is in a form that is not counted.
+    """
+    if node.domain != "" or node.op_type not in PRODUCTS:
+        return 0
+    if node.op_type == "Attention":
+        *_, d_k = shape_at(node.inputs[0], sizes)
+        *_, d_v = shape_at(node.inputs[2], sizes)
+        return 2 * attention_scores(node, sizes) * (d_k + d_v)
+    if node.op_type == "Einsum":
+        return _einsum(node, sizes)
+    a, b = (shape_at(value, sizes) for value in node.inputs[:2])
+    if node.op_type == "ConvTranspose":
+        return 2 * prod(a) * prod(b[1:])
+    result = prod(shape_at(node.outputs[0], sizes))
+    if node.op_type == "Conv":
+        return 2 * result * prod(b[1:])
+    return 2 * result * (a[0] if node.op_type == "Gemm" and node.attributes.get_int("transA") == 1 else a[-1])
+
+
+def attention_scores(node: ir.Node, sizes: Mapping[str, int]) -> int:
+    """How many scores a canonical Attention node needs: of causal attention, pairs of a query and a key that it attends
+    to; with a mask, all.
+
+    Raises:
+        Uncountable: the node is not canonical, or a shape is not known.
+    """
+    if not is_standard(node):
+        raise Uncountable("an Attention that is not canonical")
+    (batch, heads, n_q, _), (_, _, n_k, _) = (shape_at(value, sizes) for value in node.inputs[:2])
+    pairs = n_q * n_k
+    if node.attributes.get_int("is_causal", 0):  # the query at i attends to the keys up to i
+        rows = min(n_q, n_k)
+        pairs = rows * (rows + 1) // 2 + (n_q - rows) * n_k
+    return batch * heads * pairs
+
+
+def _einsum(node: ir.Node, sizes: Mapping[str, int]) -> int:
+    """A multiply-add for every combination of indices of two operands; for more, their order would have to be known."""
+    terms = node.attributes["equation"].as_string().replace(" ", "").partition("->")[0].split(",")
+    if len(terms) != 2 or any("..." in term for term in terms):
+        raise Uncountable("an Einsum of other than two operands whose indices are all named")
+    shapes = [shape_at(value, sizes) for value in node.inputs]
+    named = [pair for term, shape in zip(terms, shapes, strict=True) for pair in zip(term, shape, strict=True)]
+    return 2 * prod(dict(named).values())
+
+
+def shape_at(value: ir.Value | None, sizes: Mapping[str, int]) -> list[int]:
+    """The shape of a value.
+
+    Args:
+        value: an operand that is there.
+        sizes: of the symbolic dims.
+
+    Raises:
+        Uncountable: it is not known.
+    """
+    assert value is not None
+    try:
+        return [evaluated(size, sizes) for size in sizes_of(value)]
+    except LayoutError as error:
+        raise Uncountable(str(error)) from error
+    except Unmeasurable as error:
+        raise Uncountable(f"the shape {value.shape} of {value.name!r} is not known") from error
