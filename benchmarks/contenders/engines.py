@@ -1,4 +1,4 @@
-"""What runs a model's file, for peers and in processes of their own; without torch."""
+"""Engines: what runs a model's file, for peers and in processes of their own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Bundle
-from attnforge.errors import UnavailableError
+from attnforge.errors import UnavailableError, first_line
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime
 from attnforge.runtime.backends.openvino import CAPABILITIES
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.session import Session, load
 
 Runner = Callable[[dict[str, Array]], dict[str, Array]]
-"""Runs a contender on inputs by name; those that were compiled for some sizes take these alone."""
+"""Runs a contender on inputs by name; a contender that was compiled for some sizes takes these sizes alone."""
 
 
 @dataclass
@@ -28,9 +28,9 @@ class Setup:
     """What contenders are opened for.
 
     Attributes:
-        bundle: whose model is run.
+        bundle: the bundle of the model that they run.
         feeds: inputs by name, in the bundle's dtypes.
-        threads: of one run, on a CPU.
+        threads: that a run may use on a CPU.
     """
 
     bundle: Bundle
@@ -50,8 +50,8 @@ def open_backend(name: str, setup: Setup, stack: ExitStack) -> Runner:
 
 @functools.cache
 def why_no_products(precision: str) -> str | None:
-    """Why ONNX Runtime's CPU cannot multiply matrices at a precision, in its words, or None. It is asked before a model
-    is exported for nothing."""
+    """Why ONNX Runtime's CPU cannot multiply matrices at a precision, in its words, or None; asked before a model is
+    exported for nothing."""
     import onnxruntime as ort
     from onnx import TensorProto, helper
 
@@ -63,13 +63,13 @@ def why_no_products(precision: str) -> str | None:
     options.log_severity_level = 4
     try:
         ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # of a kind of its own
-        return str(error).strip().splitlines()[0]
+    except Exception as error:  # ONNX Runtime's own kinds derive from nothing narrower
+        return first_line(error)
     return None
 
 
 def _in_onnxruntime(setup: Setup, file: Path, stack: ExitStack) -> Runner:
-    """Checked and bound as the bundle's own backends are."""
+    """A file in ONNX Runtime, with inputs checked and bound as the bundle's own backends do it."""
     manifest = setup.bundle.manifest
     backend = OnnxRuntime(file.stem, file, manifest.inputs, manifest.outputs, setup.threads)
     return stack.enter_context(Session(setup.bundle, backend)).run
@@ -102,7 +102,7 @@ def _in_openvino(setup: Setup, file: Path, stack: ExitStack, static: bool = Fals
     }  # fmt: skip
     request = core.compile_model(model, "CPU", properties).create_infer_request()
     names = [spec.name for spec in setup.bundle.manifest.outputs]
-    held: list[dict[str, Array]] = [{}, {}]  # the inputs of the last call and what was made of them, which costs time
+    held: list[dict[str, Array]] = [{}, {}]  # the last call's inputs and their fp32 copies, which take time to make
 
     def run(feeds: dict[str, Array]) -> dict[str, Array]:
         if feeds is not held[0]:
@@ -123,4 +123,4 @@ ENGINES: dict[str, Callable[[Setup, Path, ExitStack], Runner]] = {
     "openvino": _in_openvino,
     "openvino-static": _in_openvino_for_these_sizes,
 }
-"""By name; each is given a model's file."""
+"""By name; each opens a model's file."""

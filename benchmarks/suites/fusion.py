@@ -28,7 +28,16 @@ from attnforge.benchmarks.contenders.peers import (
     ort_fusions,
     transformers_optimizer,
 )
-from attnforge.benchmarks.publish import README, RESULTS, RESULTS_PAGE, has_place, machine, publish, publish_table
+from attnforge.benchmarks.publish import (
+    README,
+    RESULTS,
+    RESULTS_PAGE,
+    has_place,
+    machine,
+    markdown_table,
+    publish,
+    publish_table,
+)
 from attnforge.benchmarks.suites.huggingface import build, minilm, variants
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
@@ -85,13 +94,13 @@ def main(
 
 def models() -> dict[str, Callable[[], Example]]:
     """Every model by name: Hugging Face's in both their forms of attention, one with trained weights, our own."""
-    made: dict[str, Callable[[], Example]] = {}
+    every: dict[str, Callable[[], Example]] = {}
     for name, attention in variants():
-        made[f"{name}, {attention}"] = lambda n=name, a=attention: build(n, a)  # type: ignore[misc]
-    made["all-MiniLM-L6-v2"] = lambda: example(minilm(), max_tokens=64)
+        every[f"{name}, {attention}"] = lambda n=name, a=attention: build(n, a)  # type: ignore[misc]
+    every["all-MiniLM-L6-v2"] = lambda: example(minilm(), max_tokens=64)
     for name in MODELS:
-        made[name] = lambda n=name: build_model(n)  # type: ignore[misc]
-    return made
+        every[name] = lambda n=name: build_model(n)  # type: ignore[misc]
+    return every
 
 
 def coverage(model: Example) -> dict[str, Any]:
@@ -155,16 +164,12 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
     rows = figures["models"]
     columns = [column for column in COLUMNS if all(column in row for row in rows.values())]  # an older file has fewer
-    lines = [
-        f"| model | sites | {' | '.join(COLUMNS[column] for column in columns)} |",
-        "|" + "---|" * (2 + len(columns)),
-    ]
-    for name, row in rows.items():
-        lines.append(f"| {name} | {row['sites']} | " + " | ".join(_cell(row, column) for column in columns) + " |")
-    totals = [sum(row[column] for row in rows.values()) for column in ("sites", *columns)]
-    lines.append("| **all** | " + " | ".join(f"**{total}**" for total in totals) + " |")
+    lines = [(name, row["sites"], *(_cell(row, column) for column in columns)) for name, row in rows.items()]
+    totals = [f"**{sum(row[column] for row in rows.values())}**" for column in ("sites", *columns)]
+    header = ("model", "sites", *(COLUMNS[column] for column in columns))
+    text = markdown_table(header, [*lines, ("**all**", *totals)])
     versions = ", ".join(f"{k} {figures['tools'][k]}" for k in ("tensorrt_rtx", "onnxscript", "transformers"))
-    return "\n".join([*lines, "", f"– where the tool refuses the model. {versions}; `{figures['command']}`"])
+    return f"{text}\n\n– where the tool refuses the model. {versions}; `{figures['command']}`"
 
 
 def summary(figures: dict[str, Any]) -> str:

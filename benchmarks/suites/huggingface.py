@@ -1,6 +1,6 @@
-"""Hugging Face architectures in small random configurations, and one with trained weights: what attnforge is tried on.
+"""Hugging Face architectures in small random configurations, and one with trained weights, to try attnforge on.
 
-Nothing here is known to the recogniser; each is a way of writing attention that its authors chose.
+The recogniser knows none of them; each writes attention in the way that its authors chose.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VOCABULARY = 200
 
 def _models() -> dict[str, Callable[[], tuple[Any, Any]]]:
     """For every architecture its class and a small configuration."""
-    t: Any = import_module("transformers")  # whose configurations take more than their types say
+    t: Any = import_module("transformers")  # its configurations take more arguments than their types say
 
     text = {**_WIDTHS, "vocab_size": _VOCABULARY}
     gpt = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": _VOCABULARY, "n_positions": 128}
@@ -57,7 +57,7 @@ NAMES = (
     "beit", "bloom",
 )  # fmt: skip
 EAGER_ONLY = ("deberta-v2", "bloom")
-"""Architectures of which transformers has no form with scaled_dot_product_attention."""
+"""Architectures that transformers has without scaled_dot_product_attention alone."""
 
 
 def variants() -> list[tuple[str, str]]:
@@ -72,7 +72,7 @@ def build(name: str, attention: str) -> Example:
     torch.manual_seed(0)
     model = kind(config).eval()
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # larger than their initialisation, which leaves attention all but uniform
+        if parameter.dim() > 1:  # their own initialisation leaves attention almost uniform
             torch.nn.init.normal_(parameter, std=0.15)
     return around(model.get_encoder() if name == "whisper-encoder" else model, max_tokens=48)
 

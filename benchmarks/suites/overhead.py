@@ -2,16 +2,15 @@
 
 `python -m attnforge.benchmarks.suites.overhead` writes `benchmarks/results/overhead.json` and refreshes the table in
 docs/results.md. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither
-checks nor allocates nor binds anything. The Session does all of that at every call.
+checks nor allocates nor binds anything. The Session does all three at every call.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +22,12 @@ from torch import nn
 from torch.export import Dim
 
 import attnforge
-from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, publish
+from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, markdown_table, publish
 from attnforge.bundle import Bundle
 from attnforge.machine import tool_versions
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
-from attnforge.runtime.turns import SETTLE
+from attnforge.runtime.turns import in_turns, seconds_of
 
 COMMAND = "python -m attnforge.benchmarks.suites.overhead"
 
@@ -45,13 +44,13 @@ def main(
         "one linear layer, 2 × 16": (_tiny(), 1, 500),
         "patch-attention, 3136 tokens": (tuple(build_model("patch-attention")), threads, 1),
     }
-    found = {}
+    measured = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, ((module, args, shapes), spread, calls)) in enumerate(models.items()):
             console.print(f"{name} …", style="dim")
             bundle = attnforge.deploy(module, args, Path(folder) / str(i), shapes, targets=["onnxruntime"])
-            found[name] = measure(bundle, spread, calls, rounds)
-    figures = {"command": COMMAND, "machine": machine(threads), "tools": tool_versions(), "models": found}
+            measured[name] = measure(bundle, spread, calls, rounds)
+    figures = {"command": COMMAND, "machine": machine(threads), "tools": tool_versions(), "models": measured}
     text = table(figures)
     console.print(text)
     publish(figures, text, "overhead", results, page)
@@ -76,23 +75,17 @@ def measure(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, 
             "session_us": lambda: session.run(feeds),
             "session_out_us": lambda: session.run(feeds, out=results),
         }
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        shuffle = random.Random(0)
-        for _ in range(rounds):
-            for name in shuffle.sample(list(contenders), len(contenders)):
-                time.sleep(SETTLE)
-                times[name].append(_microseconds(contenders[name], calls))
+        turns = {name: partial(_microseconds, call, calls) for name, call in contenders.items()}
+        times = in_turns(turns, rounds)
     medians = {name: statistics.median(series) for name, series in times.items()}
     added = medians["session_us"] - medians["bare_us"]
     return {**medians, "added_us": added, "ratio": medians["session_us"] / medians["bare_us"]}
 
 
 def _microseconds(call: Callable[[], object], calls: int) -> float:
+    """Microseconds of a call, the mean of `calls` after one that is not timed."""
     call()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return 1e6 * (time.perf_counter() - start) / calls
+    return 1e6 * seconds_of(call, calls) / calls
 
 
 def _tiny() -> tuple[Any, ...]:
@@ -103,15 +96,17 @@ def _tiny() -> tuple[Any, ...]:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = [
-        "| median µs a call | bare ONNX Runtime | Session | Session, `out=` | added | ratio |",
-        "|---|---|---|---|---|---|",
+    header = ("median µs a call", "bare ONNX Runtime", "Session", "Session, `out=`", "added", "ratio")
+    rows = [
+        (
+            name,
+            *(f"{of[key]:,.1f}" for key in ("bare_us", "session_us", "session_out_us", "added_us")),
+            f"{of['ratio']:.3f}",
+        )
+        for name, of in figures["models"].items()
     ]
-    for name, of in figures["models"].items():
-        cells = " | ".join(f"{of[key]:,.1f}" for key in ("bare_us", "session_us", "session_out_us", "added_us"))
-        lines.append(f"| {name} | {cells} | {of['ratio']:.3f} |")
     where = f"{figures['machine']['processor']}, {figures['machine']['threads']} threads; `{figures['command']}`"
-    return "\n".join([*lines, "", where])
+    return f"{markdown_table(header, rows)}\n\n{where}"
 
 
 if __name__ == "__main__":

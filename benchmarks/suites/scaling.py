@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.console import Console
 
-from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, publish
+from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, markdown_table, publish
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -84,15 +84,11 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
     seconds = figures["seconds"]
     stages = list(next(iter(seconds.values())))
-    lines = [
-        "| seconds | " + " | ".join(f"{layers} layers" for layers in seconds) + " |",
-        "|" + "---|" * (len(seconds) + 1),
-    ]
-    lines += [
-        f"| {stage} | " + " | ".join(f"{times[stage]:.2f}" for times in seconds.values()) + " |" for stage in stages
-    ]
+    header = ("seconds", *(f"{layers} layers" for layers in seconds))
+    rows = [(stage, *(f"{times[stage]:.2f}" for times in seconds.values())) for stage in stages]
     where = f"{figures['machine']['processor']}, CPU threads: {figures['machine']['threads']}; `{figures['command']}`"
-    return "\n".join([*lines, "", f"All but the export grow with layers^{figures['exponent']:.2f}. {where}"])
+    law = f"All but the export grow with layers^{figures['exponent']:.2f}."
+    return f"{markdown_table(header, rows)}\n\n{law} {where}"
 
 
 if __name__ == "__main__":
