@@ -292,15 +292,15 @@ def read(file: str | os.PathLike[str]) -> Results:
 
 
 def write(results: Results, file: str | os.PathLike[str]) -> None:
-    """Write results, numbers to four digits, whole or not at all."""
+    """Write results, numbers to five digits, whole or not at all."""
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, f"{json.dumps(_to_four_digits(results.model_dump(mode='json')), indent=1)}\n".encode())
+    write_whole(target, f"{json.dumps(_to_five_digits(results.model_dump(mode='json')), indent=1)}\n".encode())
 
 
-def _to_four_digits(value: object) -> object:
+def _to_five_digits(value: object) -> object:
     if isinstance(value, float):
-        return float(f"{value:.4g}")
+        return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _to_four_digits(item) for key, item in value.items()}
-    return [_to_four_digits(item) for item in value] if isinstance(value, list) else value
+        return {key: _to_five_digits(item) for key, item in value.items()}
+    return [_to_five_digits(item) for item in value] if isinstance(value, list) else value
