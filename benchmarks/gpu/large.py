@@ -1,8 +1,9 @@
-"""Large models: bundles without reference outputs, and the truth that answers are held to."""
+"""Large models: bundles of them without reference outputs, and the truth that answers are held to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property, partial
@@ -15,19 +16,8 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.running import attempt
 from attnforge.benchmarks.gpu.steps import ParityCheck, capabilities
-from attnforge.bundle import (
-    FLAVOURS,
-    PORTABLE,
-    Bundle,
-    Case,
-    Certificate,
-    Manifest,
-    Source,
-    TargetRecord,
-    TensorSpec,
-    write_manifest,
-)
-from attnforge.machine import compute_capability
+from attnforge.bundle import FLAVOURS, Bundle, Case, Manifest, Source, TensorSpec, write_manifest
+from attnforge.machine import compute_capability, tool_versions
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.parity.budget import judge
 
@@ -39,6 +29,7 @@ if TYPE_CHECKING:
     from attnforge.model.registry import Example
 
 PLACES = 2**20
+"""How many numbers of an output are compared at most."""
 
 
 @dataclass
@@ -46,8 +37,8 @@ class Large:
     """A model that is exported once, small, and deployed at one size at a time.
 
     Attributes:
-        captured: its graph, all of whose sizes are free.
-        sites: of attention.
+        captured: its canonical graph, with symbolic dims for all sizes.
+        sites: its attention.
     """
 
     device: Device
@@ -78,111 +69,83 @@ class Large:
         failed: dict[str, str],
         wanted: Sequence[str] | None = None,
     ) -> Bundle:
-        """A bundle whose inputs have just these shapes, as torch.compile's have, and which holds no reference outputs:
-        on the CPU those of many tokens would take hours.
+        """A bundle whose inputs have just these shapes, as torch.compile's have, and that holds no reference outputs.
+
+        The targets and the certificate are made by the steps of :func:`attnforge.export.deploy.deploy`. That itself
+        cannot serve: it computes reference outputs of every size on the CPU, hours at many tokens, and it would export
+        the model anew for every size.
 
         Args:
-            folder: to write it to.
+            folder: to write the bundle to.
             shapes: of the inputs.
             output: shape of the only output.
-            sizes: what the symbols of the graph stand for.
+            sizes: of the graph's symbolic dims.
             targets: of `onnxruntime`, `tensorrt` and `tensorrt_rtx`.
             failed: where a builder's refusal goes.
-            wanted: what TensorRT-RTX's plan is to be for; by default what worked when it was tried.
+            wanted: compute capabilities for TensorRT-RTX's plan; by default those that worked when it was tried.
         """
-        from attnforge.export.tensorrt.rebuild import rebuilt
-        from attnforge.machine import tool_versions
+        from attnforge.export.certificate import certify
+        from attnforge.export.graphs.saving import Shelf
+        from attnforge.export.targets.registry import TARGETS
+        from attnforge.export.targets.target import Built, Job
 
         captured = self.captured
-        fixed = zip(captured.inputs, shapes, strict=True)
-        inputs = [spec.model_copy(update={"dims": list(shape)}) for spec, shape in fixed]
-        outputs = [captured.outputs[0].model_copy(update={"dims": list(output)})]
-        records: dict[str, TargetRecord] = {}
-        fused: dict[str, int] = {}
-        if "onnxruntime" in targets:
-            records["onnxruntime"] = self._for_onnxruntime(folder, inputs, outputs, sizes)
-        for flavour in FLAVOURS:
-            if flavour in targets:
-                wanted = capabilities(self.device.run.results) if wanted is None else wanted
-                make = partial(self._for_tensorrt, folder, flavour, inputs, outputs, fused, wanted)
-                if (record := attempt(failed, flavour, make)) is not None:
-                    records[flavour] = record
+        wanted = capabilities(self.device.run.results) if wanted is None else wanted
+        job = Job(
+            out=folder,
+            folder=folder,
+            shelf=Shelf(folder),
+            model=self._at(sizes),
+            sites=self.sites,
+            inputs=_fixed(captured.inputs, shapes),
+            precision=captured.precision,
+            attention=None,
+            tune=False,
+            compute_capabilities=wanted,
+            profiles=(),
+        )
+        attempts = {target: attempt(failed, target, partial(TARGETS[target], job)) for target in targets}
+        built: dict[str, Built] = {target: result for target, result in attempts.items() if result is not None}
+        if wanted and "tensorrt_rtx" in built:
+            # Said to be for this device whatever the plan was built for: whether it loads is what is tried.
+            here = compute_capability(self.device.settings.device)
+            built["tensorrt_rtx"].record.engines[0].compute_capabilities = [here]
         manifest = Manifest(
             name=type(captured.module).__name__,
             precision=captured.precision.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             tools=tool_versions(),
             source=Source(kind="module", name=type(captured.module).__qualname__),
-            inputs=inputs,
-            outputs=outputs,
-            attention=Certificate(
-                sites=len(self.sites), canonical=sum(site.node is not None for site in self.sites), fused=fused,
-                unfused=[], details=[],
-            ),
-            targets=records,
+            inputs=job.inputs,
+            outputs=_fixed(captured.outputs, [output]),
+            attention=certify(self.sites, built),
+            targets={target: result.record for target, result in built.items()},
             cases=[],
-        )  # fmt: skip
+        )
         write_manifest(folder, manifest)
-        if "tensorrt" in records:
-            attempt(failed, "tensorrt", partial(rebuilt, folder, "tensorrt", self.device.settings.device))
         return Bundle(folder)
 
-    def _for_onnxruntime(
-        self, folder: Path, inputs: list[TensorSpec], outputs: list[TensorSpec], sizes: Mapping[str, int]
-    ) -> TargetRecord:
-        from attnforge.export.lowering import onnxruntime as for_onnxruntime
-
-        names = {"cpu": "onnxruntime/model.onnx"}
-        if self.captured.precision.is_low:
-            names["cuda"] = "onnxruntime/model.cuda.onnx"
-        for place, name in names.items():
-            graph = self.captured.model.clone()
-            for_onnxruntime.lower(graph, self.sites, sizes, device=place)
-            self._save(graph, folder / name, inputs, outputs)
-        return TargetRecord(model=names["cpu"], cuda_model=names.get("cuda"))
-
-    def _for_tensorrt(
-        self,
-        folder: Path,
-        flavour: str,
-        inputs: list[TensorSpec],
-        outputs: list[TensorSpec],
-        fused: dict[str, int],
-        wanted: Sequence[str],
-    ) -> TargetRecord:
-        from attnforge.export.lowering import tensorrt as for_tensorrt
-        from attnforge.export.tensorrt import build as engine
-
-        record = TargetRecord(model="tensorrt/model.onnx")
-        graph = self.captured.model.clone()
-        lowered = for_tensorrt.lower(graph, self.sites).sites
-        self._save(graph, folder / record.model, inputs, outputs)
-        if flavour == "tensorrt":
-            return record  # its plan is built from the bundle, for the device at hand
-        plan = engine.build(folder / record.model, flavour, inputs, self.captured.precision.name, wanted)
-        fused[flavour] = sum(plan.kernel_of(one.node) is not None for one in lowered)
-        file = f"tensorrt/engine.{flavour}.plan"
-        (folder / file).write_bytes(plan.data)
-        # Said to be for this device whatever it was built for: whether it loads is what is asked.
-        here = [compute_capability(self.device.settings.device)] if wanted else [PORTABLE]
-        record.engines = [plan.record(file, flavour, here)]
-        return record
-
-    @staticmethod
-    def _save(graph: Any, file: Path, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
+    def _at(self, sizes: Mapping[str, int]) -> Any:
+        """The canonical graph with numbers for its symbolic dims."""
         import onnx_ir as ir
 
-        from attnforge.export.graphs.saving import save
+        from attnforge.export.flops import Uncountable, shape_at
 
-        for values, specs in ((graph.graph.inputs, inputs), (graph.graph.outputs, outputs)):
-            for value, spec in zip(values, specs, strict=True):
-                value.shape = ir.Shape([dim for dim in spec.dims if isinstance(dim, int)])
-        save(graph, file)
+        model = self.captured.model.clone()
+        for value in (*model.graph.inputs, *(value for node in model.graph for value in node.outputs)):
+            with suppress(Uncountable):  # a shape that depends on data stays as it is
+                value.shape = ir.Shape(shape_at(value, sizes))
+        return model
+
+
+def _fixed(specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
+    """Inputs or outputs with these shapes for their dims."""
+    return [spec.model_copy(update={"dims": list(shape)}) for spec, shape in zip(specs, shapes, strict=True)]
 
 
 @cache
 def large_of(device: Device, make: Callable[[], Example], precision: str) -> Large:
-    """A model, exported once a process."""
+    """A model, exported once in every process."""
     from attnforge.export.attention.canonicalize import canonicalize
     from attnforge.export.sources.torch_module import capture
 
@@ -192,12 +155,18 @@ def large_of(device: Device, make: Callable[[], Example], precision: str) -> Lar
 
 
 def targets_of(backends: Sequence[str]) -> list[str]:
+    """The targets that these backends run."""
     return sorted({name if name in FLAVOURS else "onnxruntime" for name in backends})
 
 
 @dataclass
 class Truth:
-    """What answers are held to: eager's numbers and float64's, at some places of the output."""
+    """What answers are held to: eager's and float64's numbers at some places of the output.
+
+    Attributes:
+        places: indices into the flat output.
+        eager, exact: the numbers there, as float64.
+    """
 
     case: Case
     precision: Precision
@@ -206,12 +175,15 @@ class Truth:
     exact: Array
 
     def check(self, got: Any) -> ParityCheck:
+        """Hold an output, an array or a tensor on any device, to the budget."""
         if isinstance(got, np.ndarray):
             numbers = got.reshape(-1)[self.places.cpu().numpy()].astype(np.float64)
         else:
             numbers = got.reshape(-1)[self.places.to(got.device)].double().cpu().numpy()
-        found = judge(self.case, "output", numbers, self.eager, self.exact, self.precision)
-        return ParityCheck(passed=found.passed, error=found.error, budget=found.budget, reason=found.reason)
+        comparison = judge(self.case, "output", numbers, self.eager, self.exact, self.precision)
+        return ParityCheck(
+            passed=comparison.passed, error=comparison.error, budget=comparison.budget, reason=comparison.reason
+        )
 
 
 def truth_of(
@@ -222,7 +194,14 @@ def truth_of(
     exact: Callable[..., Tensor],
     inputs: Sequence[Tensor],
 ) -> Truth:
-    """Run both functions on every sample of the batch by itself, `exact` on the inputs in float64."""
+    """What the outputs for a batch of inputs are held to.
+
+    Args:
+        name: of the case.
+        precision: whose budget applies.
+        eager, exact: functions that run on one sample at a time, the second on inputs in float64.
+        inputs: on the device, samples first.
+    """
     torch = device.torch
     samples = [[tensor[i : i + 1] for tensor in inputs] for i in range(len(inputs[0]))]
     with device.products(precision_named("fp32")):

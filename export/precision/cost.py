@@ -7,10 +7,8 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from attnforge.export.flops import Uncountable, product_flops
 from attnforge.runtime.inputs import size_of
-
-PRODUCTS = ("MatMul", "Gemm", "Attention", "Conv", "Einsum")
-"""Operators whose floating-point operations are counted."""
 
 RATE_16, RATE_32, BANDWIDTH = 312e12, 19.5e12, 1.6e12
 """Operations a second of 16-bit and fp32 products, and bytes a second: an A100's (NVIDIA A100 datasheet). Only their
@@ -18,24 +16,17 @@ proportions matter here."""
 
 
 def flops_of(node: ir.Node, sizes: Mapping[str, int]) -> float:
-    """Floating-point operations of a matrix product or of attention; 0 of any other operator.
+    """Floating-point operations of a matrix product, a convolution or attention; 0 of any other operator, and of a node
+    whose work cannot be counted.
 
     Args:
         node: with the shapes of its inputs and outputs.
         sizes: of the symbols in them.
     """
-    if node.op_type not in PRODUCTS or node.domain != "":
+    try:
+        return float(product_flops(node, sizes))
+    except Uncountable:
         return 0.0
-    shapes = [_shape_of(v, sizes) for v in node.inputs if v is not None and v.dtype is not None][:3]
-    results = math.prod(_shape_of(node.outputs[0], sizes))
-    if node.op_type == "Attention" and all(len(shape) == 4 for shape in shapes):
-        (batch, heads, n_q, d_k), (_, _, n_k, _), (_, _, _, d_v) = shapes
-        return 2.0 * batch * heads * n_q * n_k * (d_k + d_v)
-    if node.op_type == "Conv":
-        return 2.0 * results * math.prod(shapes[1][1:])
-    if node.op_type == "Gemm" and node.attributes.get_int("transA") == 1:
-        return 2.0 * results * shapes[0][0]
-    return 2.0 * results * (shapes[0] or [1])[-1]
 
 
 def cost_of(node: ir.Node, sizes: Mapping[str, int], is_high: bool) -> float:

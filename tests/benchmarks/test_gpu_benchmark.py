@@ -305,7 +305,8 @@ def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_pat
     point = patch.Point("fp16", 448, 8)
     model = large.large_of(Device(run), patch.patch_attention, point.precision)
     bundle = model.deploy(tmp_path / "bundle", *point.shapes, ["onnxruntime", "tensorrt_rtx"], failed)
-    assert not failed and bundle.manifest.attention.fused == {"tensorrt_rtx": 1}
+    assert not failed and bundle.manifest.attention.fused == {"onnxruntime": 1, "tensorrt_rtx": 1}
+    assert bundle.manifest.targets["onnxruntime"].cuda_model is not None and bundle.manifest.cases == []
     assert [spec.dims for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)] == [
         [8, 3, 448, 448], [8, 12544, 192],
     ]  # fmt: skip
