@@ -50,27 +50,32 @@ def load(
     cache: bool = True,
     rebuild: bool = False,
 ) -> Session:
-    """Load a bundle.
+    """Load a bundle, ready to run.
 
     Args:
         bundle: its folder.
-        backend: `auto` (on the machine that deployed the bundle, what was measured to be fastest within the parity
-            budget, on a GPU where one can run it; elsewhere the first that can run of TensorRT, TensorRT-RTX, ONNX
-            Runtime with TensorRT, on CUDA, and on the CPU), `onnxruntime` (on a GPU where there is one), one of those
-            or `openvino` by name, or `eager`.
-        module: for `eager`, the torch module, in any precision and mode.
-        threads: that a CPU backend spreads one run over; by default its own choice.
+        backend: one of
+
+            - `auto`: on the machine that deployed the bundle, the backend that was measured there to be fastest within
+              the parity budget, on a GPU where one can run it. Elsewhere the first backend that can run it of
+              TensorRT, TensorRT-RTX, and ONNX Runtime with TensorRT, on CUDA, and on the CPU.
+            - `tensorrt`, `tensorrt_rtx`, `onnxruntime-tensorrt`, `onnxruntime-cuda`, `onnxruntime-cpu` or `openvino`:
+              this backend. A backend of the CPU leaves CUDA alone, so the process may fork after it.
+            - `onnxruntime`: ONNX Runtime on a GPU where it can run there, else on the CPU.
+            - `eager`: the torch module itself, at the bundle's precision.
+        module: the torch module, for `eager`.
+        threads: over how many a CPU backend spreads one run; by default its own choice.
         device: number of the CUDA device.
-        contexts: how many calls may run at once on a GPU, each with activation memory of its own, and how many of
+        contexts: how many calls may run at once on a GPU, each with activation memory of its own, and how many runs of
             :meth:`Session.run_async` on a CPU; further callers wait.
-        graphs: replay CUDA graphs. By default TensorRT does, for shapes and addresses that come again; ONNX Runtime
-            must be told to, and copies inputs and outputs for it.
-        cache: keep what TensorRT compiles for this device on disk, in `BUNDLE.cache` beside the bundle.
-        rebuild: where the bundle has no plan that this machine can load, for its version, its device, or because the
-            file was altered, build one from the bundle's own model and add it to the bundle.
+        graphs: whether to replay CUDA graphs. By default TensorRT replays them for shapes and addresses that come
+            again, and ONNX Runtime does not, because it has to copy inputs and outputs for that.
+        cache: whether to keep what TensorRT compiles for this device on disk, in `BUNDLE.cache` beside the bundle.
+        rebuild: whether to build a plan from the bundle's own model, and add it to the bundle, where the bundle has no
+            plan that this machine can load: for its version, for its device, or because the file was altered.
 
     Raises:
-        BundleError: what is there is no bundle of this schema, or a file that is needed is missing or altered.
+        BundleError: the folder holds no bundle of this schema, or a file that is needed is missing or altered.
         UnknownNameError: no such backend.
         UsageError: no such device, or fewer than one context.
         UnavailableError: this machine or this bundle cannot run it; says what would.
