@@ -13,7 +13,7 @@ from attnforge.records import Record
 SCHEMA_VERSION = 1
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
 PORTABLE = "portable"
-"""What a TensorRT-RTX plan is for unless told otherwise: every NVIDIA GPU from Ampere on."""
+"""The GPUs that a TensorRT-RTX plan is for by default: every NVIDIA GPU from Ampere on."""
 
 MANIFEST = "manifest.json"
 CANONICAL = "canonical.onnx"
@@ -29,7 +29,15 @@ REFERENCE_EXAMPLE = "reference/example.safetensors"
 
 
 class DimSpec(Record):
-    """A dynamic dim: `factor` times a symbol. Outputs may have an expression as symbol, and no range of their own."""
+    """A dynamic dim: `factor` times a symbol.
+
+    Attributes:
+        symbol: its name; of an output, also an expression of symbols.
+        factor: what the symbol is multiplied with.
+        min: the least size of the dim itself, factor included; None of an output's own expression.
+        opt: the usual size, which the example has.
+        max: the largest size.
+    """
 
     symbol: str
     factor: int = 1
@@ -46,8 +54,12 @@ class TensorSpec(Record):
     """An input or output.
 
     Attributes:
-        low, high: bounds of an integer input's example, and so of the reference inputs.
-        excludes: of a floating-point input that is a mask, the number that it adds where a key is excluded.
+        name: as callers name it.
+        dtype: NumPy's name of it, or `bfloat16`.
+        dims: a number where a dim is fixed.
+        low: the least number of an integer input's example, and so of the reference inputs.
+        high: the largest.
+        excludes: the number that a floating-point mask adds where a key is excluded; None of other inputs.
     """
 
     name: str
@@ -62,8 +74,15 @@ class TensorSpec(Record):
 
 
 class Source(Record):
-    """Where the model came from: a registered name, a callable or a file of either kind, which can make it again, or a
-    module or exported program in memory."""
+    """Where the model came from.
+
+    Attributes:
+        kind: of source. Registered names, callables, Hugging Face folders and files can make the model again; a module
+            or exported program in memory cannot.
+        name: of the model or callable, path of the file, or qualified name of the class.
+        options: keyword arguments of the callable; of a file, the ranges of its dynamic dims.
+        weights: file that the weights were loaded from; None where none was named.
+    """
 
     kind: Literal["registered", "callable", "huggingface", "module", "onnx", "program"]
     name: str
@@ -79,10 +98,16 @@ class Engine(Record):
     """A TensorRT plan.
 
     Attributes:
-        compute_capabilities: that it is for, as `SM89`; `portable` is SM80 and later.
-        profiles: the optimization profiles, each the range of every symbol; the first is the whole of what is taken.
-        activation_memory: bytes on the device for all between inputs and outputs, at the largest sizes, where the
-            builder says.
+        file: name of the plan in the bundle.
+        flavour: which TensorRT built it.
+        version: of that TensorRT.
+        compute_capabilities: GPUs that it is for, such as `SM89`; `portable` is SM80 and later.
+        layers: how many it has.
+        size: bytes of the file.
+        build_seconds: seconds that the builder took.
+        activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
+            where the builder does not say.
+        profiles: the optimization profiles, each the range of every symbol; the first is all that the inputs may be.
     """
 
     file: str
@@ -97,7 +122,13 @@ class Engine(Record):
 
 
 class Tuning(Record):
-    """How forms were measured: on how many processors, at which sizes, and how long that took."""
+    """How the forms of attention sites were measured.
+
+    Attributes:
+        processors: of the machine.
+        sizes: of the dynamic dims.
+        seconds: that measuring took.
+    """
 
     processors: int
     sizes: dict[str, int]
@@ -105,14 +136,16 @@ class Tuning(Record):
 
 
 class SessionSettings(Record):
-    """How ONNX Runtime's CPU session ran this model fastest, on one machine and in one version of it.
+    """How ONNX Runtime's CPU session ran the model fastest, on one machine and in one version.
 
     Attributes:
+        machine: on which it was measured.
+        version: of ONNX Runtime.
         threads: that one run is spread over; None for ONNX Runtime's own choice.
         spinning: whether its threads wait for work in a loop.
         arena: whether it keeps the memory of one run for the next.
-        optimized: the model as that version's optimizer left it, which loads without it.
-        measured: milliseconds of what was tried.
+        optimized: file of the model as that version's optimizer left it, which need not optimize it again.
+        measured: milliseconds of every setting that was tried.
     """
 
     machine: Machine
@@ -125,7 +158,13 @@ class SessionSettings(Record):
 
 
 class PlainPlan(Record):
-    """What the plan would be with attention at the bundle's own precision: what attention at another one gains."""
+    """The plan that has attention at the bundle's own precision; the difference is what a lower one gains.
+
+    Attributes:
+        layers: how many it has.
+        size: bytes of the plan.
+        activation_memory: bytes on the device; None where the builder does not say.
+    """
 
     layers: int
     size: int
@@ -133,14 +172,16 @@ class PlainPlan(Record):
 
 
 class TargetRecord(Record):
-    """What was made for a target.
+    """What the bundle holds for a target.
 
     Attributes:
-        cuda_model: ONNX Runtime's on CUDA, where that is another than on the CPU.
+        model: file of the lowered graph.
+        cuda_model: file of the graph for ONNX Runtime on CUDA, where it differs from the CPU's.
         tuning: how forms were measured; None where rules chose them.
-        session: how ONNX Runtime's session is to be made on the machine that deployed it.
-        attention_precision: of attention alone, where that is not the bundle's.
-        without: the plan without it.
+        session: settings of ONNX Runtime's session on the machine that deployed the bundle.
+        attention_precision: name of the precision of attention alone, where it is not the bundle's.
+        without: the plan that has attention at the bundle's precision.
+        engines: TensorRT plans.
     """
 
     model: str
@@ -157,16 +198,18 @@ Masks = Literal["random", "all", "none", "one", "all but one", "ragged"]
 
 
 class Case(Record):
-    """One reference case: inputs that can be made again, and where the outputs to compare with are.
+    """A reference case: the inputs are made again from its seed, the outputs to compare with are in the bundle.
 
     Attributes:
-        sizes: what each symbol stands for.
+        name: unique in the bundle.
+        sizes: of the symbols of the dynamic dims.
         kind: how floating-point inputs are drawn (:func:`attnforge.runtime.cases.make_inputs`); "example" are
             the inputs that the model was deployed with, "data" real ones that came with it.
         masks: how masks are drawn.
         spread: by output, the largest relative and absolute error of eager's further draws of its rounding: on
             neighbouring inputs, or on other ordinary ones.
         scale: factor on floating-point inputs.
+        seed: of the random numbers.
     """
 
     name: str
@@ -179,12 +222,18 @@ class Case(Record):
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether a model is meant to take such inputs, rather than to be tried by them."""
+        """Whether the inputs are such as the model is meant for, and not a trial by hard ones."""
         return self.kind in ("example", "data", "normal", "uniform")
 
 
 class Region(Record):
-    """What stayed in fp32: operators of one module, and the evidence that they have to."""
+    """Operators of one module that stayed in fp32.
+
+    Attributes:
+        module: qualified name of the module.
+        nodes: names of the operators in the canonical graph.
+        why: the evidence that they have to be in fp32.
+    """
 
     module: str
     nodes: list[str]
@@ -196,9 +245,9 @@ class Mixed(Record):
 
     Attributes:
         low: the 16-bit precision.
-        max_error: relative error on ordinary inputs that was to be met; `exactly` where it was asked for, else the most
-            that twice eager's own is taken for.
-        error: the largest that was found, in the emulation of 16-bit storage.
+        max_error: relative error that is allowed on ordinary inputs.
+        exactly: whether `max_error` was asked for and is the budget; else twice eager's own error is, up to it.
+        error: the largest relative error in the emulation of 16-bit storage.
         regions: what stayed in fp32.
         low_flops: share of the floating-point operations of matrix products and attention that are 16-bit.
         trials: how many assignments were evaluated.
@@ -219,6 +268,7 @@ class Choice(Record):
     """Which backend was fastest within the parity budget, on the machine that deployed the bundle.
 
     Attributes:
+        machine: the machine.
         versions: of the backends' libraries.
         sizes: of the dynamic dims, at which it was measured.
         picked: what `auto` loads on that machine; None where no backend was within the budget.
@@ -240,10 +290,24 @@ class Manifest(Record):
     """What a bundle holds.
 
     Attributes:
-        precision: of everything, or the 16-bit one of a bundle that has `mixed` ones.
-        metric: what the task is measured by, over the cases of real data; `least` is what it must reach.
+        name: of the model.
+        precision: name of the precision of everything, or the 16-bit one of a bundle that has `mixed` ones.
+        created: when, in ISO 8601.
+        tools: versions of the packages that made it.
+        source: where the model came from.
+        inputs: of the model.
+        outputs: of the model.
+        reference: what computed the outputs that backends are compared with.
+        attention: what became of every attention site.
+        targets: what the bundle holds for every target.
+        skipped: targets that it is not built for, and why.
+        cases: what it is verified on.
+        mixed: how precisions were chosen; None where they were given.
+        metric: name of the task's metric over the cases of real data.
+        least: value that the metric must reach.
         choice: which backend was measured to be fastest, and where; None where there was nothing to choose.
         seconds: that every stage of deploying it took.
+        files: sha256 of every other file, by name.
     """
 
     schema_version: Annotated[int, Field(strict=True)] = SCHEMA_VERSION

@@ -35,8 +35,8 @@ class Bundle:
 
         Args:
             path: the folder.
-            check_plans: without, TensorRT's plans may be missing or altered, for who builds them anew.
-            lazily: check each file when :meth:`file` is first asked for it, and so only those that are used.
+            check_plans: whether TensorRT's plans are checked too; a caller that is about to rebuild them skips that.
+            lazily: check a file when :meth:`file` is first asked for it, so only files that are used.
 
         Raises:
             BundleError: no bundle is there, its schema is another, or a file is missing or altered.
@@ -50,10 +50,13 @@ class Bundle:
                 self.check(name)
 
     def file(self, name: str) -> Path:
-        """Path of a file that the manifest lists.
+        """Path of a file of the bundle, checked together with the files that its weights stand in.
+
+        Args:
+            name: as the manifest lists it.
 
         Raises:
-            BundleError: it lists none; or that one, which was not checked before, is missing or altered.
+            BundleError: the manifest does not list the file, or the file is missing or altered.
         """
         if name not in self.manifest.files:
             raise BundleError(f"{self.path} has no {name}; it was deployed for {', '.join(self.manifest.targets)}")
@@ -65,10 +68,13 @@ class Bundle:
         return self.path / name
 
     def check(self, name: str) -> None:
-        """That a file that the manifest lists is there and unaltered.
+        """Check that a file of the manifest is there and unaltered.
+
+        Args:
+            name: as the manifest lists it.
 
         Raises:
-            BundleError: it is not.
+            BundleError: the file is missing, altered, or outside the bundle.
         """
         file = self.path / name
         if not file.resolve().is_relative_to(self.path.resolve()):
@@ -108,7 +114,7 @@ class _Version(BaseModel):
 
 
 def _holds_bundle(folder: Path) -> bool:
-    """Whether a folder is a bundle of any schema version, and not another's that also has a manifest."""
+    """Whether a folder is a bundle of any schema version, and not some other folder with a file `manifest.json`."""
     try:
         document = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
@@ -118,7 +124,11 @@ def _holds_bundle(folder: Path) -> bool:
 
 @contextmanager
 def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `out` when the block ends well, and is gone when it does not.
+    """A temporary folder that becomes `out` where the block ends, and is removed where it raises.
+
+    Args:
+        out: folder of the bundle.
+        force: whether a bundle that stands there is replaced.
 
     Raises:
         UsageError: `out` exists and `force` is not given, or `out` is no bundle and would be lost.
@@ -150,7 +160,13 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, manifest: Manifest, *, only_new: bool = False) -> None:
-    """Hash every file in `folder` into the manifest, or only those that it does not list yet, and write it, last."""
+    """Hash every file of a bundle into the manifest, and write the manifest last.
+
+    Args:
+        folder: of the bundle.
+        manifest: receives `files`.
+        only_new: whether files that the manifest lists already are not hashed again.
+    """
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
     names = {file.relative_to(folder).as_posix(): file for file in files}
     known = manifest.files if only_new else {}

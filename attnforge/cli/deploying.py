@@ -88,12 +88,12 @@ def deploy(
     Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
     """
     from attnforge.export.deploy import deploy as deploy_model
-    from attnforge.export.sources.named import given
+    from attnforge.export.sources.named import model_named
     from attnforge.model.data import Real, real_data
 
     with stages_shown(as_json) as progress:
         progress(f"build {model}")
-        example, source = given(model, pairs(option), weights, ranges(dim, "--dim"))
+        example, source = model_named(model, pairs(option), weights, ranges(dim, "--dim"))
         real = real_data(model, example.args or ()) if data else Real()
         name = Path(model).stem if source is None else Path(model.rpartition(":")[2]).resolve().name
         suffix = precision or ("own" if source is None else "fp32")  # a file without a source record keeps its own

@@ -10,12 +10,12 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.bundle import FLAVOURS, Bundle, TargetRecord, TensorSpec, write_manifest
+from attnforge.bundle import FLAVOURS, Bundle, TargetRecord, write_manifest
 from attnforge.export.graphs.execute import Tensors, wide
 from attnforge.export.graphs.parts import computed
 from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import LOW
-from attnforge.export.sources.torch_module import output_dims
+from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
 from attnforge.runtime.session import load
 
@@ -48,7 +48,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
             changed.engines = [plan.record("engine.plan", target, record.engines[0].compute_capabilities)]
         manifest = bundle.manifest.model_copy(deep=True)
         manifest.targets, manifest.cases, manifest.files = {target: changed}, [], {}
-        manifest.outputs = [_spec(value, manifest.inputs) for value in model.graph.outputs]
+        manifest.outputs = [spec_of(value, output_dims(value, manifest.inputs)) for value in model.graph.outputs]
         write_manifest(path, manifest)
         with load(Bundle(path), backend, cache=False) as session:
             results = session.run(dict(feeds))
@@ -84,8 +84,3 @@ def _show(model: ir.Model, names: Collection[str], sites: Collection[str]) -> li
     values = {str(v.name): v for node in model.graph for v in node.outputs}
     model.graph.outputs.extend(values[name] for name in shown if name not in outputs)
     return shown
-
-
-def _spec(value: ir.Value, inputs: list[TensorSpec]) -> TensorSpec:
-    assert value.name is not None and value.dtype is not None
-    return TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=output_dims(value, inputs))

@@ -91,13 +91,9 @@ class Answers:
     @classmethod
     def of(cls, model: ReferenceModel, cases: Sequence[Case], inputs: Callable[[Case], dict[str, Array]]) -> Answers:
         """What `model` answers to `cases`, whose inputs the function `inputs` makes."""
-        made = {case.name: inputs(case) for case in cases}
-        return cls(
-            cases,
-            made,
-            {name: model.eager(arrays) for name, arrays in made.items()},
-            {name: model.exact(arrays) for name, arrays in made.items()},
-        )
+        feeds = {case.name: inputs(case) for case in cases}
+        eager = {name: model.eager(arrays) for name, arrays in feeds.items()}
+        return cls(cases, feeds, eager, {name: model.exact(arrays) for name, arrays in feeds.items()})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""An exported program becomes a module again, with example inputs and the dynamic dims that it was exported with."""
+"""Exported programs: a program becomes a module again, with its example inputs and dynamic dims."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from attnforge.errors import CaptureError, UsageError, first_line
-from attnforge.export.sources.onnx_file import check_range
+from attnforge.export.sources.specs import check_range
 from attnforge.quiet import quiet
 
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Opened(NamedTuple):
-    """What :func:`~attnforge.export.sources.torch_module.capture` takes, read from a `.pt2`, and its own precision."""
+    """An exported program as :func:`~attnforge.export.sources.torch_module.capture` takes it.
+
+    Attributes:
+        module: takes the program's tensors by position.
+        args: its example inputs.
+        dynamic_shapes: a Dim for every dynamic dim of an input, by the input's name.
+        precision: name of the precision of its weights.
+    """
 
     module: nn.Module
     args: tuple[Tensor, ...]
@@ -51,15 +58,15 @@ def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, 
 
     Args:
         program: exported in eval mode. It is not touched.
-        ranges: `{dim: (min, opt, max)}`, for dims without an upper bound or that are to have another. The example has
-            the `opt`.
+        ranges: `{dim: (min, opt, max)}`, for dims without an upper bound or to replace one. `opt` is the example's
+            size.
 
     Raises:
         UsageError: the program has no example inputs or was exported in training mode, or a range that is missing or
             cannot be meant.
     """
-    module, given = as_module(program)
-    return Opened(module, tuple(given.values()), _dims(program, given, ranges or {}), _PRECISIONS[module.own])
+    module, example = as_module(program)
+    return Opened(module, tuple(example.values()), _dims(program, example, ranges or {}), _PRECISIONS[module.own])
 
 
 def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
@@ -75,13 +82,18 @@ def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
             raise UsageError(f"the program draws random numbers ({node.name}); export it in eval mode")
     leaves, spec = pytree.tree_flatten(program.example_inputs)
     names = [str(name) for name in program.graph_signature.user_inputs]
-    given = {n: leaf for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
-    return _module(program, leaves, spec, list(given)), given
+    example = {n: leaf for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
+    return _module(program, leaves, spec, list(example)), example
 
 
 class Program(nn.Module):
-    """A program as a module. Conversion to another float type, as by `half()`, reaches the types that its graph names:
-    the program's own, and for float64 every one."""
+    """A program as a module. Conversion to another float type, as by `half()`, also converts the types that its graph
+    names: the type of its weights, and for float64 all of them.
+
+    Attributes:
+        inner: the program's graph.
+        own: the float type of its weights.
+    """
 
     def __init__(self, inner: fx.GraphModule, leaves: list[Any], spec: Any, own: torch.dtype) -> None:
         super().__init__()
@@ -127,11 +139,12 @@ class Program(nn.Module):
 
 
 def _constants(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """Tensors written in the code, which a graph module keeps beside its buffers."""
+    """The tensors that the code has as constants; a graph module keeps them beside its buffers."""
     yield from [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
 
 
 def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[str]) -> Program:
+    """The program as a module whose forward has these names as parameters."""
     inner = program.module(check_guards=False)
     assert isinstance(inner, fx.GraphModule)
     dtypes = [v.dtype for v in (*program.state_dict.values(), *leaves) if isinstance(v, Tensor)]
@@ -146,13 +159,13 @@ def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, kind) for name in ("self", *names)]
     )
-    made: type[Program] = type("ExportedProgram", (Program,), {"forward": forward})
-    return made(inner, leaves, spec, own)
+    kind_of_program: type[Program] = type("ExportedProgram", (Program,), {"forward": forward})
+    return kind_of_program(inner, leaves, spec, own)
 
 
-def _dims(program: ExportedProgram, given: dict[str, Tensor], ranges: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
+def _dims(program: ExportedProgram, example: dict[str, Tensor], ranges: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
     """`torch.export`'s dynamic shapes, from the shapes of the program's inputs and the bounds of their symbols."""
-    shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in given}
+    shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in example}
     names: dict[Any, str] = {}
     sizes: dict[Any, int] = {}
     for name, shape in shapes.items():
@@ -166,7 +179,7 @@ def _dims(program: ExportedProgram, given: dict[str, Tensor], ranges: Mapping[st
                     f"dim {i} of input {name!r} is {expression}; of derived dims only multiples are supported"
                 )
             names.setdefault(rest, f"{name}_dim{i}")
-            sizes[rest] = given[name].shape[i] // int(factor)
+            sizes[rest] = example[name].shape[i] // int(factor)
     dims = _bounded(program, names, sizes, ranges)
     return {
         name: {i: _dim(size.node.expr, dims) for i, size in enumerate(shape) if not isinstance(size, int)}

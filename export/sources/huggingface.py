@@ -21,7 +21,7 @@ from attnforge.model.registry import Example
 from attnforge.quiet import quiet
 
 SHORTEST, LONGEST = 2, 512
-"""Tokens that a deployed model takes, unless told otherwise or unless its position table is shorter."""
+"""The numbers of tokens that a deployed model takes, where neither the caller nor its position table says less."""
 
 
 class PlainTensors(nn.Module):
@@ -92,10 +92,10 @@ def example(
     )
 
 
-def _number(name: str, given: int | str) -> int:
-    if not str(given).isdecimal():
-        raise UsageError(f"{name} is {given!r}; give a whole number")
-    return int(given)
+def _number(name: str, value: int | str) -> int:
+    if not str(value).isdecimal():
+        raise UsageError(f"{name} is {value!r}; give a whole number")
+    return int(value)
 
 
 def load(path: str | os.PathLike[str], attention: str, architecture: str | None, seed: int) -> nn.Module:
@@ -119,14 +119,14 @@ def load(path: str | os.PathLike[str], attention: str, architecture: str | None,
         )
     torch.manual_seed(seed)
     try:
-        return _made(kind, config, folder, attention).eval()
+        return _build(kind, config, folder, attention).eval()
     except (ValueError, OSError, NotImplementedError) as error:  # a form that it lacks, weights that do not fit
         raise UsageError(
             f"transformers cannot make {kind.__name__} of {folder}: {str(error).splitlines()[0]}"
         ) from error
 
 
-def _made(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
+def _build(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
     if folder.is_dir() and (any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))):
         with quiet():  # a progress bar
             model = kind.from_pretrained(str(folder), local_files_only=True, attn_implementation=attention)
@@ -175,7 +175,7 @@ def _is_text(name: str) -> bool:
 
 
 def longest(config: Any) -> int:
-    """How many tokens a model takes: what its position table holds, if it has one, and 512 at most."""
+    """How many tokens a model takes: as many as its position table holds, and 512 at most."""
     text = config.get_text_config()
     known = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
     padding = (getattr(text, "pad_token_id", None) or 0) + 1  # RoBERTa's positions start behind the padding's

@@ -1,4 +1,4 @@
-"""Where a model comes from: a registered name, `package.module:function`, `hf:PATH`, an `.onnx` or a `.pt2` file."""
+"""Models named by a text: a registered name, `package.module:function`, `hf:PATH`, an `.onnx` or a `.pt2` file."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class File(NamedTuple):
     dynamic_shapes: dict[str, tuple[int, int, int]]
 
 
-def given(
+def model_named(
     model: str,
     options: Mapping[str, Any],
     weights: str | os.PathLike[str] | None,
     dims: Mapping[str, tuple[int, int, int]],
 ) -> tuple[Example | File, Source | None]:
-    """What `model` names, as :func:`attnforge.deploy` takes it, and the record of it for the manifest, which of a file
-    that function makes itself.
+    """The model that a text names, as :func:`attnforge.deploy` takes it, and the manifest's record of it; None for a
+    file, whose record `deploy` writes itself.
 
     Args:
         model: as of :func:`build`, or the path of an `.onnx` or `.pt2` file.
@@ -45,7 +45,7 @@ def given(
 
     Raises:
         UnknownNameError: no registered model or option has that name.
-        UsageError: no such file or callable, or something was given that only another kind of source has.
+        UsageError: no such file or callable, or an option that only another kind of source has.
     """
     if model.startswith(HUGGING_FACE) or Path(model).suffix not in FILES:
         if dims:
@@ -92,8 +92,8 @@ def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | No
     known = [name for name in inspect.signature(huggingface.example).parameters if name != "path"]
     if unknown := [name for name in options if name not in known]:
         raise UnknownNameError(f"option of {model}", unknown[0], known)
-    made = huggingface.example(model.removeprefix(HUGGING_FACE), **options)
-    return made, Source(kind="huggingface", name=model, options=dict(options))
+    example = huggingface.example(model.removeprefix(HUGGING_FACE), **options)
+    return example, Source(kind="huggingface", name=model, options=dict(options))
 
 
 def rebuild(source: Source) -> Example:

@@ -17,23 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
-from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-from onnxscript import optimizer, version_converter
 
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, DimSpec, TensorSpec
 from attnforge.errors import CaptureError, UsageError
-from attnforge.export.graphs.float64 import FIRST_OPSET, through_onnx
-from attnforge.export.graphs.types import DOUBLE, FLOAT, FLOATS, LOW, retype
+from attnforge.export.graphs.float64 import FIRST_OPSET
+from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
-from attnforge.export.sources.torch_module import OPSET, output_dims
+from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
+from attnforge.export.sources.specs import Dims, check_range, note_example, output_spec, spec_of
 from attnforge.precision import Precision, precision_named
-from attnforge.quiet import quiet
-from attnforge.runtime.cases import excluded_by, make_inputs, shape_of
+from attnforge.runtime.cases import make_inputs, shape_of
 
 Ranges = Mapping[str, tuple[int, int, int]]
 """Least, most usual and largest size of every dynamic dim, by the name that the graph has for it."""
@@ -45,14 +42,15 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 @dataclass
 class Imported:
-    """What :func:`import_graph` gives.
+    """An ONNX graph, ready to be made canonical.
 
     Attributes:
         model: the graph at opset 23, with the shape and type of every value.
-        inputs, outputs: name, dtype and dims of each.
+        inputs: name, dtype and dims of each input.
+        outputs: of each output.
         example: the inputs that count as the example.
-        original: the graph as it was given, which the deployed one is held against.
-        precision: the graph's own, or the one that it was converted to.
+        original: the graph as the file has it, the reference of the deployed model.
+        precision: the graph's own, or that to which it was converted.
     """
 
     model: ir.Model
@@ -71,7 +69,7 @@ class Imported:
         return self.original.exact(inputs)
 
     def at(self, precision: Precision) -> Imported:
-        """The same weights rounded to another precision, as far as :meth:`eager` goes."""
+        """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""
         model = self.original.model.clone()
         retype(model, (FLOAT,), ir.DataType.from_numpy(precision.dtype))
         return replace(self, original=Original(model, precision), precision=precision)
@@ -86,9 +84,9 @@ def import_graph(
     """Read an ONNX file.
 
     Args:
-        file: the model, beside it what it has as external data.
-        ranges: `{dim: (min, opt, max)}` for every dynamic dim of an input; a dim whose three are one is fixed.
-        precision: by default the graph's own, which most of its weights have.
+        file: the model, with its external data beside it.
+        ranges: `{dim: (min, opt, max)}` for every dynamic dim of an input; where the three are one, the dim is fixed.
+        precision: name of one; by default the graph's own, which most of its weights have.
         example: arrays by name or in order. By default normal numbers at the dims' `opt`; integers below the size of
             the table that they index, else 0 and 1.
 
@@ -100,7 +98,7 @@ def import_graph(
     model = _read(Path(file))
     _name_dims(model, Path(file).name, ranges or {})
     infer_shapes(model)
-    _fold(model, floats=False)
+    fold(model, floats=False)
     infer_shapes(model)
     _refuse(model)
     own = _own_precision(model)
@@ -109,16 +107,16 @@ def import_graph(
         retype(model, LOW if own != FLOAT and wanted == FLOAT else (own,), wanted)
     inputs = [_spec(value, ranges or {}, model) for value in model.graph.inputs]
     original = model.clone()
-    model = at_opset(model)
-    _fold(model)
+    at_opset(model)
+    fold(model)
     infer_shapes(model)
-    _fold(model)
+    fold(model)
     repair(model)
     common.NameFixPass()(model)
     _name_scopes(model)
     if unknown := [v.name for node in model.graph for v in node.outputs if v.shape is None or v.dtype is None]:
         logging.getLogger("attnforge").info("of %d values the shape is not known: %s", len(unknown), unknown[0])
-    outputs = [_output(value, inputs) for value in model.graph.outputs]
+    outputs = [output_spec(value, inputs) for value in model.graph.outputs]
     imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
     imported.original.check(imported.example)
     return imported
@@ -140,7 +138,7 @@ def _read(file: Path) -> ir.Model:
     common.RemoveInitializersFromInputsPass()(model)
     common.NameFixPass()(model)
     if (model.opset_imports.get("") or 0) < FIRST_OPSET:
-        model = at_opset(model)
+        at_opset(model)
     return model
 
 
@@ -158,7 +156,11 @@ _RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLi
 
 
 def _refuse(model: ir.Model) -> None:
-    """Raises UsageError where the graph is no function of its inputs alone, or is not one graph."""
+    """Refuse a graph that is no function of its inputs alone, or that has graphs inside.
+
+    Raises:
+        UsageError: it has quantized numbers, random numbers or control flow.
+    """
     for node in model.graph:
         if node.op_type.startswith(_QUANTIZED):
             raise UsageError(
@@ -182,8 +184,12 @@ def _refuse(model: ir.Model) -> None:
 
 
 def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
-    """Give every dynamic dim of an input a name, and those a size whose range is one number."""
-    found: dict[str, str] = {}
+    """Give every dynamic dim of an input a name, or its size where its range is one number.
+
+    Raises:
+        UsageError: an input has no shape, or the ranges are not those of the dynamic dims.
+    """
+    places: dict[str, str] = {}
     for value in model.graph.inputs:
         if value.shape is None or value.dtype is None:
             raise UsageError(f"input {value.name!r} of {file} has no shape; export it with one")
@@ -192,15 +198,15 @@ def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
             if isinstance(dim, int) and dim > 0:
                 dims.append(dim)
                 continue
-            given = None if isinstance(dim, int) else dim.value
-            name = re.sub(r"\W+", "_", given).strip("_") if given else f"{value.name}_dim{i}"
-            found.setdefault(name, f"dim {i} of {value.name}")
+            symbol = None if isinstance(dim, int) else dim.value
+            name = re.sub(r"\W+", "_", symbol).strip("_") if symbol else f"{value.name}_dim{i}"
+            places.setdefault(name, f"dim {i} of {value.name}")
             bounds = ranges.get(name)
             dims.append(bounds[0] if bounds and bounds[0] == bounds[2] else ir.SymbolicDim(name))
         value.shape = ir.Shape(dims)
-    if unknown := [name for name in ranges if name not in found]:
-        raise UsageError(f"{file} has no dynamic dim {unknown[0]!r}; it has {', '.join(found) or 'none'}")
-    if missing := {name: where for name, where in found.items() if name not in ranges}:
+    if unknown := [name for name in ranges if name not in places]:
+        raise UsageError(f"{file} has no dynamic dim {unknown[0]!r}; it has {', '.join(places) or 'none'}")
+    if missing := {name: where for name, where in places.items() if name not in ranges}:
         raise UsageError(
             f"{file} has dynamic dims without a range: {', '.join(f'{n} ({w})' for n, w in missing.items())}; give "
             f"each its least, usual and largest size: {' '.join(f'--dim {name}=1:4:16' for name in missing)} "
@@ -210,18 +216,10 @@ def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
         check_range(name, bounds)
 
 
-def check_range(name: str, bounds: Sequence[int]) -> None:
-    """Raises UsageError where `bounds` are no least, usual and largest size."""
-    whole = len(bounds) == 3 and all(isinstance(n, int) and not isinstance(n, bool) for n in bounds)
-    if not whole or not 1 <= bounds[0] <= bounds[1] <= bounds[2]:
-        raise UsageError(
-            f"the range of {name!r} is {':'.join(map(str, bounds))}; give min:opt:max with 1 <= min <= opt <= max"
-        )
-
-
 def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:
-    assert value.name is not None and value.dtype is not None and value.shape is not None
-    dims: list[int | DimSpec] = []
+    """An input, its dims with the ranges that were given; integers from 0 to the last row of what they index."""
+    assert value.dtype is not None and value.shape is not None
+    dims: Dims = []
     for dim in value.shape:
         if isinstance(dim, int):
             dims.append(dim)
@@ -229,7 +227,7 @@ def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:
         symbol = str(dim.value)
         low, opt, high = ranges[symbol]
         dims.append(DimSpec(symbol=symbol, min=low, opt=opt, max=high))
-    spec = TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=dims)
+    spec = spec_of(value, dims)
     if value.dtype.is_integer():
         spec.low, spec.high = 0, _largest_index(value)
     return spec
@@ -255,24 +253,22 @@ def _largest_index(value: ir.Value) -> int:
     return min(rows) - 1 if rows else 1
 
 
-def _output(value: ir.Value, inputs: list[TensorSpec]) -> TensorSpec:
-    if value.name is None or value.dtype is None or value.shape is None:
-        raise UsageError(f"the shape of output {value.name!r} cannot be inferred; remove it from the graph's outputs")
-    return TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=output_dims(value, inputs))
+def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any] | None) -> dict[str, Array]:
+    """The example inputs by name; `inputs` learn the range of their integers.
 
-
-def _example(inputs: list[TensorSpec], given: Sequence[Any] | Mapping[str, Any] | None) -> dict[str, Array]:
-    """The example, and in `inputs` the range of its integers."""
-    if given is None or len(given) == 0:
+    Raises:
+        CaptureError: an example of other inputs, dtypes or shapes.
+    """
+    if values is None or len(values) == 0:
         sizes = {d.symbol: d.opt or 1 for spec in inputs for d in spec.dims if isinstance(d, DimSpec)}
         return make_inputs(Case(name="example", sizes=sizes, kind="normal", seed=0), inputs, {})
-    if not isinstance(given, Mapping):
-        given = dict(zip((spec.name for spec in inputs), given, strict=False))
-    if (names := [spec.name for spec in inputs]) != list(given):
-        raise CaptureError(f"the example has {', '.join(given) or 'no inputs'}; the graph takes {', '.join(names)}")
+    if not isinstance(values, Mapping):
+        values = dict(zip((spec.name for spec in inputs), values, strict=False))
+    if (names := [spec.name for spec in inputs]) != list(values):
+        raise CaptureError(f"the example has {', '.join(values) or 'no inputs'}; the graph takes {', '.join(names)}")
     example: dict[str, Array] = {}
     for spec in inputs:
-        array = to_numpy(spec.name, given[spec.name])
+        array = to_numpy(spec.name, values[spec.name])
         if is_floating(array):
             array = array.astype(spec.dtype)
         opt = shape_of(spec, {d.symbol: d.opt or 1 for d in spec.dims if isinstance(d, DimSpec)})
@@ -281,15 +277,12 @@ def _example(inputs: list[TensorSpec], given: Sequence[Any] | Mapping[str, Any] 
                 f"the example of {spec.name!r} is {array.dtype}{list(array.shape)}; give {spec.dtype}{list(opt)}, "
                 "dynamic dims at their usual size"
             )
-        if np.issubdtype(array.dtype, np.integer) and array.size:
-            spec.low, spec.high = int(array.min()), int(array.max())
-        elif array.dtype != np.bool_:
-            spec.excludes = excluded_by(array)
+        note_example(spec, array)
         example[spec.name] = array
     return example
 
 
-# --- types, opsets, shapes --------------------------------------------------------------------------------------------
+# --- precision and names ----------------------------------------------------------------------------------------------
 
 
 def _own_precision(model: ir.Model) -> ir.DataType:
@@ -309,75 +302,8 @@ def _own_precision(model: ir.Model) -> ir.DataType:
     return floats[0]
 
 
-def at_opset(model: ir.Model) -> ir.Model:
-    """`model` brought to the opset that has the Attention operator, or as it is where it has that or a later one.
-
-    Raises:
-        UsageError: an operator that onnx's converter cannot bring there, in its own words.
-    """
-    have = model.opset_imports.get("") or 0
-    if have >= OPSET:
-        return model
-    try:
-        with quiet():
-            if have >= 18:
-                version_converter.convert_version(model, OPSET)
-            else:  # below, onnxscript's converter changes the number alone
-                through_onnx(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
-                model.opset_imports[""] = OPSET
-    except Exception as error:
-        why = str(error).splitlines()[0]
-        raise UsageError(f"the graph is of opset {have} and cannot be brought to {OPSET}: {why}") from error
-    for node in model.graph:
-        node.version = None
-    model.ir_version = max(model.ir_version, 10)
-    return model
-
-
-def _fold(model: ir.Model, floats: bool = True) -> None:
-    """Compute what is constant. Without `floats` numbers stay as given: the reference computes them in float64."""
-
-    def should_fold(node: ir.Node) -> bool | None:
-        return False if not floats and any(v.dtype in FLOATS for v in node.outputs) else None
-
-    with quiet():
-        optimizer.fold_constants(model, onnx_shape_inference=False, should_fold=should_fold)
-    # Whole numbers in an attribute of a Constant are beyond ONNX Runtime's inference.
-    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    common.IdentityEliminationPass()(model)
-    common.RemoveUnusedNodesPass()(model)
-
-
-def infer_shapes(model: ir.Model) -> None:
-    """Set type and shape of every value, in place, as ONNX Runtime's symbolic inference finds them from the inputs.
-
-    What the file itself says of the shapes inside is not believed: its names for one and the same size may differ.
-    """
-    for node in model.graph:
-        for output in node.outputs:
-            output.shape = None
-    found: dict[str, ir.Value] = {}
-
-    def look(proto: onnx.ModelProto) -> onnx.ModelProto:
-        with quiet():
-            try:
-                inferred = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
-            except Exception:  # an operator that it does not know; onnx's own gets as far as it can
-                inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-        found.update({v.name or "": v for node in ir.from_proto(inferred).graph for v in node.outputs})
-        return proto
-
-    through_onnx(model.clone(), look)
-    for output in (output for node in model.graph for output in node.outputs):
-        value = found.get(output.name or "")
-        if value is not None and value.dtype is not None:
-            output.type = ir.TensorType(value.dtype)
-        if value is not None and value.shape is not None:
-            output.shape = ir.Shape(list(value.shape))
-
-
 def _name_scopes(model: ir.Model) -> None:
-    """The module that a node stands in, from its name where nothing else says it: `/encoder/0/Softmax`."""
+    """Note the module that each node stands in, by the node's name where nothing else tells: `/encoder/0/Softmax`."""
     for node in model.graph:
         if _SCOPES not in node.metadata_props and (parts := (node.name or "").split("/"))[0] == "" and len(parts) > 2:
             node.metadata_props[_SCOPES] = repr(["", ".".join(parts[1:-1]), parts[-1]])

@@ -1,4 +1,4 @@
-"""An ONNX graph as it was given: the reference of what is deployed from it."""
+"""An ONNX graph as its file has it: the reference of the model that is deployed from it."""
 
 from __future__ import annotations
 
@@ -48,17 +48,20 @@ class Original:
         return self._exact(inputs)
 
     def check(self, example: Mapping[str, Array]) -> None:
-        """See that float64 computes what the graph does: a backend may err twice as much as the graph itself, so where
-        these are two functions any would pass.
+        """Check that float64 computes the same function as the graph. A backend may err twice as much as the graph, so
+        every backend would pass where these are two functions.
+
+        Args:
+            example: inputs by name.
 
         Raises:
-            BuildError: they are, or neither can be run.
+            BuildError: they are two functions, or one of them cannot be run.
         """
         eager, exact = self.eager(example), self.exact(example)
         for name, truth in exact.items():
             finite = np.isfinite(truth) & np.isfinite(eager[name])
-            given, truth = eager[name][finite].astype(np.float64), truth[finite].astype(np.float64)
-            if (error := float(np.linalg.norm(given - truth))) > ESTRANGED * float(np.linalg.norm(truth)):
+            numbers, truth = eager[name][finite].astype(np.float64), truth[finite].astype(np.float64)
+            if (error := float(np.linalg.norm(numbers - truth))) > ESTRANGED * float(np.linalg.norm(truth)):
                 raise BuildError(
                     f"output {name!r} of the graph at {self._precision.name} is {error:.1e} off float64, whose norm is "
                     f"{np.linalg.norm(truth):.1e}: that is no reference; deploy at a higher precision"

@@ -17,6 +17,8 @@ from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
 from attnforge.export.sources.repair import repair
+from attnforge.export.sources.shapes import OPSET
+from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import (
@@ -28,23 +30,20 @@ from attnforge.runtime.backends.eager import (
     run,
     torch_dtype,
 )
-from attnforge.runtime.cases import excluded_by
-
-OPSET = 23
-"""The first opset with the Attention operator."""
 
 DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
 
 
 @dataclass
 class Captured:
-    """What :func:`capture` gives.
+    """An exported module, ready to be made canonical.
 
     Attributes:
         model: the graph, as torch's exporter wrote it.
         module: a copy of the module in eval mode, its floating-point weights in the precision's dtype.
         args: the example inputs, floating-point ones in the precision's dtype.
-        inputs, outputs: name, dtype and dims of each.
+        inputs: name, dtype and dims of each input.
+        outputs: of each output.
         precision: of weights, inputs and outputs.
     """
 
@@ -71,7 +70,7 @@ class Captured:
         return {name: to_numpy(name, v.double()) for name, v in run(self._widened, inputs, torch.float64).items()}
 
     def at(self, precision: Precision) -> Captured:
-        """The same weights rounded to another precision, as far as :meth:`eager` goes."""
+        """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""
         return replace(self, module=at_precision(self.module, precision), precision=precision)
 
     @cached_property
@@ -116,12 +115,16 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     repair(model)
     for value, name in zip(model.graph.inputs, names, strict=True):
         _check_symbolic(value, dims[name])
-    inputs = [_spec(v, dims[v.name or ""], arg) for v, arg in zip(model.graph.inputs, cast, strict=True)]
-    outputs = [_spec(v, output_dims(v, inputs)) for v in model.graph.outputs]
+    inputs = [
+        _input_spec(value, dims[name], name, arg)
+        for value, name, arg in zip(model.graph.inputs, names, cast, strict=True)
+    ]
+    outputs = [spec_of(value, output_dims(value, inputs)) for value in model.graph.outputs]
     return Captured(model, copied, cast, inputs, outputs, precision)
 
 
 def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:
+    """The names of forward's parameters that the example inputs are given for."""
     for i, arg in enumerate(args):
         if not isinstance(arg, Tensor):
             raise CaptureError(
@@ -141,6 +144,7 @@ def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:
 
 
 def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
+    """The dynamic shapes of every input; none where nothing is dynamic."""
     if dynamic_shapes is None:
         return {}
     if not isinstance(dynamic_shapes, Mapping):
@@ -150,11 +154,11 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
     return {name: dynamic_shapes.get(name) for name in names}
 
 
-def _dims(name: str, arg: Tensor, shapes: Any) -> list[int | DimSpec]:
+def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
     """The dims of one input: an int where it is fixed, else its range, from the Dim declared for it."""
     if not isinstance(shapes, Mapping):
         shapes = dict(enumerate(shapes or ()))
-    dims: list[int | DimSpec] = []
+    dims: Dims = []
     for i, size in enumerate(arg.shape):
         dim = shapes.get(i)
         if dim is None or isinstance(dim, int):
@@ -179,7 +183,7 @@ def _dims(name: str, arg: Tensor, shapes: Any) -> list[int | DimSpec]:
     return dims
 
 
-def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, list[int | DimSpec]]) -> None:
+def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, Dims]) -> None:
     """Give the exporter's own symbols (`s30`, where the user declared `4*rows`) the user's names, in every shape."""
     exported = program.exported_program
     assert exported is not None
@@ -199,7 +203,8 @@ def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, list[int | 
         )
 
 
-def _check_symbolic(value: ir.Value, dims: list[int | DimSpec]) -> None:
+def _check_symbolic(value: ir.Value, dims: Dims) -> None:
+    """Raise CaptureError where the export fixed a dim that was declared dynamic."""
     assert value.shape is not None
     for i, (declared, got) in enumerate(zip(dims, value.shape, strict=True)):
         if isinstance(declared, DimSpec) and isinstance(got, int):
@@ -209,27 +214,10 @@ def _check_symbolic(value: ir.Value, dims: list[int | DimSpec]) -> None:
             )
 
 
-def _spec(value: ir.Value, dims: list[int | DimSpec], example: Tensor | None = None) -> TensorSpec:
-    assert value.name is not None and value.dtype is not None
-    spec = TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=dims)
-    if example is not None and example.numel() and not example.is_floating_point() and example.dtype != torch.bool:
-        spec.low, spec.high = int(example.min()), int(example.max())
-    if example is not None and example.is_floating_point():
-        spec.excludes = excluded_by(to_numpy(spec.name, example))
+def _input_spec(value: ir.Value, dims: Dims, name: str, example: Tensor) -> TensorSpec:
+    spec = spec_of(value, dims)
+    note_example(spec, to_numpy(name, example))
     return spec
-
-
-def output_dims(value: ir.Value, inputs: list[TensorSpec]) -> list[int | DimSpec]:
-    """Dims of an output: those that an input has too carry its range, others only their expression."""
-    known = {dim.text: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
-    dims: list[int | DimSpec] = []
-    for dim in value.shape or ():
-        if isinstance(dim, int):
-            dims.append(dim)
-        else:
-            text = str(dim.value)
-            dims.append(known.get(text) or DimSpec(symbol=text))
-    return dims
 
 
 def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -237,7 +225,7 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _why(error: BaseException) -> str:
-    """What torch says first, at the bottom of the chain of exceptions that it wraps its reason in."""
+    """The first line of torch's own reason, which stands at the bottom of a chain of exceptions."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

@@ -27,7 +27,7 @@ class Plan:
 
     Attributes:
         data: the plan itself.
-        version: of the TensorRT that built it, the only one sure to load it.
+        version: of the TensorRT that built it; only the same version is sure to load it.
         layers: what was compiled, as the builder listed it.
         seconds: how long building took.
         activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
@@ -47,13 +47,21 @@ class Plan:
         return next((la.name for la in self.layers if la.is_fused_attention and onnx_node in la.onnx_nodes), None)
 
     def layers_of(self, onnx_node: str) -> list[str]:
+        """Names of the layers that do the work of `onnx_node`."""
         return [layer.name for layer in self.layers if onnx_node in layer.onnx_nodes]
 
     def why_unfused(self, onnx_node: str) -> str:
+        """Why no fused layer does the work of `onnx_node`, with the names of those that do."""
         return f"the builder chose separate kernels: {', '.join(self.layers_of(onnx_node)) or 'none named'}"
 
     def record(self, file: str, flavour: str, compute_capabilities: Sequence[str]) -> Engine:
-        """What the manifest says of it."""
+        """The manifest's record of the plan.
+
+        Args:
+            file: name of the plan's file in the bundle.
+            flavour: `tensorrt` or `tensorrt_rtx`.
+            compute_capabilities: that the plan is for.
+        """
         return Engine(
             file=file,
             flavour=flavour,  # type: ignore[arg-type]
@@ -68,7 +76,11 @@ class Plan:
 
 
 def _only(device: int) -> dict[str, str]:
-    """An environment in which a CUDA device is the first, and so the one that is built for."""
+    """The environment in which a CUDA device is the first one, for which TensorRT builds.
+
+    Args:
+        device: its number.
+    """
     if device == 0:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -76,7 +88,7 @@ def _only(device: int) -> dict[str, str]:
 
 
 def softmax_of(site: str) -> str:
-    """Name of the Softmax that stands for an attention site in what TensorRT is given."""
+    """Name of the Softmax that stands for an attention site in the model that TensorRT parses."""
     return f"{site}/Softmax"
 
 

@@ -1,7 +1,7 @@
 """The TensorRT builder in a process of its own: `python -m attnforge.export.tensorrt.process < request`.
 
 The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a process of its own that is an
-error to report instead of the end of whoever asked. The request comes on standard input as JSON, the answer leaves on
+error to report, and the calling process goes on. The request comes on standard input as JSON, the answer leaves on
 standard output; the plan goes straight to its file.
 """
 
@@ -28,7 +28,14 @@ _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
 class Layer(Record):
-    """A layer of a compiled plan, and the names of the ONNX nodes that it does the work of."""
+    """A layer of a compiled plan.
+
+    Attributes:
+        name: TensorRT's own.
+        type: TensorRT's kind of layer.
+        tactic: the kernel that TensorRT chose.
+        onnx_nodes: names of the ONNX nodes that the layer computes.
+    """
 
     name: str
     type: str
@@ -41,9 +48,15 @@ class Layer(Record):
 
 
 class Request(Record):
-    """What to build, from which graph, into which file.
+    """What to build.
 
     Attributes:
+        onnx_file: the graph.
+        plan_file: where the plan is written.
+        flavour: `tensorrt` or `tensorrt_rtx`.
+        inputs: name, dtype and dims of each input.
+        precision: name of the bundle's; TF32 is allowed for tf32 alone.
+        compute_capabilities: GPUs that the plan is for; empty for TensorRT's own choice.
         profiles: the range of every symbol, for every optimization profile.
         timing_cache: file that TensorRT's timings are read from and kept in.
     """
@@ -59,7 +72,16 @@ class Request(Record):
 
 
 class Answer(Record):
-    """What was built, or the builder's own words on why not; `misuse` where the request itself was wrong."""
+    """What was built, or why nothing was.
+
+    Attributes:
+        version: of the TensorRT.
+        layers: of the plan, as the builder lists them.
+        seconds: that building took.
+        activation_memory: bytes on the device; None where the builder does not say.
+        refusal: the builder's own words; None where it built.
+        misuse: whether the request itself was wrong.
+    """
 
     version: str
     layers: list[Layer] = []
@@ -154,8 +176,8 @@ def _layers(messages: list[tuple[int, str]]) -> list[Layer]:
 
 
 def _memory(messages: list[tuple[int, str]]) -> int | None:
-    found = [match for _, text in messages if (match := _MEMORY.match(text))]
-    return int(found[-1][1]) if found else None
+    matches = [match for _, text in messages if (match := _MEMORY.match(text))]
+    return int(matches[-1][1]) if matches else None
 
 
 def _logger(trt: ModuleType) -> Any:

@@ -1,8 +1,8 @@
 """TensorRT plans, built again from a bundle's own model: for another version, another device, or an altered file.
 
-The model that TensorRT is given stands in the bundle, with its sha256; a plan can be made from it wherever the builder
-is, without torch and without the source. New plans are added beside the old ones, which others may still load; only
-those that are missing or altered go.
+The bundle holds the model that TensorRT parses, with its sha256. A machine that has the builder makes a plan of that
+model, without torch and without the source. New plans are added beside the old ones, which other machines may still
+load; only missing and altered plans leave the manifest.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
         bundle.file(record.model), flavour, manifest.inputs, manifest.precision, wanted, further, timings, device
     )
     name = f"tensorrt/engine.{flavour}-{plan.version}-{PORTABLE if portable else capability.lower()}.plan"
-    kept = [one for one in record.engines if _is_whole(bundle, one.file) and one.file != name]
-    gone = {one.file for one in record.engines} - {one.file for one in kept} - {name}
+    kept = [old for old in record.engines if _is_whole(bundle, old.file) and old.file != name]
+    gone = {old.file for old in record.engines} - {old.file for old in kept} - {name}
     record.engines = [*kept, plan.record(name, flavour, [PORTABLE if portable else capability])]
     manifest.attention = certified(manifest.attention, flavour, plan)
     for file in gone:

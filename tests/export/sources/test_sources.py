@@ -22,8 +22,9 @@ from attnforge.arrays import Array
 from attnforge.errors import AttnforgeError, BuildError, UsageError
 from attnforge.export.graphs.types import FLOAT, retype
 from attnforge.export.sources.exported_program import open_program
-from attnforge.export.sources.onnx_file import import_graph, infer_shapes
+from attnforge.export.sources.onnx_file import import_graph
 from attnforge.export.sources.original import Original
+from attnforge.export.sources.shapes import infer_shapes
 from attnforge.precision import precision_named
 from attnforge.runtime.parity.budget import relative_error
 

@@ -1,0 +1,91 @@
+"""Graphs of other exporters brought to one opset, with constants folded and every shape inferred."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import PassResult, common
+from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+from onnxscript import optimizer, version_converter
+
+from attnforge.errors import UsageError
+from attnforge.export.graphs.float64 import through_onnx
+from attnforge.export.graphs.types import FLOATS
+from attnforge.quiet import quiet
+
+OPSET = 23
+"""The first opset with the Attention operator."""
+
+
+def at_opset(model: ir.Model) -> PassResult:
+    """Bring `model` in place to the opset that has the Attention operator, where it has an earlier one.
+
+    Raises:
+        UsageError: onnx's converter cannot bring an operator there, in its own words.
+    """
+    have = model.opset_imports.get("") or 0
+    if have >= OPSET:
+        return PassResult(model, False)
+    try:
+        with quiet():
+            if have >= 18:
+                version_converter.convert_version(model, OPSET)
+            else:  # below, onnxscript's converter changes the number alone
+                through_onnx(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
+                model.opset_imports[""] = OPSET
+    except Exception as error:
+        why = str(error).splitlines()[0]
+        raise UsageError(f"the graph is of opset {have} and cannot be brought to {OPSET}: {why}") from error
+    for node in model.graph:
+        node.version = None
+    model.ir_version = max(model.ir_version, 10)
+    return PassResult(model, True)
+
+
+def fold(model: ir.Model, floats: bool = True) -> PassResult:
+    """Compute what is constant, in place.
+
+    Args:
+        model: is changed.
+        floats: whether floating-point numbers are folded too; the reference computes them in float64.
+    """
+
+    def should_fold(node: ir.Node) -> bool | None:
+        return False if not floats and any(v.dtype in FLOATS for v in node.outputs) else None
+
+    with quiet():
+        optimizer.fold_constants(model, onnx_shape_inference=False, should_fold=should_fold)
+    # ONNX Runtime's inference does not read whole numbers in an attribute of a Constant.
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.IdentityEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    return PassResult(model, True)
+
+
+def infer_shapes(model: ir.Model) -> PassResult:
+    """Set type and shape of every value, in place, as ONNX Runtime's symbolic inference finds them from the inputs.
+
+    The shapes that the file itself states inside the graph are dropped: its names for one and the same size may differ.
+    """
+    for node in model.graph:
+        for output in node.outputs:
+            output.shape = None
+    inferred: dict[str, ir.Value] = {}
+
+    def look(proto: onnx.ModelProto) -> onnx.ModelProto:
+        with quiet():
+            try:
+                result = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
+            except Exception:  # an operator that it does not know; onnx's own gets as far as it can
+                result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+        inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
+        return proto
+
+    through_onnx(model.clone(), look)
+    for output in (output for node in model.graph for output in node.outputs):
+        value = inferred.get(output.name or "")
+        if value is not None and value.dtype is not None:
+            output.type = ir.TensorType(value.dtype)
+        if value is not None and value.shape is not None:
+            output.shape = ir.Shape(list(value.shape))
+    return PassResult(model, True)

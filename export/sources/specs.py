@@ -1,0 +1,67 @@
+"""Inputs and outputs of a graph, as the manifest describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.arrays import Array, is_floating
+from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.errors import UsageError
+from attnforge.runtime.cases import excluded_by
+
+Dims = list[int | DimSpec]
+"""The dims of a tensor: a number where one is fixed, else its symbol and range."""
+
+
+def spec_of(value: ir.Value, dims: Dims) -> TensorSpec:
+    """The description of an input or output whose name and type are known.
+
+    Args:
+        value: the input or output.
+        dims: its dims.
+    """
+    assert value.name is not None and value.dtype is not None
+    return TensorSpec(name=value.name, dtype=value.dtype.numpy().name, dims=dims)
+
+
+def output_spec(value: ir.Value, inputs: list[TensorSpec]) -> TensorSpec:
+    """The description of an output.
+
+    Raises:
+        UsageError: the graph does not say the output's type or shape.
+    """
+    if value.name is None or value.dtype is None or value.shape is None:
+        raise UsageError(f"the shape of output {value.name!r} cannot be inferred; remove it from the graph's outputs")
+    return spec_of(value, output_dims(value, inputs))
+
+
+def output_dims(value: ir.Value, inputs: list[TensorSpec]) -> Dims:
+    """The dims of an output: one that an input has too carries its range, any other only its expression."""
+    known = {dim.text: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
+    texts = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ()]
+    return [text if isinstance(text, int) else known.get(text) or DimSpec(symbol=text) for text in texts]
+
+
+def note_example(spec: TensorSpec, example: Array) -> None:
+    """Add to an input's description what reference inputs keep of its example: the range of whole numbers, and the
+    number by which a floating-point mask excludes keys."""
+    if is_floating(example):
+        spec.excludes = excluded_by(example)
+    elif example.size and example.dtype != np.bool_:
+        spec.low, spec.high = int(example.min()), int(example.max())
+
+
+def check_range(name: str, bounds: Sequence[int]) -> None:
+    """Check the range of a dynamic dim.
+
+    Raises:
+        UsageError: `bounds` are no least, usual and largest size.
+    """
+    whole = len(bounds) == 3 and all(isinstance(n, int) and not isinstance(n, bool) for n in bounds)
+    if not whole or not 1 <= bounds[0] <= bounds[1] <= bounds[2]:
+        raise UsageError(
+            f"the range of {name!r} is {':'.join(map(str, bounds))}; give min:opt:max with 1 <= min <= opt <= max"
+        )
