@@ -23,8 +23,8 @@ class Progress(Protocol):
         """The stage `name`, such as "lower and build for onnxruntime", begins, the `number`-th of `total`."""
 
     def step(self, what: str, done: int, total: int | None) -> None:
-        """Work on `what` begins (a reference case, a backend, an assignment of precisions), after `done` steps of this
-        stage; of `total`, or None where nobody knows how many there will be."""
+        """Work on `what` begins (an attention site, a plan, a reference case, a backend, an assignment of precisions),
+        after `done` steps of this stage; of `total`, or None where nobody knows how many there will be."""
 
 
 class Silent:

@@ -180,8 +180,7 @@ def _build_targets(job: Job, selection: Selection, stages: Stages) -> tuple[dict
     built: dict[str, Built] = {}
     refused: dict[str, str] = {}
     for target in selection.chosen:
-        stages.begin(_building(target))
-        result = build(target, job, selection)
+        result = build(target, job, selection, stages.begin(_building(target)))
         if isinstance(result, str):
             refused[target] = result
         else:

@@ -26,6 +26,7 @@ from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.lowering.attention import Attention
 from attnforge.export.lowering.products import last_step
+from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.turns import ALIKE, medians
 
@@ -87,13 +88,14 @@ class Tuner:
     Args:
         sizes: the usual size of each symbol of the dims.
         seconds: for measuring all sites together. Sites that come after these are left to the rules.
+        steps: counts every site; None where nobody hears of progress.
 
     Attributes:
         spent: seconds of measuring so far.
     """
 
-    def __init__(self, sizes: Mapping[str, int], seconds: float = 20.0) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: Mapping[str, int], seconds: float = 20.0, steps: Steps | None = None) -> None:
+        self.sizes, self._steps = sizes, steps
         self.seconds, self.spent = seconds, 0.0
         self._known: dict[Hashable, FormChoice] = {}
 
@@ -105,6 +107,8 @@ class Tuner:
             candidates: its forms, the plain products first.
             ruled: the form that the rules choose.
         """
+        if self._steps is not None:
+            self._steps.begin(str(a.node.name).removesuffix("/Attention"))
         try:
             scores = 4 * prod(evaluated(a.size(name), self.sizes) for name in ("B", "H", "n_q", "n_k"))
             if len(candidates) == 1:

@@ -13,13 +13,18 @@ from attnforge.errors import BuildError
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.targets.target import Built, Job
+from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import cases
 
 TOOK_APART = "ONNX Runtime's own optimiser took the fused node apart"
 
 
-def build(job: Job) -> Built:
+def build(job: Job, progress: Progress) -> Built:
     """Lower the canonical graph for ONNX Runtime and ask it what it compiles.
+
+    Args:
+        job: what to build from.
+        progress: hears of every site whose form is chosen by measuring.
 
     Raises:
         BuildError: ONNX Runtime cannot load the lowered graph.
@@ -27,7 +32,8 @@ def build(job: Job) -> Built:
     sizes = cases(job.inputs)[0].sizes
     dims = [dim for spec in job.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
     largest = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
-    tuner = Tuner(sizes) if job.tune else None
+    steps = Steps(progress, sum(site.node is not None for site in job.sites))
+    tuner = Tuner(sizes, steps=steps) if job.tune else None
     model = job.model.clone()
     lowered = lower(model, job.sites, sizes, tuner=tuner, largest=largest).sites
     record = TargetRecord(model=job.shelf.save(model, "onnxruntime/model.onnx"))

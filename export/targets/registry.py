@@ -10,8 +10,9 @@ from attnforge.bundle import FLAVOURS
 from attnforge.errors import BuildError, UnavailableError, UsageError
 from attnforge.export.targets import onnxruntime, tensorrt
 from attnforge.export.targets.target import Built, Job
+from attnforge.progress import Progress
 
-TARGETS: dict[str, Callable[[Job], Built]] = {
+TARGETS: dict[str, Callable[[Job, Progress], Built]] = {
     "onnxruntime": onnxruntime.build,
     **{flavour: partial(tensorrt.build, flavour=flavour) for flavour in FLAVOURS},
 }
@@ -63,15 +64,21 @@ def select(targets: Sequence[str] | None, require_fused: Sequence[str]) -> Selec
     return Selection(chosen, frozenset((*(targets or ()), *require_fused)), skipped)
 
 
-def build(target: str, job: Job, selection: Selection) -> Built | str:
+def build(target: str, job: Job, selection: Selection, progress: Progress) -> Built | str:
     """What was built for a target, or the builder's words on why it refused.
+
+    Args:
+        target: its name.
+        job: what to build from.
+        selection: says whether the target must be built.
+        progress: hears of the steps.
 
     Raises:
         BuildError: the builder refused a target that must be built.
         UsageError: an option that the builder does not know.
     """
     try:
-        return TARGETS[target](job)
+        return TARGETS[target](job, progress)
     except BuildError as error:
         if target in selection.named:
             raise

@@ -15,6 +15,7 @@ from attnforge.export.targets.target import Built, Job
 from attnforge.export.tensorrt import build as engine
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.precision import Precision
+from attnforge.progress import Progress, Steps
 
 
 def why_not_buildable(flavour: str) -> str | None:
@@ -28,8 +29,13 @@ def why_not_buildable(flavour: str) -> str | None:
     return None
 
 
-def build(job: Job, flavour: str) -> Built:
+def build(job: Job, progress: Progress, flavour: str) -> Built:
     """Lower the canonical graph for TensorRT and build a plan of it.
+
+    Args:
+        job: what to build from.
+        progress: hears of every plan that is built.
+        flavour: `tensorrt` or `tensorrt_rtx`.
 
     Raises:
         UnavailableError: the flavour is not installed here.
@@ -37,11 +43,14 @@ def build(job: Job, flavour: str) -> Built:
         BuildError: its parser or builder refused.
     """
     record = TargetRecord(model="", attention_precision=job.attention.name if job.attention else None)
+    steps = Steps(progress, 2 if job.attention is not None else 1)
     if job.attention is not None:
+        steps.begin(f"plan with attention in {job.precision.name}")
         _, plain = _lower_and_build(job, flavour, record, None)
         record.without = PlainPlan(
             layers=len(plain.layers), size=len(plain.data), activation_memory=plain.activation_memory
         )
+    steps.begin("plan")
     lowered, plan = _lower_and_build(job, flavour, record, job.attention)
     file = f"tensorrt/engine.{flavour}.plan"
     (job.folder / file).parent.mkdir(exist_ok=True)

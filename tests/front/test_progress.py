@@ -37,6 +37,19 @@ def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
     assert list(bundle.manifest.seconds) == stages
 
 
+def test_tuning_tells_every_site(tmp_path: Path) -> None:
+    module, args, shapes = small_example()
+    heard = Heard()
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], progress=heard)
+    sites = [site.site for site in bundle.manifest.attention.details]
+    assert heard.steps["lower and build for onnxruntime"] == [(site, i, len(sites)) for i, site in enumerate(sites)]
+    assert heard.stages[-1] == ("measure backends", 5, 5)
+    choice = bundle.manifest.choice
+    assert choice is not None
+    backends = {what for what, _, _ in heard.steps["measure backends"]}
+    assert backends == {*choice.milliseconds, *choice.dropped} >= {"onnxruntime-cpu"}
+
+
 def test_a_function_hears_the_names_of_stages() -> None:
     names: list[str] = []
     stages = Stages(names.append, ["first", "second"])

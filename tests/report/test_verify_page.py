@@ -81,7 +81,7 @@ class Always:
 
     form, spent = "", 0.0
 
-    def __init__(self, sizes: object) -> None: ...
+    def __init__(self, sizes: object, **options: object) -> None: ...
 
     def choose(self, attention: object, candidates: list[Any], ruled: FormChoice) -> FormChoice:
         assert self.form in [candidate.form for candidate in candidates]
