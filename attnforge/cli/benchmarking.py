@@ -16,7 +16,7 @@ from attnforge.cli.options import Backends, Json
 from attnforge.cli.terminal import print_json, say, say_path, stages_shown
 
 if TYPE_CHECKING:
-    from attnforge.benchmarks.measure.compare import Comparison
+    from attnforge.benchmarks.measure.compare import Differences
     from attnforge.benchmarks.measure.results import Results
 
 
@@ -123,7 +123,7 @@ def _peers(against: Sequence[str]) -> Sequence[str]:
     return peers_here()
 
 
-def _compare(earlier: Results | None, results: Results) -> Comparison | None:
+def _compare(earlier: Results | None, results: Results) -> Differences | None:
     if earlier is None:
         return None
     from attnforge.benchmarks.measure.compare import compare
@@ -133,7 +133,7 @@ def _compare(earlier: Results | None, results: Results) -> Comparison | None:
 
 def _write(
     results: Results,
-    comparison: Comparison | None,
+    comparison: Differences | None,
     out_file: Path | None,
     html: Path | None,
     plots: Path | None,
