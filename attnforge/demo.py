@@ -2,7 +2,7 @@
 
 Deploys the trained digit classifier and patch attention in fp32 and fp16, verifies every bundle, classifies the
 held-out scans of handwritten digits through every backend, runs patch attention on a photograph, and shows the figures
-in one table.
+of every backend in a table.
 """
 
 from __future__ import annotations

@@ -41,11 +41,13 @@ def bench(
             "By default 3, with --quick 1."
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of a CPU contender; by default one for each processor.")
+    ] = None,
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Latency alone, of one opening: no throughput, starts, memory, limits or other cases."
+            "--quick", help="Latency alone, of one opening: no throughput, starts, memory, limits or further cases."
         ),
     ] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,

@@ -13,10 +13,6 @@ from attnforge.errors import UsageError
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 BundleArgument = Annotated[Path, typer.Argument(help="Folder of a bundle.", show_default=False)]
 Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="A backend; repeat for several.")]
-Metric = Annotated[
-    str | None, typer.Option(help="Measure the task too, on the bundle's real data: accuracy or cosine.")
-]
-PageFile = Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")]
 
 
 def pairs(texts: Iterable[str] | None) -> dict[str, str]:
