@@ -1,7 +1,7 @@
-"""What a deployed model is measured against: the same weights run in the ways that people know.
+"""Peers: other ways to run the same weights, which a deployed model is measured against.
 
-Peers of ONNX Runtime and OpenVINO are given the exporter's own graph, written once; torch's need the module that was
-deployed. All compute with the same number of threads, at the precision of the bundle that they are measured against.
+Peers in ONNX Runtime and OpenVINO run the exporter's own graph, which is written once; those in torch run the module
+that was deployed. All have the same number of threads, and compute at the bundle's precision.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Job(Setup):
     """What peers are opened for.
 
     Attributes:
-        folder: where what they are given is written, once, and found again by other processes.
+        folder: where their files are written, once, and other processes find them.
         given: the module that was deployed, where the bundle does not say how to make it again.
     """
 
@@ -59,7 +59,7 @@ class Job(Setup):
         """The module, or the graph, that the bundle was deployed from.
 
         Raises:
-            UsageError: it was a module in memory and is not given, or a file that is no more.
+            UsageError: the bundle was deployed from a module that is not given, or from a file that is gone.
         """
         if self.given is not None:
             return self.given
@@ -85,10 +85,10 @@ class Peer:
     """A way to run the model: a file in an engine, or torch.
 
     Attributes:
-        what: it is, in a line.
-        engine: what runs its file (:data:`ENGINES`), or torch.
-        file: writes what it is given, once; raises what its maker refuses the model with.
-        module: of torch, gives a runner of the module.
+        what: a line about it.
+        engine: name of the engine that runs its file (:data:`ENGINES`), or `torch`.
+        file: writes its file, once; raises whatever its maker refuses the model with.
+        module: makes a runner of the module, for a peer in torch.
         any_sizes: whether it runs at other sizes than those of the job.
     """
 
@@ -100,12 +100,12 @@ class Peer:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch compiles the module, and keeps what it compiled on disk for the next process. It takes minutes,
-        so a run opens it once."""
+        """Whether torch compiles the module and caches the result on disk for the next process. That takes minutes, so
+        a run opens the peer once."""
         return self.module is not None and not self.any_sizes
 
     def open(self, job: Job, stack: ExitStack) -> Runner:
-        """Ready to run; raises what it refuses the model with."""
+        """A runner of the model; raises whatever refuses it."""
         if self.file is not None:
             return ENGINES[self.engine](job, self.file(job), stack)
         assert self.module is not None
@@ -134,7 +134,7 @@ def _open_eager(job: Job, stack: ExitStack) -> Runner:
 
 def _open_compiled(job: Job, stack: ExitStack) -> Runner:
     with_threads(job.threads, stack)
-    torch.compiler.reset()  # else it would give up after some models
+    torch.compiler.reset()  # torch.compile gives up after some models
     return _torch(job, torch.compile(job.torch_module(), dynamic=False))
 
 
@@ -161,8 +161,8 @@ def _open_sdpa(job: Job, stack: ExitStack) -> Runner:
 
 @contextmanager
 def using_sdpa() -> Iterator[list[None]]:
-    """This library's modules compute attention with torch's `scaled_dot_product_attention`; gives a list that grows by
-    one with every call of it."""
+    """Make this library's modules compute attention with torch's `scaled_dot_product_attention`; yields a list that
+    every call appends to."""
     written_out: Any = importlib.import_module("attnforge.model.attention")  # the package has a function of that name
     calls: list[None] = []
     before = written_out.attention
@@ -179,7 +179,7 @@ def using_sdpa() -> Iterator[list[None]]:
 
 
 def with_threads(threads: int, stack: ExitStack) -> None:
-    """Let torch compute with so many threads."""
+    """Set the number of torch's threads, until the stack closes."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     stack.callback(torch.set_num_threads, before)
@@ -199,7 +199,7 @@ def _open_torch_tensorrt(job: Job, stack: ExitStack) -> Runner:
 
 
 def plain_file(job: Job) -> Path:
-    """The exporter's graph at the bundle's precision and opset, with its dynamic dims, as it is."""
+    """The exporter's graph, untouched, at the bundle's precision and opset, with its dynamic dims."""
     file = job.folder / f"plain-{job.precision.name}.onnx"
     if not file.exists():
         save_plain(job.bundle, job.module, job.feeds, file)
@@ -207,7 +207,7 @@ def plain_file(job: Job) -> Path:
 
 
 def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path) -> None:
-    """Write the exporter's graph as it is, with the dynamic dims that the bundle has."""
+    """Write the exporter's graph, untouched, with the bundle's dynamic dims."""
     if isinstance(module, Imported):
         save(module.original.model, file)
         return
@@ -218,7 +218,7 @@ def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path)
 
 
 def _wide_file(job: Job) -> Path:
-    """The exporter's graph in fp32, for OpenVINO, which makes of it what it is told to compute in."""
+    """The exporter's graph in fp32, for OpenVINO, which converts it to the precision that it is told."""
     file = job.folder / "plain-fp32.onnx"
     if job.precision.name == "fp32":
         return plain_file(job)
@@ -232,7 +232,7 @@ def _wide_file(job: Job) -> Path:
 
 
 def _older_file(job: Job) -> Path:
-    """The exporter's graph at opset 18, for which the optimizers of others were written."""
+    """The exporter's graph at opset 18, the newest that the optimizers of others know."""
     file = job.folder / f"opset18-{job.precision.name}.onnx"
     if not file.exists():
         module = job.torch_module()
@@ -245,7 +245,7 @@ def _older_file(job: Job) -> Path:
 def export_at_18(
     module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path, outputs: list[str] | None = None
 ) -> None:
-    """Write what torch's exporter makes of a module at opset 18."""
+    """Write a module as torch's exporter writes it at opset 18."""
     with quiet(), torch.no_grad(), as_written():
         program = torch.onnx.export(
             module.eval(),
@@ -261,7 +261,7 @@ def export_at_18(
 
 
 def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path) -> None:
-    """Write what torch's older exporter, which traces to TorchScript, makes of a module at opset 17.
+    """Write a module as torch's older exporter, which traces it to TorchScript, writes it at opset 17.
 
     Args:
         shapes: dynamic shapes as torch.export takes them, by the input's name or in order.
@@ -280,7 +280,7 @@ def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], sha
 
 
 def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
-    """What the bundle was deployed with, from its manifest."""
+    """The dynamic shapes that the bundle was deployed with, from its manifest."""
     roots: dict[str, Any] = {}
     for dim in (d for spec in inputs for d in spec.dims if isinstance(d, DimSpec)):
         low, high = (bound // dim.factor for bound in (dim.min or 0, dim.max or 0))
@@ -300,7 +300,7 @@ def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
 
 def _by_optimizer(job: Job) -> Path:
     file = job.folder / f"onnxruntime-optimizer-{job.precision.name}.onnx"
-    if not file.exists():  # as the encoder that it is; every other kind takes seconds of a large model
+    if not file.exists():  # as an encoder alone, because every other kind takes seconds for a large model
         of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
         onnx.save(transformers_optimizer(_older_file(job), ("bert" if of_text else "vit",)), file)
     return file
@@ -314,13 +314,13 @@ def _by_fusions(job: Job) -> Path:
 
 
 KINDS = ("bert", "gpt2", "vit", "clip", "t5", "swin")
-"""Of model that ONNX Runtime's optimizer is told to look for."""
+"""Kinds of model that ONNX Runtime's optimizer can be told to look for."""
 
 
 def transformers_optimizer(
     file: Path, kinds: Sequence[str] = KINDS, widths: Iterable[tuple[int, int]] = ((0, 0),)
 ) -> onnx.ModelProto:
-    """What `onnxruntime.transformers.optimizer` makes of a model: of all attempts, the one that fuses most attention.
+    """A model optimized by `onnxruntime.transformers.optimizer`: of all attempts, the one that fuses most attention.
 
     Args:
         kinds: kinds of model to try.
@@ -343,7 +343,7 @@ def transformers_optimizer(
 
 
 def ort_fusions(file: Path) -> onnx.ModelProto:
-    """What onnxscript's `optimize_for_ort` makes of a model."""
+    """A model optimized by onnxscript's `optimize_for_ort`."""
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
     with quiet():
@@ -389,15 +389,15 @@ ON_GPU = ("onnxruntime-cuda-plain", "torch-tensorrt")
 
 
 def peers_here() -> list[str]:
-    """The peers that a machine like this one is measured against: those of a GPU only where there is one."""
+    """The peers that can run on a machine like this one: those on a GPU only where it has one."""
     return [name for name in PEERS if name not in ON_GPU or cuda_devices()]
 
 
 def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict[str, tuple[Array, Array]]:
-    """For every output, eager's at the precision and the same weights' in float64, flat, as float64."""
+    """Every output of eager at a precision, and of the same weights in float64: flat, both as float64."""
     if isinstance(module, Imported):
-        given, truth = module.eager(feeds), module.exact(feeds)
-        return {name: tuple(a.astype(np.float64).reshape(-1) for a in (given[name], truth[name])) for name in given}  # type: ignore[misc]
+        low, truth = module.eager(feeds), module.exact(feeds)
+        return {name: tuple(a.astype(np.float64).reshape(-1) for a in (low[name], truth[name])) for name in low}  # type: ignore[misc]
     copied = at_precision(module, precision)
     eager = run(copied, feeds, torch_dtype(precision))
     exact = run(in_float64(copied), feeds, torch.float64)

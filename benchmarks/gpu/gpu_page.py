@@ -96,14 +96,14 @@ def _values(step: Step, key: str) -> dict[str, Any]:
 
 
 def _parity(step: Step) -> str:
-    told = {name for item in step.items.values() for name in (*item.checks, *item.failed)}
-    who = [name for name in (*BACKENDS, EAGER, COMPILE) if name in told]
+    named = {name for item in step.items.values() for name in (*item.checks, *item.failed)}
+    backends = [name for name in (*BACKENDS, EAGER, COMPILE) if name in named]
     rows: dict[str, dict[str, str]] = {}
     for key, item in step.items.items():
         row = rows.setdefault(key.removesuffix(", torch"), {})
-        row |= {name: _check_cell(item, name) for name in who if _check_cell(item, name)}
-    cells = [(key, *(row.get(name, "–") for name in who)) for key, row in rows.items()]
-    return markdown_table(("model, precision", *who), cells)
+        row |= {name: _check_cell(item, name) for name in backends if _check_cell(item, name)}
+    cells = [(key, *(row.get(name, "–") for name in backends)) for key, row in rows.items()]
+    return markdown_table(("model, precision", *backends), cells)
 
 
 def _check_cell(item: Item, name: str) -> str:

@@ -57,19 +57,20 @@ def benchmark(
     """Measure a bundle's backends, and peers where asked, side by side.
 
     Args:
-        bundle: its folder; or several of one model at several precisions, which are measured in one run.
+        bundle: a bundle or its folder; or several of one model at several precisions, measured in one run.
         backends: by default every deployed one that this machine can run.
-        against: peers by name (:data:`attnforge.benchmarks.contenders.peers.PEERS`); those of torch need the module.
-        sizes: of the dynamic dims, or several such, each measured for itself; by default the example's.
+        against: names of peers (:data:`attnforge.benchmarks.contenders.peers.PEERS`); peers in torch need the module.
+        sizes: of the dynamic dims, by symbol; or a sequence of such, each measured for itself. By default the
+            example's.
         rounds: how often every contender has a turn.
-        openings: how often every contender is opened anew; the rounds are shared out among the openings, of which there
-            are no more than rounds. By default 3, and where it has to be quick 1, of which no interval tells how one
-            opening differs from another.
+        openings: how often every contender is opened anew. The rounds are shared out among the openings, so there are
+            no more openings than rounds. By default 3; in a quick run 1, whose intervals do not tell how openings
+            differ.
         threads: of CPU contenders; by default one a processor.
         module: the module that was deployed, where the bundle does not say how to make it again.
-        quick: latency alone, of one opening: no throughput, no processes of their own for starts and memory, no limits,
-            and parity on the inputs that are timed alone.
-        command: that is recorded as giving the results.
+        quick: latency alone, of one opening: no throughput, starts, memory or limits, and parity on the timed inputs
+            alone.
+        command: recorded as the one that measures the results again.
         progress: called with the name of each stage as it starts.
 
     Raises:

@@ -1,10 +1,10 @@
 """What moved between two runs of the benchmark, beyond noise.
 
-Machines are shared and drift, so a time says little on another day. By how much the machine drifted is taken from a
-model's peers, the contenders that are not ours and are in both runs at the same precision: their median change is
-divided out of every time. A change is then uncertain for two reasons, which add in quadrature: its openings and calls
-scatter, of which the bootstrap over both tells; and even equal code is not equally fast in two processes (where memory
-lies, where a run has one opening; what else runs), of which the spread of the peers' changes tells.
+Machines are shared and drift, so a time says little on another day. A model's peers, the contenders that are not ours
+and are in both runs at the same precision, tell by how much the machine drifted: their median change is divided out of
+every time. A change is then uncertain for two reasons, which add in quadrature. Its openings and calls scatter; the
+bootstrap over both tells how much. And even equal code is not equally fast in two processes, because its memory lies
+elsewhere or something else runs; the spread of the peers' changes tells how much.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnforge.errors import UsageError
 from attnforge.records import Record
 
 TOLERANCE = 0.03
-"""How much slower nobody minds. The whole interval of a change has to be beyond."""
+"""How much slower is no regression: the whole interval of a change has to lie beyond."""
 
 USUAL_SPREAD = 0.0125
 """Standard deviation of the logarithm by which equal code differs between runs, where no peers say otherwise."""
@@ -39,32 +39,32 @@ MEDIAN_LOSS = math.pi / 2
 """Variance of a median over that of the mean."""
 
 FEW_ROUNDS = 5
-"""With fewer, the bootstrap's intervals are too narrow."""
+"""Rounds below which the bootstrap's intervals are too narrow."""
 
 MEMORY_FACTOR, MEMORY_MIB = 1.1, 4.0
 SIZE_FACTOR, SIZE_MB = 1.02, 0.1
 COLD_FACTOR, COLD_SECONDS = 1.5, 0.3
 DEPLOY_FACTOR, DEPLOY_SECONDS = 1.5, 2.0
-"""A number moves when it changes by more than the factor and by more than so much besides."""
+"""A number moves when it changes by more than the factor, and by more than the amount."""
 
 EXPONENT = 0.15
-"""By how much an exponent may grow."""
+"""How much an exponent may grow."""
 
 PARITY_FACTOR, PARITY_SHARE = 2.0, 0.1
-"""An error that is still within the budget moves by such a factor, and to such a share of the budget."""
+"""An error within the budget moves when it changes by more than the factor, and exceeds this share of the budget."""
 
 
 class Move(Record):
     """Something that differs between the runs by more than noise.
 
     Attributes:
-        model: its name, with its sizes where the runs have it at several.
-        contender: its key, or `bundle` and the precision.
-        what: moved: `latency`, `extra memory`, `parity`; of a contender that the new run does not have, `gone`.
+        model: name of the model, with its sizes where the runs have it at several.
+        contender: key of the contender, or `bundle` and the precision.
+        what: the quantity, such as `latency`, `extra memory`, `parity`; `gone` for a contender that the new run lacks.
         before, after: in `unit`; None where there is nothing to measure.
-        change: how many times as much it is, for times with the drift taken out; None where no number says it.
-        drift: how many times as long the machine takes, by the model's peers.
-        reason: what is said of it in the new run.
+        change: ratio of after to before, for times with the drift divided out; None where no number tells it.
+        drift: ratio by which the machine is slower, by the model's peers.
+        reason: remark of the new run.
     """
 
     model: str
@@ -82,8 +82,8 @@ class Move(Record):
         told = f"{self.model}, {self.contender}: {self.what}"
         if self.before is not None and self.after is not None:
             told += f" {self.before:.4g} → {self.after:.4g} {self.unit}".rstrip()
-        elif (one := self.after if self.before is None else self.before) is not None:
-            told += f", {one:.4g} {self.unit} {'now' if self.before is None else 'before'}"
+        elif (only := self.after if self.before is None else self.before) is not None:
+            told += f", {only:.4g} {self.unit} {'now' if self.before is None else 'before'}"
         if isinstance(self.change, Interval):
             told += f", {self.change.value:.3f} times ({self.change.low:.3f} to {self.change.high:.3f})"
         elif self.change is not None:
@@ -97,8 +97,8 @@ class Differences(Record):
     """What differs between two runs.
 
     Attributes:
-        moved: by more than noise, for better or worse.
-        notes: on what the comparison holds for; another machine or number of threads first.
+        moved: quantities that differ by more than noise, for better or worse.
+        notes: limits of the comparison; another machine or number of threads first.
     """
 
     moved: list[Move]
@@ -106,7 +106,7 @@ class Differences(Record):
 
     @property
     def regressions(self) -> list[Move]:
-        """What became worse of what is ours."""
+        """Quantities of ours that became worse."""
         return [move for move in self.moved if move.regression]
 
     def text(self) -> str:
@@ -122,6 +122,7 @@ def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Differe
     """What moved from the old run to the new one.
 
     Args:
+        old, new: results of two runs.
         tolerance: how much slower, relative to 1, is no regression however sure.
 
     Raises:
@@ -173,12 +174,12 @@ def _other(before: Mapping[str, object], after: Mapping[str, object]) -> str:
 
 def _busy(run: str, environment: Environment) -> list[str]:
     """Whether other processes ran; while it measures, a run is itself as many as it has threads."""
-    least, found = environment.machine.processors / 2, []
+    least, notes = environment.machine.processors / 2, []
     if environment.load_before is not None and environment.load_before > least:
-        found.append(f"the machine was busy before the {run} run: load {environment.load_before:.2g}")
+        notes.append(f"the machine was busy before the {run} run: load {environment.load_before:.2g}")
     if environment.load_after is not None and environment.load_after > least + environment.threads:
-        found.append(f"the machine was busy besides the {run} run: load {environment.load_after:.2g} after it")
-    return found
+        notes.append(f"the machine was busy besides the {run} run: load {environment.load_after:.2g} after it")
+    return notes
 
 
 def _paired(
@@ -197,7 +198,7 @@ def _paired(
     gone = [model for key, model in before.items() if key not in after]
     come = [model for key, model in after.items() if key not in before]
     for model in gone:
-        if others := [_sizes(one) for one in come if one.name == model.name]:
+        if others := [_sizes(other) for other in come if other.name == model.name]:
             notes.append(f"{model.name}: not compared; {_sizes(model)} before, {' and '.join(others)} now")
         elif model.name in new.left_out:
             lost.append((label(model), model, new.left_out[model.name]))
@@ -215,9 +216,9 @@ def _sizes(model: Model) -> str:
 def _differences(label: str, before: Model, after: Model) -> list[str]:
     """How what was measured of a model differs."""
     notes = []
-    sources = [{one.precision: one.source for one in model.deployed} for model in (before, after)]
+    sources = [{bundle.precision: bundle.source for bundle in model.deployed} for model in (before, after)]
     both = sources[0].keys() & sources[1].keys()
-    if other := _other(*({p: one[p] for p in sorted(both)} for one in sources)):
+    if other := _other(*({p: source[p] for p in sorted(both)} for source in sources)):
         notes.append(f"{label}: made otherwise: {other}")
     if other := _other(before.inputs, after.inputs):
         notes.append(f"{label}: other inputs: {other}")
@@ -227,7 +228,7 @@ def _differences(label: str, before: Model, after: Model) -> list[str]:
     if (fewest := min(before.rounds, after.rounds)) < FEW_ROUNDS:
         notes.append(f"{label}: {fewest} rounds are too few for intervals to hold; measure {FEW_ROUNDS} or more")
     picked = [{c.precision: c.name for c in model.contenders if c.picked} for model in (before, after)]
-    if other := _other(*({p: one[p] for p in picked[0] if p in picked[1]} for one in picked)):
+    if other := _other(*({p: names[p] for p in picked[0] if p in picked[1]} for names in picked)):
         notes.append(f"{label}: another backend is picked: {other}")
     return notes
 
@@ -243,7 +244,11 @@ def _presence(label: str, before: Model, after: Model, left_out: Mapping[str, st
         contender = was[key]
         missed = after.wrong.get(key)
         reason = missed or after.skipped.get(key) or left_out.get(before.name)
-        if reason is None and contender.ours and contender.precision not in {one.precision for one in after.deployed}:
+        if (
+            reason is None
+            and contender.ours
+            and contender.precision not in {bundle.precision for bundle in after.deployed}
+        ):
             reason = f"the model is not deployed in {contender.precision} in the new run"
         if not contender.ours:
             notes.append(f"{label}, {key}: only in the old run: {reason or 'the new one does not say why'}")
@@ -326,13 +331,16 @@ class _Sample:
 
 def _sampled(contenders: Sequence[Contender], seed: int) -> _Sample:
     calls = _steadied(contenders)
-    openings = [tuple(one.latency.openings) for one in contenders]
+    openings = [tuple(contender.latency.openings) for contender in contenders]
     return _Sample(
-        logs=np.log([median(chain(*one)) for one in calls]),
+        logs=np.log([median(chain(*rounds)) for rounds in calls]),
         resamples=np.log(
-            [resampled_medians(one, draws(len(one), of, seed)) for one, of in zip(calls, openings, strict=True)]
+            [
+                resampled_medians(rounds, draws(len(rounds), of, seed))
+                for rounds, of in zip(calls, openings, strict=True)
+            ]
         ),
-        lacking=np.array([lacking(of, one) for one, of in zip(calls, openings, strict=True)]),
+        lacking=np.array([lacking(of, rounds) for rounds, of in zip(calls, openings, strict=True)]),
     )
 
 
@@ -342,11 +350,11 @@ def _steadied(contenders: Sequence[Contender]) -> list[list[list[float]]]:
     That cancels in their ratios, and is no scatter of theirs. Without peers there are no ratios, and it stays.
     """
     calls = [contender.latency.rounds for contender in contenders]
-    if len({len(rounds) for rounds in calls}) != 1 or all(one.ours for one in contenders):
+    if len({len(rounds) for rounds in calls}) != 1 or all(contender.ours for contender in contenders):
         return calls
-    medians = np.array([[median(one) for one in rounds] for rounds in calls])  # (contenders, rounds)
+    medians = np.array([[median(turn) for turn in rounds] for rounds in calls])  # (contenders, rounds)
     longer = np.median(medians / np.median(medians, axis=1, keepdims=True), axis=0)
-    return [[[call / by for call in one] for one, by in zip(rounds, longer.tolist(), strict=True)] for rounds in calls]
+    return [[[ms / by for ms in turn] for turn, by in zip(rounds, longer.tolist(), strict=True)] for rounds in calls]
 
 
 def _spread(changes: Iterable[_Changes], usual: float) -> float:
@@ -358,11 +366,11 @@ def _spread(changes: Iterable[_Changes], usual: float) -> float:
         usual: what is believed before any peers are seen.
     """
     apart, explained, freedom = [], [], 0
-    for one in changes:
-        freedom += max(len(one.peers) - 1, 0)
-        for i, j in combinations(one.peers, 2):
-            apart.append(abs(one.logs[i] - one.logs[j]))
-            explained.append(np.var(one.resamples[i] - one.resamples[j]) / 2)
+    for change in changes:
+        freedom += max(len(change.peers) - 1, 0)
+        for i, j in combinations(change.peers, 2):
+            apart.append(abs(change.logs[i] - change.logs[j]))
+            explained.append(np.var(change.resamples[i] - change.resamples[j]) / 2)
     if not apart:
         return usual
     seen = max((float(np.median(apart)) / HALF_APART) ** 2 - float(np.median(explained)), 0.0)
@@ -430,11 +438,11 @@ def _starts_apart(changes: Sequence[_Changes]) -> float:
     """How many times as long, or as short, the start of any peer took. When neighbours or a disk were busy just then,
     that says nothing of ours."""
     apart = 1.0
-    for one in changes:
-        for was, now in (one.pairs[i] for i in one.peers):
+    for change in changes:
+        for was, now in (change.pairs[i] for i in change.peers):
             before, after = _cold_seconds(was), _cold_seconds(now)
-            if before and after and one.drift:
-                apart = max(apart, after / before / one.drift, before / after * one.drift)
+            if before and after and change.drift:
+                apart = max(apart, after / before / change.drift, before / after * change.drift)
     return apart
 
 
@@ -471,8 +479,8 @@ def _measures(
 def _bundles(label: str, before: Model, after: Model, drift: float | None) -> list[Move]:
     """Bundles that are of another size, or that it takes another time to deploy: too noisy to be a regression."""
     moved = []
-    was = {one.precision: one for one in before.deployed}
-    for now in (one for one in after.deployed if one.precision in was):
+    was = {bundle.precision: bundle for bundle in before.deployed}
+    for now in (bundle for bundle in after.deployed if bundle.precision in was):
         old, key = was[now.precision], f"bundle {now.precision}"
         if _beyond(old.size_mb, now.size_mb, SIZE_FACTOR, SIZE_MB):
             moved.append(Move(
@@ -519,12 +527,12 @@ def _growth(before: Growth, after: Growth, notes: list[str]) -> list[Move]:
         sizes = [", ".join(map(str, growth.sizes)) for growth in (before, after)]
         notes.append(f"{label}: not compared; sizes {sizes[0]} before, {sizes[1]} now")
         return []
-    was, now = ({f"{one.name} {one.precision}": one for one in growth.series} for growth in (before, after))
+    was, now = ({f"{series.name} {series.precision}": series for series in growth.series} for growth in (before, after))
     notes += [f"{label}, {key}: only in the new run" for key in now if key not in was]
-    for key, one in was.items():
+    for key, series in was.items():
         if key in now:
-            moved += _exponents(after, key, one, now[key], notes)
-        elif one.ours:
+            moved += _exponents(after, key, series, now[key], notes)
+        elif series.ours:
             moved.append(Move(model=after.model, contender=key, what=f"growth over {after.along}, gone", before=None,
                               after=None, regression=True, reason="the new run does not have it"))  # fmt: skip
         else:
@@ -540,14 +548,14 @@ def _exponents(growth: Growth, key: str, before: Series, after: Series, notes: l
         ("time", before.time, after.time, (before.ms, after.ms), 0.0),
         ("memory", before.memory, after.memory, (before.extra_mib, after.extra_mib), MEMORY_MIB),
     ):
-        at = [[i for i, value in enumerate(one) if value is not None] for one in values]
+        at = [[i for i, value in enumerate(series) if value is not None] for series in values]
         if at[0] != at[1]:
             why = "; ".join(after.notes) or "the new run does not say why"
             notes.append(f"{growth.model} over {growth.along}, {key}: {kind} is not of the same sizes as before: {why}")
         elif was is not None and now is not None:
             more = now.exponent.value - was.exponent.value, now.last - was.last
-            largest = max((value for one in values for value in one if value is not None), default=0.0)
-            low, high = sorted((was.exponent, now.exponent), key=lambda one: one.value)
+            largest = max((value for series in values for value in series if value is not None), default=0.0)
+            low, high = sorted((was.exponent, now.exponent), key=lambda exponent: exponent.value)
             if largest > least and high.low > low.high and (min(more) > EXPONENT or max(more) < -EXPONENT):
                 moved.append(Move(
                     model=growth.model, contender=key, what=f"exponent of {kind} over {growth.along}",

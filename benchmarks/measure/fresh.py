@@ -26,18 +26,18 @@ from attnforge.records import Record
 from attnforge.runtime import cases as reference
 
 TIMEOUT = 300
-"""Seconds that a process is given."""
+"""Seconds that a process may take."""
 
 
 class Order(Record):
     """What a process is told to run.
 
     Attributes:
-        contender: backend or peer of the bundle.
+        contender: name of a backend of the bundle, or of a peer.
         sizes: of the dynamic dims.
         engine: what runs the peer's file, `torch` for what needs the module, or `backend` for the bundle's own.
         file: that the engine runs.
-        folder: where peers that are rebuilt find what they are given.
+        folder: where peers find their files.
         any_sizes: whether it runs at other sizes than these.
         warm: run at the least sizes first, so that what the run at `sizes` adds is its own.
     """

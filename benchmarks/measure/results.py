@@ -1,4 +1,4 @@
-"""What a benchmark found, as it stands in a results file. Bare numbers are in the units that their names end in.
+"""The records of a results file. Numbers are in the units that their names end in.
 
 A results file is a JSON document of :class:`Results`, with a schema version of its own.
 """
@@ -34,8 +34,8 @@ class Latency(Record):
 
     Attributes:
         rounds: of every round, each call; contenders took turns within a round, so the rounds of two of them pair.
-        openings: how many of the rounds, in order, were of each opening; empty for one. It is the same of all
-            contenders of a model.
+        openings: how many of the rounds, in order, were of each opening; empty for a single one. All contenders of a
+            model have the same.
         median, min, p90, p99: of all calls; with fewer than a hundred calls p99 is near the slowest.
         samples: how many calls that is.
     """
@@ -50,8 +50,8 @@ class Latency(Record):
 
 
 class Throughput(Record):
-    """Samples a second with so many samples a call and so many callers at once, each in a thread of its own, on one
-    loaded model."""
+    """Samples a second, with `batch` samples a call and `callers` at once, each in a thread of its own, on one loaded
+    model."""
 
     batch: int
     callers: int
@@ -59,11 +59,13 @@ class Throughput(Record):
 
 
 class Cold(Record):
-    """Seconds of a process of its own that has imported its libraries, and what the imports took.
+    """Seconds that a contender's start takes in a process of its own.
 
     Attributes:
-        load: until the model is ready; a compiler's work is here or in `first`. Where it is long, the lesser of two.
-        first: of the first output after that.
+        import_s: to import its libraries.
+        load_s: from then until the model is ready; a compiler's work is here or in `first_s`. Where it is long, the
+            lesser of two.
+        first_s: from then to the first output.
     """
 
     import_s: float
@@ -72,12 +74,12 @@ class Cold(Record):
 
 
 class Memory(Record):
-    """MiB of a process of its own (Linux).
+    """Memory of a contender in a process of its own, where the system tells (Linux).
 
     Attributes:
-        loaded_mib: once the model is loaded and, where it has other sizes, has run at the least; libraries included.
-        peak_mib: the most from its start until runs at these sizes are done: one, or for our backends two, for what is
-            prepared for sizes that come again.
+        loaded_mib: once the model is loaded and, if it can, has run at its least sizes; libraries included.
+        peak_mib: the most from its start until it has run at these sizes: once, and one of our backends twice, because
+            a session prepares for sizes that come again.
         extra_mib: the most that these runs add to `loaded_mib`.
     """
 
@@ -90,9 +92,9 @@ class Cases(Record):
     """How a contender did in a bundle's reference cases.
 
     Attributes:
-        held: how many it was run in: those at sizes that it was made for.
-        of: how many the bundle has.
-        wrong: the first in which it misses the parity budget or fails, and how; None where it does in none.
+        held: how many cases it ran, those at sizes that it was made for.
+        of: how many cases the bundle has.
+        wrong: the first case in which it misses the parity budget or fails, and how; None where there is none.
     """
 
     held: int
@@ -101,16 +103,16 @@ class Cases(Record):
 
 
 class Contender(Record):
-    """One way to run the model, and what was measured of it. What could not be measured is None, and `notes` says why.
+    """One way to run the model, and its measurements. Those that could not be made are None, and `notes` says why.
 
     Attributes:
         name: of the backend or the peer.
-        precision: that it computes at, as the parity budget has it that it was held to.
-        ours: a backend of the bundle, and not what it is measured against.
-        picked: what `load(backend="auto")` picks of the bundle at this precision.
+        precision: that it computes at, and whose parity budget it was held to.
+        ours: whether it is a backend of the bundle, and no peer.
+        picked: whether `load(backend="auto")` picks it at this precision.
         error, budget: relative to float64, on the inputs that were timed.
-        cases: how it did in the bundle's reference cases, if it was held to them: ours, and peers that are as fast.
-        ratio: its median over that of the picked backend at the same precision: above 1, that one is faster.
+        cases: how it did in the bundle's reference cases; ours, and peers that are as fast, are held to them.
+        ratio: its median over that of the picked backend at the same precision; above 1, the picked backend is faster.
         share: of the machine's limit, from 0 to 1 (:mod:`.limits`).
         size_mb: of the model's or plan's files.
     """
@@ -134,7 +136,7 @@ class Contender(Record):
 
     @property
     def key(self) -> str:
-        """What it is called where contenders of several precisions stand side by side."""
+        """Its name where contenders of several precisions stand side by side."""
         return f"{self.name} {self.precision}"
 
     @property
@@ -144,7 +146,7 @@ class Contender(Record):
 
     @property
     def partly(self) -> str | None:
-        """That it was held to some of the reference cases only, in words."""
+        """A remark where it was held to some of the reference cases only; None where to all, or where it was wrong."""
         if self.cases is None or self.cases.held == self.cases.of or self.cases.wrong is not None:
             return None
         return f"held to {self.cases.held} of {self.cases.of} cases"
@@ -154,9 +156,9 @@ class Deployed(Record):
     """A bundle that was measured.
 
     Attributes:
-        seconds: what every stage of deploying it took.
+        seconds: of every stage of deploying it.
         size_mb: of the whole folder.
-        source: what makes the model again: its name and options.
+        source: name and options that make the model again.
     """
 
     precision: str
@@ -190,14 +192,14 @@ class Model(Record):
     @property
     def openings(self) -> int:
         """How often every contender was opened."""
-        return max((len(one.latency.openings) for one in self.contenders), default=0) or 1
+        return max((len(contender.latency.openings) for contender in self.contenders), default=0) or 1
 
 
 class Fit(Record):
     """The p of a law y ~ xᵖ, by least squares of the logarithms, and its 95% interval.
 
     Attributes:
-        last: p between the two largest sizes alone, where what is constant weighs least.
+        last: p between the two largest sizes alone, where constant costs weigh least.
     """
 
     exponent: Interval
@@ -205,7 +207,7 @@ class Fit(Record):
 
 
 class Series(Record):
-    """One contender over sizes; None where it was not measured, for `notes` says why."""
+    """One contender over sizes; None where it was not measured, and `notes` says why."""
 
     name: str
     precision: str
@@ -228,12 +230,12 @@ class Growth(Record):
 
 
 class Environment(Record):
-    """What was measured on, and how busy that was.
+    """The machine, and how busy it was.
 
     Attributes:
         threads: of every CPU contender.
-        governor: of the first processor's clock, or that the system does not tell.
-        load_before, load_after: processes that ran or waited over the last minute.
+        governor: of the first processor's clock; or a remark that the system does not tell.
+        load_before, load_after: processes that ran or waited over the minute before the run, and over its last.
     """
 
     machine: Machine
@@ -245,12 +247,12 @@ class Environment(Record):
 
 
 class Results(Record):
-    """All that one run of the benchmark found.
+    """All figures of one run of the benchmark.
 
     Attributes:
-        command: that gives it again.
+        command: that measures them again.
         seconds: that the run took.
-        left_out: what was to be measured and was not, and why.
+        left_out: parts that were not measured, and why.
     """
 
     schema_version: Annotated[int, Field(strict=True)] = RESULTS_VERSION

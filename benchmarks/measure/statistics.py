@@ -1,11 +1,11 @@
 """Medians with their intervals, and exponents of growth.
 
-Intervals are at 95%, by the bootstrap (percentiles; Efron and Tibshirani 1993). What is resampled are whole rounds,
-since calls of one round share what else the machine was doing. Where contenders were opened several times, openings
-are drawn first, then rounds of each that was drawn: one model opened twice has two speeds, which it keeps for as long
-as it is open (where its memory lies), and repetition is needed on the highest level that varies (Kalibera and Jones
-2013). A few openings show too little of that, for which intervals are widened (:func:`lacking`). The draws are seeded:
-the same data gives the same interval.
+Intervals are at 95%, by the bootstrap (percentiles; Efron and Tibshirani 1993). Whole rounds are resampled, because the
+calls of a round share whatever else the machine was doing. Where contenders were opened several times, openings are
+drawn first, and then rounds of each drawn opening: a model opened twice has two speeds, which it keeps for as long as
+it is open (where its memory lies), and repetition is needed on the highest level that varies (Kalibera and Jones 2013).
+A few openings show too little of that variation, so intervals are widened for it (:func:`lacking`). The draws are
+seeded: the same data gives the same interval.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rounds = Sequence[Sequence[float]]
 RESAMPLES = 1000
 
 BLOCK = 2**20
-"""How many numbers are worked on at a time, so that very many calls take time and not memory."""
+"""How many numbers are in memory at a time, whatever the number of calls."""
 
 NORMAL = 1.959964
 """How many standard deviations a 95% interval of a normal distribution reaches to either side."""
@@ -37,19 +37,20 @@ STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.26
 
 
 def latency_of(rounds: Rounds, openings: Sequence[int] = ()) -> Latency:
-    """What is said of a contender's calls.
+    """The median of a contender's calls with its interval, and their percentiles.
 
     Args:
-        openings: how many of the rounds, in order, were of each opening; by default all are of one.
+        rounds: milliseconds of every call, by round.
+        openings: how many of the rounds, in order, were of each opening; by default all are of a single one.
 
     Raises:
-        UsageError: no rounds, a round without calls, a time that is not a positive number, or openings of more or fewer
-            rounds.
+        UsageError: no rounds, a round without calls, a time that is not a positive number, or openings whose rounds are
+            more or fewer than `rounds`.
     """
     calls = np.concatenate(_checked(rounds))
     resamples = resampled_medians(rounds, draws(len(rounds), tuple(openings)))
     return Latency(
-        rounds=[[float(call) for call in one] for one in rounds],
+        rounds=[[float(call) for call in calls_of_round] for calls_of_round in rounds],
         openings=list(openings) if len(openings) > 1 else [],
         median=_widened(percentiles(float(np.median(calls)), resamples), lacking(openings, rounds)),
         min=float(calls.min()),
@@ -65,29 +66,30 @@ def ratio_of(rounds_a: Rounds, rounds_b: Rounds, openings: Sequence[int] = ()) -
     The same openings and rounds are drawn for both, so what slows down both at once cancels.
 
     Args:
-        openings: as :func:`latency_of`, of both.
+        openings: as :func:`latency_of` has it, the same of both.
 
     Raises:
-        UsageError: as many rounds are not there of both, or as :func:`latency_of`.
+        UsageError: `rounds_a` and `rounds_b` are not equally many, or as :func:`latency_of`.
     """
     if len(rounds_a) != len(rounds_b):
         raise UsageError(f"{len(rounds_a)} rounds cannot be paired with {len(rounds_b)}; give those of one run")
     a, b = (float(np.median(np.concatenate(_checked(rounds)))) for rounds in (rounds_a, rounds_b))
     drawn = draws(len(rounds_a), tuple(openings))
-    found = percentiles(a / b, resampled_medians(rounds_a, drawn) / resampled_medians(rounds_b, drawn))
-    return _widened(found, lacking(openings, rounds_a, rounds_b))
+    ratio = percentiles(a / b, resampled_medians(rounds_a, drawn) / resampled_medians(rounds_b, drawn))
+    return _widened(ratio, lacking(openings, rounds_a, rounds_b))
 
 
 def fit_of(sizes: Sequence[float], values: Sequence[float | None]) -> Fit | None:
     """The exponent of the law that `values` follow over `sizes`.
 
-    What is None or not positive is left out. Of two points the interval is the exponent itself.
+    Values that are None or not positive are left out. Two points give an exponent without an interval: its ends are the
+    exponent itself.
 
     Returns:
         None where fewer than two points are left.
 
     Raises:
-        UsageError: sizes that are not positive, that repeat, or of which there are not as many as values.
+        UsageError: sizes that are not positive, that repeat, or that are more or fewer than the values.
     """
     if len(sizes) != len(values):
         raise UsageError(
@@ -120,8 +122,10 @@ def draws(rounds: int, openings: tuple[int, ...] = (), seed: int = 0) -> Array:
     """How often each round is in each resample, (RESAMPLES, rounds). Data of different runs needs different seeds.
 
     Args:
-        openings: how many of the rounds, in order, were of each. As many openings are drawn, and of each, for every
-            time that it was, as many rounds as it has.
+        rounds: how many there are.
+        openings: how many of the rounds, in order, were of each opening. Each resample draws as many openings as there
+            are, and for every time that an opening is drawn, as many rounds as it has.
+        seed: of the random draws.
     """
     if rounds < 1:
         raise UsageError("there are no rounds; measure one or more")
@@ -134,7 +138,7 @@ def draws(rounds: int, openings: tuple[int, ...] = (), seed: int = 0) -> Array:
     else:
         drawn = random.multinomial(rounds, np.full(rounds, 1 / rounds), size=RESAMPLES)
     drawn = drawn.astype(np.int32)
-    drawn.flags.writeable = False  # it is shared by all that have as many rounds
+    drawn.flags.writeable = False  # the cache shares it
     return drawn
 
 
@@ -147,7 +151,7 @@ def resampled_medians(rounds: Rounds, drawn: Array) -> Array:
     calls = np.concatenate(_checked(rounds))
     order = np.argsort(calls)
     calls = calls[order]
-    round_of = np.repeat(np.arange(len(rounds)), [len(one) for one in rounds])[order]
+    round_of = np.repeat(np.arange(len(rounds)), [len(calls_of_round) for calls_of_round in rounds])[order]
     blocks = []
     for some in np.array_split(drawn, math.ceil(drawn.shape[0] * calls.size / BLOCK)):
         up_to = np.cumsum(some[:, round_of], axis=1)  # of the sorted calls, how many there are up to each
@@ -158,12 +162,12 @@ def resampled_medians(rounds: Rounds, drawn: Array) -> Array:
 
 
 def lacking(openings: Sequence[int], *contenders: Rounds) -> float:
-    """What the percentiles of a median, or of a ratio of two, lack where openings are few: for the square of an
-    interval's half-width, both of the logarithm.
+    """What to add to the square of an interval's half-width where openings are few, for a median or a ratio of two
+    medians, both as logarithms.
 
-    Of k openings the resamples have (k - 1)/k of the variance between them, and the variance that k numbers tell is as
-    often too small as Student's t with k - 1 degrees of freedom says. Both are made up for: t² takes the place of
-    NORMAL² (k - 1)/k, for what the openings are apart beyond the scatter of their rounds.
+    Resamples of k openings show (k - 1)/k of the variance between openings, and a variance estimated from k numbers is
+    as often too small as Student's t with k - 1 degrees of freedom says. Both are corrected: t² takes the place of
+    NORMAL² (k - 1)/k, for the variance between openings beyond the scatter of their rounds.
 
     In simulation, of ratios of two contenders whose openings differ by 3% and rounds by 1% (standard deviations),
     intervals for 95% held the truth, with 3, 4 and 5 openings, 67%, 61% and 72% of the time where all rounds were drawn
@@ -171,19 +175,19 @@ def lacking(openings: Sequence[int], *contenders: Rounds) -> float:
     openings tell next to nothing: 91%, by intervals that are four times as wide as those of four.
 
     Args:
-        openings: as :func:`latency_of`; of fewer than two nothing is known, and 0 is returned.
-        contenders: the rounds of one, or of the two whose ratio it is.
+        openings: as :func:`latency_of` has it; fewer than two tell nothing, and 0 is returned.
+        contenders: the rounds of one contender, or of the two whose ratio it is.
     """
-    count, found, explained = len(openings), [], 0.0
+    count, of_openings, explained = len(openings), [], 0.0
     if count < 2:
         return 0.0
     for first, end in pairwise(accumulate(openings, initial=0)):
-        parts = [one[first:end] for one in contenders]
+        parts = [rounds[first:end] for rounds in contenders]
         logs = [math.log(float(np.median(np.concatenate(_checked(part))))) for part in parts]
         resamples = [np.log(resampled_medians(part, draws(end - first))) for part in parts]
-        found.append(logs[0] - sum(logs[1:]))
+        of_openings.append(logs[0] - sum(logs[1:]))
         explained += float(np.var(resamples[0] - sum(resamples[1:])))
-    between = max(float(np.var(found, ddof=1)) / count - explained / count**2, 0.0)
+    between = max(float(np.var(of_openings, ddof=1)) / count - explained / count**2, 0.0)
     return (_student(count - 1) ** 2 - NORMAL**2 * (count - 1) / count) * between
 
 
@@ -193,21 +197,24 @@ def percentiles(value: float, resamples: Array) -> Interval:
     return Interval(value=value, low=min(value, float(low)), high=max(value, float(high)))
 
 
-def _widened(found: Interval, by: float) -> Interval:
-    """An interval with so much added to the square of its half-widths, of the logarithm."""
+def _widened(interval: Interval, by: float) -> Interval:
+    """An interval with `by` added to the square of its half-widths, all as logarithms."""
     if not by:
-        return found
-    low, high = (math.hypot(math.log(found.value / end), math.sqrt(by)) for end in (found.low, found.high))
-    return Interval(value=found.value, low=found.value * math.exp(-low), high=found.value * math.exp(high))
+        return interval
+    value = interval.value
+    low, high = (math.hypot(math.log(value / end), math.sqrt(by)) for end in (interval.low, interval.high))
+    return Interval(value=value, low=value * math.exp(-low), high=value * math.exp(high))
 
 
 def _checked(rounds: Rounds) -> list[Array]:
-    arrays = [np.asarray(one, np.float64) for one in rounds]
+    arrays = [np.asarray(calls, np.float64) for calls in rounds]
     if not arrays:
         raise UsageError("there are no rounds; measure one or more")
-    for i, one in enumerate(arrays):
-        if one.size == 0 or not (np.isfinite(one) & (one > 0)).all():
-            raise UsageError(f"round {i} has {one.tolist()}; every round needs a call or more, each of a positive time")
+    for i, calls in enumerate(arrays):
+        if calls.size == 0 or not (np.isfinite(calls) & (calls > 0)).all():
+            raise UsageError(
+                f"round {i} has {calls.tolist()}; every round needs a call or more, each of a positive time"
+            )
     return arrays
 
 
