@@ -151,11 +151,11 @@ def build(
         onnx_file: the lowered graph.
         flavour: `tensorrt` or `tensorrt_rtx`.
         inputs: their dynamic dims become the first optimization profile.
-        precision: `tf32` lets fp32 products round their factors to TF32; all else is in the graph.
+        precision: `tf32` lets fp32 products round their factors to TF32; every other type is the graph's.
         compute_capabilities: for TensorRT-RTX, such as `("SM89", "SM120")` or `("CURRENT",)`; by default portable.
-        profiles: further ones, the range of some symbols each: TensorRT chooses its kernels for each one's opt.
-        device: number of the CUDA device that TensorRT builds for.
+        profiles: further ones, the range of some symbols each: TensorRT chooses its kernels for each profile's opt.
         timing_cache: file in which TensorRT keeps what it timed, for the next build on the same device.
+        device: number of the CUDA device that TensorRT builds for.
 
     Raises:
         UnavailableError: the flavour is not installed here.
@@ -176,21 +176,9 @@ def build(
             profiles=all_profiles,
             timing_cache=str(timing_cache) if timing_cache is not None else None,
         )
-        done = subprocess.run(
-            [sys.executable, "-m", "attnforge.export.tensorrt.process"],
-            input=request.model_dump_json(),
-            capture_output=True,
-            text=True,
-            env={**os.environ, **_only(device)},
-        )
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            how = f"crashed (signal {-done.returncode})" if done.returncode < 0 else "failed"
-            raise BuildError(f"{flavour}'s builder {how} on {onnx_file.name}: {last}")
-        answer = Answer.model_validate_json(done.stdout.splitlines()[-1])
+        answer = _answer(request, device)
         if answer.refusal is not None:
-            kind = UsageError if answer.misuse else BuildError
-            raise kind(answer.refusal)
+            raise (UsageError if answer.misuse else BuildError)(answer.refusal)
         return Plan(
             plan_file.read_bytes(),
             answer.version,
@@ -199,3 +187,23 @@ def build(
             answer.activation_memory,
             tuple(all_profiles),
         )
+
+
+def _answer(request: Request, device: int) -> Answer:
+    """The answer of a builder in a process of its own.
+
+    Raises:
+        BuildError: the process crashed or failed.
+    """
+    process = subprocess.run(
+        [sys.executable, "-m", "attnforge.export.tensorrt.process"],
+        input=request.model_dump_json(),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **_only(device)},
+    )
+    if process.returncode != 0:
+        last_line = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        how = f"crashed (signal {-process.returncode})" if process.returncode < 0 else "failed"
+        raise BuildError(f"{request.flavour}'s builder {how} on {Path(request.onnx_file).name}: {last_line}")
+    return Answer.model_validate_json(process.stdout.splitlines()[-1])

@@ -112,21 +112,9 @@ def answer(request: Request) -> Answer:
         reasons = "; ".join(_described(parser.get_error(i)) for i in range(parser.num_errors))
         return refuse(f"{request.flavour} cannot parse {file}: {reasons or log.last_error()}")
     config = builder.create_builder_config()
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if request.precision == "tf32":
-        config.set_flag(trt.BuilderFlag.TF32)
-    else:
-        config.clear_flag(trt.BuilderFlag.TF32)
     if refusal := _choose_compute_capabilities(trt, config, request):
         return refuse(refusal, misuse=True)
-    for ranges in request.profiles:
-        profile = builder.create_optimization_profile()
-        for spec in request.inputs:
-            profile.set_shape(spec.name, *(_shape(spec, ranges, which) for which in range(3)))
-        config.add_optimization_profile(profile)
-    if request.timing_cache is not None:
-        timing_cache = config.create_timing_cache(cache.read(Path(request.timing_cache)) or b"")
-        config.set_timing_cache(timing_cache, False)
+    _configure(trt, builder, config, request)
     start = time.perf_counter()
     plan = builder.build_serialized_network(network, config)
     seconds = time.perf_counter() - start
@@ -138,6 +126,23 @@ def answer(request: Request) -> Answer:
     return Answer(
         version=trt.__version__, layers=_layers(log.messages), seconds=seconds, activation_memory=_memory(log.messages)
     )
+
+
+def _configure(trt: Any, builder: Any, config: Any, request: Request) -> None:
+    """Set what is logged of layers, whether TF32 is allowed, the optimization profiles and the timing cache."""
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if request.precision == "tf32":
+        config.set_flag(trt.BuilderFlag.TF32)
+    else:
+        config.clear_flag(trt.BuilderFlag.TF32)
+    for ranges in request.profiles:
+        profile = builder.create_optimization_profile()
+        for spec in request.inputs:
+            profile.set_shape(spec.name, *(_shape(spec, ranges, which) for which in range(3)))
+        config.add_optimization_profile(profile)
+    if request.timing_cache is not None:
+        timing_cache = config.create_timing_cache(cache.read(Path(request.timing_cache)) or b"")
+        config.set_timing_cache(timing_cache, False)
 
 
 def _described(error: Any) -> str:
