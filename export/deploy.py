@@ -131,7 +131,7 @@ def deploy(
         certificate = certify(sites, built)
         check_fused(options.require_fused, certificate)
 
-        cases = write_reference(folder, reference, attention, data, stages.begin("reference"))
+        cases = write_reference(folder, reference, model, attention, data, stages.begin("reference"))
 
         manifest = Manifest(
             name=options.name or _name_of(origin),

@@ -6,6 +6,7 @@ This is the one counter: the search for precisions estimates costs by it, and be
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
 
 import onnx_ir as ir
@@ -47,6 +48,19 @@ def product_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
     if node.op_type == "Conv":
         return 2 * result * prod(b[1:])
     return 2 * result * (a[0] if node.op_type == "Gemm" and node.attributes.get_int("transA") == 1 else a[-1])
+
+
+def graph_flops(model: ir.Model, sizes: Mapping[str, int]) -> int:
+    """Floating-point operations of all products in a graph; those that cannot be counted are left out.
+
+    Args:
+        sizes: of the symbolic dims.
+    """
+    count = 0
+    for node in model.graph:
+        with suppress(Uncountable):
+            count += product_flops(node, sizes)
+    return count
 
 
 def attention_scores(node: ir.Node, sizes: Mapping[str, int]) -> int:

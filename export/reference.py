@@ -3,6 +3,7 @@ every reference case."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,21 @@ from typing import Protocol
 
 import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 from safetensors.numpy import save_file
 
 from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
+from attnforge.export.flops import graph_flops
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import OUTLIERS, blocks, data_key, key, labels_key, make_inputs, sampled
 from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import DRAWS, FAR_OFF, FEW, relative_error
+from attnforge.runtime.parity.budget import DRAWS, FAR_OFF, FEW, MOST_DRAWS, relative_error
+
+CHEAP = 1e9
+"""Floating-point operations of a run up to which eager is drawn more often than :data:`DRAWS`."""
 
 MARGIN = 16
 """How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
@@ -70,6 +76,7 @@ class Data:
 def write_reference(
     folder: Path,
     model: ReferenceModel,
+    graph: ir.Model,
     attention: Precision | None = None,
     data: Data | None = None,
     progress: Progress | None = None,
@@ -79,6 +86,7 @@ def write_reference(
     Args:
         folder: of the bundle.
         model: gives the outputs.
+        graph: the canonical graph, by which the cost of a run is counted.
         attention: precision of attention alone, where it is not the bundle's. Eager cannot compute attention alone at
             another precision, so all of the model runs at it: the yardstick of :mod:`attnforge.runtime.parity.budget`.
         data: real inputs, which become cases after those that are made from seeds.
@@ -100,7 +108,8 @@ def write_reference(
         if low is not None and attention is not None:
             outputs |= _sampled(case, low.eager(at_precision(inputs, attention)), attention.name)
         if not case.is_ordinary:
-            case.spread = _spread(case, inputs, model, low or model)
+            most = MOST_DRAWS if graph_flops(graph, case.sizes) <= CHEAP else DRAWS
+            case.spread = _spread(case, inputs, model, low or model, most)
         few.add(case, eager, exact)
     few.widen_spreads()
     (folder / "reference").mkdir()
@@ -239,25 +248,39 @@ class _Error:
 
 
 def _spread(
-    case: Case, inputs: Mapping[str, Array], model: ReferenceModel, yardstick: ReferenceModel
+    case: Case, inputs: Mapping[str, Array], model: ReferenceModel, yardstick: ReferenceModel, most: int
 ) -> dict[str, tuple[float, float]]:
     """The largest relative and absolute error, by output, of the yardstick's eager on the same inputs moved to
     neighbouring numbers.
 
     On hard inputs, where two scores nearly tie, say, eager's error is one draw from a wide distribution, and a
-    backend's another; a few draws show how wide it is.
+    backend's another; a few draws show how wide it is, and where they disagree, up to `most` do.
     """
     rng = np.random.Generator(np.random.PCG64([case.seed, DRAWS]))
     rounded = at_precision(inputs, yardstick.precision)
-    spread: dict[str, tuple[float, float]] = {}
-    for _ in range(DRAWS):
+    drawn: dict[str, list[_Error]] = {}
+    while _more_draws(drawn, most):
         moved = {name: _neighbours(array, rng) if is_floating(array) else array for name, array in rounded.items()}
         eager, exact = yardstick.eager(moved), model.exact(moved)
         for output, array in eager.items():
-            error = _Error.of(array, exact[output])
-            relative, absolute = spread.get(output, (0.0, 0.0))
-            spread[output] = max(relative, error.relative), max(absolute, error.absolute)
-    return spread
+            drawn.setdefault(output, []).append(_Error.of(array, exact[output]))
+    return {
+        output: (max(error.relative for error in errors), max(error.absolute for error in errors))
+        for output, errors in drawn.items()
+    }
+
+
+def _more_draws(drawn: Mapping[str, Sequence[_Error]], most: int) -> bool:
+    """Whether to draw once more: up to :data:`DRAWS`, and on to `most` while draws disagree, which is where the largest
+    error of an output is more than a quarter above the median one."""
+    count = max(map(len, drawn.values()), default=0)
+    if count < DRAWS:
+        return True
+    return count < most and any(
+        max(numbers) > 1.25 * statistics.median(numbers)
+        for errors in drawn.values()
+        for numbers in ([error.relative for error in errors], [error.absolute for error in errors])
+    )
 
 
 def _neighbours(array: Array, rng: np.random.Generator) -> Array:

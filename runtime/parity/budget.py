@@ -30,8 +30,9 @@ cases are *ordinary*. Cases of scaled inputs, outliers, constants, denormal numb
 
 **Draws on hard inputs.** Where two scores nearly tie, say, eager's error is one draw from a wide
 distribution, and the backend's another. When a model is deployed, eager therefore runs every hard case 8 times more
-(`DRAWS`), on inputs whose numbers are moved to neighbouring numbers of their dtype. `error(e)` and `max|e − r|` are the
-largest of all draws.
+(`DRAWS`), on inputs whose numbers are moved to neighbouring numbers of their dtype; and up to 32 times (`MOST_DRAWS`)
+while the draws disagree, the largest error more than a quarter above the median one, where a run of the model takes at
+most 1e9 floating-point operations. `error(e)` and `max|e − r|` are the largest of all draws.
 
 **Outputs of few numbers.** Of outputs with fewer than 1,024 finite numbers (`FEW`), `error(e)` is at least the largest
 over all ordinary cases, and so is `max|e − r|` relative to `max|r|`: the error of a few numbers is a wide distribution,
@@ -89,6 +90,9 @@ from attnforge.runtime.parity.comparison import Comparison, Element, cosine_of, 
 
 DRAWS = 8
 """How often eager's rounding is drawn again on hard inputs."""
+
+MOST_DRAWS = 32
+"""How often it is drawn at most, where the draws disagree and a run is cheap."""
 
 FEW = 1024
 """Outputs of fewer numbers than this have eager's largest error over all ordinary cases: of ten numbers, two errors of
