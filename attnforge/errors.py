@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from attnforge.certificate import Certificate
+if TYPE_CHECKING:  # the command line shows its help without pydantic, which takes a while to import
+    from attnforge.certificate import Certificate
 
 
 class AttnforgeError(Exception):
