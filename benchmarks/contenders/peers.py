@@ -39,7 +39,7 @@ from attnforge.runtime.backends.eager import as_written, at_precision, in_float6
 
 
 @dataclass
-class Job(Setup):
+class PeerJob(Setup):
     """What peers are opened for.
 
     Attributes:
@@ -94,8 +94,8 @@ class Peer:
 
     what: str
     engine: str = "torch"
-    file: Callable[[Job], Path] | None = None
-    module: Callable[[Job, ExitStack], Runner] | None = None
+    file: Callable[[PeerJob], Path] | None = None
+    module: Callable[[PeerJob, ExitStack], Runner] | None = None
     any_sizes: bool = True
 
     @property
@@ -104,7 +104,7 @@ class Peer:
         a run opens the peer once."""
         return self.module is not None and not self.any_sizes
 
-    def open(self, job: Job, stack: ExitStack) -> Runner:
+    def open(self, job: PeerJob, stack: ExitStack) -> Runner:
         """A runner of the model; raises whatever refuses it."""
         if self.file is not None:
             return ENGINES[self.engine](job, self.file(job), stack)
@@ -115,7 +115,7 @@ class Peer:
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _torch(job: Job, module: Callable[..., Any]) -> Runner:
+def _torch(job: PeerJob, module: Callable[..., Any]) -> Runner:
     dtype = torch_dtype(job.precision)
 
     def run_module(feeds: dict[str, Array]) -> dict[str, Array]:
@@ -127,18 +127,18 @@ def _torch(job: Job, module: Callable[..., Any]) -> Runner:
     return run_module
 
 
-def _open_eager(job: Job, stack: ExitStack) -> Runner:
+def _open_eager(job: PeerJob, stack: ExitStack) -> Runner:
     with_threads(job.threads, stack)
     return _torch(job, job.torch_module())
 
 
-def _open_compiled(job: Job, stack: ExitStack) -> Runner:
+def _open_compiled(job: PeerJob, stack: ExitStack) -> Runner:
     with_threads(job.threads, stack)
     torch.compiler.reset()  # torch.compile gives up after some models
     return _torch(job, torch.compile(job.torch_module(), dynamic=False))
 
 
-def _open_sdpa(job: Job, stack: ExitStack) -> Runner:
+def _open_sdpa(job: PeerJob, stack: ExitStack) -> Runner:
     with_threads(job.threads, stack)
     source = job.bundle.manifest.source
     if source.kind == "huggingface" and job.given is None:
@@ -185,7 +185,7 @@ def with_threads(threads: int, stack: ExitStack) -> None:
     stack.callback(torch.set_num_threads, before)
 
 
-def _open_torch_tensorrt(job: Job, stack: ExitStack) -> Runner:
+def _open_torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
     if importlib.util.find_spec("torch_tensorrt") is None:
         raise UnavailableError("torch_tensorrt is not installed; pip install torch-tensorrt")
     if not torch.cuda.is_available():
@@ -198,7 +198,7 @@ def _open_torch_tensorrt(job: Job, stack: ExitStack) -> Runner:
 # --- the exporter's graph ---------------------------------------------------------------------------------------------
 
 
-def plain_file(job: Job) -> Path:
+def plain_file(job: PeerJob) -> Path:
     """The exporter's graph, untouched, at the bundle's precision and opset, with its dynamic dims."""
     file = job.folder / f"plain-{job.precision.name}.onnx"
     if not file.exists():
@@ -217,7 +217,7 @@ def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path)
     save(captured.model, file)
 
 
-def _wide_file(job: Job) -> Path:
+def _wide_file(job: PeerJob) -> Path:
     """The exporter's graph in fp32, for OpenVINO, which converts it to the precision that it is told."""
     file = job.folder / "plain-fp32.onnx"
     if job.precision.name == "fp32":
@@ -231,7 +231,7 @@ def _wide_file(job: Job) -> Path:
     return file
 
 
-def _older_file(job: Job) -> Path:
+def _older_file(job: PeerJob) -> Path:
     """The exporter's graph at opset 18, the newest that the optimizers of others know."""
     file = job.folder / f"opset18-{job.precision.name}.onnx"
     if not file.exists():
@@ -298,7 +298,7 @@ def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
 # --- others' optimizers -----------------------------------------------------------------------------------------------
 
 
-def _by_optimizer(job: Job) -> Path:
+def _by_optimizer(job: PeerJob) -> Path:
     file = job.folder / f"onnxruntime-optimizer-{job.precision.name}.onnx"
     if not file.exists():  # as an encoder alone, because every other kind takes seconds for a large model
         of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
@@ -306,7 +306,7 @@ def _by_optimizer(job: Job) -> Path:
     return file
 
 
-def _by_fusions(job: Job) -> Path:
+def _by_fusions(job: PeerJob) -> Path:
     file = job.folder / f"ort-fusions-{job.precision.name}.onnx"
     if not file.exists():
         onnx.save(ort_fusions(_older_file(job)), file)

@@ -19,9 +19,9 @@ from typing import Annotated
 import typer
 
 from attnforge.benchmarks.gpu.attention_alone import attention
-from attnforge.benchmarks.gpu.ceilings import ceilings
 from attnforge.benchmarks.gpu.conclusions import failed_tests, wrong_answers
 from attnforge.benchmarks.gpu.device import Device
+from attnforge.benchmarks.gpu.device_ceilings import ceilings
 from attnforge.benchmarks.gpu.environment import environment, tests
 from attnforge.benchmarks.gpu.latency import latency
 from attnforge.benchmarks.gpu.parity import parity, parity_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.large import large_of, targets_of, truth_of
-from attnforge.benchmarks.gpu.racing import Opened, in_session, race, race_seconds
+from attnforge.benchmarks.gpu.racing import OpenContender, in_session, race, race_seconds
 from attnforge.benchmarks.gpu.running import Task
 from attnforge.benchmarks.gpu.steps import FLASH, HEAD, HEADS, PATCH, SIDES, Item
 from attnforge.precision import precision_named
@@ -53,7 +53,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
         )
         item.values |= {f"fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
         feeds = [device.feed(tensor) for tensor in inputs]
-        ways: dict[str, Callable[[], Opened]] = {
+        ways: dict[str, Callable[[], OpenContender]] = {
             name: partial(in_session, device, stack, bundle, name, feeds)
             for name in backends
             if name not in item.failed
@@ -64,7 +64,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
                 return scaled_dot_product_attention(inputs[0], inputs[1], inputs[2])
 
         if device.peers:
-            ways[FLASH] = lambda: Opened(flash)
+            ways[FLASH] = lambda: OpenContender(flash)
         else:
             item.skipped[FLASH] = "torch has no CUDA here"
         race(device, item, ways, truth, 1, race_seconds(device))

@@ -17,7 +17,7 @@ from pathlib import Path
 from attnforge.arrays import to_numpy
 from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.large import large_of, targets_of
-from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
+from attnforge.benchmarks.gpu.patch import PatchPoint, patch_attention, patch_truth
 from attnforge.benchmarks.gpu.running import Task, attempt, shortened, tail
 from attnforge.benchmarks.gpu.steps import SIDES, Item
 from attnforge.benchmarks.publish import machine
@@ -85,7 +85,7 @@ def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> Non
     if backend in device.absent:
         item.skipped[backend] = device.absent[backend]
         return
-    point = Point("fp16", SIDES[0], 1)
+    point = PatchPoint("fp16", SIDES[0], 1)
     large = large_of(device, patch_attention, point.precision)
     images = point.images(device)
     truth = patch_truth(device, large, images, point)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from attnforge.arrays import to_numpy
 from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.large import large_of, targets_of
-from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
-from attnforge.benchmarks.gpu.racing import Opened, in_session, race, race_seconds
+from attnforge.benchmarks.gpu.patch import PatchPoint, patch_attention, patch_truth
+from attnforge.benchmarks.gpu.racing import OpenContender, in_session, race, race_seconds
 from attnforge.benchmarks.gpu.running import Task
 from attnforge.benchmarks.gpu.steps import COMPILE, EAGER, GRAPHED, SDPA, SIDES, Item, is_ours
 from attnforge.bundle import FLAVOURS, Bundle
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def points() -> list[Point]:
+def points() -> list[PatchPoint]:
     """The grid, in order of worth."""
     order = [("fp16", 1), ("fp32", 1), ("fp16", 8), ("fp16", 64), ("fp32", 8), ("bf16", 1), ("bf16", 8), ("fp32", 64)]
-    return [Point(precision, side, batch) for precision, batch in [*order, ("bf16", 64)] for side in SIDES]
+    return [PatchPoint(precision, side, batch) for precision, batch in [*order, ("bf16", 64)] for side in SIDES]
 
 
 def latency(device: Device) -> list[Task]:
@@ -36,7 +36,7 @@ def latency(device: Device) -> list[Task]:
     return [(point.name, partial(_latency, device, point)) for point in grid]
 
 
-def _latency(device: Device, point: Point, item: Item) -> None:
+def _latency(device: Device, point: PatchPoint, item: Item) -> None:
     large = large_of(device, patch_attention, point.precision)
     item.values |= {"tokens": point.tokens, "batch": point.batch, "precision": point.precision}
     with device.stream(), device.products(precision_named(point.precision)), ExitStack() as stack:
@@ -54,10 +54,16 @@ def _latency(device: Device, point: Point, item: Item) -> None:
 
 
 def sessions_of(
-    device: Device, stack: ExitStack, bundle: Bundle, backends: Sequence[str], images: Tensor, point: Point, item: Item
-) -> dict[str, Callable[[], Opened]]:
+    device: Device,
+    stack: ExitStack,
+    bundle: Bundle,
+    backends: Sequence[str],
+    images: Tensor,
+    point: PatchPoint,
+    item: Item,
+) -> dict[str, Callable[[], OpenContender]]:
     """attnforge's contenders: every backend on what lies on the device, TensorRT at batch 1 on NumPy arrays too."""
-    ways: dict[str, Callable[[], Opened]] = {}
+    ways: dict[str, Callable[[], OpenContender]] = {}
     array = to_numpy("image", images)
     for backend in backends:
         if backend in item.failed:  # its plan could not be built
@@ -68,31 +74,33 @@ def sessions_of(
     return ways
 
 
-def peers_of(device: Device, module: nn.Module, images: Tensor, point: Point) -> dict[str, Callable[[], Opened]]:
+def peers_of(
+    device: Device, module: nn.Module, images: Tensor, point: PatchPoint
+) -> dict[str, Callable[[], OpenContender]]:
     """torch's ways of running the same module on the same images."""
     from attnforge.benchmarks.contenders.peers import using_sdpa
 
     torch = device.torch
     torch.compiler.reset()  # else it would stop compiling after some sizes
 
-    def compiled(mode: str | None) -> Opened:
+    def compiled(mode: str | None) -> OpenContender:
         run = torch.compile(module, dynamic=False, mode=mode)
-        return Opened(lambda: run(images))
+        return OpenContender(lambda: run(images))
 
     def fused(images: Tensor) -> Tensor:
         with using_sdpa():
             result: Tensor = module(images)
         return result
 
-    ways: dict[str, Callable[[], Opened]] = {COMPILE: lambda: compiled(None)}
+    ways: dict[str, Callable[[], OpenContender]] = {COMPILE: lambda: compiled(None)}
     if point.batch == 1 and device.on_cuda and not device.settings.quick:
         ways = {GRAPHED: lambda: compiled("reduce-overhead"), **ways}
-    ways[SDPA] = lambda: Opened(partial(fused, images))
-    ways[EAGER] = lambda: Opened(partial(module, images))
+    ways[SDPA] = lambda: OpenContender(partial(fused, images))
+    ways[EAGER] = lambda: OpenContender(partial(module, images))
     return ways
 
 
-def why_too_large(device: Device, point: Point, name: str) -> str | None:
+def why_too_large(device: Device, point: PatchPoint, name: str) -> str | None:
     """Why a contender that holds all scores is not tried, or None: it holds two of that size at once."""
     free = device.free()
     unfused = name in (EAGER, COMPILE, GRAPHED) or (is_ours(name) and point.precision == "fp32")

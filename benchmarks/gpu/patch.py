@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Point:
+class PatchPoint:
     """One size of patch-attention at one precision."""
 
     precision: str
@@ -60,6 +60,6 @@ def patch_attention() -> Example:
     return build_model("patch-attention", image_size=32, max_image_size=64)
 
 
-def patch_truth(device: Device, large: Large, images: Tensor, point: Point) -> Truth:
+def patch_truth(device: Device, large: Large, images: Tensor, point: PatchPoint) -> Truth:
     """What the model's answers to these images are held to."""
     return truth_of(device, point.name, precision_named(point.precision), large.module, large.exact, [images])

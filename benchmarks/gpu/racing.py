@@ -30,7 +30,7 @@ COMPARED = (EAGER, COMPILE, FLASH)
 
 
 @dataclass
-class Opened:
+class OpenContender:
     """Something that can be called again and again; `waits` tells that a call returns only when its outputs are
     there."""
 
@@ -50,7 +50,7 @@ class Racer:
         host_ms: until a call returns.
     """
 
-    opened: Opened
+    opened: OpenContender
     ready_seconds: float
     held: float | None
     peak: float | None
@@ -64,7 +64,7 @@ class Racer:
         return on_device, device.wall_ms(self.opened.call)
 
 
-def enter(device: Device, item: Item, name: str, make: Callable[[], Opened], truth: Truth) -> Racer | None:
+def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContender], truth: Truth) -> Racer | None:
     """Open a contender, hold its first answer to the budget, and warm it up; None where it failed or was wrong, which
     the item then says."""
 
@@ -101,7 +101,7 @@ def enter(device: Device, item: Item, name: str, make: Callable[[], Opened], tru
 def race(
     device: Device,
     item: Item,
-    ways: Mapping[str, Callable[[], Opened]],
+    ways: Mapping[str, Callable[[], OpenContender]],
     truth: Truth,
     batch: int,
     seconds: float,
@@ -188,9 +188,9 @@ def mib(size: float | None) -> float | None:
 
 def in_session(
     device: Device, stack: ExitStack, bundle: Bundle, backend: str, feeds: Sequence[Any], **options: Any
-) -> Opened:
+) -> OpenContender:
     """A bundle's backend on these inputs; `out` is passed on to every call, other options to the session."""
     kept = {name: options.pop(name) for name in ("out",) if name in options}
     opened_with = {"device": device.settings.device, "contexts": 1, **options}
     session = stack.enter_context(load(bundle.path, backend, **opened_with))
-    return Opened(lambda: session(*feeds, **kept), session, waits=isinstance(feeds[0], np.ndarray))
+    return OpenContender(lambda: session(*feeds, **kept), session, waits=isinstance(feeds[0], np.ndarray))

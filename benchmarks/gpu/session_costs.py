@@ -13,8 +13,8 @@ from functools import partial
 from attnforge.arrays import to_numpy
 from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.large import Large, large_of, targets_of
-from attnforge.benchmarks.gpu.patch import Point, patch_attention, patch_truth
-from attnforge.benchmarks.gpu.racing import Opened, in_session, mib, race, race_seconds
+from attnforge.benchmarks.gpu.patch import PatchPoint, patch_attention, patch_truth
+from attnforge.benchmarks.gpu.racing import OpenContender, in_session, mib, race, race_seconds
 from attnforge.benchmarks.gpu.running import LEAST, Task
 from attnforge.benchmarks.gpu.steps import SIDES, Item, ParityCheck
 from attnforge.bundle import FLAVOURS, Bundle
@@ -33,9 +33,9 @@ def overhead(device: Device) -> list[Task]:
     return tasks
 
 
-def _prepared(device: Device, backend: str, deployed: dict[str, Bundle]) -> tuple[Bundle, Large, Point]:
+def _prepared(device: Device, backend: str, deployed: dict[str, Bundle]) -> tuple[Bundle, Large, PatchPoint]:
     """Patch-attention of 196 tokens in fp16, deployed for a backend."""
-    point = Point("fp16", SIDES[0], 1)
+    point = PatchPoint("fp16", SIDES[0], 1)
     large = large_of(device, patch_attention, point.precision)
     if backend not in deployed:
         refused: dict[str, str] = {}
@@ -52,7 +52,7 @@ def _one_call(device: Device, backend: str, deployed: dict[str, Bundle], item: I
         truth = patch_truth(device, large, images, point)
         array, feed = to_numpy("image", images), device.feed(images)
         opened = partial(in_session, device, stack, bundle, backend)
-        ways: dict[str, Callable[[], Opened]] = {
+        ways: dict[str, Callable[[], OpenContender]] = {
             backend: partial(opened, [feed]),
             f"{backend}, graphs=False": partial(opened, [feed], graphs=False),
             f"{backend}, NumPy in and out": partial(opened, [array]),

@@ -144,9 +144,9 @@ def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
         return open_backend(order.contender, setup, stack)
     if order.file is not None:
         return ENGINES[order.engine](setup, Path(order.file), stack)
-    from attnforge.benchmarks.contenders.peers import PEERS, Job
+    from attnforge.benchmarks.contenders.peers import PEERS, PeerJob
 
-    return PEERS[order.contender].open(Job(setup.bundle, setup.feeds, setup.threads, Path(order.folder)), stack)
+    return PEERS[order.contender].open(PeerJob(setup.bundle, setup.feeds, setup.threads, Path(order.folder)), stack)
 
 
 def _inputs(bundle: Bundle, sizes: dict[str, int]) -> dict[str, Array]:

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from attnforge.arrays import Array, is_floating
 from attnforge.benchmarks.contenders.engines import Runner, open_backend, why_no_products
-from attnforge.benchmarks.contenders.peers import PEERS, Job, expected
+from attnforge.benchmarks.contenders.peers import PEERS, PeerJob, expected
 from attnforge.benchmarks.measure.experiment import Experiment, case_at
 from attnforge.benchmarks.measure.results import Cases, Contender
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle
@@ -51,7 +51,7 @@ class Entry:
     what: str
     run: Callable[[], dict[str, Array]]
     runner: Runner
-    job: Job
+    job: PeerJob
     stack: ExitStack
     error: float = 0.0
     budget: float = 0.0
@@ -93,7 +93,7 @@ class Yardstick:
         self.bundle, self.case = bundle, case_at(bundle, sizes)
         case = self.case
         feeds = reference.make_inputs(case, manifest.inputs, {})
-        self.job = Job(bundle, feeds, experiment.threads, folder, experiment.module)
+        self.job = PeerJob(bundle, feeds, experiment.threads, folder, experiment.module)
         for needed in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if experiment.cases else ():
             bundle.file(needed)  # fails before anything is timed where the file is missing or altered
         if any(case.name == stored.name for stored in manifest.cases):
@@ -185,7 +185,7 @@ class _Offer:
     name: str
     ours: bool
     what: str
-    open: Callable[[Job, ExitStack], Runner]
+    open: Callable[[PeerJob, ExitStack], Runner]
     stays: bool = False
 
     @property

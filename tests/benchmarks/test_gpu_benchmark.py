@@ -284,10 +284,10 @@ def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytes
     monkeypatch.setattr(
         latency,
         "peers_of",
-        lambda device, module, images, point: {EAGER: lambda: racing.Opened(partial(module, images))},
+        lambda device, module, images, point: {EAGER: lambda: racing.OpenContender(partial(module, images))},
     )
     monkeypatch.setattr(latency, "race_seconds", lambda device: 0.1)
-    point = patch.Point("fp32", 56, 2)
+    point = patch.PatchPoint("fp32", 56, 2)
     item = step(run, "latency", lambda: [(point.name, partial(latency._latency, Device(run), point))]).items[point.name]
     assert not item.failed and set(item.timings) == {"onnxruntime-cpu", EAGER}
     assert all(check.passed for check in item.checks.values())
@@ -302,7 +302,7 @@ def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytes
 def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_path: Path) -> None:
     """12,544 tokens, of which not one is computed on the CPU."""
     failed: dict[str, str] = {}
-    point = patch.Point("fp16", 448, 8)
+    point = patch.PatchPoint("fp16", 448, 8)
     model = large.large_of(Device(run), patch.patch_attention, point.precision)
     bundle = model.deploy(tmp_path / "bundle", *point.shapes, ["onnxruntime", "tensorrt_rtx"], failed)
     assert not failed and bundle.manifest.attention.fused == {"onnxruntime": 1, "tensorrt_rtx": 1}
@@ -318,7 +318,7 @@ def test_a_wrong_answer_has_no_time(run: Run) -> None:
     x = torch.linspace(-1, 1, 12).reshape(1, 3, 4)
     truth = large.truth_of(device, "case", precision_named("fp32"), torch.sin, torch.sin, [x])
     calls: dict[str, Callable[[], torch.Tensor]] = {"right": lambda: x.sin(), "wrong": lambda: x.cos()}
-    item, ways = Item(), {name: partial(racing.Opened, call) for name, call in calls.items()}
+    item, ways = Item(), {name: partial(racing.OpenContender, call) for name, call in calls.items()}
     racing.race(device, item, ways, truth, 1, 0.05)
     assert list(item.timings) == ["right"]
     assert not item.checks["wrong"].passed and item.skipped == {"wrong": "not timed, for its answer is wrong"}
@@ -357,7 +357,7 @@ def test_the_grid() -> None:
     points = latency.points()
     assert [point.tokens for point in points[:4]] == [196, 1024, 3136, 12544]
     assert {(p.precision, p.batch) for p in points} == {(p, b) for p in ("fp16", "fp32", "bf16") for b in (1, 8, 64)}
-    assert patch.Point("fp16", 448, 64).score_bytes == 64 * 3 * 12544**2 * 2
+    assert patch.PatchPoint("fp16", 448, 64).score_bytes == 64 * 3 * 12544**2 * 2
 
 
 def results() -> GpuResults:

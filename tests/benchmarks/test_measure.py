@@ -23,7 +23,7 @@ from torch.export import Dim
 import attnforge
 from attnforge.arrays import Array
 from attnforge.benchmarks.contenders import peers
-from attnforge.benchmarks.contenders.peers import PEERS, Job, Peer, peers_here, using_sdpa
+from attnforge.benchmarks.contenders.peers import PEERS, Peer, PeerJob, peers_here, using_sdpa
 from attnforge.benchmarks.measure import bench, ceilings, fresh, limits, race, throughput
 from attnforge.benchmarks.measure import results as found
 from attnforge.benchmarks.measure.experiment import Experiment, case_at
@@ -55,9 +55,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return deployed(tmp_path_factory.mktemp("measure"))
 
 
-def job_of(bundle: Bundle, folder: Path, **sizes: int) -> Job:
+def job_of(bundle: Bundle, folder: Path, **sizes: int) -> PeerJob:
     feeds = reference.make_inputs(reference.at(bundle.manifest.inputs, sizes), bundle.manifest.inputs, {})
-    return Job(bundle, feeds, 1, folder)
+    return PeerJob(bundle, feeds, 1, folder)
 
 
 # --- throughput -------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(bundle: Bund
         assert len(calls) == 2
     other = attnforge.deploy(nn.Linear(8, 4), (torch.randn(2, 8),), tmp_path / "b", targets=["onnxruntime"], tune=False)
     with ExitStack() as stack, pytest.raises(UnavailableError, match="not this library's own"):
-        job = Job(other, {"input": np.zeros((2, 8), np.float32)}, 1, tmp_path, nn.Linear(8, 4))
+        job = PeerJob(other, {"input": np.zeros((2, 8), np.float32)}, 1, tmp_path, nn.Linear(8, 4))
         PEERS["eager-sdpa"].open(job, stack)(job.feeds)
 
 
@@ -359,7 +359,7 @@ def planted(
     """Two peers are the bundle's backend; `fails` is told of each opening of `eager`. Gives what happens to it."""
     happened: list[str] = []
 
-    def open_it(job: Job, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
+    def open_it(job: PeerJob, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
         count = sum(one.startswith("open") for one in happened) + 1
         happened.append(f"open {count}")
         fails(count)
@@ -438,7 +438,7 @@ def test_what_is_wrong_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatc
     planted(bundle, monkeypatch)
     factors = iter([1.0, 1.001])
 
-    def open_it(job: Job, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
+    def open_it(job: PeerJob, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
         right, by = loaded(bundle, stack), np.float32(next(factors))
         return lambda feeds: {name: array * by for name, array in right(feeds).items()}
 
