@@ -51,7 +51,7 @@ def cast_input(graph: ir.Graph, value: ir.Value, outside: ir.DataType, inside: i
     """Let an input be of the type `outside`, and its users take it cast to `inside`."""
     users = list(value.uses())
     value.type = ir.TensorType(outside)
-    cast = ir.node("Cast", [value], {"to": inside.value}, name=f"{value.name}/cast")
+    cast = ir.node("Cast", [value], {"to": inside.value}, name=f"{value.name}/to_{inside.name.lower()}")
     cast.outputs[0].name = f"{value.name}/{inside.name.lower()}"
     cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(inside), value.shape
     for node, index in users:
@@ -62,7 +62,7 @@ def cast_input(graph: ir.Graph, value: ir.Value, outside: ir.DataType, inside: i
 def cast_output(graph: ir.Graph, value: ir.Value, outside: ir.DataType) -> None:
     """Let a computed output be cast to the type `outside`, under its name."""
     assert value.dtype is not None
-    cast = ir.node("Cast", [value], {"to": outside.value}, name=f"{value.name}/cast")
+    cast = ir.node("Cast", [value], {"to": outside.value}, name=f"{value.name}/to_{outside.name.lower()}")
     cast.outputs[0].name, value.name = value.name, f"{value.name}/{value.dtype.name.lower()}"
     cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(outside), value.shape
     graph.outputs[:] = [cast.outputs[0] if output is value else output for output in graph.outputs]

@@ -11,6 +11,7 @@ from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.parts import computed, part_of
+from attnforge.export.graphs.types import widen
 
 BFLOAT16, FLOAT16, FLOAT = ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT
 ROWS = 64
@@ -94,3 +95,11 @@ def test_an_operator_without_a_double_path_is_named() -> None:
     with pytest.raises(NoDoublePath, match="Hardmax"):
         in_float64(model, ["one_hot"])
     in_float64(model, ["y"])  # y does not need it
+
+
+def test_a_widened_graph_runs_from_bfloat16() -> None:
+    """Its inputs and outputs are cast already, and are cast once more where NumPy takes and gives them."""
+    model, feeds = linear(BFLOAT16), {"x": inputs(BFLOAT16)}
+    exact = in_float64(model)(feeds)["y"]
+    widen(model)
+    np.testing.assert_allclose(as_it_is(model)(feeds)["y"], exact, rtol=2**-8)
