@@ -66,7 +66,7 @@ class Written:
         if self.same_as is not None:
             return self.same_as.expected()
         if self.domain == "":
-            return list(ReferenceEvaluator(self.model()).run(None, self.feeds()))  # type: ignore[arg-type]
+            return list(ReferenceEvaluator(self.model()).run(None, self.feeds()))
         return run(self.model().SerializeToString(), self.feeds())
 
 

@@ -117,7 +117,7 @@ class Attends:
         if self.softcap:
             scores = self.softcap * np.tanh(scores / self.softcap)
         if self.is_causal:
-            scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+            scores = np.where(np.tri(*scores.shape[-2:], dtype=np.bool_), scores, -np.inf)
         if self.mask is not None:
             scores = scores + feeds["mask"] if self.bias else np.where(feeds["mask"], scores, -np.inf)
         with np.errstate(invalid="ignore"):

@@ -23,7 +23,8 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
 from attnforge.export.lowering.attention import Attention, attentions
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for, write
-from tests.export.attention.test_idioms import captured
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import precision_named
 from tests.export.lowering.test_lowering import CPU, OPT, SIZES, Attends, agree, run
 from tests.support.idioms import IDIOMS
 
@@ -127,8 +128,9 @@ def test_every_candidate_computes_the_same_at_any_sizes(
 
 def test_a_number_in_the_place_of_scores_is_left_to_the_products() -> None:
     """Added to the scores it would be another function."""
-    found = captured(IDIOMS["bias_under_a_finite_fill"], "fp32")
-    ((site, attention),) = attentions(found.model, canonicalize(found.model).sites)
+    idiom = IDIOMS["bias_under_a_finite_fill"]
+    captured = capture(idiom.module(), idiom.args, idiom.dynamic_shapes, precision_named("fp32"))
+    ((site, attention),) = attentions(captured.model, canonicalize(captured.model).sites)
     assert [candidate.form for candidate in candidates_for(site.name, attention)] == [PRODUCTS]
 
 

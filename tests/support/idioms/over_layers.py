@@ -1,188 +1,98 @@
-"""Attention as people write it: each idiom is a few lines of a forward, with its inputs and dynamic dims.
+"""Attention as people write it, each idiom a few lines of a forward over :class:`Layers`.
 
-`tests/export/attention/test_idioms.py` runs them all. A new one needs a function here, and nothing there.
+All are exported with dynamic dims; `static=True` exports them with fixed sizes as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
-from torch.export import Dim
+from torch import Tensor
 from torch.nn import functional as F
 
-WIDTH, HEADS, HEAD_DIM, MAX_TOKENS = 64, 4, 16, 40
-BATCH, TOKENS, KEYS = (
-    Dim("batch", min=1, max=6),
-    Dim("tokens", min=1, max=MAX_TOKENS),
-    Dim("keys", min=1, max=MAX_TOKENS),
-)
-
-
-class Layers(nn.Module):
-    """The layers that the idioms use: projections, tables, learned scales and queries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.packed = nn.Linear(WIDTH, 3 * WIDTH)
-        self.narrow = nn.Linear(WIDTH, HEADS * 8)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.few = nn.Linear(WIDTH, 2 * HEAD_DIM)
-        self.table = nn.Parameter(0.5 * torch.randn(HEADS, MAX_TOKENS, MAX_TOKENS))
-        self.buckets = nn.Embedding(2 * MAX_TOKENS, HEADS)
-        self.per_head = nn.Parameter(torch.rand(HEADS, 1, 1) + 0.5)
-        self.temperature = nn.Parameter(torch.tensor(0.3))
-        self.latents = nn.Parameter(torch.randn(1, 5, WIDTH))
-        self.grid_rows, self.grid_columns = (nn.Parameter(0.3 * torch.randn(4, 4, HEAD_DIM)) for _ in range(2))
-        self.theirs = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.block = nn.TransformerEncoderLayer(WIDTH, HEADS, 96, batch_first=True, norm_first=True)
-
-    def split(self, x: Tensor, heads: int = HEADS) -> Tensor:
-        return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)  # (B, h, n, d)
-
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
-
-    def merge(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1)
-
-    def folded(self, x: Tensor) -> Tensor:
-        b, n, _ = x.shape
-        return x.view(b, n, HEADS, HEAD_DIM).transpose(1, 2).reshape(b * HEADS, n, HEAD_DIM)
-
-    def unfolded(self, x: Tensor, batch: int) -> Tensor:
-        return x.view(batch, HEADS, -1, HEAD_DIM).transpose(1, 2).reshape(batch, -1, WIDTH)
-
-
-@dataclass(frozen=True)
-class Idiom:
-    """A forward over :class:`Layers`, example inputs, dynamic dims, and why no fused TensorRT kernel is expected."""
-
-    name: str
-    forward: Callable[..., Any]
-    inputs: tuple[Tensor, ...]
-    dynamic: dict[str, dict[int, Any]] | None
-    unfused: str | None
-
-    def module(self) -> nn.Module:
-        torch.manual_seed(0)
-        return type(self.name, (Layers,), {"forward": self.forward})().eval()
-
-
-IDIOMS: dict[str, Idiom] = {}
-
-X = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
-MEMORY = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(1))
-MASK = torch.rand(2, 16, 16, generator=torch.Generator().manual_seed(2)) < 0.7
-MASK[0, 3], MASK[1, 5] = False, True
-PADDING = torch.arange(16)[None] >= torch.tensor([[16], [9]])
-X_DIMS = {0: BATCH, 1: TOKENS}
-MASK_DIMS = {0: BATCH, 1: TOKENS, 2: TOKENS}
-
-
-def idiom(
-    *inputs: Tensor, unfused: str | None = None, **dynamic: dict[int, Any] | None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(forward: Callable[..., Any]) -> Callable[..., Any]:
-        dims = {name: dim for name, dim in dynamic.items() if dim is not None} or None
-        example = inputs or (X,)
-        IDIOMS[forward.__name__] = Idiom(
-            forward.__name__, forward, example, dims or ({"x": X_DIMS} if not inputs else None), unfused
-        )
-        return forward
-
-    return register
-
-
-def masked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return idiom(X, MASK, x=X_DIMS, mask=MASK_DIMS)(forward)
-
+from tests.support.idioms.catalogue import HEAD_DIM, HEADS, MAX_TOKENS, WIDTH, Layers, idiom
 
 # --- where the scale stands -------------------------------------------------------------------------------------------
 
 
-@idiom()
-def scale_on_scores(s, x):
+@idiom(static=True)
+def scale_on_scores(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.transpose(-2, -1) * HEAD_DIM**-0.5).softmax(-1) @ v)
 
 
-@idiom()
-def scale_as_division(s, x):
+@idiom(static=True)
+def scale_as_division(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge(torch.softmax(q @ k.mT / math.sqrt(q.size(-1)), dim=-1) @ v)
 
 
-@idiom()
-def scale_on_query(s, x):
+@idiom(static=True)
+def scale_on_query(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge(((q * 0.25) @ k.mT).softmax(-1) @ v)
 
 
 @idiom()
-def scale_on_key(s, x):
+def scale_on_key(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ (0.25 * k).mT).softmax(-1) @ v)
 
 
-@idiom()
-def scale_split_over_both(s, x):
+@idiom(static=True)
+def scale_split_over_both(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     root = HEAD_DIM**-0.25
     return s.merge(((q * root) @ (k * root).mT).softmax(-1) @ v)
 
 
-@idiom()
-def scale_after_softmax(s, x):
+@idiom(static=True)
+def scale_after_softmax(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT).softmax(-1) / 4 @ v)
 
 
 @idiom()
-def scale_before_heads(s, x):
+def scale_before_heads(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.split(s.query(x) / 4), s.split(s.key(x)), s.split(s.value(x))
     return s.merge((q @ k.mT).softmax(-1) @ v)
 
 
-@idiom()
-def no_scale(s, x):
+@idiom(static=True)
+def no_scale(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT).softmax(-1) @ v)
 
 
 @idiom()
-def negative_scale(s, x):
+def negative_scale(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((-(q @ k.mT) / 4).softmax(-1) @ v)
 
 
 @idiom()
-def learned_temperature(s, x):
+def learned_temperature(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT * s.temperature).softmax(-1) @ v)
 
 
 @idiom()
-def cosine_with_scale_per_head(s, x):
+def cosine_with_scale_per_head(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * s.per_head.exp()).softmax(-1) @ v)
 
 
 @idiom()
-def bias_then_scale_per_head(s, x):
+def bias_then_scale_per_head(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     n = x.shape[1]
     return s.merge(((q @ k.mT / 4 + s.table[:, :n, :n]) * s.per_head).softmax(-1) @ v)
 
 
 @idiom(unfused="soft cap")
-def soft_cap(s, x):
+def soft_cap(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((8 * torch.tanh(q @ k.mT / 4 / 8)).softmax(-1) @ v)
 
@@ -191,7 +101,7 @@ def soft_cap(s, x):
 
 
 @idiom()
-def einsum_heads_behind_tokens(s, x):
+def einsum_heads_behind_tokens(s: Layers, x: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = (t.view(b, n, HEADS, HEAD_DIM) for t in (s.query(x), s.key(x), s.value(x)))
     weights = (torch.einsum("bihd,bjhd->bhij", q, k) / 4).softmax(-1)
@@ -199,33 +109,33 @@ def einsum_heads_behind_tokens(s, x):
 
 
 @idiom()
-def einsum_in_other_letters(s, x):
+def einsum_in_other_letters(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = torch.einsum("zhqc,zhkc->zhqk", q, k).mul(0.25).softmax(-1)
     return rearrange(torch.einsum("zhqk,zhkc->zqhc", weights, v), "z q h c -> z q (h c)")
 
 
 @idiom()
-def einsum_keys_first(s, x):
+def einsum_keys_first(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = (torch.einsum("bhjd,bhid->bhji", k, q) / 4).softmax(2)
     return s.merge(torch.einsum("bhji,bhjd->bhid", weights, v))
 
 
 @idiom()
-def einops_rearranged(s, x):
+def einops_rearranged(s: Layers, x: Tensor) -> Tensor:
     q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=HEADS) for t in s.packed(x).chunk(3, -1))
     return rearrange((q @ rearrange(k, "b h n d -> b h d n") / 4).softmax(-1) @ v, "b h n d -> b n (h d)")
 
 
 @idiom()
-def bmm_heads_folded_into_batch(s, x):
+def bmm_heads_folded_into_batch(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.folded(s.query(x)), s.folded(s.key(x)), s.folded(s.value(x))
     return s.unfolded(torch.bmm((torch.bmm(q, k.transpose(1, 2)) / 4).softmax(-1), v), x.shape[0])
 
 
 @idiom()
-def baddbmm_with_bias(s, x):
+def baddbmm_with_bias(s: Layers, x: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = s.folded(s.query(x)), s.folded(s.key(x)), s.folded(s.value(x))
     bias = s.table[:, :n, :n].repeat(b, 1, 1)
@@ -233,15 +143,15 @@ def baddbmm_with_bias(s, x):
 
 
 @idiom()
-def scores_unfolded_and_folded_again(s, x):
+def scores_unfolded_and_folded_again(s: Layers, x: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = s.folded(s.query(x)), s.folded(s.key(x)), s.folded(s.value(x))
     scores = torch.bmm(q, k.transpose(1, 2)).view(b, HEADS, n, n) / 4 + s.table[:, :n, :n]
     return s.unfolded(torch.bmm(scores.softmax(-1).view(b * HEADS, n, n), v), b)
 
 
-@idiom(torch.randn(16, 2, WIDTH), x={0: TOKENS, 1: BATCH})
-def tokens_first(s, x):
+@idiom(x="tokens_first")
+def tokens_first(s: Layers, x: Tensor) -> Tensor:
     n, b, _ = x.shape
     q, k, v = (t.view(n, b * HEADS, HEAD_DIM).transpose(0, 1) for t in (s.query(x), s.key(x), s.value(x)))
     context = torch.bmm((torch.bmm(q, k.transpose(1, 2)) / 4).softmax(-1), v)
@@ -249,59 +159,59 @@ def tokens_first(s, x):
 
 
 @idiom()
-def heads_first(s, x):
+def heads_first(s: Layers, x: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = (t.view(b, n, HEADS, HEAD_DIM).permute(2, 0, 1, 3) for t in (s.query(x), s.key(x), s.value(x)))
     return ((q @ k.mT / 4).softmax(-1) @ v).permute(1, 2, 0, 3).reshape(b, n, WIDTH)
 
 
-@idiom(torch.randn(2, WIDTH, 16), x={0: BATCH, 2: TOKENS})
-def columns(s, x):
+@idiom(x="columns")
+def columns(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.query.weight @ x, s.key.weight @ x, s.value.weight @ x
     return v @ (q.mT @ k / 8).softmax(-1).mT
 
 
-@idiom(torch.randn(2, WIDTH, 16), x={0: BATCH, 2: TOKENS})
-def columns_softmax_over_rows(s, x):
+@idiom(x="columns")
+def columns_softmax_over_rows(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.query.weight @ x, s.key.weight @ x, s.value.weight @ x
     return v @ (k.mT @ q / 8).softmax(1)
 
 
-@idiom(torch.randn(16, WIDTH), x={0: TOKENS})
-def unbatched(s, x):
+@idiom(x="sequence")
+def unbatched(s: Layers, x: Tensor) -> Tensor:
     return (s.query(x) @ s.key(x).T / 8).softmax(-1) @ s.value(x)
 
 
-@idiom(torch.randn(17, WIDTH))
-def unbatched_and_static(s, x):
+@idiom(x="seventeen")
+def unbatched_and_static(s: Layers, x: Tensor) -> Tensor:
     return torch.mm((torch.mm(s.query(x), s.key(x).t()) / 8).softmax(-1), s.value(x))
 
 
-@idiom(torch.randn(16, WIDTH), x={0: TOKENS})
-def unbatched_and_causal(s, x):
+@idiom(x="sequence")
+def unbatched_and_causal(s: Layers, x: Tensor) -> Tensor:
     later = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).triu(1)
     return (s.query(x) @ s.key(x).T / 8).masked_fill(later, -math.inf).softmax(-1) @ s.value(x)
 
 
 @idiom()
-def single_head(s, x):
+def single_head(s: Layers, x: Tensor) -> Tensor:
     return torch.softmax(s.query(x) @ s.key(x).transpose(1, 2) / 8, -1) @ s.value(x)
 
 
 @idiom()
-def values_of_another_width(s, x):
+def values_of_another_width(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.split(s.query(x)), s.split(s.key(x)), s.split(s.narrow(x))
     return s.merge((q @ k.mT / 4).softmax(-1) @ v)
 
 
-@idiom(torch.randn(1, 16, WIDTH))
-def batch_of_one(s, x):
+@idiom(x="sample")
+def batch_of_one(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4).softmax(-1) @ v)
 
 
-@idiom(torch.randn(2, 8, 8, WIDTH), x={0: BATCH})
-def windows(s, x):
+@idiom(x="pixels")
+def windows(s: Layers, x: Tensor) -> Tensor:
     b, _, _, c = x.shape
     parts = x.view(b, 2, 4, 2, 4, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 16, c)
     q, k, v = s.qkv(parts)
@@ -309,14 +219,14 @@ def windows(s, x):
     return context.view(b, 2, 2, 4, 4, c).permute(0, 1, 3, 2, 4, 5).reshape(b, 8, 8, c)
 
 
-@idiom(torch.randn(2, 6, 8, WIDTH), x={0: BATCH})
-def along_the_rows_of_a_grid(s, x):
+@idiom(x="grid")
+def along_the_rows_of_a_grid(s: Layers, x: Tensor) -> Tensor:
     q, k, v = (rearrange(t, "b r c (h d) -> b r h c d", h=HEADS) for t in (s.query(x), s.key(x), s.value(x)))
     return rearrange((q @ k.mT / 4).softmax(-1) @ v, "b r h c d -> b r c (h d)")
 
 
-@idiom(torch.randn(2, 6, 8, WIDTH), x={0: BATCH})
-def along_the_columns_of_a_grid(s, x):
+@idiom(x="grid")
+def along_the_columns_of_a_grid(s: Layers, x: Tensor) -> Tensor:
     q, k, v = (rearrange(t, "b r c (h d) -> b h c r d", h=HEADS) for t in (s.query(x), s.key(x), s.value(x)))
     return rearrange((q @ k.mT / 4).softmax(-1) @ v, "b h c r d -> b r c (h d)")
 
@@ -325,84 +235,84 @@ def along_the_columns_of_a_grid(s, x):
 
 
 @idiom()
-def packed_and_chunked(s, x):
+def packed_and_chunked(s: Layers, x: Tensor) -> Tensor:
     q, k, v = (s.split(t) for t in s.packed(x).chunk(3, dim=-1))
     return s.merge((q @ k.mT / 4).softmax(-1) @ v)
 
 
 @idiom()
-def packed_and_split(s, x):
+def packed_and_split(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.packed(x).split(WIDTH, dim=2)
     return s.merge((s.split(q) @ s.split(k).mT / 4).softmax(-1) @ s.split(v))
 
 
 @idiom()
-def packed_and_unbound(s, x):
+def packed_and_unbound(s: Layers, x: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = s.packed(x).reshape(b, n, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
     return ((q * 0.25 @ k.transpose(-2, -1)).softmax(dim=-1) @ v).transpose(1, 2).reshape(b, n, WIDTH)
 
 
 @idiom()
-def packed_and_sliced(s, x):
+def packed_and_sliced(s: Layers, x: Tensor) -> Tensor:
     qkv = s.packed(x)
     q, k, v = (s.split(qkv[..., i * WIDTH : (i + 1) * WIDTH]) for i in range(3))
     return s.merge((q @ k.mT / 4).softmax(-1) @ v)
 
 
-@idiom(X, MEMORY, x=X_DIMS, memory={0: BATCH, 1: KEYS})
-def cross_attention(s, x, memory):
+@idiom()
+def cross_attention(s: Layers, x: Tensor, memory: Tensor) -> Tensor:
     q, k, v = s.split(s.query(x)), s.split(s.key(memory)), s.split(s.value(memory))
     return s.merge((q @ k.mT / 4).softmax(-1) @ v)
 
 
 @idiom()
-def learned_queries(s, x):
+def learned_queries(s: Layers, x: Tensor) -> Tensor:
     return (s.latents @ s.key(x).mT / 8).softmax(-1) @ s.value(x)
 
 
 @idiom()
-def learned_queries_with_heads(s, x):
+def learned_queries_with_heads(s: Layers, x: Tensor) -> Tensor:
     q = s.split(s.query(s.latents)).expand(x.shape[0], -1, -1, -1)
     return s.merge((q @ s.split(s.key(x)).mT / 4).softmax(-1) @ s.split(s.value(x)))
 
 
 @idiom()
-def grouped_heads_repeated(s, x):
+def grouped_heads_repeated(s: Layers, x: Tensor) -> Tensor:
     k, v = (s.split(s.few(t), 2).repeat_interleave(2, dim=1) for t in (x, x.flip(-1)))
     return s.merge((s.split(s.query(x)) @ k.mT / 4).softmax(-1) @ v)
 
 
 @idiom()
-def grouped_heads_expanded(s, x):
+def grouped_heads_expanded(s: Layers, x: Tensor) -> Tensor:
     b, n, _ = x.shape
 
-    def repeated(t):
+    def repeated(t: Tensor) -> Tensor:
         return s.split(t, 2)[:, :, None].expand(b, 2, 2, n, HEAD_DIM).reshape(b, HEADS, n, HEAD_DIM)
 
     return s.merge((s.split(s.query(x)) @ repeated(s.few(x)).mT / 4).softmax(-1) @ repeated(s.few(x) + 1))
 
 
 @idiom()
-def one_head_of_keys(s, x):
+def one_head_of_keys(s: Layers, x: Tensor) -> Tensor:
     k, v = s.few(x)[:, None, :, :HEAD_DIM], s.few(x)[:, None, :, HEAD_DIM:]
     return s.merge((s.split(s.query(x)) @ k.mT / 4).softmax(-1) @ v)
 
 
 @idiom()
-def rotary_positions(s, x):
+def rotary_positions(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     angles = torch.arange(x.shape[1]).to(x.dtype)[:, None] * 10.0 ** -torch.arange(8).to(x.dtype)
     angles = torch.cat([angles, angles], -1)
 
-    def turned(t):
+    def turned(t: Tensor) -> Tensor:
         return t * angles.cos() + torch.cat([-t[..., 8:], t[..., :8]], -1) * angles.sin()
 
     return s.merge((turned(q) @ turned(k).mT / 4).softmax(-1) @ v)
 
 
-@idiom(X, torch.randn(2, HEADS, 12, HEAD_DIM), x=X_DIMS, cache={0: BATCH, 2: KEYS})
-def cached_keys_in_front(s, x, cache):
+@idiom()
+def cached_keys_in_front(s: Layers, x: Tensor, cache: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     k, v = torch.cat([cache, k], 2), torch.cat([cache * 2, v], 2)
     return s.merge((q @ k.mT / 4).softmax(-1) @ v)
@@ -411,66 +321,66 @@ def cached_keys_in_front(s, x, cache):
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-@masked
-def filled_with_minus_infinity(s, x, mask):
+@idiom()
+def filled_with_minus_infinity(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4).masked_fill(~mask[:, None], -math.inf).softmax(-1) @ v)
 
 
-@masked
-def silent_rows_made_zero(s, x, mask):
+@idiom()
+def silent_rows_made_zero(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = (q @ k.mT / 4).masked_fill(~mask[:, None], -math.inf).softmax(-1)
     return s.merge(weights.masked_fill(~mask[:, None].any(-1, keepdim=True), 0) @ v)
 
 
-@masked
-def nan_to_num(s, x, mask):
+@idiom()
+def nan_to_num(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4).masked_fill(~mask[:, None], -math.inf).softmax(-1).nan_to_num(0.0) @ v)
 
 
-@masked
-def where_isnan(s, x, mask):
+@idiom()
+def where_isnan(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = torch.where(mask[:, None], q @ k.mT / 4, -math.inf).softmax(-1)
     return s.merge(torch.where(weights.isnan(), 0.0, weights) @ v)
 
 
-@masked
-def filled_with_a_large_number(s, x, mask):
+@idiom()
+def filled_with_a_large_number(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4).masked_fill(mask[:, None] == 0, -1e4).softmax(-1) @ v)
 
 
-@masked
-def filled_with_the_smallest_number(s, x, mask):
+@idiom()
+def filled_with_the_smallest_number(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = q @ k.mT / 4
     return s.merge(torch.where(mask[:, None], scores, torch.finfo(scores.dtype).min).softmax(-1) @ v)
 
 
-@masked
-def added_large_number(s, x, mask):
+@idiom()
+def added_large_number(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4 + (1.0 - mask[:, None].to(x.dtype)) * -10000.0).softmax(-1) @ v)
 
 
-@masked
-def mask_before_the_scale(s, x, mask):
+@idiom()
+def mask_before_the_scale(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge(((q @ k.mT).masked_fill(~mask[:, None], -math.inf) / 4).softmax(-1) @ v)
 
 
-@masked
-def bias_under_a_finite_fill(s, x, mask):
+@idiom()
+def bias_under_a_finite_fill(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     n = x.shape[1]
     return s.merge((q @ k.mT / 4 + s.table[:, :n, :n]).masked_fill(~mask[:, None], -1e4).softmax(-1) @ v)
 
 
-@masked
-def two_masks_and_a_bias(s, x, mask):
+@idiom()
+def two_masks_and_a_bias(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     n = x.shape[1]
     causal = torch.ones(n, n, dtype=torch.bool).tril()
@@ -478,35 +388,35 @@ def two_masks_and_a_bias(s, x, mask):
     return s.merge(scores.masked_fill(~mask[:, None], -math.inf).softmax(-1).nan_to_num() @ v)
 
 
-@idiom(X, PADDING, x=X_DIMS, padding=X_DIMS)
-def padding_mask(s, x, padding):
+@idiom()
+def padding_mask(s: Layers, x: Tensor, padding: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4).masked_fill(padding[:, None, None], -math.inf).softmax(-1) @ v)
 
 
-@idiom()
-def causal_by_tril(s, x):
+@idiom(static=True)
+def causal_by_tril(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     n = x.shape[1]
     return s.merge((q @ k.mT / 4).masked_fill(torch.tril(torch.ones(n, n)) == 0, -math.inf).softmax(-1) @ v)
 
 
-@idiom()
-def causal_by_adding_triu(s, x):
+@idiom(static=True)
+def causal_by_adding_triu(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     n = x.shape[1]
     return s.merge((q @ k.mT / 4 + torch.full((n, n), -math.inf, dtype=x.dtype).triu(1)).softmax(-1) @ v)
 
 
 @idiom()
-def causal_by_comparison(s, x):
+def causal_by_comparison(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     place = torch.arange(x.shape[1])
     return s.merge(torch.where(place[None] <= place[:, None], q @ k.mT / 4, -math.inf).softmax(-1) @ v)
 
 
 @idiom()
-def sliding_window(s, x):
+def sliding_window(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     place = torch.arange(x.shape[1])
     far = (place[:, None] - place[None]).abs() > 3
@@ -517,14 +427,14 @@ def sliding_window(s, x):
 
 
 @idiom()
-def bias_table(s, x):
+def bias_table(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     n = x.shape[1]
     return s.merge((q @ k.mT / 4 + s.table[:, :n, :n]).softmax(-1) @ v)
 
 
 @idiom()
-def relative_buckets_without_scale(s, x):
+def relative_buckets_without_scale(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     place = torch.arange(x.shape[1])
     bias = s.buckets(place[None] - place[:, None] + MAX_TOKENS).permute(2, 0, 1)
@@ -532,14 +442,14 @@ def relative_buckets_without_scale(s, x):
 
 
 @idiom()
-def linear_biases(s, x):
+def linear_biases(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     place = torch.arange(x.shape[1])
     return s.merge((q @ k.mT / 4 + s.per_head * (place[None] - place[:, None]).to(x.dtype)).softmax(-1) @ v)
 
 
-@idiom(torch.randn(2, 16, WIDTH), x={0: BATCH})
-def decomposed_relative_positions(s, x):
+@idiom(x="sixteen")
+def decomposed_relative_positions(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     grid = q.reshape(-1, HEADS, 4, 4, HEAD_DIM)
     rows = torch.einsum("bhrcd,rsd->bhrcs", grid, s.grid_rows)[..., :, None]
@@ -548,7 +458,7 @@ def decomposed_relative_positions(s, x):
 
 
 @idiom()
-def content_to_position(s, x):
+def content_to_position(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     place = torch.arange(x.shape[1])
     positions = s.split(s.out(s.latents.repeat(1, 16, 1)))  # (1, h, 80, d)
@@ -559,98 +469,98 @@ def content_to_position(s, x):
 # --- how the softmax is written ---------------------------------------------------------------------------------------
 
 
-@masked
-def masked_again_behind_the_softmax(s, x, mask):
+@idiom()
+def masked_again_behind_the_softmax(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     hidden = mask[:, None] == 0
     weights = (q @ k.mT / 4).masked_fill(hidden, torch.finfo(x.dtype).min).softmax(-1)
     return s.merge(weights.masked_fill(hidden, 0.0) @ v)
 
 
-@masked
-def where_with_a_full_tensor(s, x, mask):
+@idiom()
+def where_with_a_full_tensor(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = q @ k.mT / 4
     return s.merge(torch.where(mask[:, None], scores, torch.full_like(scores, -1e4)).softmax(-1) @ v)
 
 
-@idiom()
-def einsum_with_an_ellipsis(s, x):
+@idiom(static=True)
+def einsum_with_an_ellipsis(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = torch.einsum("...id,...jd->...ij", q, k).div(4).softmax(-1)
     return s.merge(torch.einsum("...ij,...jd->...id", weights, v))
 
 
 @idiom()
-def products_written_as_sums(s, x):
+def products_written_as_sums(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = (q[:, :, :, None] * k[:, :, None]).sum(-1).div(4).softmax(-1)
     return s.merge((weights[..., None] * v[:, :, None]).sum(-2))
 
 
-@idiom()
-def softmax_in_float32(s, x):
+@idiom(static=True)
+def softmax_in_float32(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge(F.softmax(q @ k.mT / 4, dim=-1, dtype=torch.float32).to(q.dtype) @ v)
 
 
-@masked
-def mask_and_softmax_in_float32(s, x, mask):
+@idiom()
+def mask_and_softmax_in_float32(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = (q @ k.mT / 4).float().masked_fill(~mask[:, None], -1e9)
     return s.merge(scores.softmax(-1).type_as(q) @ v)
 
 
 @idiom()
-def exp_over_sum(s, x):
+def exp_over_sum(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = (q @ k.mT / 4).exp()
     return s.merge(weights / weights.sum(-1, keepdim=True) @ v)
 
 
 @idiom()
-def exp_over_sum_less_maximum(s, x):
+def exp_over_sum_less_maximum(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = q @ k.mT / 4
     weights = torch.exp(scores - scores.max(-1, keepdim=True).values)
     return s.merge(weights / weights.sum(-1, keepdim=True) @ v)
 
 
-@idiom()
-def dropout_left_in(s, x):
+@idiom(static=True)
+def dropout_left_in(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge(F.dropout((q @ k.mT / 4).softmax(-1), 0.1, training=s.training) @ v)
 
 
 @idiom()
-def maximum_taken_off_before_the_softmax(s, x):
+def maximum_taken_off_before_the_softmax(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = q @ k.mT / 4
     return s.merge((scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v)
 
 
 @idiom()
-def cogview_softmax(s, x):
+def cogview_softmax(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     small = q @ k.mT / (4 * 32)
     return s.merge(((small - small.amax(-1, keepdim=True)) * 32).softmax(-1) @ v)
 
 
-@idiom()
-def log_softmax_exponentiated(s, x):
+@idiom(static=True)
+def log_softmax_exponentiated(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4).log_softmax(-1).exp() @ v)
 
 
 @idiom()
-def logarithm_of_the_sum_taken_off(s, x):
+def logarithm_of_the_sum_taken_off(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = q @ k.mT / 4
     return s.merge((scores - scores.logsumexp(-1, keepdim=True)).exp() @ v)
 
 
-@masked
-def mask_added_and_kept_finite(s, x, mask):
+@idiom()
+def mask_added_and_kept_finite(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     least = torch.finfo(x.dtype).min
     scores = q @ k.mT / 4 + torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, least)[:, None]
@@ -658,7 +568,7 @@ def mask_added_and_kept_finite(s, x, mask):
 
 
 @idiom()
-def multiplied_by_a_causal_table(s, x):
+def multiplied_by_a_causal_table(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     n = x.shape[1]
     below = torch.ones(MAX_TOKENS, MAX_TOKENS).tril()[:n, :n].to(x.dtype)
@@ -666,27 +576,27 @@ def multiplied_by_a_causal_table(s, x):
 
 
 @idiom()
-def bias_of_queries_and_a_table_first(s, x):
+def bias_of_queries_and_a_table_first(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     bias = torch.einsum("bhid,hjd->bhij", q, s.table[:, : x.shape[1], :HEAD_DIM])
     return s.merge((bias + q @ k.mT / 4).softmax(-1) @ v)
 
 
-@idiom()
-def divided_behind_the_values(s, x):
+@idiom(static=True)
+def divided_behind_the_values(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = (q @ k.mT / 4).exp()
     return s.merge((weights @ v) / weights.sum(-1, keepdim=True))
 
 
-@idiom()
-def scores_in_float32(s, x):
+@idiom(static=True)
+def scores_in_float32(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge(((q.float() @ k.float().mT) / 4).softmax(-1).to(v.dtype) @ v)
 
 
 @idiom()
-def head_gates_behind_the_softmax(s, x):
+def head_gates_behind_the_softmax(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4).softmax(-1) * s.per_head @ v)
 
@@ -695,7 +605,7 @@ def head_gates_behind_the_softmax(s, x):
 
 
 @idiom()
-def sinks_beside_the_scores(s, x):
+def sinks_beside_the_scores(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = q @ k.mT / 4
     sinks = s.per_head.expand(x.shape[0], -1, x.shape[1], -1)
@@ -705,7 +615,7 @@ def sinks_beside_the_scores(s, x):
 
 
 @idiom()
-def sinks_in_front_under_a_causal_mask(s, x):
+def sinks_in_front_under_a_causal_mask(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     n = x.shape[1]
     scores = (q @ k.mT / 4).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
@@ -714,7 +624,7 @@ def sinks_in_front_under_a_causal_mask(s, x):
 
 
 @idiom()
-def zero_key_and_value_appended(s, x):
+def zero_key_and_value_appended(s: Layers, x: Tensor) -> Tensor:
     q, k, v = (torch.cat([t, torch.zeros_like(t[:, :, :1])], dim=2) for t in s.qkv(x))
     return s.merge((q[:, :, :-1] @ k.mT / 4).softmax(-1) @ v)
 
@@ -722,38 +632,38 @@ def zero_key_and_value_appended(s, x):
 # --- PyTorch's own ----------------------------------------------------------------------------------------------------
 
 
-@idiom()
-def scaled_dot_product_attention(s, x):
+@idiom(static=True)
+def scaled_dot_product_attention(s: Layers, x: Tensor) -> Tensor:
     return s.merge(F.scaled_dot_product_attention(*s.qkv(x)))
 
 
-@idiom()
-def scaled_dot_product_attention_causal(s, x):
+@idiom(static=True)
+def scaled_dot_product_attention_causal(s: Layers, x: Tensor) -> Tensor:
     return s.merge(F.scaled_dot_product_attention(*s.qkv(x), is_causal=True))
 
 
-@masked
-def scaled_dot_product_attention_boolean(s, x, mask):
+@idiom()
+def scaled_dot_product_attention_boolean(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     return s.merge(F.scaled_dot_product_attention(*s.qkv(x), attn_mask=mask[:, None]))
 
 
 @idiom()
-def scaled_dot_product_attention_bias(s, x):
+def scaled_dot_product_attention_bias(s: Layers, x: Tensor) -> Tensor:
     n = x.shape[1]
     return s.merge(F.scaled_dot_product_attention(*s.qkv(x), attn_mask=s.table[None, :, :n, :n], scale=0.3))
 
 
-@idiom()
-def scaled_dot_product_attention_grouped(s, x):
+@idiom(static=True)
+def scaled_dot_product_attention_grouped(s: Layers, x: Tensor) -> Tensor:
     k, v = s.split(s.few(x), 2), s.split(s.few(x) + 1, 2)
     return s.merge(F.scaled_dot_product_attention(s.split(s.query(x)), k, v, enable_gqa=True))
 
 
 @idiom()
-def multihead_attention_module(s, x):
+def multihead_attention_module(s: Layers, x: Tensor) -> Tensor:
     return s.theirs(x, x, x, need_weights=False)[0]
 
 
 @idiom()
-def transformer_encoder_layer(s, x):
+def transformer_encoder_layer(s: Layers, x: Tensor) -> Tensor:
     return s.block(x)

@@ -1,0 +1,169 @@
+"""What looks like attention and is not quite, each with what its reason must say; and softmaxes that weigh nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.idioms.catalogue import HEADS, SCALE, WIDTH, Idiom, OnHeads, takes_on_heads
+
+
+def weights_are_an_output(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    weights = (query @ key.mT * SCALE).softmax(-1)
+    return weights @ value, weights
+
+
+def mean_weights_are_an_output(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    weights = (query @ key.mT * SCALE).softmax(-1)
+    return weights @ value, weights.mean(1)
+
+
+def scores_are_an_output(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    scores = query @ key.mT * SCALE
+    return scores.softmax(-1) @ value, scores
+
+
+def scores_used_twice(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    scores = query @ key.mT * SCALE
+    return scores.softmax(-1) @ value + (2 * scores).softmax(-1) @ value.sin()
+
+
+def softmax_over_queries(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return (query @ key.mT * SCALE).softmax(-2) @ value
+
+
+def softmax_over_heads(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return (query @ key.mT * SCALE).softmax(1) @ value
+
+
+def weights_transposed(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return (query @ key.mT * SCALE).softmax(-1).mT @ value
+
+
+def mask_after_the_softmax(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Any:
+    return (query @ key.mT * SCALE).softmax(-1).masked_fill(~allowed, 0.0) @ value
+
+
+def mask_multiplied_after_the_softmax(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Any:
+    return ((query @ key.mT * SCALE).softmax(-1) * allowed) @ value
+
+
+def small_weights_dropped(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    weights = (query @ key.mT * SCALE).softmax(-1)
+    return weights.masked_fill(weights < 0.08, 0.0) @ value
+
+
+def large_weights_dropped(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    weights = 4 * (query @ key.mT * SCALE).softmax(-1)
+    return torch.where(weights > 1.2, torch.zeros(()), weights) @ value
+
+
+def weights_shrunk(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return ((query @ key.mT * SCALE).softmax(-1) - 0.05).relu() @ value
+
+
+def weights_renormalised(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Any:
+    weights = (query @ key.mT * SCALE).softmax(-1) * allowed
+    return weights / weights.sum(-1, keepdim=True) @ value
+
+
+def softmax_with_one_more(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    exponentials = (query @ key.mT * SCALE).exp()
+    return exponentials / (1 + exponentials.sum(-1, keepdim=True)) @ value
+
+
+def scale_by_key(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return ((query @ key.mT) * key.mean(-1).unsqueeze(-2).sigmoid()).softmax(-1) @ value
+
+
+def talking_heads(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    mixed = torch.einsum("bhij,gh->bgij", query @ key.mT * SCALE, torch.eye(HEADS, dtype=query.dtype) + 0.1)
+    return mixed.softmax(-1) @ value
+
+
+def additive_score(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return torch.tanh(query[:, :, :, None] + key[:, :, None]).sum(-1).softmax(-1) @ value
+
+
+def distance_score(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return (-(query[:, :, :, None] - key[:, :, None]).square().sum(-1)).softmax(-1) @ value
+
+
+def hard_alignment(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    best = (query @ key.mT).argmax(-1, keepdim=True)
+    return (torch.arange(key.shape[-2]) == best).to(value.dtype) @ value
+
+
+def scores_symmetrised(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    scores = query @ key.mT * SCALE
+    return (scores + scores.mT).softmax(-1) @ value
+
+
+_REASONS: dict[Callable[..., Any], str] = {
+    weights_are_an_output: "attention weights .* are an output of the model|used 2 times",
+    mean_weights_are_an_output: "attention weights .* are used 2 times",
+    scores_are_an_output: "scores .* are an output of the model|used 2 times",
+    scores_used_twice: "scores .* are used 2 times",
+    softmax_over_queries: "does not sum over the keys",
+    softmax_over_heads: "does not run over the keys",
+    weights_transposed: "does not sum over the keys",
+    mask_after_the_softmax: "a mask is applied to the weights after the softmax",
+    mask_multiplied_after_the_softmax: "no longer sum to one",
+    small_weights_dropped: "attention weights",
+    large_weights_dropped: "attention weights",
+    weights_shrunk: "weights go through Sub",
+    weights_renormalised: "used 2 times",
+    scale_by_key: "by a tensor that differs by key",
+    talking_heads: "Einsum|inner product",
+    additive_score: "inner product|ReduceSum",
+    distance_score: "inner product|ReduceSum",
+    hard_alignment: r"the alignment is hard \(ArgMax\)",
+    scores_symmetrised: "used 2 times",
+}
+
+REASONS = {attend.__name__: pattern for attend, pattern in _REASONS.items()}
+"""What the reason of every near miss must say."""
+
+
+def _on_heads(attend: Callable[..., Any]) -> Idiom:
+    return Idiom(attend.__name__, lambda: OnHeads(attend), takes_on_heads(attend), ("static",))
+
+
+MISSES = {attend.__name__: _on_heads(attend) for attend in _REASONS}
+
+
+def classifier(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return value.flatten(1).softmax(-1)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(x).softmax(-1)
+
+
+class Experts(nn.Module):
+    """Softmax over experts, each of which has a say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        gates = self.gate(x).softmax(-1)
+        return sum(gates[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+NO_SITES = {
+    "classifier": _on_heads(classifier),
+    "softmax_with_one_more": _on_heads(softmax_with_one_more),
+    "Classifier": Idiom("Classifier", Classifier, ("x",), ("static",)),
+    "Experts": Idiom("Experts", Experts, ("x",), ("static",)),
+}
+"""Softmaxes that weigh nothing."""
