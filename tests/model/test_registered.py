@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +16,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
 from attnforge.model import MODELS, MultiHeadSelfAttention, build_model
 from attnforge.runtime.backends.registry import why_not_here
-from tests.support.bundles import example_of
-
-Deploy = Callable[[str, str], Bundle]
+from tests.support.bundles import Deploy, example_of
 
 BILINEAR = [name for name in MODELS if name != "additive-attention"]
 SITES = {name: 2 if name in ("patch-attention-digits", "transformer-encoder", "vit") else 1 for name in MODELS}
@@ -103,7 +101,7 @@ def test_an_additive_score_gets_a_reason(registered: Deploy) -> None:
 
 
 def test_a_bilinear_score_is_fused(tmp_path: Path) -> None:
-    options = {"feature_dim": 24, "key_dim": 20, "value_dim": 16, "query_dim": 12}
+    options: dict[str, Any] = {"feature_dim": 24, "key_dim": 20, "value_dim": 16, "query_dim": 12}
     module, args, shapes = build_model("general-attention", score="general", **options)
     bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, "fp16", tune=False)
     assert fused(bundle.manifest.attention, "tensorrt_rtx") == "1 of 1 []"

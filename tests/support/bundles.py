@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +16,16 @@ from attnforge.arrays import Array
 from attnforge.bundle import MANIFEST, Bundle, Manifest, write_manifest
 from attnforge.model import Example, build_model
 
+Deploy = Callable[[str, str], Bundle]
+"""A registered model, by name and precision, deployed."""
+
+DeploySmall = Callable[[str], Bundle]
+"""The small bundle, by precision."""
+
 
 def example_of(name: str) -> Example:
     """A registered model; the one of large images with small ones."""
-    options = {"image_size": 32, "max_image_size": 64} if name == "patch-attention" else {}
+    options: dict[str, Any] = {"image_size": 32, "max_image_size": 64} if name == "patch-attention" else {}
     return build_model(name, **options)
 
 
@@ -35,7 +42,7 @@ class Small(nn.Module):
         key, value = self.memory(memory).unflatten(-1, (2, 16)).transpose(1, 2).chunk(2, dim=-1)
         scores = query @ key.transpose(-2, -1) / math.sqrt(8)
         weights = scores.masked_fill(padding[:, None, None, :], -math.inf).softmax(-1)
-        context = weights.masked_fill(padding.all(-1)[:, None, None, None], 0.0) @ value
+        context: Tensor = weights.masked_fill(padding.all(-1)[:, None, None, None], 0.0) @ value
         return context.transpose(1, 2).flatten(2) + kinds.to(x.dtype)  # (B, n, 16)
 
 

@@ -1,0 +1,103 @@
+"""What the systems refuse, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attnforge.errors import ShapeError, UnknownNameError, UsageError
+from attnforge.model import (
+    FeedForward,
+    GeneralAttention,
+    GeneralMultiHeadAttention,
+    LearnedPositions,
+    MultiHeadAttention,
+    MultiHeadSelfAttention,
+    PatchAttention,
+    PatchAttentionClassifier,
+    PostSoftmaxScale,
+    ReshapeWithoutTranspose,
+    SelfAttention,
+    SinusoidalPositions,
+    TransformerEncoder,
+    VisionTransformer,
+    WorkedExample,
+    identities,
+    merge_patches,
+    split_patches,
+)
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "S1 query_dim": lambda: SelfAttention(8, 8, query_dim=4),
+    "S1 size": lambda: SelfAttention(8, 0),
+    "S1 width": lambda: SelfAttention(8, 8)(torch.randn(3, 7)),
+    "S2 key_dim": lambda: MultiHeadSelfAttention(8, 10, 8, 4),
+    "S2 value_dim": lambda: MultiHeadSelfAttention(8, 8, 10, 4),
+    "S2 heads": lambda: MultiHeadSelfAttention(8, 8, 8, 0),
+    "S2 width": lambda: MultiHeadSelfAttention(8, 8, 8, 2)(torch.randn(2, 3, 7)),
+    "S3 embed_dim": lambda: MultiHeadAttention(10, 4),
+    "S3 key": lambda: MultiHeadAttention(8, 2, kdim=6)(*torch.randn(3, 2, 4, 8)),
+    "S3 mask rank": lambda: MultiHeadAttention(8, 2)(*torch.randn(3, 2, 4, 8), torch.ones(4, dtype=torch.bool)),
+    "S3 padding rank": lambda: MultiHeadAttention(8, 2)(
+        *torch.randn(3, 2, 4, 8), key_padding_mask=torch.ones(4, dtype=torch.bool)
+    ),
+    "S4 width": lambda: WorkedExample()(torch.randn(3, 3)),
+    "S5 dot": lambda: GeneralAttention(8, 8, 8, query_dim=4, score="dot"),
+    "S5 scaled-dot": lambda: GeneralAttention(8, 8, 8, query_dim=4),
+    "S5 size": lambda: GeneralAttention(8, 8, -1),
+    "S5 features": lambda: GeneralAttention(8, 4, 4)(torch.randn(5, 7)),
+    "S5 query features": lambda: GeneralAttention(8, 4, 4, query_input_dim=6)(torch.randn(8, 7)),
+    "S6 dot": lambda: GeneralMultiHeadAttention(8, 8, 8, 2, 8, query_dim=4),
+    "S6 heads": lambda: GeneralMultiHeadAttention(8, 8, 8, 0, 8),
+    "S6 output_dim": lambda: GeneralMultiHeadAttention(8, 8, 8, 2, 0),
+    "S8 height": lambda: split_patches(torch.randn(3, 10, 8), 4),
+    "S8 width": lambda: PatchAttention()(torch.randn(2, 3, 8, 10)),
+    "S8 patch size": lambda: split_patches(torch.randn(3, 8, 8), 0),
+    "S8 channels": lambda: PatchAttention()(torch.randn(2, 1, 8, 8)),
+    "S8 merge size": lambda: merge_patches(torch.randn(4, 48), 4, 8, 10),
+    "S8 merge tokens": lambda: merge_patches(torch.randn(5, 48), 4, 8, 8),
+    "S8 merge features": lambda: merge_patches(torch.randn(4, 47), 4, 8, 8),
+    "S8 digits": lambda: PatchAttentionClassifier()(torch.randn(2, 1, 10, 10)),
+    "S8 digits patch": lambda: PatchAttentionClassifier(patch_size=3),
+    "S9 width": lambda: identities.selection_matrices(10, 4),
+    "S9 value": lambda: identities.multi_head_by_slicing(torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 6), 4),
+    "S12 odd": lambda: SinusoidalPositions(7, 10),
+    "S12 sinusoidal length": lambda: SinusoidalPositions(8, 10)(torch.randn(2, 11, 8)),
+    "S12 learned length": lambda: LearnedPositions(8, 10)(torch.randn(2, 11, 8)),
+    "S12 learned width": lambda: LearnedPositions(8, 10)(torch.randn(2, 5, 1)),
+    "S12 layers": lambda: TransformerEncoder(0, 8, 2),
+    "S12 vit patch": lambda: VisionTransformer(10, 4, 10, 8, 2, 1),
+    "S12 vit image": lambda: VisionTransformer(8, 4, 10, 8, 2, 1)(torch.randn(2, 3, 12, 12)),
+    "S13a heads": lambda: PostSoftmaxScale(8, 10, num_heads=4),
+    "S13b heads": lambda: ReshapeWithoutTranspose(8, 8, 10, 4),
+    "S13b batch": lambda: ReshapeWithoutTranspose(8, 8, 8, 4)(torch.randn(5, 8)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sizes_that_do_not_fit_are_refused_in_one_line(case: str) -> None:
+    with pytest.raises(ShapeError) as caught:
+        REFUSED[case]()
+    assert "\n" not in str(caught.value)
+
+
+def test_names_and_masks_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="unknown score 'cosine'; known: additive, concat, dot"):
+        GeneralAttention(8, 8, 8, score="cosine")
+    with pytest.raises(UnknownNameError, match="unknown align 'sparsemax'; known: hard, softmax"):
+        GeneralMultiHeadAttention(8, 8, 8, 2, 8, align="sparsemax")
+    with pytest.raises(UnknownNameError, match="unknown activation 'silu'"):
+        FeedForward(8, 8, "silu")
+    with pytest.raises(UnknownNameError, match="unknown positions 'rotary'"):
+        TransformerEncoder(1, 8, 2, max_length=4, positions="rotary")
+    with pytest.raises(UsageError, match="max_length"):
+        TransformerEncoder(1, 8, 2, positions="learned")
+    x = torch.randn(2, 4, 8)
+    with pytest.raises(UsageError, match=r"attn_mask is torch\.float32"):
+        MultiHeadSelfAttention(8, 8, 8, 2)(x, attn_mask=torch.zeros(4, 4))
+    with pytest.raises(UsageError, match=r"key_padding_mask is torch\.int64"):
+        MultiHeadSelfAttention(8, 8, 8, 2)(x, key_padding_mask=torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(UsageError, match=r"attn_mask is torch\.float32"):
+        SelfAttention(8, 8)(x, torch.zeros(4, 4))
