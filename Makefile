@@ -8,13 +8,13 @@ demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/mypy -p attnforge
+	$(BIN)/mypy -p attnforge -p tests
 
 # The documentation as a site in build/site, which is read without a network; a warning is an error.
 docs: .venv/ready

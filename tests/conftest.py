@@ -1,20 +1,22 @@
-"""What the tests share: bundles that are deployed once a session, and which of them need a GPU."""
+"""What the tests share: bundles that are deployed once for all workers, and which of them need a GPU."""
 
 from __future__ import annotations
 
 import functools
+import gc
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import attnforge
 from attnforge.bundle import Bundle
 from attnforge.machine import cuda_devices
-from tests.support.bundles import example_of, small_example
+from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 
 settings.register_profile(
     "ci", max_examples=100, derandomize=True, deadline=None,
@@ -26,49 +28,73 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-# The exporter makes its table of operators anew for each export, which is a fourth of what a small one takes.
-ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))  # type: ignore[method-assign]
+# torch's exporter makes millions of small objects; looking for cycles among them is a fifth of an export at Python's
+# own thresholds.
+gc.set_threshold(100_000, 20, 20)
 
-Deploy = Callable[[str, str], Bundle]
 
-
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and "registered" in item.fixturenames and hasattr(item, "callspec"):
+            item.add_marker(pytest.mark.xdist_group(f"registered-{item.callspec.params.get('name')}"))
     if cuda_devices() == 0:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # modules stay, so the collector need not look at them again
+
+
 @pytest.fixture(scope="session")
-def registered(tmp_path_factory: pytest.TempPathFactory) -> Deploy:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run that its workers share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def once(folder: Path, deploy: Callable[[], Bundle]) -> Bundle:
+    """The bundle in `folder`, deployed by the first worker that asks for it."""
+    with FileLock(f"{folder}.lock"):
+        return Bundle(folder) if folder.exists() else deploy()
+
+
+@pytest.fixture(scope="session")
+def registered(shared: Path) -> Deploy:
     """`registered(name, precision)`: that model, deployed for every target that can be built here."""
-    folder = tmp_path_factory.mktemp("bundles")
 
     @functools.cache
     def deploy(name: str, precision: str) -> Bundle:
-        module, args, dynamic_shapes = example_of(name)
-        return attnforge.deploy(
-            module, args, folder / f"{name}-{precision}", dynamic_shapes, precision, name=name, tune=False
+        folder = shared / f"{name}-{precision}"
+        module, args, shapes = example_of(name)
+        return once(folder, lambda: attnforge.deploy(module, args, folder, shapes, precision, name=name, tune=False))
+
+    return deploy
+
+
+@pytest.fixture(scope="session")
+def small(shared: Path) -> DeploySmall:
+    """`small(precision)`: :class:`Small`, deployed for ONNX Runtime and TensorRT-RTX. To alter it, take a `copy`."""
+    targets = ("onnxruntime", "tensorrt_rtx")
+
+    @functools.cache
+    def deploy(precision: str) -> Bundle:
+        folder = shared / f"small-{precision}"
+        module, args, shapes = small_example()
+        return once(
+            folder,
+            lambda: attnforge.deploy(module, args, folder, shapes, precision, targets, name="small", tune=False),
         )
 
     return deploy
 
 
-@pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
-    """`small(precision)`: :class:`Small`, deployed for ONNX Runtime and TensorRT-RTX. To alter it, take a `copy`."""
-    folder = tmp_path_factory.mktemp("small")
-
-    @functools.cache
-    def deploy(precision: str) -> Bundle:
-        module, args, shapes = small_example()
-        targets = ("onnxruntime", "tensorrt_rtx")
-        return attnforge.deploy(module, args, folder / precision, shapes, precision, targets, name="small", tune=False)
-
-    return deploy
-
-
 @pytest.fixture
-def copy(small: Callable[[str], Bundle], tmp_path: Path) -> Path:
+def copy(small: DeploySmall, tmp_path: Path) -> Path:
     """A copy of the small fp32 bundle that a test may alter."""
     return Path(shutil.copytree(small("fp32").path, tmp_path / "copy"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from attnforge.benchmarks.measure.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
@@ -44,7 +46,7 @@ def test_who_is_wrong_in_another_case_is_passed_over() -> None:
     ours, fast, right = (contender(n, "fp32", ms, n == "b", n == "b") for n, ms in (("b", 10), ("fast", 8), ("c", 9)))
     fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
     right.cases = Cases(held=2, of=14)
-    every = {"others": claims._at("fp32"), "named": "any fp32 contender", "at_most": 1.05}
+    every: dict[str, Any] = {"others": claims._at("fp32"), "named": "any fp32 contender", "at_most": 1.05}
     found = claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast, right))
     assert found.against == "b fp32 to c fp32, held to 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
     assert isinstance(found.measured, Interval) and found.measured.value == pytest.approx(10 / 9)
@@ -95,7 +97,8 @@ def test_a_single_reading_stands_for_itself(reading: float, word: str) -> None:
 
 
 def test_memory_and_how_it_grows() -> None:
-    sizes, mib = [196, 784, 3136, 12544], [0.5, 2.0, 8.0, 32.0]
+    sizes = [196, 784, 3136, 12544]
+    mib: list[float | None] = [0.5, 2.0, 8.0, 32.0]
     series = Series(
         name="onnxruntime-cpu", precision="fp32", ours=True, ms=[1, 2, 3, 4], extra_mib=mib, memory=fit_of(sizes, mib)
     )

@@ -239,7 +239,7 @@ class Noise:
     openings: int = 1
 
 
-EARLIER = {"machine": 0.0, "each": 0.0}
+EARLIER: dict[str, Any] = {"machine": 0.0, "each": 0.0}
 """The run that another one drifts from."""
 
 
@@ -269,19 +269,31 @@ def shared(rounds: int, openings: int) -> list[int]:
 def contender(
     name: str, rounds: Sequence[Sequence[float]] = ((10.0,),) * 8, openings: Sequence[int] = (), **found: Any
 ) -> Contender:
-    given = {"precision": "fp32", "ours": name not in PEERS, "error": 1e-7, "budget": 1e-6} | found
+    given: dict[str, Any] = {"precision": "fp32", "ours": name not in PEERS, "error": 1e-7, "budget": 1e-6} | found
     return Contender(name=name, what=name, latency=latency_of(rounds, openings), **given)
 
 
 def model(contenders: Sequence[Contender], seconds: float = 4.0, size_mb: float = 10.0, **found: Any) -> Model:
     bundle = Deployed(precision="fp32", bundle="b", source="vit()", seconds={"export": seconds}, size_mb=size_mb)
-    given = {"name": "vit", "sizes": {"batch": 1}, "inputs": {"x": "float32"}, "rounds": 8, "deployed": [bundle]}
+    given: dict[str, Any] = {
+        "name": "vit",
+        "sizes": {"batch": 1},
+        "inputs": {"x": "float32"},
+        "rounds": 8,
+        "deployed": [bundle],
+    }
     return Model(contenders=list(contenders), **(given | found))
 
 
 def run(*models: Model, growth: Sequence[Growth] = (), left_out: Mapping[str, str] | None = None, **on: Any) -> Results:
     machine = Machine(system="Linux", processor="some", processors=2, instructions=["avx2"], gpus=[])
-    given = {"machine": machine, "versions": {"torch": "2.11"}, "threads": 2, "governor": "none", "load_before": 0.1}
+    given: dict[str, Any] = {
+        "machine": machine,
+        "versions": {"torch": "2.11"},
+        "threads": 2,
+        "governor": "none",
+        "load_before": 0.1,
+    }
     return Results(
         command="attnforge bench", created="2026-01-01", seconds=60.0, environment=Environment(**(given | on)),
         models=list(models), growth=list(growth), left_out=dict(left_out or {}),
@@ -684,8 +696,8 @@ def test_files_compare_as_what_they_hold(tmp_path: Path) -> None:
     )
     before.models[0].contenders[0].memory, after.models[0].contenders[0].memory = memory(100.123456), memory(150.123456)
     whole = compare(before, after)
-    for name, one in (("before", before), ("after", after)):
-        results.write(one, tmp_path / name)
+    for name, measurement in (("before", before), ("after", after)):
+        results.write(measurement, tmp_path / name)
     read = compare(results.read(tmp_path / "before"), results.read(tmp_path / "after"))
     assert said(read.moved) == said(whole.moved) and said(read.regressions) == said(whole.regressions)
     assert len(read.moved) == 5 and len(read.notes) == len(whole.notes) == 2

@@ -10,7 +10,8 @@ from attnforge.benchmarks.suites.false_alarms import Outcome, summary, table, tr
 from attnforge.benchmarks.suites.random_models import KINDS, PRECISIONS, draw, make
 from attnforge.bundle import Case
 from attnforge.precision import precision_named
-from attnforge.runtime.parity.budget import Comparison, judge
+from attnforge.runtime.parity.budget import judge
+from attnforge.runtime.parity.comparison import Comparison
 
 SEEDS = range(1000, 1016)
 

@@ -347,7 +347,7 @@ def test_what_is_said_of_calls() -> None:
     """Percentiles as everywhere in attnforge's benchmarks, without the calls themselves."""
     hundred = racing.latency([[float(n)] for n in range(100, 0, -1)])
     assert (hundred.min, hundred.median.value, hundred.samples, hundred.rounds) == (1, 50.5, 100, [])
-    assert (hundred.p90, hundred.p99) == (pytest.approx(90.1), pytest.approx(99.01))
+    assert hundred.p90 == pytest.approx(90.1) and hundred.p99 == pytest.approx(99.01)
     single = racing.latency([[3.0]])
     assert (single.median.value, single.p90, single.p99) == (3, 3, 3)
     assert gpu_page.ratio_text(alike(3), alike(4)) == "0.75" and gpu_page.ratio_text(alike(3), None) == "–"
@@ -470,7 +470,9 @@ def test_a_run_whose_tests_failed_is_no_success(
     """None: there was no time for pytest to end."""
 
     def take(settings: Settings, name: str) -> None:
-        ended = {} if code is None else {"exit code": code, "summary": "2 failed, 9 passed"}
+        ended: dict[str, str | bool | int | float | None] = (
+            {} if code is None else {"exit code": code, "summary": "2 failed, 9 passed"}
+        )
         write(GpuResults(steps={name: Step(items={"pytest -m gpu": Item(values=ended)})}), settings.out)
 
     monkeypatch.setattr(command, "cuda_devices", lambda: 1)

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -35,7 +36,7 @@ FEW = 512
 
 
 @functools.cache
-def canonical(name: str, **options: int) -> Captured:
+def canonical(name: str, **options: Any) -> Captured:
     """A registered model in fp32, canonical. Not to be changed: tests share it."""
     captured = capture(*build_model(name, **options), precision_named("fp32"))
     assert all(site.node is not None for site in canonicalize(captured.model).sites)
@@ -249,7 +250,9 @@ def test_tables_count_the_rows_that_are_gathered(body: str, outputs: str, rows: 
     model.graph.register_initializer(table)
     if not with_default:  # a weight, no input that whoever calls may replace
         model.graph.inputs.pop()
-    read = {value.name: value for node in model.graph for value in node.inputs if value is not table}
+    read = {
+        value.name: value for node in model.graph for value in node.inputs if value is not None and value is not table
+    }
     work = work_of(model, {"n": 12})
     assert (work.weights, work.uncounted) == (8 * 8 * rows, [])
     given = {"ids": 12, "more": 5, "many": 99, "source": 2**8, "from": 1, "to": 1}
@@ -368,7 +371,7 @@ def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every run takes one second, a rate is what a run does."""
     for name, value in {"PRODUCT_SIZES": (4, 8), "COPIED": 64, "CACHED": (8, 16)}.items():
         monkeypatch.setattr(measuring, name, value)
-    monkeypatch.setattr(measuring.time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr("time.perf_counter", itertools.count().__next__)
     found = measure_ceilings(2, ("fp32",), seconds=1000)
     assert found.flops == {"fp32": 2 * 8**3}
     assert (found.bandwidth, found.exponentials) == (64 + 64, 2 * 16)
@@ -399,7 +402,7 @@ def test_each_library_multiplies(name: str) -> None:
 def test_the_best_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     runs = iter([4.0, 2.0, 5.0, 3.0])
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
     def call() -> None:
         clock[0] += next(runs)
@@ -409,8 +412,14 @@ def test_the_best_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_are_those_asked_for_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr(measuring, "_rate", lambda *_: seen.append(torch.get_num_threads()) or 1.0)
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    def rate(*_: object) -> float:
+        seen.append(torch.get_num_threads())
+        return 1.0
+
+    monkeypatch.setattr(measuring, "_rate", rate)
     measure_ceilings(before + 1, ("fp32",))
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
 

@@ -34,10 +34,14 @@ from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
+from attnforge.runtime import turns
 from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.parity import verify
 from attnforge.runtime.parity.verify import stored_inputs
 
-SMALL = {"embed_dim": 32, "vocab_size": 50}
+pytestmark = pytest.mark.xdist_group("measure")
+
+SMALL: dict[str, Any] = {"embed_dim": 32, "vocab_size": 50}
 
 
 def deployed(folder: Path, precision: str = "fp32", **options: Any) -> Bundle:
@@ -200,7 +204,7 @@ def test_a_reference_file_that_is_gone_is_told_before_anything_is_timed(tmp_path
 
 def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ours is wrong, though it is right in what is timed and was picked."""
-    real = race.hold
+    real = verify.hold
 
     def hold(of: Bundle, backend: str, *given: Any) -> Any:
         report = real(of, backend, *given)
@@ -212,7 +216,7 @@ def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pyt
 
 
 def test_cases_of_real_data_and_of_two_precisions_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"embed_dim": 32, "num_layers": 1}
+    options: dict[str, Any] = {"embed_dim": 32, "num_layers": 1}
     made = []
     for precision in ("fp32", "bf16"):
         module, args, shapes = build_model("vit", **options)
@@ -368,8 +372,13 @@ def planted(
 
     monkeypatch.setitem(PEERS, "eager", Peer("planted", module=open_it, **of))
     monkeypatch.setitem(PEERS, "eager-sdpa", Peer("planted", module=lambda job, stack: loaded(bundle, stack)))
-    turns = race.race
-    monkeypatch.setattr(race, "race", lambda *given, **more: happened.append("race") or turns(*given, **more))
+    whole = turns.race
+
+    def raced(*given: Any, **more: Any) -> Any:
+        happened.append("race")
+        return whole(*given, **more)
+
+    monkeypatch.setattr(race, "race", raced)
     return happened
 
 
@@ -483,7 +492,8 @@ def test_everything_is_measured(whole: found.Results) -> None:
     assert sizes["onnxruntime-cpu"] == pytest.approx(0.15, abs=0.1)
     (record,) = model.deployed
     assert record.source.startswith("transformer-encoder") and {"export", "reference"} <= set(record.seconds)
-    assert record.size_mb > sizes["onnxruntime-cpu"]
+    ours = sizes["onnxruntime-cpu"]
+    assert ours is not None and record.size_mb > ours
 
 
 def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path) -> None:
@@ -522,7 +532,7 @@ def order(deployed: Bundle, folder: Path, **changes: Any) -> fresh.Order:
 
 def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
     """Eager holds the scores of 1 × 3 heads × 1600² twice or so, 29 MiB each; attnforge on ONNX Runtime none."""
-    options = {"max_image_size": 160, "max_batch": 1, "image_size": 160}
+    options: dict[str, Any] = {"max_image_size": 160, "max_batch": 1, "image_size": 160}
     module, args, shapes = build_model("patch-attention", **options)
     source = Source(kind="registered", name="patch-attention", options=options)
     made = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, source=source)
@@ -543,13 +553,13 @@ def test_what_takes_long_to_load_is_loaded_twice(tmp_path: Path, monkeypatch: py
     module = nn.Linear(8, 4)
     shapes = None if fixed else ({0: Dim("batch", min=1, max=5)},)
     made = attnforge.deploy(module, (torch.randn(3, 8),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
-    real, seconds = fresh.measured, iter([4.0, 2.0, 0.1, 0.2])
-    monkeypatch.setattr(fresh, "measured", lambda order: real(order).model_copy(update={"load_s": next(seconds)}))
+    real, seconds = fresh.measured, [4.0, 2.0, 0.1, 0.2]
+    monkeypatch.setattr(fresh, "measured", lambda order: real(order).model_copy(update={"load_s": seconds.pop(0)}))
     experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
     for least, left in ((2.0, 2), (0.1, 1 if fixed else 0)):
         (one,) = bench.measure(experiment, {}, None).contenders
         assert one.cold is not None and one.cold.load_s == least and one.memory is not None
-        assert seconds.__length_hint__() == left
+        assert len(seconds) == left
 
 
 def test_a_second_load_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

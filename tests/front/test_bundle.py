@@ -21,9 +21,7 @@ from attnforge.export.graphs.types import FLOAT
 from attnforge.files import sha256
 from attnforge.model.registry import build_model
 from attnforge.runtime.cases import make_inputs
-from tests.support.bundles import rewrite, small_example
-
-Small = Callable[[str], Bundle]
+from tests.support.bundles import DeploySmall, rewrite, small_example
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -40,7 +38,7 @@ def contents(folder: Path) -> dict[str, str]:
 # The manifest
 
 
-def test_manifest_says_what_is_there(small: Small) -> None:
+def test_manifest_says_what_is_there(small: DeploySmall) -> None:
     bundle = small("fp16")
     manifest = bundle.manifest
     assert Manifest.model_validate_json(manifest.model_dump_json()) == manifest
@@ -54,7 +52,7 @@ def test_manifest_says_what_is_there(small: Small) -> None:
     assert manifest.tools["torch"] and manifest.tools["tensorrt_rtx"] == engine.version
 
 
-def test_manifest_gives_names_types_and_ranges(small: Small) -> None:
+def test_manifest_gives_names_types_and_ranges(small: DeploySmall) -> None:
     inputs = {spec.name: spec for spec in small("fp16").manifest.inputs}
     assert [spec.text() for spec in inputs.values()] == [
         "float16[batch, tokens, 16]",
@@ -130,8 +128,8 @@ def test_the_plain_graph_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     onnx.checker.check_model(str(plain), full_check=True)
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
     feeds = make_inputs(case, bundle.manifest.inputs, {})
-    outputs = [ort.InferenceSession(str(file)).run(None, feeds)[0] for file in (plain, canonical)]
-    np.testing.assert_allclose(*outputs, rtol=1e-4, atol=1e-5)
+    by_plain, by_canonical = (ort.InferenceSession(str(file)).run(None, feeds)[0] for file in (plain, canonical))
+    np.testing.assert_allclose(by_plain, by_canonical, rtol=1e-4, atol=1e-5)
     assert [stage.name for stage in stages(bundle)] == ["plain", "canonical", "onnxruntime"]
 
     older, weights = ir.load(plain), ir.load(canonical).graph.initializers

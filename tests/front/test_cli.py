@@ -32,6 +32,8 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS
 from tests.support.bundles import rewrite
 
+pytestmark = pytest.mark.xdist_group("cli")
+
 Done = subprocess.CompletedProcess[str]
 
 
@@ -203,8 +205,8 @@ def test_what_must_fuse_and_does_is_written(here: Here, tmp_path: Path) -> None:
 
 
 def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
-    arguments = ("--backend", "onnxruntime-cpu", "--against", "onnxruntime-plain", "--rounds", "2", "--quick")
-    arguments += ("--openings", "2")
+    against = ("--backend", "onnxruntime-cpu", "--against", "onnxruntime-plain")
+    arguments = (*against, "--rounds", "2", "--quick", "--openings", "2")
     files = ("--out", tmp_path / "results.json", "--html", tmp_path / "page.html", "--plots", tmp_path / "plots")
     done = attnforge("bench", bundle, *arguments, "--shapes", "batch=3", *files, "--json")
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import pytest
 import attnforge
 from attnforge import demo
 from attnforge.bundle import Bundle, Certificate, Engine, TargetRecord
+from attnforge.model.registry import build_model
 from attnforge.runtime.parity.verify import BackendReport, Report, verify
 from attnforge.runtime.session import Session
 
@@ -30,7 +31,7 @@ def test_the_worst_backend_is_the_one_closest_to_its_budget_or_that_failed() -> 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    module, _, shapes = demo.build_model("patch-attention-digits")
+    module, _, shapes = build_model("patch-attention-digits")
     folder = tmp_path_factory.mktemp("demo") / "digits"
     example = (demo.real_example("patch-attention-digits"),)
     return attnforge.deploy(

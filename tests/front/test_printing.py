@@ -23,10 +23,11 @@ from attnforge.report import render
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     """Everything that was printed in 80 columns."""
-    console = Console(file=io.StringIO(), width=80, highlight=False)
+    screen = io.StringIO()
+    console = Console(file=screen, width=80, highlight=False)
     monkeypatch.setattr(terminal, "out", console)
     monkeypatch.setattr(printing, "out", console)
-    return lambda: console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    return screen.getvalue
 
 
 def site(i: int, heads: int = 12, reason: str = "no fused kernel", kernel: str | None = None) -> SiteRecord:
@@ -96,7 +97,8 @@ def test_a_terminal_shows_stage_case_and_what_is_left(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "xterm")
     with terminal.stages_shown(quiet=False) as display:
         assert isinstance(display, Progress)
-        monkeypatch.setattr(sys, "stderr", io.StringIO())  # as deploy does while torch exports
+        errors = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", errors)  # as deploy does while torch exports
         display("build vit")
         display.stage("reference", 4, 5)
         display.step("normal-small", 0, 12)
@@ -105,7 +107,7 @@ def test_a_terminal_shows_stage_case_and_what_is_left(monkeypatch: pytest.Monkey
     shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", screen.getvalue())]
     last = next(line for line in reversed(shown) if line.strip())
     assert "4/5 reference" in last and "scaled-16, 3 left" in last and max(map(len, shown)) <= 80
-    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+    assert errors.getvalue() == ""
 
 
 @pytest.mark.parametrize(("quiet", "stream"), [(True, Terminal()), (False, io.StringIO())])

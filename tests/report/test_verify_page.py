@@ -40,6 +40,8 @@ from attnforge.runtime.parity.metrics import MetricReport
 from attnforge.runtime.parity.verify import Report
 from tests.support.bundles import rewrite, small_example
 
+pytestmark = pytest.mark.xdist_group("verify-page")
+
 PRODUCTS = "MatMul·Softmax·MatMul"
 Pages = dict[str, tuple[Report, str, Path]]
 
@@ -235,7 +237,7 @@ def test_what_is_left_out_says_why(
 def test_patches_of_an_image() -> None:
     def grid(*given: int) -> tuple[int, ...] | None:
         found = patch_grid(*given)
-        return found and (found.rows, found.columns, found.side, found.extra)
+        return None if found is None else (found.rows, found.columns, found.side, found.extra)
 
     assert grid(8, 8, 16) == (4, 4, 2, 0)
     assert grid(32, 48, 24) == (4, 6, 8, 0)
@@ -250,9 +252,9 @@ def test_patches_of_an_image() -> None:
 def test_maps_of_many_tokens_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(map_pictures, "MOST_CELLS", 2)
     values = np.array([[1.0, 3, 5, 7, 9], [1, 3, 5, 7, 9], [-8, 0, 0, 0, 0]])
-    np.testing.assert_allclose(map_pictures.pooled(values), [[3, 8], [-8 / 3, 0]])
+    np.testing.assert_allclose(map_pictures.pooled(values), np.array([[3, 8], [-8 / 3, 0]]))
     np.testing.assert_allclose(map_pictures.pooled(values, extreme=True), [[5, 9], [-8, 0]])
-    assert map_pictures.pooled(values[:2, :2]) is not None
+    np.testing.assert_array_equal(map_pictures.pooled(values[:2, :2]), values[:2, :2])
 
 
 def test_charts_bear_what_a_report_may_hold() -> None:
@@ -550,7 +552,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
     driver.get("about:blank")
-    driver.get_log("performance")  # what a new browser shows first
+    driver.get_log("performance")  # type: ignore[no-untyped-call]  # what a new browser shows first
     yield driver
     driver.quit()
 

@@ -15,10 +15,14 @@ from attnforge.bundle import Bundle, Choice, Manifest
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime import choose as choosing
+from attnforge.runtime import session
 from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.parity import verify
 from attnforge.runtime.preference import by_preference, fastest_first
 from attnforge.runtime.turns import medians
 from tests.support.bundles import rewrite, small_example
+
+pytestmark = pytest.mark.xdist_group("choose")
 
 needs_openvino = pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 
@@ -84,7 +88,7 @@ def test_elsewhere_the_rules_choose(deployed: Bundle, tmp_path: Path, what: str)
 def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
     deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = choosing.hold
+    whole = verify.hold
 
     def hold(bundle: Bundle, backend: str, *of: Any) -> Any:
         report = whole(bundle, backend, *of)
@@ -120,7 +124,7 @@ def test_a_bundles_own_model_that_misses_the_budget_still_fails_verification(dep
 
 @needs_openvino
 def test_a_backend_that_fails_is_not_chosen(deployed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = choosing.load
+    load = session.load
 
     def refuse(bundle: Bundle, name: str, **options: Any) -> Any:
         if name == "onnxruntime-cpu":
@@ -136,7 +140,7 @@ def test_a_backend_that_fails_is_not_chosen(deployed: Bundle, monkeypatch: pytes
 def test_each_is_opened_first_once_and_held_to_the_budget_once(
     deployed: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, hold = choosing.load, choosing.hold
+    load, hold = session.load, verify.hold
     opened: list[str] = []
     held: list[str] = []
 

@@ -98,7 +98,7 @@ def test_numpy_in_numpy_out(session: Session) -> None:
 @needs_torch
 @pytest.mark.parametrize("side", [False, True])
 def test_tensors_stay_on_the_device_and_on_their_stream(session: Session, side: bool) -> None:
-    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for i, shape in enumerate(SHAPES * 3):
             inputs = arrays(*shape, seed=i)
@@ -144,7 +144,7 @@ class Interface:
 def test_arrays_of_any_library(session: Session) -> None:
     inputs = arrays()
     output = session(*(Interface(tensor) for tensor in on_device(inputs).values()))
-    agree(torch.from_dlpack(output), eager(inputs))
+    agree(torch.utils.dlpack.from_dlpack(output), eager(inputs))
     given: dict[str, Any] = {**on_device(inputs), "padding": inputs["padding"]}  # one on the host
     agree(session.run(given)["output"], eager(inputs))
     given["x"] = given["x"].transpose(0, 1).contiguous().transpose(0, 1)
@@ -209,7 +209,7 @@ def test_many_threads(session: Session) -> None:
         for _ in range(100):
             i = order.randrange(len(feeds))
             if torch.cuda.is_available() and order.random() < 0.5:
-                with torch.cuda.stream(torch.cuda.Stream()):
+                with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
                     agree(session(*on_device(feeds[i]).values()), expected[i])
             else:
                 agree(session(*feeds[i].values()), expected[i])

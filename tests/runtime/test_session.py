@@ -26,15 +26,14 @@ from attnforge.runtime.backends.onnxruntime import COPIED
 from attnforge.runtime.backends.registry import libraries_of, why_not_here
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.session import Session
-from tests.support.bundles import rewrite, small_example
+from tests.support.bundles import DeploySmall, rewrite, small_example
 from tests.support.bundles import small_inputs as arrays
 
-Small = Callable[[str], Bundle]
 needs_openvino = pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 
 
 @pytest.fixture(scope="module")
-def session(small: Small) -> Session:
+def session(small: DeploySmall) -> Session:
     return attnforge.load(small("fp32"), "onnxruntime-cpu")
 
 
@@ -80,7 +79,7 @@ def test_torch_in_torch_out(session: Session) -> None:
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_half_precisions_in_and_out(small: Small, precision: str, dtype: torch.dtype) -> None:
+def test_half_precisions_in_and_out(small: DeploySmall, precision: str, dtype: torch.dtype) -> None:
     inputs = arrays()
     tensors = [torch.from_numpy(a).to(dtype) if a.dtype == np.float32 else torch.from_numpy(a) for a in inputs.values()]
     with attnforge.load(small(precision), "onnxruntime-cpu") as session:
@@ -147,7 +146,7 @@ def test_outputs_are_written_to_the_callers_arrays(session: Session) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_outputs_of_half_precisions_are_written_too(small: Small, precision: str) -> None:
+def test_outputs_of_half_precisions_are_written_too(small: DeploySmall, precision: str) -> None:
     with attnforge.load(small(precision), "onnxruntime-cpu") as session:
         dtype = np.dtype(session.outputs[0].dtype)
         inputs = [a.astype(dtype) if a.dtype == np.float32 else a for a in arrays().values()]
@@ -247,7 +246,7 @@ def test_sizes_of_outputs_are_computed_from_those_of_the_inputs(expression: str)
     assert found.outputs == ((2, 2 * size) if size is not None else None,) and found.sizes == SIZES_OF
 
 
-def test_an_output_of_unknown_size_is_given_and_written_all_the_same(small: Small) -> None:
+def test_an_output_of_unknown_size_is_given_and_written_all_the_same(small: DeploySmall) -> None:
     """As where its size is an expression that is not computed."""
     inputs = arrays()
     with attnforge.load(Bundle(small("fp32").path), "onnxruntime-cpu") as session:
@@ -288,7 +287,7 @@ def test_what_was_started_fails_when_it_is_waited_for(session: Session) -> None:
         pending.result()
 
 
-def test_closing_waits_for_what_was_started(small: Small) -> None:
+def test_closing_waits_for_what_was_started(small: DeploySmall) -> None:
     session = attnforge.load(small("fp32"), "onnxruntime-cpu")
     pending = [session.run_async(arrays(seed=seed)) for seed in range(20)]
     session.close()
@@ -306,7 +305,7 @@ def test_warming_up(session: Session) -> None:
         session.warm_up({"batch": 5})
 
 
-def test_memory_is_told_as_far_as_it_is_known(small: Small) -> None:
+def test_memory_is_told_as_far_as_it_is_known(small: DeploySmall) -> None:
     bundle = small("fp32")
     with attnforge.load(bundle, "onnxruntime-cpu") as session:
         memory = session.memory
@@ -323,7 +322,7 @@ def test_memory_is_told_as_far_as_it_is_known(small: Small) -> None:
 SIZES = [(batch, tokens, 2 * pairs) for batch in (1, 2, 3, 4) for tokens in range(2, 10) for pairs in range(1, 7)]
 
 
-def test_sixteen_threads_on_one_session_get_the_right_answers(small: Small) -> None:
+def test_sixteen_threads_on_one_session_get_the_right_answers(small: DeploySmall) -> None:
     """10,000 calls of 192 shapes, in another order on every thread, some to arrays of the thread's own."""
     feeds = [arrays(*sizes, seed=i) for i, sizes in enumerate(SIZES)]
     with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
@@ -379,7 +378,7 @@ for what, settle, n in ((calls, 2000, 10000), (loads, 100, 1000)):
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-def test_neither_calls_nor_loads_let_memory_grow(small: Small) -> None:
+def test_neither_calls_nor_loads_let_memory_grow(small: DeploySmall) -> None:
     """10,000 calls of 192 shapes, 1,000 loads and closes: less than 200 bytes a call, 4 kB a load."""
     command = [sys.executable, "-c", MEMORY, str(small("fp32").path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -441,20 +440,20 @@ def test_too_few_and_too_many(session: Session) -> None:
 # Backends
 
 
-def test_auto_takes_the_best_that_runs_here(small: Small) -> None:
+def test_auto_takes_the_best_that_runs_here(small: DeploySmall) -> None:
     session = attnforge.load(small("fp32").path)
     assert session.backend in ("tensorrt_rtx", "onnxruntime-cuda", "onnxruntime-cpu")
     inputs = arrays()
     agree(session(*inputs.values()), eager(inputs), tolerance=1e-5)
 
 
-def test_auto_passes_over_what_cannot_run(small: Small, tmp_path: Path) -> None:
+def test_auto_passes_over_what_cannot_run(small: DeploySmall, tmp_path: Path) -> None:
     bundle = Bundle(small("fp32").path)
     bundle.manifest.targets["tensorrt_rtx"].engines[0].version = "0.0.1"
     assert attnforge.load(bundle).backend.startswith("onnxruntime")
 
 
-def test_backends_that_cannot_run_say_what_would(small: Small) -> None:
+def test_backends_that_cannot_run_say_what_would(small: DeploySmall) -> None:
     with pytest.raises(
         UnknownNameError, match="unknown backend 'gpu'; known: auto, eager, onnxruntime, onnxruntime-cpu"
     ):
@@ -469,7 +468,7 @@ def test_backends_that_cannot_run_say_what_would(small: Small) -> None:
         attnforge.load(bundle, "onnxruntime")
 
 
-def test_a_plan_of_another_version_is_not_loaded(small: Small) -> None:
+def test_a_plan_of_another_version_is_not_loaded(small: DeploySmall) -> None:
     bundle = Bundle(small("fp32").path)
     engine = bundle.manifest.targets["tensorrt_rtx"].engines[0]
     here, engine.version = engine.version, "0.0.1"
@@ -479,7 +478,7 @@ def test_a_plan_of_another_version_is_not_loaded(small: Small) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_plan_without_a_gpu_says_so(small: Small) -> None:
+def test_a_plan_without_a_gpu_says_so(small: DeploySmall) -> None:
     with pytest.raises(
         UnavailableError, match="no CUDA device: tensorrt_rtx plans are built and inspected without one"
     ):
@@ -489,7 +488,7 @@ def test_a_plan_without_a_gpu_says_so(small: Small) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_eager_backend_runs_the_module_at_the_bundles_precision(small: Small, precision: str) -> None:
+def test_the_eager_backend_runs_the_module_at_the_bundles_precision(small: DeploySmall, precision: str) -> None:
     module, args, _ = small_example()
     module.train()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -504,19 +503,19 @@ def test_the_eager_backend_runs_the_module_at_the_bundles_precision(small: Small
         attnforge.load(small(precision), "eager", module={})
 
 
-def test_threads_change_no_answer(small: Small) -> None:
+def test_threads_change_no_answer(small: DeploySmall) -> None:
     inputs = arrays()
     with attnforge.load(small("fp32"), "onnxruntime-cpu", threads=1) as one:
         agree(one(*inputs.values()), eager(inputs))
 
 
 @pytest.mark.parametrize("contexts", [0, -1])
-def test_a_session_without_contexts_is_refused(small: Small, contexts: int) -> None:
+def test_a_session_without_contexts_is_refused(small: DeploySmall, contexts: int) -> None:
     with pytest.raises(UsageError, match=f"{contexts} execution contexts were asked for; give 1 or more"):
         attnforge.load(small("fp32"), contexts=contexts)
 
 
-def test_a_closed_session_says_so(small: Small) -> None:
+def test_a_closed_session_says_so(small: DeploySmall) -> None:
     with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
         session(*arrays().values())
     session.close()  # twice is fine
@@ -551,7 +550,7 @@ print("fine")
 """
 
 
-def test_loading_running_and_verifying_import_no_torch(small: Small, tmp_path: Path) -> None:
+def test_loading_running_and_verifying_import_no_torch(small: DeploySmall, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, str(small("fp32").path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -604,7 +603,7 @@ def test_a_backend_of_the_cpu_loaded_by_name_leaves_cuda_alone(copy: Path, backe
 
 
 @pytest.mark.gpu
-def test_tensorrt_rtx_answers_as_eager_does(small: Small) -> None:
+def test_tensorrt_rtx_answers_as_eager_does(small: DeploySmall) -> None:
     with attnforge.load(small("fp32"), "tensorrt_rtx") as session:
         for batch, tokens, length in ((4, 9, 12), (1, 2, 2), (3, 7, 10), (4, 9, 12)):
             inputs = arrays(batch, tokens, length)

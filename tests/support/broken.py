@@ -104,7 +104,7 @@ class Logits(nn.Module):
         super().__init__()
         self.head = nn.Linear(DIM, 10)
         with torch.no_grad():
-            self.head.bias += offset
+            self.head.bias.add_(offset)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x.mean(1)).softmax(-1)
@@ -151,7 +151,9 @@ def residual_stream() -> nn.Module:
     loud = [Block(), Block()]
     for block in loud:
         with torch.no_grad():
-            block.mlp[2].bias[3] += 4e4  # type: ignore[operator, union-attr]
+            last = block.mlp[2]
+            assert isinstance(last, nn.Linear)
+            last.bias[3] += 4e4
     return Stack(Block(), *loud, Block(), nn.LayerNorm(DIM))
 
 

@@ -36,11 +36,12 @@ def evaluate(model: ir.Model, inputs: Mapping[str, Array]) -> dict[str, Tensor]:
             if function is None:
                 raise NotImplementedError(node.op_type)
             operands = [known[v] for v in node.inputs]
+            result: Any
             if node.op_type == "Attention" and len(operands) > 3:
-                result = _attention(node, *operands[:3], steps=_mask_steps(node.inputs[3], known))
+                result = _attention(node, operands[0], operands[1], operands[2], _mask_steps(node.inputs[3], known))
             else:
                 result = function(node, *operands)
-            several = result if isinstance(result, list) else [result]
+            several: list[Tensor] = result if isinstance(result, list) else [result]
             known.update(zip(node.outputs, map(np.asarray, several), strict=False))
     return {value.name or "": known[value] for value in model.graph.outputs}
 
@@ -165,13 +166,17 @@ def _attention(node: ir.Node, query: Tensor, key: Tensor, value: Tensor, steps: 
     if cap := node.attributes.get_float("softcap", 0.0):
         scores = cap * np.tanh(scores / cap)
     if node.attributes.get_int("is_causal", 0):
-        scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
+        scores = np.where(np.tri(*scores.shape[2:], dtype=np.bool_), scores, -np.inf)
     for kind, operand, number in steps:
-        scores = scores + operand if kind == "bias" else np.where(operand, scores, number)
+        if kind == "bias":
+            scores = scores + operand
+        else:
+            assert number is not None
+            scores = np.where(operand, scores, number)
     weights = _softmax(scores, -1)
     if node.metadata_props.get(SILENT_ROWS) != "nan":
         weights = np.where((scores == -np.inf).all(-1, keepdims=True), 0.0, weights)
-    return weights @ value  # type: ignore[no-any-return]
+    return weights @ value
 
 
 def _multi_head_attention(node: ir.Node, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -179,12 +184,39 @@ def _multi_head_attention(node: ir.Node, query: Tensor, key: Tensor, value: Tens
     heads = node.attributes["num_heads"].as_int()
     q, k, v = (x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2) for x in (query, key, value))
     result = _softmax(node.attributes["scale"].as_float() * (q @ k.swapaxes(2, 3)), -1) @ v
-    return result.swapaxes(1, 2).reshape(*query.shape[:2], -1)  # type: ignore[no-any-return]
+    return result.swapaxes(1, 2).reshape(*query.shape[:2], -1)
 
 
 def _numpy(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda node, *operands: function(*operands)
 
+
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "Abs": np.abs,
+    "Add": np.add,
+    "And": np.logical_and,
+    "Div": lambda a, b: a // b if np.issubdtype(a.dtype, np.integer) else a / b,
+    "Equal": np.equal,
+    "Exp": np.exp,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+    "IsNaN": np.isnan,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "MatMul": np.matmul,
+    "Max": np.maximum,
+    "Mod": np.mod,
+    "Mul": np.multiply,
+    "Neg": np.negative,
+    "Not": np.logical_not,
+    "Or": np.logical_or,
+    "Relu": lambda x: np.maximum(x, 0.0),
+    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "Sqrt": np.sqrt,
+    "Sub": np.subtract,
+    "Tanh": np.tanh,
+    "Where": np.where,
+}
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "Attention": _attention,
@@ -213,33 +245,5 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "Transpose": _transpose,
     "Trilu": _trilu,
     "Unsqueeze": _unsqueeze,
-    **{
-        name: _numpy(function)
-        for name, function in {
-            "Abs": np.abs,
-            "Add": np.add,
-            "And": np.logical_and,
-            "Div": lambda a, b: a // b if np.issubdtype(a.dtype, np.integer) else a / b,
-            "Equal": np.equal,
-            "Exp": np.exp,
-            "Greater": np.greater,
-            "GreaterOrEqual": np.greater_equal,
-            "IsNaN": np.isnan,
-            "Less": np.less,
-            "LessOrEqual": np.less_equal,
-            "MatMul": np.matmul,
-            "Max": np.maximum,
-            "Mod": np.mod,
-            "Mul": np.multiply,
-            "Neg": np.negative,
-            "Not": np.logical_not,
-            "Or": np.logical_or,
-            "Relu": lambda x: np.maximum(x, 0.0),
-            "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-            "Sqrt": np.sqrt,
-            "Sub": np.subtract,
-            "Tanh": np.tanh,
-            "Where": np.where,
-        }.items()
-    },
+    **{name: _numpy(function) for name, function in _ELEMENTWISE.items()},
 }

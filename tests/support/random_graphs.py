@@ -728,7 +728,7 @@ class _Attention:
             else:
                 parts = self.split(named.value, at, [ONE] * 3)
                 found = [Named(g.squeeze(part, [at]), rest) for part in parts]
-        names = ({}, {"i": "j"}, {"i": "j", "d": "e"})
+        names: tuple[dict[str, str], ...] = ({}, {"i": "j"}, {"i": "j", "d": "e"})
         query, key, value = (
             Named(x.value, tuple(tuple(names[k].get(a, a) for a in dim) for dim in x.dims)) for k, x in enumerate(found)
         )
@@ -933,8 +933,8 @@ class _Attention:
         """True where the key is not later than the query."""
         g = self.g
         if g.of["i"].is_static and g.of["j"].is_static and self.choices.chance(50):
-            ones = np.tri(g.of["i"].factor, g.of["j"].factor, dtype=bool)
-            return Named(g.constant(ones, BOOL), (("i",), ("j",)))
+            below = np.tri(g.of["i"].factor, g.of["j"].factor, dtype=bool)
+            return Named(g.constant(below, BOOL), (("i",), ("j",)))
         if self.choices.chance(30):
             ones = g.expand(g.constant(np.ones((1, 1), bool), BOOL), [g.of["i"], g.of["j"]])
             return Named(g.op("Trilu", [ones], sizes_of(ones), upper=0), (("i",), ("j",)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,14 @@ from torch.export import Dim
 from typer.testing import CliRunner
 
 import attnforge
+from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Mixed
 from attnforge.cli import app
 from attnforge.errors import BuildError, UnknownNameError, UsageError
 from attnforge.export.precision.assign import assign, operators
 from attnforge.export.precision.cost import flops_of
 from attnforge.model import build_model
-from attnforge.runtime.parity.verify import hold
+from attnforge.runtime.parity.verify import hold, stored_inputs
 from attnforge.runtime.session import Session
 from tests.support.broken import BROKEN, DIM, TOKENS, Block, Shifted, Stack, healthy, made
 from tests.support.emulated import Emulated
@@ -141,13 +142,10 @@ def test_what_cannot_be_meant(tmp_path: Path) -> None:
         ({"precision": "auto", "attention_precision": "fp16"}, UsageError, "leave one out"),
         ({"metric": "accuracy"}, UsageError, "measured on real inputs"),
         ({"metric": "accuracy", "data": [args]}, UsageError, "accuracy needs labels"),
-        ({"data": [args], "labels": []}, None, ""),
         ({"data": [args], "labels": [torch.zeros(2)] * 2}, UsageError, "2 labels were given for 1 inputs"),
     ):
-        if error is None:
-            continue
         with pytest.raises(error, match=message):
-            attnforge.deploy(module, args, tmp_path / "b", None, **options)  # type: ignore[arg-type]
+            attnforge.deploy(module, args, tmp_path / "b", None, **options)
         assert not (tmp_path / "b").exists()
 
 
@@ -162,7 +160,8 @@ class Classifier(nn.Module):
         self.block, self.head = Block(), nn.Linear(DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(x).mean(1))
+        logits: Tensor = self.head(self.block(x).mean(1))
+        return logits
 
 
 def classified(folder: Path, precision: str, **options: object) -> tuple[Bundle, Tensor]:
@@ -187,7 +186,7 @@ def test_accuracy_is_measured_over_real_data(precision: str, tmp_path: Path) -> 
     assert metric.samples == 64 and metric.float64 == 1.0 and metric.value >= metric.least
     assert any(case.kind == "data" and case.sizes == {"batch": 64} for case in bundle.manifest.cases)
     with attnforge.load(bundle) as session:
-        stored = attnforge.runtime.parity.verify.stored_inputs(bundle)["data-0/x"]
+        stored = stored_inputs(bundle)["data-0/x"]
         found = session(stored).argmax(-1)
     assert metric.value == np.mean(found == labels.numpy())
 
@@ -200,7 +199,7 @@ def test_a_metric_that_is_missed_fails(tmp_path: Path) -> None:
     cosine = attnforge.verify(bundle, metric="cosine").backends["onnxruntime-cpu"].metric
     assert cosine is not None and cosine.value == pytest.approx(1), "held to float64, not to labels"
 
-    def share_of_class_0(outputs: dict[str, np.ndarray], labels: np.ndarray) -> float:
+    def share_of_class_0(outputs: Mapping[str, Array], labels: Array) -> float:
         return float(np.mean(outputs["output"].argmax(-1) == 0))
 
     own = attnforge.verify(bundle, metric=share_of_class_0).backends["onnxruntime-cpu"].metric

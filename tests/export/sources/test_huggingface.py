@@ -1,6 +1,7 @@
 """Architectures of Hugging Face's transformers: every site canonical, every lowered graph within the parity budget."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +18,7 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.huggingface import around, example
 from attnforge.export.sources.torch_module import capture
+from attnforge.model import Example
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.eager import in_float64, run
 from attnforge.runtime.cases import cases, make_inputs
@@ -49,8 +51,9 @@ def test_every_site_is_canonical_and_within_budget(name: str, attention: str, tm
         truth, eager = run(exact, inputs, torch.float64), run(captured.module, inputs, torch.float32)
         for session in sessions:
             for output, got in zip(truth, session.run(None, inputs), strict=True):
-                trio = (np.asarray(x, np.float64) for x in (got, eager[output].numpy(), truth[output].numpy()))
-                assert (found := judge(case, output, *trio, FP32)).passed, found.reason
+                wide = [np.asarray(x, np.float64) for x in (got, eager[output].numpy(), truth[output].numpy())]
+                verdict = judge(case, output, wide[0], wide[1], wide[2], FP32)
+                assert verdict.passed, verdict.reason
 
 
 SENTENCES = (
@@ -90,6 +93,11 @@ def test_trained_weights_on_real_sentences(sentences: Path) -> None:
     assert similar > 0.4 > 0.1 > different
 
 
+def shapes_of(model: Example) -> dict[str, Any]:
+    assert model.dynamic_shapes is not None
+    return dict(model.dynamic_shapes)
+
+
 def test_options_and_errors(tmp_path: Path) -> None:
     from transformers import BertConfig, T5Config
 
@@ -101,8 +109,9 @@ def test_options_and_errors(tmp_path: Path) -> None:
     made = example(folder, attention="eager", batch="3", tokens=6, dynamic="tokens")
     assert type(made.module.model).__name__ == "BertModel"
     assert [tuple(arg.shape) for arg in made.args] == [(3, 6), (3, 6)]
-    assert {name: list(dims) for name, dims in made.dynamic_shapes.items()} == {"input_ids": [1], "attention_mask": [1]}
-    assert made.dynamic_shapes["input_ids"][1].max == 23  # all of its positions but the padding's
+    shapes = shapes_of(made)
+    assert {name: list(dims) for name, dims in shapes.items()} == {"input_ids": [1], "attention_mask": [1]}
+    assert shapes["input_ids"][1].max == 23  # all of its positions but the padding's
     named = example(folder, architecture="BertForMaskedLM")
     assert list(named.module(*named.args)) == ["logits"]
     with pytest.raises(UsageError, match="has no BertForTea"):
@@ -121,8 +130,8 @@ def test_options_and_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no configuration that transformers knows"):
         example(tmp_path)
     T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50).save_pretrained(tmp_path / "t5")
-    assert list(example(tmp_path / "t5").dynamic_shapes) == ["input_ids", "attention_mask", "decoder_input_ids"]
-    assert list(example(tmp_path / "t5", part="encoder").dynamic_shapes) == ["input_ids", "attention_mask"]
+    assert list(shapes_of(example(tmp_path / "t5"))) == ["input_ids", "attention_mask", "decoder_input_ids"]
+    assert list(shapes_of(example(tmp_path / "t5", part="encoder"))) == ["input_ids", "attention_mask"]
 
 
 def test_a_main_input_of_another_kind_is_refused() -> None:

@@ -28,6 +28,8 @@ from attnforge.export.sources.shapes import infer_shapes
 from attnforge.precision import precision_named
 from attnforge.runtime.parity.budget import relative_error
 
+pytestmark = pytest.mark.xdist_group("sources")
+
 RANGES = {"batch": (1, 2, 3), "height": (8, 24, 40), "width": (8, 16, 16)}
 FP32 = precision_named("fp32")
 
@@ -47,7 +49,8 @@ class Encoder(nn.Module):
         q, k, v = self.qkv(self.norm(x)).reshape(b, n, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
         weights = (q @ k.transpose(-2, -1) * 0.25).softmax(-1)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(b, n, c))
-        return x + self.mlp(x)
+        output: Tensor = x + self.mlp(x)
+        return output
 
 
 def encoder() -> nn.Module:
@@ -92,6 +95,10 @@ def feeds(inputs: list[Array | None]) -> dict[str, Array]:
 
 def normal(*shape: int) -> Array:
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def two_heads(x: Tensor) -> Tensor:
+    return torch.unflatten(x, -1, (2, 4)).transpose(1, 2)
 
 
 # --- ONNX files -------------------------------------------------------------------------------------------------------
@@ -156,7 +163,7 @@ def test_hugging_face_bert_of_both_exporters(tmp_path: Path) -> None:
     module, mask = Bert().eval(), torch.ones(2, 7, dtype=torch.long)
     mask[1, 5:] = 0
     args, names = (torch.randint(0, 60, (2, 7)), mask), {0: "batch", 1: "tokens"}
-    given = {"input_names": ["input_ids", "attention_mask"], "output_names": ["hidden"]}
+    given: dict[str, Any] = {"input_names": ["input_ids", "attention_mask"], "output_names": ["hidden"]}
     files = [tmp_path / "old.onnx", tmp_path / "new.onnx"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,7 +225,7 @@ F = nn.functional
         ("Attention", [normal(2, 5, 8), normal(2, 5, 8), normal(2, 5, 8), normal(5, 5)],
          {"q_num_heads": 2, "kv_num_heads": 2, "scale": 0.5},
          lambda q, k, v, m: F.scaled_dot_product_attention(
-             *(t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v)), m, scale=0.5).transpose(1, 2).flatten(2)),
+             two_heads(q), two_heads(k), two_heads(v), m, scale=0.5).transpose(1, 2).flatten(2)),
         ("Attention", [HEADS, HEADS, HEADS], {"is_causal": 1},
          lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
         # Neither ONNX Runtime nor a rewriting: onnx's own reference.

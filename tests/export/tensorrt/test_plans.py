@@ -6,17 +6,14 @@ The builder lists layers once a plan, however many devices that plan is for, so 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
-from attnforge.bundle import Bundle
 from attnforge.export.tensorrt.build import build
 from attnforge.model import MODELS
+from tests.support.bundles import Deploy
 
 pytest.importorskip("tensorrt_rtx")
-
-Deploy = Callable[[str, str], Bundle]
 
 DEVICES = {
     "portable": ((), b"sm80"),

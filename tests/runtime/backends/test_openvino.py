@@ -21,7 +21,10 @@ from attnforge.runtime.backends import openvino
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.backends.registry import why_not_here
 
-pytestmark = pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
+pytestmark = [
+    pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino"))),
+    pytest.mark.xdist_group("openvino"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +205,12 @@ def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
     module, args, shapes = build_model("transformer-encoder", num_layers=1, vocab_size=50)
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, precision, ["onnxruntime"], tune=False)
     asked: list[bool] = []
-    monkeypatch.setattr(openvino, "prepared", lambda model, widen: asked.append(widen) or prepared(model, widen))
+
+    def preparing(model: Any, widen: bool) -> Any:
+        asked.append(widen)
+        return prepared(model, widen)
+
+    monkeypatch.setattr(openvino, "prepared", preparing)
     assert attnforge.verify(bundle, ["openvino"]).passed
     monkeypatch.setattr(openvino, "WIDENED_BYTES", 0)
     assert attnforge.verify(bundle, ["openvino"]).passed

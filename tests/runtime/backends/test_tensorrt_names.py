@@ -24,6 +24,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("tensorrt-names")
+
 pytest.importorskip("tensorrt_rtx")
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,12 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize(("name", "precision"), TESTED)
+def grouped(precision: str) -> pytest.MarkDecorator:
+    """What the rows of one precision are made for is made in one worker."""
+    return pytest.mark.xdist_group(f"faults-{precision}")
+
+
+@pytest.mark.parametrize(("name", "precision"), [pytest.param(n, p, marks=grouped(p)) for n, p in TESTED])
 def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     """What is neither without effect nor hidden by rounding fails, and what has no effect passes."""
     assert faults.bench(name, precision).unaltered.passed
@@ -29,12 +34,13 @@ def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in ("fp32", "fp16")])
 def test_many_are_caught(faults: Faults, precision: str) -> None:
     caught = [row for name, p in TESTED if p == precision for row in faults.rows(name, p) if row.verdict == "caught"]
     assert len({row.fault.name for row in caught}) >= 40
 
 
+@grouped("fp32")
 def test_in_fp32_all_are_caught_but_those_that_change_no_function(faults: Faults) -> None:
     """Nothing that changes the function is hidden by the rounding of fp32: not 1% of one weight, nor an epsilon."""
     passed = {

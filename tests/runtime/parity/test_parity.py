@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +17,7 @@ from torch import nn
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, DimSpec, Kind, Masks, TensorSpec
+from attnforge.bundle import REFERENCE_OUTPUTS, Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.precision import PRECISIONS, precision_named
 from attnforge.runtime import cases as reference
@@ -27,21 +26,21 @@ from attnforge.runtime.parity.budget import Allowed, judge, relative_error
 from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
+from tests.support.bundles import DeploySmall, rewrite, small_example
 from tests.support.bundles import Small as SmallModule
-from tests.support.bundles import rewrite, small_example
 
-Small = Callable[[str], Bundle]
 CASE = Case(name="case", sizes={}, kind="normal", seed=1)
 
 
 def judged(got: Array, eager: Array, truth: Array, precision: str = "fp32") -> Comparison:
-    return judge(CASE, "output", *(np.asarray(a, np.float64) for a in (got, eager, truth)), precision_named(precision))
+    wide = [np.asarray(array, np.float64) for array in (got, eager, truth)]
+    return judge(CASE, "output", wide[0], wide[1], wide[2], precision_named(precision))
 
 
 def off_by(truth: Array, error: float, seed: int) -> Array:
     """`truth` with a relative error of `error`, spread evenly."""
     noise = np.sign(np.random.default_rng(seed).standard_normal(truth.shape))
-    return truth + noise * error * np.linalg.norm(truth) / np.sqrt(truth.size)
+    return np.asarray(truth + noise * error * np.linalg.norm(truth) / np.sqrt(truth.size))
 
 
 # The budget
@@ -114,8 +113,8 @@ def test_one_element_may_be_off_twice_as_far_as_eagers_worst() -> None:
 )
 @given(data=st.data())
 def test_ulp_is_the_distance_to_the_next_number(precision: str, dtype: type, data: st.DataObject) -> None:
-    largest = float(ml_dtypes.finfo(dtype).max)
-    value = np.array(data.draw(st.floats(0.0, largest / 4, exclude_min=True)), dtype)
+    largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    value: Array = np.array(data.draw(st.floats(0.0, largest / 4, exclude_min=True)), dtype)
     assume(value > 0)
     following = np.nextafter(value, np.array(np.inf, dtype), dtype=dtype)
     assert PRECISIONS[precision].ulp(float(value)) == float(following) - float(value)
@@ -254,8 +253,8 @@ def test_cosine_noise_and_quantiles_of_the_error() -> None:
     assert found.worst is not None and found.worst.index == [2]
     assert (found.worst.got, found.worst.eager, found.worst.float64) == (0.5, 0.0, 0.0)
     assert found.worst.text("y") == "y[2] is 0.5, where float64 has 0 and eager 0"
-    square = [array.reshape(2, 2) for array in (got, truth, truth)]
-    assert judged(*square) == found  # of whatever shape: places count in order
+    square = truth.reshape(2, 2)
+    assert judged(got.reshape(2, 2), square, square) == found  # of whatever shape: places count in order
     exact = judged(truth, truth, truth)
     assert exact.snr_db is None and exact.cosine == pytest.approx(1.0) and exact.quantiles["max"] == 0.0
     nothing = judged(np.zeros(3), np.zeros(3), np.zeros(3))
@@ -297,7 +296,7 @@ def test_the_worst_element_is_named_by_its_place_in_the_output(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_a_deployed_model_passes_on_every_case(small: Small, precision: str) -> None:
+def test_a_deployed_model_passes_on_every_case(small: DeploySmall, precision: str) -> None:
     bundle = small(precision)
     report = attnforge.verify(bundle.path)
     assert report.passed and report.precision == precision
@@ -308,14 +307,14 @@ def test_a_deployed_model_passes_on_every_case(small: Small, precision: str) -> 
     assert all(report.skipped.values())
 
 
-def test_eager_passes_its_own_budget(small: Small) -> None:
+def test_eager_passes_its_own_budget(small: DeploySmall) -> None:
     module, _, _ = small_example()
     report = attnforge.verify(small("fp16"), module=module)
     assert report.backends["eager"].passed
     assert report.backends["eager"].error == report.backends["eager"].eager_error
 
 
-def test_another_module_fails(small: Small) -> None:
+def test_another_module_fails(small: DeploySmall) -> None:
     report = attnforge.verify(small("fp32"), ["eager"], module=SmallModule())
     assert {c.case for c in report.backends["eager"].comparisons if c.passed} <= {"mask-all"}, "no memory, no weights"
     assert not report.passed
@@ -369,7 +368,7 @@ def test_no_backend_is_no_proof(copy: Path) -> None:
     assert "deploy it again with --target onnxruntime" in report.skipped["onnxruntime-cpu"]
 
 
-def test_backends_asked_for_by_name(small: Small) -> None:
+def test_backends_asked_for_by_name(small: DeploySmall) -> None:
     assert list(attnforge.verify(small("fp32"), ["onnxruntime-cpu"]).backends) == ["onnxruntime-cpu"]
     with pytest.raises(UnknownNameError, match="unknown backend 'gpu'"):
         attnforge.verify(small("fp32"), ["gpu"])
@@ -379,7 +378,7 @@ def test_backends_asked_for_by_name(small: Small) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_tensorrt_rtx_passes(small: Small, precision: str) -> None:
+def test_tensorrt_rtx_passes(small: DeploySmall, precision: str) -> None:
     report = attnforge.verify(small(precision), ["tensorrt_rtx"])
     assert report.passed, report.backends["tensorrt_rtx"].failures
 
@@ -494,7 +493,7 @@ def test_masks_of_every_kind(kind: str) -> None:
         if mask.excludes is None:
             return array.astype(bool)
         assert set(np.unique(array)) <= {0.0, float(mask.excludes)}
-        return array == 0
+        return np.equal(array, 0)
 
     assert made("all").all() and not made("none").any()
     assert (made("one").sum(1) == 1).all() and len(set(made("one").argmax(1))) > 3
@@ -531,7 +530,7 @@ def test_large_outputs_are_sampled_at_places_of_the_seed() -> None:
     assert np.array_equal(reference.sampled(array[:10], case), np.arange(10_000))
 
 
-def test_the_reference_holds_both_truths(small: Small) -> None:
+def test_the_reference_holds_both_truths(small: DeploySmall) -> None:
     bundle = small("fp16")
     stored = load_file(bundle.file(REFERENCE_OUTPUTS))
     assert set(stored) == {
