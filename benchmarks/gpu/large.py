@@ -19,6 +19,7 @@ from attnforge.benchmarks.gpu.steps import ParityCheck, capabilities
 from attnforge.bundle import FLAVOURS, Bundle, Case, Manifest, Source, TensorSpec, write_manifest
 from attnforge.machine import compute_capability, tool_versions
 from attnforge.precision import Precision, precision_named
+from attnforge.progress import Silent
 from attnforge.runtime.parity.budget import judge
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Large:
         from attnforge.export.targets.target import Built, Job
 
         captured = self.captured
+        folder.mkdir(parents=True, exist_ok=True)  # a target that is refused writes nothing
         wanted = capabilities(self.device.run.results) if wanted is None else wanted
         job = Job(
             out=folder,
@@ -104,7 +106,7 @@ class Large:
             compute_capabilities=wanted,
             profiles=(),
         )
-        attempts = {target: attempt(failed, target, partial(TARGETS[target], job)) for target in targets}
+        attempts = {target: attempt(failed, target, partial(TARGETS[target], job, Silent())) for target in targets}
         built: dict[str, Built] = {target: result for target, result in attempts.items() if result is not None}
         if wanted and "tensorrt_rtx" in built:
             # Said to be for this device whatever the plan was built for: whether it loads is what is tried.
