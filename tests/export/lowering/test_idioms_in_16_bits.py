@@ -37,7 +37,7 @@ def every(*, fuses: bool = False) -> list[Any]:
     for part in parts():
         for name in part.names:
             marks = [pytest.mark.xdist_group(f"{part.group}-fp16")]
-            reason = IDIOMS[name].not_yet
+            reason = IDIOMS[name].not_yet.get(part.form)
             if fuses and reason is not None:
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))
             params.append(pytest.param(part, name, id=f"{name}-{part.form}", marks=marks))

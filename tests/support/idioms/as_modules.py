@@ -135,7 +135,7 @@ class SingleHead(nn.Module):
         return torch.bmm(F.softmax(scores, dim=-1), self.value(x))
 
 
-@as_module(sites=3, not_yet="the builder fails in its own optimiser")
+@as_module(sites=3, not_yet={"static": "the builder fails in its own optimiser"})
 class HeadByHead(nn.Module):
     """A list of heads, each a module of its own size."""
 
@@ -147,7 +147,10 @@ class HeadByHead(nn.Module):
         return torch.cat([head(x) for head in self.heads], dim=-1)
 
 
-@as_module(dynamic=True)
+@as_module(
+    dynamic=True,
+    not_yet={"dynamic": "one head and a bias: the builder merges the check for queries without keys into the softmax"},
+)
 class SingleHeadWithBias(SingleHead):
     def forward(self, x: Tensor, bias: Tensor) -> Any:  # type: ignore[override]
         scores = torch.bmm(self.query(x), self.key(x).transpose(1, 2)) / WIDTH**0.5
@@ -180,7 +183,7 @@ class Pooling(nn.Module):
         return self.score(x).transpose(1, 2).softmax(-1) @ x
 
 
-@as_module(not_yet="a lone query of a lone head: the builder chooses separate kernels")
+@as_module(not_yet={"static": "a lone query of a lone head: the builder chooses separate kernels"})
 class PoolingBySum(Pooling):
     """The same, its product written out."""
 

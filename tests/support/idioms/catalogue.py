@@ -7,8 +7,8 @@ A new idiom needs a function in `over_layers.py` or `on_heads.py`, or a module i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -101,7 +101,7 @@ class Idiom:
         forms: with which dims it is exported: `static` is four times cheaper, `dynamic` what most users do.
         sites: how many attention sites it has.
         unfused: why TensorRT has no fused kernel for it; None where it has to fuse.
-        not_yet: why TensorRT does not fuse it although it could. Whoever finds a form that it does deletes this.
+        not_yet: by form, why TensorRT does not fuse it although it could. Whoever finds how it does deletes this.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Idiom:
     forms: tuple[Form, ...]
     sites: int = 1
     unfused: str | None = None
-    not_yet: str | None = None
+    not_yet: Mapping[Form, str] = field(default_factory=dict)
 
     def module(self) -> nn.Module:
         """The module alone, its weights those of seed 0."""
@@ -218,26 +218,26 @@ def idiom(*, unfused: str | None = None, static: bool = False, **renamed: str) -
 
 
 def on_heads(
-    *, dynamic: bool = False, sites: int = 1, unfused: str | None = None, not_yet: str | None = None
+    *, dynamic: bool = False, sites: int = 1, unfused: str | None = None, not_yet: Mapping[Form, str] | None = None
 ) -> Callable[[F], F]:
     """Adds an attention of query, key and value of (B, 4, n, 16); further parameters are inputs."""
 
     def add(attend: F) -> F:
         forms: tuple[Form, ...] = ("dynamic", "static") if dynamic else ("static",)
         takes = takes_on_heads(attend)
-        _add(Idiom(attend.__name__, lambda: OnHeads(attend), takes, forms, sites, unfused, not_yet))
+        _add(Idiom(attend.__name__, lambda: OnHeads(attend), takes, forms, sites, unfused, not_yet or {}))
         return attend
 
     return add
 
 
-def as_module(*, dynamic: bool = False, sites: int = 1, not_yet: str | None = None) -> Callable[[M], M]:
+def as_module(*, dynamic: bool = False, sites: int = 1, not_yet: Mapping[Form, str] | None = None) -> Callable[[M], M]:
     """Adds a module; the parameters of its forward are inputs."""
 
     def add(module: M) -> M:
         forms: tuple[Form, ...] = ("dynamic", "static") if dynamic else ("static",)
         takes = tuple(_parameters(module.forward)[1:])
-        _add(Idiom(module.__name__, module, takes, forms, sites, None, not_yet))
+        _add(Idiom(module.__name__, module, takes, forms, sites, None, not_yet or {}))
         return module
 
     return add

@@ -173,7 +173,7 @@ def softmax_by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (exponentials / exponentials.sum(-1, keepdim=True)) @ value
 
 
-@on_heads(sites=2, not_yet="one head a site, its batch static: the builder chooses separate kernels")
+@on_heads(sites=2, not_yet={"static": "one head a site, its batch static: the builder chooses separate kernels"})
 def head_by_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     heads = [(query[:, i] @ key[:, i].mT * SCALE).softmax(-1) @ value[:, i] for i in range(2)]
     return torch.cat(heads, dim=-1)
