@@ -75,7 +75,8 @@ def built(part: Part) -> Built:
             return build(file, "tensorrt_rtx", specs, "fp16")
 
     def fused(name: str, plan: Plan) -> bool:
-        return all(plan.kernel_of(lowered[site.name].node) for site in together.sites_of(name))
+        nodes = [lowered[site.name].node for site in together.sites_of(name) if site.name in lowered]
+        return all(plan.kernel_of(node) for node in nodes)
 
     plans: dict[str, Plan | str] = {}
     pending = [idioms[i : i + A_PLAN] for i in range(0, len(idioms), A_PLAN)]

@@ -183,7 +183,7 @@ class Pooling(nn.Module):
         return self.score(x).transpose(1, 2).softmax(-1) @ x
 
 
-@as_module(not_yet={"static": "a lone query of a lone head: the builder chooses separate kernels"})
+@as_module(not_yet={"static": "in 16 bits the sum is of another type than its operands, so it is left as it is"})
 class PoolingBySum(Pooling):
     """The same, its product written out."""
 
