@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+from attnforge.memory import peak, reset_peak
+
 
 @runtime_checkable
 class Progress(Protocol):
@@ -52,7 +54,7 @@ Listener = Progress | Callable[[str], None] | None
 
 
 class Stages:
-    """The stages of one piece of work: tells a listener of each, and keeps how long each took.
+    """The stages of one piece of work: tells a listener of each, and keeps how long each took, and how much memory.
 
     Args:
         listener: hears of them.
@@ -65,6 +67,7 @@ class Stages:
         self.progress = listener if isinstance(listener, Progress) else StageNames(listener)
         self._names = list(names)
         self._begun: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
 
     def begin(self, name: str) -> Progress:
         """Begin a stage, which ends the one before.
@@ -72,6 +75,8 @@ class Stages:
         Returns:
             what hears of the stage's steps.
         """
+        self.memory()
+        reset_peak()
         self._begun[name] = time.perf_counter()
         self.progress.stage(name, self._names.index(name) + 1, len(self._names))
         return self.progress
@@ -80,6 +85,16 @@ class Stages:
         """Seconds that every stage so far took, the last one up to now."""
         ends = [*list(self._begun.values())[1:], time.perf_counter()]
         return {name: round(end - start, 3) for (name, start), end in zip(self._begun.items(), ends, strict=True)}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this process had in memory at the peak of every stage so far, the last one up to now.
+
+        Each stage has a peak of its own where the kernel lets a process begin its peak anew (Linux, mostly). Elsewhere
+        the peak is that since the process began, an upper bound.
+        """
+        if self._begun:
+            self._peaks[list(self._begun)[-1]] = peak()
+        return dict(self._peaks)
 
 
 class Steps:

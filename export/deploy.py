@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Unpack
 
-from attnforge.bundle import CANONICAL, PLAIN, Bundle, Manifest, Source, write_manifest, writing
+from attnforge.bundle import CANONICAL, FLAVOURS, PLAIN, Bundle, Manifest, Source, write_manifest, writing
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused
 from attnforge.export.graphs.saving import Shelf
@@ -19,9 +19,9 @@ from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import DynamicShapes
-from attnforge.export.targets.registry import Selection, build, select
-from attnforge.export.targets.target import Built, Job
-from attnforge.export.tensorrt.build import profiles_of
+from attnforge.export.targets.registry import Selection, begin, finish, select
+from attnforge.export.targets.target import Job
+from attnforge.export.tensorrt.build import Builders, profiles_of
 from attnforge.machine import tool_versions
 from attnforge.progress import Listener, Progress, Stages
 from attnforge.runtime.choose import choose_backend, tune_session
@@ -91,7 +91,7 @@ def deploy(
     options = DeployOptions(precision, targets, name, **keywords)
     selection = select(options.targets, options.require_fused)
     stages = Stages(progress, _stage_names(options, selection))
-    with writing(out, options.force) as folder:
+    with writing(out, options.force) as folder, Builders() as builders:
         stages.begin("export")
         source, origin = open_source(module, args, dynamic_shapes, options.source_precision)
         attention = options.attention_at(source.precision, selection.chosen)
@@ -118,6 +118,7 @@ def deploy(
             out=Path(out),
             folder=folder,
             shelf=shelf,
+            builders=builders,
             model=model,
             sites=sites,
             inputs=source.inputs,
@@ -127,11 +128,11 @@ def deploy(
             compute_capabilities=options.compute_capabilities,
             profiles=options.profiles,
         )
-        built, refused = _build_targets(job, selection, stages)
+        begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
+        cases = write_reference(folder, reference, model, attention, data, stages.begin("reference"))
+        built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
         certificate = certify(sites, built)
         check_fused(options.require_fused, certificate)
-
-        cases = write_reference(folder, reference, model, attention, data, stages.begin("reference"))
 
         manifest = Manifest(
             name=options.name or _name_of(origin),
@@ -149,14 +150,17 @@ def deploy(
             mixed=mixed,
             metric=options.metric,
             least=options.least,
+            children={name: child for result in built.values() for name, child in result.children.items()},
         )
-        manifest.seconds = stages.seconds()
-        write_manifest(folder, manifest)
+        _write_manifest(folder, manifest, stages)
         if options.tune:
             _measure_backends(folder, manifest, stages.begin("measure backends"))
-            manifest.seconds = stages.seconds()
-            write_manifest(folder, manifest, only_new=True)
+            _write_manifest(folder, manifest, stages, only_new=True)
     return Bundle(out)
+
+
+PLANS = "wait for TensorRT's plans"
+"""The stage in which nothing but TensorRT's builders is at work; they began as soon as their models were saved."""
 
 
 def _stage_names(options: DeployOptions, selection: Selection) -> list[str]:
@@ -165,27 +169,25 @@ def _stage_names(options: DeployOptions, selection: Selection) -> list[str]:
         "export",
         "canonicalize",
         *(["choose precisions"] if options.automatic else []),
-        *(_building(target) for target in selection.chosen),
+        *(_lowering(target) for target in selection.chosen),
         "reference",
+        *([PLANS] if _has_plans(selection) else []),
         *(["measure backends"] if options.tune else []),
     ]
 
 
-def _building(target: str) -> str:
-    return f"lower and build for {target}"
+def _lowering(target: str) -> str:
+    return f"lower for {target}" if target in FLAVOURS else f"lower and build for {target}"
 
 
-def _build_targets(job: Job, selection: Selection, stages: Stages) -> tuple[dict[str, Built], dict[str, str]]:
-    """What was built for every target, and the builder's words on each that it refused."""
-    built: dict[str, Built] = {}
-    refused: dict[str, str] = {}
-    for target in selection.chosen:
-        result = build(target, job, selection, stages.begin(_building(target)))
-        if isinstance(result, str):
-            refused[target] = result
-        else:
-            built[target] = result
-    return built, refused
+def _has_plans(selection: Selection) -> bool:
+    return not set(FLAVOURS).isdisjoint(selection.chosen)
+
+
+def _write_manifest(folder: Path, manifest: Manifest, stages: Stages, *, only_new: bool = False) -> None:
+    """Write the manifest with what every stage took so far."""
+    manifest.seconds, manifest.memory = stages.seconds(), stages.memory()
+    write_manifest(folder, manifest, only_new=only_new)
 
 
 def _name_of(origin: Source) -> str:

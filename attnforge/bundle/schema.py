@@ -286,6 +286,22 @@ class Choice(Record):
     seconds: float
 
 
+class Cost(Record):
+    """What a piece of work took.
+
+    Attributes:
+        seconds: of wall time.
+        memory: bytes that its process had in memory at its peak; 0 where that is not known.
+    """
+
+    seconds: float
+    memory: int
+
+    def text(self) -> str:
+        """`12.3 s and 840 MiB`, or the seconds alone where memory is not known."""
+        return f"{self.seconds:.1f} s" + (f" and {self.memory / 2**20:,.0f} MiB" if self.memory else "")
+
+
 class Manifest(Record):
     """What a bundle holds.
 
@@ -307,6 +323,9 @@ class Manifest(Record):
         least: value that the metric must reach.
         choice: which backend was measured to be fastest, and where; None where there was nothing to choose.
         seconds: that every stage of deploying it took.
+        memory: bytes that the deploying process had in memory at the peak of every stage; an upper bound where the
+            kernel does not tell stages apart (:meth:`attnforge.progress.Stages.memory`). Empty in older bundles.
+        children: by name, the processes that deploying started; TensorRT's builders work while the stages go on.
         files: sha256 of every other file, by name.
     """
 
@@ -328,4 +347,16 @@ class Manifest(Record):
     least: float | None = None
     choice: Choice | None = None
     seconds: dict[str, float] = {}
+    memory: dict[str, int] = {}
+    children: dict[str, Cost] = {}
     files: dict[str, str] = {}
+
+    @property
+    def stages(self) -> dict[str, Cost]:
+        """What every stage of deploying took."""
+        return {name: Cost(seconds=s, memory=self.memory.get(name, 0)) for name, s in self.seconds.items()}
+
+    @property
+    def total(self) -> Cost:
+        """What deploying took in all, without the children's memory."""
+        return Cost(seconds=round(sum(self.seconds.values()), 3), memory=max(self.memory.values(), default=0))

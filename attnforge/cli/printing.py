@@ -14,7 +14,7 @@ from attnforge.version import __version__
 
 if TYPE_CHECKING:
     from attnforge.benchmarks.measure.results import Contender, Model, Results
-    from attnforge.bundle import Bundle, Certificate, Choice, Mixed, SiteRecord, TargetRecord
+    from attnforge.bundle import Bundle, Certificate, Choice, Manifest, Mixed, SiteRecord, TargetRecord
     from attnforge.export.diagnosis.diagnose import Diagnosis
     from attnforge.runtime.parity.verify import BackendReport, Report
 
@@ -49,6 +49,7 @@ def print_examination(report: Mapping[str, Any]) -> None:
 def summary(bundle: Bundle) -> dict[str, Any]:
     """The manifest as `inspect --json` and `deploy --json` give it: cases are counted, and files are named."""
     manifest = bundle.manifest.model_dump(exclude={"cases", "files"})
+    manifest["total"] = bundle.manifest.total.model_dump()
     return {**manifest, "cases": len(bundle.manifest.cases), "files": list(bundle.manifest.files)}
 
 
@@ -72,6 +73,16 @@ def print_bundle(bundle: Bundle) -> None:
     if manifest.choice is not None:
         _print_choice(manifest.choice)
     say_reasons(manifest.skipped, "not built for {}", "dim")
+    _print_cost(manifest)
+
+
+def _print_cost(manifest: Manifest) -> None:
+    """Print what deploying took, stage by stage; older bundles know seconds alone."""
+    if manifest.seconds:
+        stages = ", ".join(f"{name} {cost.text()}" for name, cost in manifest.stages.items())
+        say(f"deployed in {manifest.total.text()}: {stages}", "dim")
+    for name, cost in manifest.children.items():
+        say(f"{name}'s builder, beside these: {cost.text()}", "dim")
 
 
 def _print_engines(record: TargetRecord) -> None:

@@ -19,7 +19,7 @@ from attnforge.benchmarks.gpu.steps import ParityCheck, capabilities
 from attnforge.bundle import FLAVOURS, Bundle, Case, Manifest, Source, TensorSpec, write_manifest
 from attnforge.machine import compute_capability, tool_versions
 from attnforge.precision import Precision, precision_named
-from attnforge.progress import Silent
+from attnforge.progress import Silent, Steps
 from attnforge.runtime.parity.budget import judge
 
 if TYPE_CHECKING:
@@ -89,24 +89,31 @@ class Large:
         from attnforge.export.graphs.saving import Shelf
         from attnforge.export.targets.registry import TARGETS
         from attnforge.export.targets.target import Built, Job
+        from attnforge.export.tensorrt.build import Builders
 
         captured = self.captured
         folder.mkdir(parents=True, exist_ok=True)  # a target that is refused writes nothing
         wanted = capabilities(self.device.run.results) if wanted is None else wanted
-        job = Job(
-            out=folder,
-            folder=folder,
-            shelf=Shelf(folder),
-            model=self._at(sizes),
-            sites=self.sites,
-            inputs=_fixed(captured.inputs, shapes),
-            precision=captured.precision,
-            attention=None,
-            tune=False,
-            compute_capabilities=wanted,
-            profiles=(),
-        )
-        attempts = {target: attempt(failed, target, partial(TARGETS[target], job, Silent())) for target in targets}
+        with Builders() as builders:
+            job = Job(
+                out=folder,
+                folder=folder,
+                shelf=Shelf(folder),
+                builders=builders,
+                model=self._at(sizes),
+                sites=self.sites,
+                inputs=_fixed(captured.inputs, shapes),
+                precision=captured.precision,
+                attention=None,
+                tune=False,
+                compute_capabilities=wanted,
+                profiles=(),
+            )
+
+            def build(target: str) -> Built:
+                return TARGETS[target](job, Silent())(Steps(None))
+
+            attempts = {target: attempt(failed, target, partial(build, target)) for target in targets}
         built: dict[str, Built] = {target: result for target, result in attempts.items() if result is not None}
         if wanted and "tensorrt_rtx" in built:
             # Said to be for this device whatever the plan was built for: whether it loads is what is tried.

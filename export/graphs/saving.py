@@ -61,7 +61,9 @@ class Shelf:
             the name of the file that was written: a large model stands in the folder of the bundle itself.
         """
         if _bytes_of_weights(model) <= SHELVED:
-            save(model, self._folder / name)
+            file = self._folder / name
+            save(model, file.with_name(f".{file.name}"))
+            file.with_name(f".{file.name}").rename(file)  # a builder may be reading an equal one
             return name
         light = model.clone()
         with (self._folder / WEIGHTS).open("ab") as stream:

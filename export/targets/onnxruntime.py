@@ -12,15 +12,15 @@ from attnforge.bundle import DimSpec, TargetRecord, Tuning
 from attnforge.errors import BuildError
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
-from attnforge.export.targets.target import Built, Job
+from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import cases
 
 TOOK_APART = "ONNX Runtime's own optimiser took the fused node apart"
 
 
-def build(job: Job, progress: Progress) -> Built:
-    """Lower the canonical graph for ONNX Runtime and ask it what it compiles.
+def begin(job: Job, progress: Progress) -> Finish:
+    """Lower the canonical graph for ONNX Runtime and ask it what it compiles; nothing is left to wait for.
 
     Args:
         job: what to build from.
@@ -44,12 +44,13 @@ def build(job: Job, progress: Progress) -> Built:
         lower(model, job.sites, sizes, device="cuda")
         record.cuda_model = job.shelf.save(model, "onnxruntime/model.cuda.onnx")
     operators = compiled_operators(job.folder / record.model)
-    return Built(
+    built = Built(
         record,
         lowered,
         kernel_of=lambda form: operators.get(form.node) if form.unfused is None else None,
         why_unfused=lambda form: TOOK_APART,
     )
+    return lambda steps: built
 
 
 def compiled_operators(file: Path) -> dict[str, str]:

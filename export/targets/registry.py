@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from attnforge.bundle import FLAVOURS
 from attnforge.errors import BuildError, UnavailableError, UsageError
 from attnforge.export.targets import onnxruntime, tensorrt
-from attnforge.export.targets.target import Built, Job
-from attnforge.progress import Progress
+from attnforge.export.targets.target import Built, Finish, Job
+from attnforge.progress import Progress, Steps
 
-TARGETS: dict[str, Callable[[Job, Progress], Built]] = {
-    "onnxruntime": onnxruntime.build,
-    **{flavour: partial(tensorrt.build, flavour=flavour) for flavour in FLAVOURS},
+T = TypeVar("T")
+
+TARGETS: dict[str, Callable[[Job, Progress], Finish]] = {
+    "onnxruntime": onnxruntime.begin,
+    **{flavour: partial(tensorrt.begin, flavour=flavour) for flavour in FLAVOURS},
 }
+"""What begins to build each target, and returns what waits for it."""
 
 
 def why_not_buildable(target: str) -> str | None:
@@ -64,8 +68,8 @@ def select(targets: Sequence[str] | None, require_fused: Sequence[str]) -> Selec
     return Selection(chosen, frozenset((*(targets or ()), *require_fused)), skipped)
 
 
-def build(target: str, job: Job, selection: Selection, progress: Progress) -> Built | str:
-    """What was built for a target, or the builder's words on why it refused.
+def begin(target: str, job: Job, selection: Selection, progress: Progress) -> Finish | str:
+    """Begin to build a target: lower it, and let its builder work beside this process.
 
     Args:
         target: its name.
@@ -73,12 +77,46 @@ def build(target: str, job: Job, selection: Selection, progress: Progress) -> Bu
         selection: says whether the target must be built.
         progress: hears of the steps.
 
+    Returns:
+        What waits for the target, or why it cannot be built.
+
     Raises:
         BuildError: the builder refused a target that must be built.
         UsageError: an option that the builder does not know.
     """
+    return _unless_refused(target, selection, lambda: TARGETS[target](job, progress))
+
+
+def finish(
+    begun: Mapping[str, Finish | str], selection: Selection, progress: Progress | None
+) -> tuple[dict[str, Built], dict[str, str]]:
+    """Wait for all targets.
+
+    Args:
+        begun: by target, what :func:`begin` returned.
+        selection: says which targets must be built.
+        progress: hears of every plan that is waited for; None where there is none.
+
+    Returns:
+        What was built for every target, and the builder's words on each that it refused.
+
+    Raises:
+        BuildError: the builder refused a target that must be built.
+        UsageError: an option that the builder does not know.
+    """
+    steps = Steps(progress)
+    ended = {
+        target: wait if isinstance(wait, str) else _unless_refused(target, selection, partial(wait, steps))
+        for target, wait in begun.items()
+    }
+    refused = {target: result for target, result in ended.items() if isinstance(result, str)}
+    return {target: result for target, result in ended.items() if not isinstance(result, str)}, refused
+
+
+def _unless_refused(target: str, selection: Selection, build: Callable[[], T]) -> T | str:
+    """What `build` returns, or the builder's words where it refused a target that need not be built."""
     try:
-        return TARGETS[target](job, progress)
+        return build()
     except BuildError as error:
         if target in selection.named:
             raise

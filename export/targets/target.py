@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx_ir as ir
 
-from attnforge.bundle import Range, TargetRecord, TensorSpec
+from attnforge.bundle import Cost, Range, TargetRecord, TensorSpec
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.lowering.attention import Lowered
+from attnforge.export.tensorrt.build import Builders
 from attnforge.precision import Precision
+from attnforge.progress import Steps
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Job:
         out: the folder that the bundle will have.
         folder: the folder that it is written in until it is whole.
         shelf: saves graphs there.
+        builders: run TensorRT's builders beside this process.
         model: the canonical graph; a target lowers a copy.
         sites: its attention.
         inputs: name, dtype and dims of each input.
@@ -36,6 +39,7 @@ class Job:
     out: Path
     folder: Path
     shelf: Shelf
+    builders: Builders
     model: ir.Model
     sites: list[Site]
     inputs: list[TensorSpec]
@@ -55,9 +59,20 @@ class Built:
         lowered: the form of every canonical site.
         kernel_of: name of the fused kernel that the backend compiled for a site, or None.
         why_unfused: the reason where the backend compiled none although the form has one.
+        children: by name, the processes that built it.
     """
 
     record: TargetRecord
     lowered: list[Lowered]
     kernel_of: Callable[[Lowered], str | None]
     why_unfused: Callable[[Lowered], str]
+    children: Mapping[str, Cost] = field(default_factory=dict)
+
+
+Finish = Callable[[Steps], Built]
+"""Waits for what a target began to build, and tells of every plan that it waits for.
+
+Raises:
+    UsageError: a compute capability that the builder does not know.
+    BuildError: the builder refused.
+"""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -11,7 +14,7 @@ from attnforge.bundle import PORTABLE, PlainPlan, TargetRecord
 from attnforge.errors import UnavailableError
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tensorrt import lower
-from attnforge.export.targets.target import Built, Job
+from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.export.tensorrt import build as engine
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.precision import Precision
@@ -29,53 +32,85 @@ def why_not_buildable(flavour: str) -> str | None:
     return None
 
 
-def build(job: Job, progress: Progress, flavour: str) -> Built:
-    """Lower the canonical graph for TensorRT and build a plan of it.
+def begin(job: Job, progress: Progress, flavour: str) -> Finish:
+    """Lower the canonical graph for TensorRT and let a plan of it be built beside this process.
 
     Args:
         job: what to build from.
-        progress: hears of every plan that is built.
+        progress: hears of nothing: what is waited for is the plan.
         flavour: `tensorrt` or `tensorrt_rtx`.
 
     Raises:
         UnavailableError: the flavour is not installed here.
-        UsageError: a compute capability that it does not know.
-        BuildError: its parser or builder refused.
     """
-    record = TargetRecord(model="", attention_precision=job.attention.name if job.attention else None)
-    steps = Steps(progress, 2 if job.attention is not None else 1)
-    if job.attention is not None:
-        steps.begin(f"plan with attention in {job.precision.name}")
-        _, plain = _lower_and_build(job, flavour, record, None)
-        record.without = PlainPlan(
-            layers=len(plain.layers), size=len(plain.data), activation_memory=plain.activation_memory
-        )
-    steps.begin("plan")
-    lowered, plan = _lower_and_build(job, flavour, record, job.attention)
-    file = f"tensorrt/engine.{flavour}.plan"
-    (job.folder / file).parent.mkdir(exist_ok=True)
-    (job.folder / file).write_bytes(plan.data)
-    record.engines = [plan.record(file, flavour, _built_for(job, flavour))]
-    return Built(
-        record,
-        lowered,
-        kernel_of=lambda form: plan.kernel_of(form.node),
-        why_unfused=lambda form: plan.why_unfused(form.node),
-    )
+    plain = _begin_plan(job, flavour, None, f"tensorrt/plain.{flavour}") if job.attention is not None else None
+    wanted = _begin_plan(job, flavour, job.attention, f"tensorrt/engine.{flavour}", "tensorrt/model.onnx")
+    return partial(_finish, job, flavour, plain, wanted)
 
 
-def _lower_and_build(
-    job: Job, flavour: str, record: TargetRecord, attention: Precision | None
-) -> tuple[list[Lowered], engine.Plan]:
-    """The forms of every site and the plan; `record.model` becomes the name of the file that it was built from."""
-    model = job.model.clone()
-    lowered = lower(model, job.sites, ir.DataType.from_numpy(attention.dtype) if attention is not None else None).sites
-    record.model = job.shelf.save(model, "tensorrt/model.onnx")
-    plan = engine.build(
-        job.folder / record.model, flavour, job.inputs, job.precision.name,
+@dataclass(frozen=True)
+class _Begun:
+    """A plan that is being built.
+
+    Attributes:
+        model: file that it is built from, relative to the bundle's folder.
+        file: of the plan.
+        lowered: the form of every site.
+        plan: to come.
+    """
+
+    model: str
+    file: str
+    lowered: list[Lowered]
+    plan: Future[engine.Plan]
+
+
+def _begin_plan(job: Job, flavour: str, attention: Precision | None, stem: str, model: str | None = None) -> _Begun:
+    """Lower the graph, save it and start the builder.
+
+    Args:
+        job: what to build from.
+        flavour: `tensorrt` or `tensorrt_rtx`.
+        attention: precision of attention alone; None for the bundle's.
+        stem: of the plan's file, and of the model's where that has no name of its own.
+        model: file for the lowered graph.
+    """
+    graph = job.model.clone()
+    lowered = lower(graph, job.sites, ir.DataType.from_numpy(attention.dtype) if attention is not None else None).sites
+    name = job.shelf.save(graph, model or f"{stem}.onnx")
+    file = job.folder / f"{stem}.plan"
+    file.parent.mkdir(exist_ok=True)
+    plan = job.builders.start(
+        job.folder / name, file, flavour, job.inputs, job.precision.name,
         job.compute_capabilities if flavour == "tensorrt_rtx" else (), job.profiles, _timings(job.out, flavour),
     )  # fmt: skip
-    return lowered, plan
+    return _Begun(name, f"{stem}.plan", lowered, plan)
+
+
+def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps: Steps) -> Built:
+    """Wait for the plans. Of the one with attention at the bundle's own precision only the record is kept."""
+    record = TargetRecord(model=wanted.model, attention_precision=job.attention.name if job.attention else None)
+    children = {}
+    if plain is not None:
+        steps.begin(f"{flavour}, attention in {job.precision.name}")
+        try:
+            plan = plain.plan.result()
+        finally:
+            for file in (plain.model, plain.file):
+                (job.folder / file).unlink(missing_ok=True)
+        record.without = PlainPlan(layers=len(plan.layers), size=plan.size, activation_memory=plan.activation_memory)
+        children[f"{flavour}, attention in {job.precision.name}"] = plan.process
+    steps.begin(flavour)
+    plan = wanted.plan.result()
+    children[flavour] = plan.process
+    record.engines = [plan.record(wanted.file, flavour, _built_for(job, flavour))]
+    return Built(
+        record,
+        wanted.lowered,
+        kernel_of=lambda form: plan.kernel_of(form.node),
+        why_unfused=lambda form: plan.why_unfused(form.node),
+        children=children,
+    )
 
 
 def _timings(out: Path, flavour: str) -> Path | None:

@@ -11,12 +11,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from attnforge.bundle import DimSpec, Engine, Range, TensorSpec
+from attnforge.bundle import Cost, DimSpec, Engine, Range, TensorSpec
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.tensorrt.process import Answer, Layer, Request
 
@@ -26,21 +30,25 @@ class Plan:
     """A serialized engine.
 
     Attributes:
-        data: the plan itself.
+        data: the plan itself; empty where it was written to a file.
         version: of the TensorRT that built it; only the same version is sure to load it.
         layers: what was compiled, as the builder listed it.
         seconds: how long building took.
+        size: bytes of the plan.
         activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
             where the builder does not say.
         profiles: its optimization profiles.
+        process: what the builder's process took.
     """
 
     data: bytes
     version: str
     layers: list[Layer]
     seconds: float
+    size: int = 0
     activation_memory: int | None = None
     profiles: tuple[Mapping[str, Range], ...] = ()
+    process: Cost = field(default_factory=lambda: Cost(seconds=0.0, memory=0))
 
     def kernel_of(self, onnx_node: str) -> str | None:
         """Name of the fused attention layer that does the work of `onnx_node`, or None."""
@@ -68,7 +76,7 @@ class Plan:
             version=self.version,
             compute_capabilities=list(compute_capabilities),
             layers=len(self.layers),
-            size=len(self.data),
+            size=self.size,
             build_seconds=round(self.seconds, 3),
             activation_memory=self.activation_memory,
             profiles=[dict(profile) for profile in self.profiles],
@@ -145,7 +153,7 @@ def build(
     timing_cache: Path | None = None,
     device: int = 0,
 ) -> Plan:
-    """Build a plan from `onnx_file`, in a process of its own.
+    """Build a plan from `onnx_file`, in a process of its own, and wait for it.
 
     Args:
         onnx_file: the lowered graph.
@@ -162,10 +170,48 @@ def build(
         UsageError: a compute capability that it does not know, or a profile outside what the inputs may be.
         BuildError: the parser or the builder refused, in its own words, or crashed.
     """
-    load_tensorrt(flavour)
-    all_profiles = profiles_of(inputs, profiles)
-    with tempfile.TemporaryDirectory() as folder:
-        plan_file = Path(folder) / "engine.plan"
+    with tempfile.TemporaryDirectory() as folder, Builders() as builders:
+        file = Path(folder) / "engine.plan"
+        plan = builders.start(
+            onnx_file, file, flavour, inputs, precision, compute_capabilities, profiles, timing_cache, device
+        ).result()
+        return replace(plan, data=file.read_bytes())
+
+
+class Builders:
+    """Builders at work beside this process, one after another, each in a process of its own. Leaving the block ends
+    the one that is still at work."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "attnforge-builder")
+        self._lock = threading.Lock()
+        self._at_work: subprocess.Popen[str] | None = None
+        self._ended = False
+
+    def start(
+        self,
+        onnx_file: Path,
+        plan_file: Path,
+        flavour: str,
+        inputs: list[TensorSpec],
+        precision: str,
+        compute_capabilities: Sequence[str] = (),
+        profiles: Sequence[Mapping[str, Range]] = (),
+        timing_cache: Path | None = None,
+        device: int = 0,
+    ) -> Future[Plan]:
+        """Let a plan be built from `onnx_file` and written to `plan_file`, while the caller goes on.
+
+        Args:
+            onnx_file: the lowered graph, which must stay as it is until the plan is built.
+            plan_file: to write.
+            flavour: and all others: as :func:`build` takes them.
+
+        Returns:
+            The plan to come, whose `data` is empty; it raises what :func:`build` raises.
+        """
+        load_tensorrt(flavour)
+        all_profiles = profiles_of(inputs, profiles)
         request = Request(
             onnx_file=str(onnx_file),
             plan_file=str(plan_file),
@@ -176,34 +222,58 @@ def build(
             profiles=all_profiles,
             timing_cache=str(timing_cache) if timing_cache is not None else None,
         )
-        answer = _answer(request, device)
+        return self._thread.submit(self._built, request, device)
+
+    def __enter__(self) -> Builders:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._ended = True
+            if self._at_work is not None:
+                self._at_work.kill()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _built(self, request: Request, device: int) -> Plan:
+        start = time.perf_counter()
+        answer = self._answer(request, device)
         if answer.refusal is not None:
             raise (UsageError if answer.misuse else BuildError)(answer.refusal)
         return Plan(
-            plan_file.read_bytes(),
-            answer.version,
-            answer.layers,
-            answer.seconds,
-            answer.activation_memory,
-            tuple(all_profiles),
+            data=b"",
+            version=answer.version,
+            layers=answer.layers,
+            seconds=answer.seconds,
+            size=Path(request.plan_file).stat().st_size,
+            activation_memory=answer.activation_memory,
+            profiles=tuple(request.profiles),
+            process=Cost(seconds=round(time.perf_counter() - start, 3), memory=answer.memory),
         )
 
+    def _answer(self, request: Request, device: int) -> Answer:
+        """The answer of a builder in a process of its own.
 
-def _answer(request: Request, device: int) -> Answer:
-    """The answer of a builder in a process of its own.
-
-    Raises:
-        BuildError: the process crashed or failed.
-    """
-    process = subprocess.run(
-        [sys.executable, "-m", "attnforge.export.tensorrt.process"],
-        input=request.model_dump_json(),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **_only(device)},
-    )
-    if process.returncode != 0:
-        last_line = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        how = f"crashed (signal {-process.returncode})" if process.returncode < 0 else "failed"
-        raise BuildError(f"{request.flavour}'s builder {how} on {Path(request.onnx_file).name}: {last_line}")
-    return Answer.model_validate_json(process.stdout.splitlines()[-1])
+        Raises:
+            BuildError: the process crashed or failed, or was ended.
+        """
+        with self._lock:
+            if self._ended:
+                raise BuildError(f"{request.flavour}'s builder was ended")
+            self._at_work = process = subprocess.Popen(
+                [sys.executable, "-m", "attnforge.export.tensorrt.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **_only(device)},
+            )
+        output, errors = process.communicate(request.model_dump_json())
+        with self._lock:
+            self._at_work = None
+        if process.returncode != 0:
+            last_line = (errors.strip().splitlines() or ["it said nothing"])[-1]
+            how = f"crashed (signal {-process.returncode})" if process.returncode < 0 else "failed"
+            raise BuildError(f"{request.flavour}'s builder {how} on {Path(request.onnx_file).name}: {last_line}")
+        return Answer.model_validate_json(output.splitlines()[-1])

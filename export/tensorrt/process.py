@@ -7,8 +7,10 @@ standard output; the plan goes straight to its file.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -18,12 +20,14 @@ from typing import Any
 
 from attnforge import cache
 from attnforge.bundle import Range, TensorSpec
+from attnforge.memory import peak
 from attnforge.records import Record
 
 _LAYER = re.compile(
     r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),.*?TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
 )
 _MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
+_PR_SET_PDEATHSIG = 1
 _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
@@ -74,27 +78,34 @@ class Request(Record):
 class Answer(Record):
     """What was built, or why nothing was.
 
-    Attributes:
-        version: of the TensorRT.
-        layers: of the plan, as the builder lists them.
-        seconds: that building took.
-        activation_memory: bytes on the device; None where the builder does not say.
-        refusal: the builder's own words; None where it built.
-        misuse: whether the request itself was wrong.
+        Attributes:
+            version: of the TensorRT.
+            layers: of the plan, as the builder lists them.
+            seconds: that building took.
+    XX: the builder's own words; None where it built.
+            misuse: whether the request itself was wrong.
     """
 
     version: str
     layers: list[Layer] = []
     seconds: float = 0.0
     activation_memory: int | None = None
+    memory: int = 0
     refusal: str | None = None
     misuse: bool = False
 
 
 def main() -> None:
     """Serve one request."""
+    _end_with_parent()
     request = Request.model_validate_json(sys.stdin.read())
-    print(answer(request).model_dump_json())
+    print(answer(request).model_copy(update={"memory": peak()}).model_dump_json())
+
+
+def _end_with_parent() -> None:
+    """Let Linux end this process with the one that started it, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def answer(request: Request) -> Answer:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 import attnforge
+from attnforge.memory import reset_peak
 from attnforge.progress import Progress, Stages, Steps
 from tests.support.bundles import small_example
 
@@ -34,7 +38,12 @@ def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
     assert heard.stages == [(name, i + 1, len(stages)) for i, name in enumerate(stages)]
     names = [case.name for case in bundle.manifest.cases]
     assert heard.steps == {"reference": [(name, i, len(names)) for i, name in enumerate(names)]}
-    assert list(bundle.manifest.seconds) == stages
+    assert list(bundle.manifest.seconds) == list(bundle.manifest.memory) == stages
+    assert all(2**20 < size < 2**40 for size in bundle.manifest.memory.values())
+    total = bundle.manifest.total
+    assert total.memory == max(bundle.manifest.memory.values())
+    assert total.seconds == pytest.approx(sum(bundle.manifest.seconds.values()), abs=0.01)
+    assert bundle.manifest.children == {}
 
 
 def test_tuning_tells_every_site(tmp_path: Path) -> None:
@@ -57,3 +66,15 @@ def test_a_function_hears_the_names_of_stages() -> None:
     stages.begin("second")
     assert names == ["first", "second"]
     assert list(stages.seconds()) == names
+
+
+def test_each_stage_has_a_peak_of_its_own() -> None:
+    stages = Stages(None, ["large", "small"])
+    stages.begin("large")
+    array = np.ones(2**24)
+    del array
+    stages.begin("small")
+    peaks = stages.memory()
+    can_reset = reset_peak()
+    assert list(peaks) == ["large", "small"]
+    assert peaks["large"] - peaks["small"] > 2**26 if can_reset else peaks["small"] >= peaks["large"]

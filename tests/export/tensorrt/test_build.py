@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+import attnforge
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import BuildError, UnavailableError, UsageError
-from attnforge.export.tensorrt.build import Plan, build, load_tensorrt
+from attnforge.export.tensorrt.build import Builders, Plan, build, load_tensorrt
+from tests.support.bundles import small_example
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -51,7 +54,8 @@ def plan_of(
 
 def test_a_plan_and_its_layers(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM))
-    assert len(plan.data) > 1000 and plan.seconds > 0
+    assert len(plan.data) == plan.size > 1000 and plan.seconds > 0
+    assert plan.process.seconds >= plan.seconds and plan.process.memory > 2**24
     assert plan.activation_memory is not None and plan.activation_memory > 0
     assert plan.version == load_tensorrt("tensorrt_rtx").__version__
     (fused,) = (layer for layer in plan.layers if layer.is_fused_attention)
@@ -175,3 +179,48 @@ def test_tensorrt_itself_is_told_from_tensorrt_rtx(tmp_path: Path) -> None:
         inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
         with pytest.raises(UsageError, match="tensorrt builds for the GPU at hand"):
             build(attention(tmp_path / "model.onnx", inputs), "tensorrt", inputs, "fp16", ("SM89",))
+
+
+# Beside the caller
+
+
+def wait_for_child(before: set[int]) -> int:
+    """The process id of the one child that was not there before."""
+    for _ in range(500):
+        if new := children() - before:
+            return new.pop()
+        time.sleep(0.01)
+    raise AssertionError("no process was started")
+
+
+def children() -> set[int]:
+    """The processes that this one started, from any of its threads."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(child) for file in lists for child in file.read_text().split()}
+
+
+def test_a_builder_works_beside_the_caller_and_ends_with_the_block(tmp_path: Path) -> None:
+    inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
+    file = attention(tmp_path / "model.onnx", inputs)
+    with Builders() as builders:
+        first, second = (builders.start(file, tmp_path / f"{i}.plan", "tensorrt_rtx", inputs, "fp16") for i in range(2))
+        plan = first.result()
+        assert plan.data == b"" and plan.size == (tmp_path / "0.plan").stat().st_size
+        assert plan.kernel_of("the/Softmax") and not (tmp_path / "1.plan").exists()
+    assert not (tmp_path / "1.plan").exists() and second.exception() is not None
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed on Linux alone")
+def test_a_deploy_that_fails_beside_a_builder_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = children(), []
+
+    def fail(*arguments: object) -> None:
+        seen.append(wait_for_child(before))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attnforge.export.deploy.write_reference", fail)
+    module, args, shapes = small_example()
+    with pytest.raises(KeyboardInterrupt):
+        attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["tensorrt_rtx"], tune=False)
+    assert seen and children() <= before
+    assert list(tmp_path.iterdir()) == []
