@@ -74,7 +74,7 @@ def build(name: str, attention: str) -> Example:
     for parameter in model.parameters():
         if parameter.dim() > 1:  # their own initialisation leaves attention almost uniform
             torch.nn.init.normal_(parameter, std=0.15)
-    return around(model.get_encoder() if name == "whisper-encoder" else model, max_tokens=48)
+    return around(model.get_encoder() if name == "whisper-encoder" else model, tokens=16, max_tokens=48)
 
 
 def minilm() -> Path:

@@ -1,7 +1,8 @@
 """Hugging Face models by configuration or local folder: plain tensors in and out, and inputs to export them with.
 
 Nothing is downloaded. A folder holds `config.json`, and `model.safetensors` where the weights are to be those; a
-configuration alone gives a model with random weights.
+configuration alone gives a model with random weights. A folder of sentence-transformers gives sentence embeddings,
+pooled and normalised as that library does.
 """
 
 from __future__ import annotations
@@ -17,26 +18,41 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from attnforge.errors import UnavailableError, UsageError
+from attnforge.export.sources import sentences
 from attnforge.model.registry import Example
 from attnforge.quiet import quiet
 
 SHORTEST, LONGEST = 2, 512
 """The numbers of tokens that a deployed model takes, where neither the caller nor its position table says less."""
 
+TOKENS = 128
+"""The number of tokens of the example, where the model takes as many: TensorRT's plan is fastest at the example's
+sizes."""
+
 
 class PlainTensors(nn.Module):
-    """A Hugging Face model that takes named tensors by position and returns a dict of tensors, without caches."""
+    """A Hugging Face model that takes named tensors by position and returns a dict of tensors, without caches.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: of transformers.
+        embedding: makes sentence embeddings of its token states; they are then the only output.
+    """
+
+    def __init__(self, model: nn.Module, embedding: sentences.Embedding | None = None) -> None:
         super().__init__()
         self.model = model
+        self.embedding = embedding
 
     @classmethod
     def taking(cls, names: Sequence[str]) -> type[PlainTensors]:
         """This class with a forward whose signature lists `names`: they become the names of the deployed inputs."""
 
         def forward(self: PlainTensors, *tensors: Tensor) -> dict[str, Tensor]:
-            result = self.model(**dict(zip(names, tensors, strict=True)), return_dict=True)
+            inputs = dict(zip(names, tensors, strict=True))
+            result = self.model(**inputs, return_dict=True)
+            if self.embedding is not None:
+                states = result["last_hidden_state"]
+                return {"sentence_embedding": self.embedding(states, inputs["attention_mask"])}
             return {name: value for name, value in result.items() if isinstance(value, Tensor)}
 
         named = ("self", *names)
@@ -48,11 +64,11 @@ class PlainTensors(nn.Module):
 def example(
     path: str | os.PathLike[str],
     *,
-    attention: str = "sdpa",
+    attention: str | None = None,
     architecture: str | None = None,
     part: str | None = None,
     batch: int | str = 2,
-    tokens: int | str = 16,
+    tokens: int | str | None = None,
     max_batch: int | str = 8,
     max_tokens: int | str | None = None,
     dynamic: str = "batch,tokens",
@@ -62,10 +78,12 @@ def example(
 
     Args:
         path: a folder with `config.json` (and weights), or a configuration file.
-        attention: `sdpa` or `eager`: which of its two forms of attention is run and exported.
-        architecture: class in transformers, such as `T5EncoderModel`; by default the one that the configuration names.
+        attention: `sdpa` or `eager`: which of its two forms of attention is run and exported; by default `sdpa`, where
+            the architecture has it.
+        architecture: class in transformers, such as `T5EncoderModel`; by default the one that the configuration names,
+            and of a sentence-transformers folder its transformer with the pooling behind it.
         part: `encoder` or `decoder`, to deploy that part of an encoder-decoder alone.
-        batch, tokens: sizes of the example.
+        batch, tokens: sizes of the example; of tokens by default 128, or as many as the model takes.
         max_batch, max_tokens: upper bounds of the dynamic dims; of tokens by default the model's own, 512 at most.
         dynamic: which dims vary: `batch,tokens`, `batch`, `tokens` or `none`.
         seed: of random weights and example inputs.
@@ -75,9 +93,11 @@ def example(
         UsageError: no configuration is there, an option cannot be meant, or the inputs of that architecture are others
             than token ids, pixels, audio features or waveforms.
     """
-    if attention not in ("eager", "sdpa"):
+    if attention not in (None, "eager", "sdpa"):
         raise UsageError(f"attention={attention!r}; give eager or sdpa, the forms that can be exported")
-    model: Any = load(path, attention, architecture, _number("seed", seed))
+    parts = sentences.parts(Path(path)) if architecture is None and part is None else None
+    folder, embedding = parts or (Path(path), None)
+    model: Any = load(folder, attention, architecture or ("AutoModel" if embedding else None), _number("seed", seed))
     if part is not None:
         if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
             raise UsageError(f"{type(model).__name__} has no part {part!r}; encoder-decoders have encoder and decoder")
@@ -85,10 +105,11 @@ def example(
     return around(
         model,
         _number("batch", batch),
-        _number("tokens", tokens),
+        None if tokens is None else _number("tokens", tokens),
         _number("max_batch", max_batch),
-        None if max_tokens is None else _number("max_tokens", max_tokens),
+        sentences.most_tokens(folder) if max_tokens is None else _number("max_tokens", max_tokens),
         dynamic,
+        embedding,
     )
 
 
@@ -98,7 +119,7 @@ def _number(name: str, value: int | str) -> int:
     return int(value)
 
 
-def load(path: str | os.PathLike[str], attention: str, architecture: str | None, seed: int) -> nn.Module:
+def load(path: str | os.PathLike[str], attention: str | None, architecture: str | None, seed: int) -> nn.Module:
     """The model itself, with its own weights where the folder has any, else random ones."""
     transformers = _transformers()
     folder = Path(path)
@@ -119,7 +140,12 @@ def load(path: str | os.PathLike[str], attention: str, architecture: str | None,
         )
     torch.manual_seed(seed)
     try:
-        return _build(kind, config, folder, attention).eval()
+        try:
+            return _build(kind, config, folder, attention or "sdpa").eval()
+        except ValueError as error:
+            if attention is not None or "attention implementation" not in str(error):
+                raise
+            return _build(kind, config, folder, "eager").eval()
     except (ValueError, OSError, NotImplementedError) as error:  # a form that it lacks, weights that do not fit
         raise UsageError(
             f"transformers cannot make {kind.__name__} of {folder}: {str(error).splitlines()[0]}"
@@ -142,18 +168,20 @@ def _build(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
 def around(
     model: Any,
     batch: int = 2,
-    tokens: int = 16,
+    tokens: int | None = None,
     max_batch: int = 8,
     max_tokens: int | None = None,
     dynamic: str = "batch,tokens",
+    embedding: sentences.Embedding | None = None,
 ) -> Example:
     """`model` from transformers, wrapped for export, with example inputs and dynamic dims."""
     varying = {part.strip() for part in dynamic.split(",")} - {"none"}
     if unknown := varying - {"batch", "tokens"}:
         raise UsageError(f"dynamic={dynamic!r} names {', '.join(sorted(unknown))}; of these may vary: batch, tokens")
     model.config.use_cache = False
-    inputs = example_inputs(model, batch, tokens)
     most = max_tokens or longest(model.config)
+    tokens = tokens or min(TOKENS, most)
+    inputs = example_inputs(model, batch, tokens)
     bounds = {"batch": (1, batch, max_batch), "tokens": (SHORTEST, tokens, most)}
     for name in varying:
         least, usual, largest = bounds[name]
@@ -167,7 +195,7 @@ def around(
         name: {i: dims[dim] for i, dim in enumerate(("batch", "tokens")) if dim in dims and (i == 0 or _is_text(name))}
         for name in inputs
     }
-    return Example(PlainTensors.taking(list(inputs))(model), tuple(inputs.values()), shapes)
+    return Example(PlainTensors.taking(list(inputs))(model, embedding), tuple(inputs.values()), shapes)
 
 
 def _is_text(name: str) -> bool:
@@ -228,8 +256,11 @@ def _input_features(config: Any, batch: int, tokens: int, random: torch.Generato
     return torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions, generator=random)
 
 
-def _waveform(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
-    return torch.randn(batch, 16_000, generator=random)  # one second
+def _input_values(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
+    """A second of sound at 16 kHz, or a spectrogram of the length that the model is for."""
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+        return torch.randn(batch, config.max_length, config.num_mel_bins, generator=random)
+    return torch.randn(batch, 16_000, generator=random)
 
 
 _MAKERS: dict[str, Callable[[Any, int, int, torch.Generator], Tensor]] = {
@@ -238,7 +269,7 @@ _MAKERS: dict[str, Callable[[Any, int, int, torch.Generator], Tensor]] = {
     "decoder_input_ids": _token_ids,
     "pixel_values": _pixel_values,
     "input_features": _input_features,
-    "input_values": _waveform,
+    "input_values": _input_values,
 }
 
 

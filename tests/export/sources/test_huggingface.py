@@ -1,5 +1,6 @@
 """Architectures of Hugging Face's transformers: every site canonical, every lowered graph within the parity budget."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from attnforge.arrays import to_numpy
 from attnforge.benchmarks.suites.huggingface import build, minilm, variants
@@ -17,6 +19,7 @@ from attnforge.export.deploy import deploy
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.huggingface import around, example
+from attnforge.export.sources.sentences import Pooling, parts
 from attnforge.export.sources.torch_module import capture
 from attnforge.model import Example
 from attnforge.precision import precision_named
@@ -73,6 +76,7 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trained_weights_on_real_sentences(sentences: Path) -> None:
+    """The deployed model gives sentence embeddings: the mean of the tokens' states, at a length of one."""
     from transformers import AutoModel, AutoTokenizer
 
     report = verify(sentences)
@@ -81,16 +85,78 @@ def test_trained_weights_on_real_sentences(sentences: Path) -> None:
     ids, mask = (np.asarray(tokens[name], np.int64) for name in ("input_ids", "attention_mask"))
     with load(sentences) as session:
         assert session.bundle.manifest.attention.canonical == 6
-        states = session.run({"input_ids": ids, "attention_mask": mask})["last_hidden_state"]
+        outputs = session.run({"input_ids": ids, "attention_mask": mask})
+    assert list(outputs) == ["sentence_embedding"]
+    vectors = outputs["sentence_embedding"]
     model = AutoModel.from_pretrained(str(minilm())).eval().double()
     with torch.no_grad():
-        truth = model(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).last_hidden_state.numpy()
-    kept = mask.astype(bool)
-    assert np.linalg.norm(states[kept] - truth[kept]) / np.linalg.norm(truth[kept]) < 2e-6
-    vectors = (states * mask[..., None]).sum(1)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        states = model(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).last_hidden_state.numpy()
+    truth = (states * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+    truth /= np.linalg.norm(truth, axis=1, keepdims=True)
+    assert np.linalg.norm(vectors - truth) / np.linalg.norm(truth) < 2e-6
     similar, different = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
     assert similar > 0.4 > 0.1 > different
+
+
+STATES = torch.arange(24.0).reshape(2, 4, 3) - 7
+MASK = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
+GROWING = torch.tensor([1.0, 2, 3]) / 6
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "second"),
+    [
+        ("cls", STATES[0, 0], STATES[1, 1]),
+        ("lasttoken", STATES[0, 2], STATES[1, 3]),
+        ("max", STATES[0, 2], STATES[1, 3]),
+        ("mean", STATES[0, :3].mean(0), STATES[1, 1:].mean(0)),
+        ("mean_sqrt_len_tokens", STATES[0, :3].sum(0) / 3**0.5, STATES[1, 1:].sum(0) / 3**0.5),
+        ("weightedmean", STATES[0, :3].T @ GROWING, STATES[1, 1:].T @ GROWING),
+    ],
+)  # fmt: skip
+def test_pooling(mode: str, first: torch.Tensor, second: torch.Tensor) -> None:
+    torch.testing.assert_close(Pooling([mode])(STATES, MASK), torch.stack([first, second]))
+    torch.testing.assert_close(Pooling([mode, "cls"])(STATES, MASK)[:, 3:], STATES[[0, 1], [0, 1]])
+
+
+def test_parts_of_a_sentence_transformers_folder(tmp_path: Path) -> None:
+    """Dense layers are read with their weights; what is not known is refused by name, and nothing is executed."""
+
+    def write(folder: str, config: dict[str, Any]) -> None:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+
+    def listed(*kinds: str) -> None:
+        modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind if i else ""} for i, kind in
+                   enumerate(kinds)]  # fmt: skip
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+
+    assert parts(tmp_path) is None
+    listed("Transformer", "Pooling", "Dense")
+    write("Pooling", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False})
+    write("Dense", {"in_features": 3, "out_features": 1, "bias": False, "activation_function": "torch.nn.Tanh"})
+    with pytest.raises(UsageError, match="weights of the Dense layer are not in"):
+        parts(tmp_path)
+    save_file({"linear.weight": torch.ones(1, 3)}, str(tmp_path / "Dense" / "model.safetensors"))
+    read = parts(tmp_path)
+    assert read is not None
+    assert read[0] == tmp_path
+    torch.testing.assert_close(read[1](STATES, MASK)[:, 0], torch.tanh(STATES[[0, 1], [0, 1]].sum(-1)))
+    write("Dense", {"in_features": 3, "out_features": 1, "activation_function": "os.system"})
+    with pytest.raises(UsageError, match="an activation or residual that is not known"):
+        parts(tmp_path)
+    write("Pooling", {"pooling_mode": "median"})
+    with pytest.raises(UsageError, match="no pooling is called 'median'"):
+        parts(tmp_path)
+    listed("Transformer", "LSTM")
+    with pytest.raises(UsageError, match="of the kind LSTM; known are"):
+        parts(tmp_path)
+    listed("CLIPModel")
+    with pytest.raises(UsageError, match="does not begin with a Transformer"):
+        parts(tmp_path)
+    (tmp_path / "modules.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read"):
+        parts(tmp_path)
 
 
 def shapes_of(model: Example) -> dict[str, Any]:
