@@ -57,7 +57,7 @@ class Precision:
 PRECISIONS = {
     p.name: p
     for p in (
-        Precision("fp32", np.dtype(np.float32), 23, 1e-6),
+        Precision("fp32", np.dtype(np.float32), 23, 4e-6),
         Precision("tf32", np.dtype(np.float32), 10, 1e-3),
         Precision("fp16", np.dtype(np.float16), 10, 1e-3),
         Precision("bf16", np.dtype(ml_dtypes.bfloat16), 7, 8e-3),

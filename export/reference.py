@@ -3,9 +3,12 @@ every reference case."""
 
 from __future__ import annotations
 
+import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,13 +22,24 @@ from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorS
 from attnforge.export.flops import graph_flops
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
-from attnforge.runtime.cases import OUTLIERS, blocks, data_key, key, labels_key, make_inputs, sampled
+from attnforge.runtime.cases import (
+    OUTLIERS,
+    PASSES,
+    Cost,
+    blocks,
+    data_key,
+    key,
+    labels_key,
+    make_inputs,
+    run_of_example,
+    sampled,
+)
 from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import DRAWS, FAR_OFF, FEW, MOST_DRAWS, relative_error
+from attnforge.runtime.parity.budget import FAR_OFF, FEW, LEAST_DRAWS, MOST_DRAWS, relative_error
 
-CHEAP = 1e9
-"""Floating-point operations of a run up to which eager is drawn more often than :data:`DRAWS`."""
+NEAR = 8
+"""How far below the floor eager's error has to be for the floor to be the budget, however its error is drawn."""
 
 MARGIN = 16
 """How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
@@ -86,7 +100,7 @@ def write_reference(
     Args:
         folder: of the bundle.
         model: gives the outputs.
-        graph: the canonical graph, by which the cost of a run is counted.
+        graph: the canonical graph, by which the cost of a run is counted (:func:`~attnforge.runtime.cases.cases`).
         attention: precision of attention alone, where it is not the bundle's. Eager cannot compute attention alone at
             another precision, so all of the model runs at it: the yardstick of :mod:`attnforge.runtime.parity.budget`.
         data: real inputs, which become cases after those that are made from seeds.
@@ -95,22 +109,27 @@ def write_reference(
     Returns:
         the cases, with the scale of their inputs and the spread of eager's error.
     """
-    stored, cases = stored_inputs(model, data or Data())
+    stored, cases = stored_inputs(model, data or Data(), graph)
     low = model.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
     few = _FewNumbers()
-    steps = Steps(progress, len(cases))
+    draws: list[_Draws] = []
+    steps = Steps(progress, len(cases) + 1)
     for case in cases:
         steps.begin(case.name)
         _set_scale(case, model, low)
         inputs, eager, exact = _run(case, model, stored)
         outputs |= _sampled(case, eager, "eager") | _sampled(case, exact, "float64")
+        yardstick = eager
         if low is not None and attention is not None:
-            outputs |= _sampled(case, low.eager(at_precision(inputs, attention)), attention.name)
+            yardstick = low.eager(at_precision(inputs, attention))
+            outputs |= _sampled(case, yardstick, attention.name)
         if not case.is_ordinary:
-            most = MOST_DRAWS if graph_flops(graph, case.sizes) <= CHEAP else DRAWS
-            case.spread = _spread(case, inputs, model, low or model, most)
+            draws.append(_Draws(case, inputs, model, low or model, yardstick, exact))
         few.add(case, eager, exact)
+    steps.begin("draws of eager's error")
+    cost = partial(graph_flops, graph)
+    _draw(draws, _left(cases, cost), cost)
     few.widen_spreads()
     (folder / "reference").mkdir()
     save_file(outputs, folder / REFERENCE_OUTPUTS)
@@ -118,9 +137,15 @@ def write_reference(
     return cases
 
 
-def stored_inputs(model: ReferenceModel, data: Data) -> tuple[dict[str, Array], list[Case]]:
-    """The inputs that the bundle keeps (the example, and real data with its labels), and all cases."""
-    stored, cases = dict(model.example), seeded_cases(model.inputs)
+def stored_inputs(model: ReferenceModel, data: Data, graph: ir.Model) -> tuple[dict[str, Array], list[Case]]:
+    """The inputs that the bundle keeps (the example, and real data with its labels), and all cases.
+
+    Args:
+        model: the model.
+        data: real inputs.
+        graph: the model's, by which the cost of a run is counted.
+    """
+    stored, cases = dict(model.example), seeded_cases(model.inputs, partial(graph_flops, graph))
     for i, inputs in enumerate(data.inputs):
         shapes = shapes_of(model.inputs, (), *((array.shape, array.dtype) for array in inputs.values()))
         case = Case(name=f"data-{i}", sizes=dict(shapes.sizes), kind="data", seed=len(cases))
@@ -186,14 +211,17 @@ def _borne(case: Case, model: ReferenceModel) -> float:
     """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right. Where
     eager overflows on the way, its output depends on the order of its sums, and says nothing about a backend."""
     precision, largest = model.precision, _limit(model, "max")
-    scale, step = precision.largest / largest, 4.0 if precision.largest < 1e5 else 256.0
-    while scale * largest > 1:
+    step = 4.0 if precision.largest < 1e5 else 256.0
+    count = max(math.ceil(math.log(precision.largest, step)), 0)  # down to inputs of 1
+    scales = [precision.largest / largest / step**i for i in range(count)]
+
+    def is_borne(scale: float) -> bool:
         inputs = make_inputs(case.model_copy(update={"scale": scale}), model.inputs, {})
         eager, exact = model.eager(at_precision(inputs, precision)), model.exact(inputs)
-        if all(_is_right(array, exact[output], precision) for output, array in eager.items()):
-            return scale / MARGIN
-        scale /= step
-    return scale
+        return all(_is_right(array, exact[output], precision) for output, array in eager.items())
+
+    first = bisect_left(scales, True, key=is_borne)
+    return scales[first] / MARGIN if first < count else scales[-1] / step
 
 
 def _limit(model: ReferenceModel, which: str) -> float:
@@ -247,40 +275,99 @@ class _Error:
         return cls(relative_error(eager, exact), absolute, float(np.max(np.abs(exact), initial=0.0)), exact.size)
 
 
-def _spread(
-    case: Case, inputs: Mapping[str, Array], model: ReferenceModel, yardstick: ReferenceModel, most: int
-) -> dict[str, tuple[float, float]]:
-    """The largest relative and absolute error, by output, of the yardstick's eager on the same inputs moved to
-    neighbouring numbers.
+class _Draws:
+    """The errors of the yardstick's eager on one hard case, and on the same inputs moved to neighbouring numbers.
 
     On hard inputs, where two scores nearly tie, say, eager's error is one draw from a wide distribution, and a
-    backend's another; a few draws show how wide it is, and where they disagree, up to `most` do.
+    backend's another; a few draws show how wide it is.
+
+    Args:
+        case: whose spread to find.
+        inputs: of the case.
+        model: gives float64.
+        yardstick: gives eager's outputs.
+        eager, exact: what these answered to the case itself.
     """
-    rng = np.random.Generator(np.random.PCG64([case.seed, DRAWS]))
-    rounded = at_precision(inputs, yardstick.precision)
-    drawn: dict[str, list[_Error]] = {}
-    while _more_draws(drawn, most):
-        moved = {name: _neighbours(array, rng) if is_floating(array) else array for name, array in rounded.items()}
-        eager, exact = yardstick.eager(moved), model.exact(moved)
+
+    def __init__(
+        self,
+        case: Case,
+        inputs: Mapping[str, Array],
+        model: ReferenceModel,
+        yardstick: ReferenceModel,
+        eager: Mapping[str, Array],
+        exact: Mapping[str, Array],
+    ) -> None:
+        self.case = case
+        self._model, self._yardstick = model, yardstick
+        self._inputs = at_precision(inputs, yardstick.precision)
+        self._rng = np.random.Generator(np.random.PCG64([case.seed, MOST_DRAWS]))
+        self._errors = {output: [_Error.of(array, exact[output])] for output, array in eager.items()}
+        self._count = 0
+
+    def more(self) -> None:
+        """Draw once more."""
+        moved = {name: _neighbours(a, self._rng) if is_floating(a) else a for name, a in self._inputs.items()}
+        eager, exact = self._yardstick.eager(moved), self._model.exact(moved)
         for output, array in eager.items():
-            drawn.setdefault(output, []).append(_Error.of(array, exact[output]))
-    return {
-        output: (max(error.relative for error in errors), max(error.absolute for error in errors))
-        for output, errors in drawn.items()
-    }
+            self._errors[output].append(_Error.of(array, exact[output]))
+        self._count += 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another draw may change what the budget is: it is not the floor that decides, and there are fewer
+        than :data:`LEAST_DRAWS`, or they disagree and there are fewer than :data:`MOST_DRAWS`."""
+        if self._count >= MOST_DRAWS:
+            return False
+        near = [errors for errors in self._errors.values() if self._may_decide(errors)]
+        return bool(near) and (self._count < LEAST_DRAWS or not all(map(_agree, near)))
+
+    def _may_decide(self, errors: Sequence[_Error]) -> bool:
+        """Whether eager's error on an output is not far below the floor."""
+        precision = self._yardstick.precision
+        return any(
+            NEAR * error.relative > precision.floor
+            or NEAR * error.absolute > max(4 * precision.ulp(error.largest), precision.floor * error.largest)
+            for error in errors
+        )
+
+    def spread(self) -> dict[str, tuple[float, float]]:
+        """The largest relative and absolute error, by output."""
+        return {
+            output: (max(error.relative for error in errors), max(error.absolute for error in errors))
+            for output, errors in self._errors.items()
+        }
 
 
-def _more_draws(drawn: Mapping[str, Sequence[_Error]], most: int) -> bool:
-    """Whether to draw once more: up to :data:`DRAWS`, and on to `most` while draws disagree, which is where the largest
-    error of an output is more than a quarter above the median one."""
-    count = max(map(len, drawn.values()), default=0)
-    if count < DRAWS:
-        return True
-    return count < most and any(
-        max(numbers) > 1.25 * statistics.median(numbers)
-        for errors in drawn.values()
+def _agree(errors: Sequence[_Error]) -> bool:
+    """Whether the largest error is at most a quarter above the median one, in the norm and of one number."""
+    return all(
+        max(numbers) <= 1.25 * statistics.median(numbers)
         for numbers in ([error.relative for error in errors], [error.absolute for error in errors])
     )
+
+
+def _draw(draws: Sequence[_Draws], runs: float, cost: Cost) -> None:
+    """Draw in turns, a case at a time, while draws may change a budget and their cost is within `runs`."""
+    while still := [of_case for of_case in draws if of_case.is_open]:
+        for of_case in still:
+            runs -= cost(of_case.case.sizes)
+            if runs < 0:
+                break
+            of_case.more()
+        else:
+            continue
+        break
+    for of_case in draws:
+        of_case.case.spread = of_case.spread()
+
+
+def _left(cases: Sequence[Case], cost: Cost) -> float:
+    """Floating-point operations that are left for draws when every case has run once, real data and the largest sizes
+    aside."""
+    run = run_of_example(cases[0].sizes, cost)
+    seeded = [case for case in cases if case.kind != "data" and case.name != "normal-largest"]
+    return PASSES * run - sum(cost(case.sizes) for case in seeded)
 
 
 def _neighbours(array: Array, rng: np.random.Generator) -> Array:

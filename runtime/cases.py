@@ -6,7 +6,7 @@ Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle kee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import ml_dtypes
@@ -39,7 +39,17 @@ MASKS: tuple[Masks, ...] = ("all", "none", "one", "all but one", "ragged")
 """Kinds of masks besides random ones."""
 
 
-def cases(inputs: list[TensorSpec]) -> list[Case]:
+CHEAP = 1e9
+"""Floating-point operations of a run up to which no case is made smaller for its cost."""
+
+PASSES = 25
+"""Runs of the example that all cases together may cost, the largest sizes aside."""
+
+Cost = Callable[[Mapping[str, int]], float]
+"""The floating-point operations of a run of the model, by the sizes of its dims."""
+
+
+def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
     """The cases that a bundle is deployed with, besides real data.
 
     - The example.
@@ -48,20 +58,39 @@ def cases(inputs: list[TensorSpec]) -> list[Case]:
     - Every kind of :data:`KINDS`, at odd sizes, where an input is floating-point.
     - Every kind of :data:`MASKS`, at prime sizes, where an input is a mask.
 
+    What a case costs is counted in runs of the example, or of :data:`CHEAP` operations where that is more. All dims are
+    largest once, whatever that costs. Other cases cost at most: the corners six runs together, prime sizes three, odd
+    sizes one, and a kind of inputs or of masks, where the sizes are not what is tried, a quarter. Where they would cost
+    more, the sizes move towards the smallest, and in corners the other dims are as in the example.
+
     Args:
         inputs: the model's.
+        cost: of a run; without it every run is cheap.
     """
     symbols: dict[str, DimSpec] = {}
     for spec in inputs:
         for dim in spec.dims:
             if isinstance(dim, DimSpec):
                 symbols.setdefault(dim.symbol, _of_symbol(dim))
+    cost = cost or (lambda sizes: 0.0)
     opt, low, high = ({s: int(getattr(d, bound) or 0) for s, d in symbols.items()} for bound in ("opt", "min", "max"))
-    odd = {s: _between(d, lambda n: n % 2 == 1, 0.4) for s, d in symbols.items()}
-    prime = {s: _between(d, _is_prime, 0.7) for s, d in symbols.items()}
-    shapes = {"opt": opt, "smallest": low, "largest": high, "odd": odd, "prime": prime}
+    run = run_of_example(opt, cost)
+
+    def between(wanted: Callable[[int], bool], place: float, runs: float) -> dict[str, int]:
+        """The wanted sizes at `place` of the way from min to max, or as near to it as `runs` allow."""
+        sizes = low
+        for share in SHARES:
+            sizes = {s: _between(d, wanted, place * share) for s, d in symbols.items()}
+            if cost(sizes) <= runs * run:
+                break
+        return sizes
+
+    shapes = {"opt": opt, "smallest": low, "largest": high, "odd": between(_is_odd, 0.4, 1)}
+    shapes["prime"] = between(_is_prime, 0.7, 3)
     for symbol in symbols if len(symbols) > 1 else ():
-        shapes[f"small-{symbol}"] = {**high, symbol: low[symbol]}
+        corner = {**high, symbol: low[symbol]}
+        is_dear = cost(corner) > 6 * run / len(symbols)
+        shapes[f"small-{symbol}"] = {**opt, symbol: low[symbol]} if is_dear else corner
     sweep = [Case(name="example", sizes=opt, kind="example", seed=0)]
 
     def add(name: str, sizes: dict[str, int], kind: Kind = "normal", scale: float = 1, masks: Masks = "random") -> None:
@@ -73,12 +102,28 @@ def cases(inputs: list[TensorSpec]) -> list[Case]:
     if not symbols:
         add("normal-again", opt)
     if any(_is_floating(spec) and spec.excludes is None for spec in inputs):
+        sizes = between(_is_odd, 0.4, 1 / 4)
         for kind, scale in KINDS:
-            add(f"{kind}-{scale:g}" if kind == "scaled" else kind, odd, kind, scale)
+            add(f"{kind}-{scale:g}" if kind == "scaled" else kind, sizes, kind, scale)
     if any(_is_mask(spec) for spec in inputs):
+        sizes = between(_is_prime, 0.7, 1 / 4)
         for masks in MASKS:
-            add(f"mask-{masks.replace(' ', '-')}", prime, masks=masks)
+            add(f"mask-{masks.replace(' ', '-')}", sizes, masks=masks)
     return sweep
+
+
+SHARES = (1, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8, 1 / 12, 1 / 16, 1 / 24, 1 / 32, 1 / 64, 1 / 128, 0)
+"""How far sizes move towards the smallest, until the case is as cheap as it has to be."""
+
+
+def run_of_example(sizes: Mapping[str, int], cost: Cost) -> float:
+    """The unit in which the cost of cases is counted.
+
+    Args:
+        sizes: the example's.
+        cost: of a run.
+    """
+    return max(cost(sizes), CHEAP)
 
 
 def _is_floating(spec: TensorSpec) -> bool:
@@ -127,12 +172,16 @@ def _of_symbol(dim: DimSpec) -> DimSpec:
     return DimSpec(symbol=dim.symbol, **bounds)
 
 
-def _between(dim: DimSpec, wanted, place: float) -> int:  # type: ignore[no-untyped-def]
+def _between(dim: DimSpec, wanted: Callable[[int], bool], place: float) -> int:
     """The wanted size that is nearest to `place` of the way from min to max; the size there where none is wanted."""
     low, high = dim.min or 0, dim.max or 0
     start = round(low + place * (high - low))
     nearest = sorted(range(low, high + 1), key=lambda n: abs(n - start)) if high - low < 10_000 else [start]
     return next((n for n in nearest if wanted(n)), start)
+
+
+def _is_odd(n: int) -> bool:
+    return n % 2 == 1
 
 
 def _is_prime(n: int) -> bool:

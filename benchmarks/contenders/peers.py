@@ -35,7 +35,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.machine import cuda_devices
 from attnforge.precision import Precision, precision_named
 from attnforge.quiet import quiet
-from attnforge.runtime.backends.eager import as_written, at_precision, in_float64, named_outputs, run, torch_dtype
+from attnforge.runtime.backends.eager import as_written, at_precision, doubled, named_outputs, run, torch_dtype
 
 
 @dataclass
@@ -400,7 +400,7 @@ def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict
         return {name: tuple(a.astype(np.float64).reshape(-1) for a in (low[name], truth[name])) for name in low}  # type: ignore[misc]
     copied = at_precision(module, precision)
     eager = run(copied, feeds, torch_dtype(precision))
-    exact = run(in_float64(copied), feeds, torch.float64)
+    exact = run(doubled(copied), feeds, torch.float64)
 
     def flat(name: str, tensor: torch.Tensor) -> Array:
         return to_numpy(name, tensor.double()).astype(np.float64).reshape(-1)

@@ -56,9 +56,9 @@ class Large:
     @cached_property
     def exact(self) -> Any:
         """The same weights in float64."""
-        from attnforge.runtime.backends.eager import in_float64
+        from attnforge.runtime.backends.eager import doubled
 
-        return in_float64(self.module)
+        return doubled(self.module)
 
     def deploy(
         self,

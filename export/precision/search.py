@@ -74,7 +74,7 @@ def choose(
     """
     references = [MixedReference(whole, precision_named(name)) for name in names]
     yardstick = references[0]
-    stored, cases = stored_inputs(yardstick, data)
+    stored, cases = stored_inputs(yardstick, data, model)
 
     def inputs(case: Case) -> dict[str, Array]:
         return make_inputs(case, whole.inputs, stored)

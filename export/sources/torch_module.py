@@ -19,13 +19,13 @@ from attnforge.errors import CaptureError, first_line
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import OPSET
 from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
+from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import (
     as_written,
     at_precision,
     cannot_run,
-    in_float64,
     output_names,
     run,
     torch_dtype,
@@ -67,15 +67,15 @@ class Captured:
 
     def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs of the same weights in float64."""
-        return {name: to_numpy(name, v.double()) for name, v in run(self._widened, inputs, torch.float64).items()}
+        return {name: to_numpy(name, value.double()) for name, value in self._float64(inputs).items()}
 
     def at(self, precision: Precision) -> Captured:
         """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""
         return replace(self, module=at_precision(self.module, precision), precision=precision)
 
     @cached_property
-    def _widened(self) -> nn.Module:
-        return in_float64(self.module)
+    def _float64(self) -> Float64:
+        return Float64(self.module)
 
 
 def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes, precision: Precision) -> Captured:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.bundle import Bundle
@@ -40,7 +39,7 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     return copied.eval().requires_grad_(False).to(dtype)
 
 
-def in_float64(module: nn.Module) -> nn.Module:
+def doubled(module: nn.Module) -> nn.Module:
     """A copy of `module` with the same weights widened to float64."""
     return _copy(module, torch.float64).double()
 
@@ -88,16 +87,14 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
         CaptureError: the module does not run in that dtype, or does not return tensors.
     """
     tensors: list[Tensor] = [to_torch(array) for array in inputs.values()]
-    # torch's fused attention on the CPU reads a float32 mask beside float64 queries as if it were float64
-    plain = sdpa_kernel(SDPBackend.MATH) if dtype == torch.float64 else nullcontext()
-    with torch.no_grad(), as_written(), plain:
+    with torch.no_grad(), as_written():
         try:
             return named_outputs(module(*(t.to(dtype) if t.is_floating_point() else t for t in tensors)))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             raise cannot_run(module, dtype, error) from error
 
 
-def cannot_run(module: nn.Module, dtype: torch.dtype, error: RuntimeError) -> CaptureError:
+def cannot_run(module: nn.Module, dtype: torch.dtype, error: Exception) -> CaptureError:
     """The error of a module that torch does not run in `dtype`, on one line."""
     hint = "" if dtype == torch.float32 else "; tensors that it makes itself have to be of its inputs' dtype"
     kind = str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
-from attnforge.runtime.backends.eager import in_float64, run
+from attnforge.runtime.backends.eager import doubled, run
 from tests.support.idioms.catalogue import DIMS, EXAMPLE, HEAD_DIM, HEADS, WIDTH, Layers, OnHeads, inputs, over_layers
 from tests.support.idioms.on_heads import heads_merged_after
 from tests.support.idioms.together import near, relative_error, session_of
@@ -148,7 +148,7 @@ def captured_over_layers(forward: Callable[..., Any]) -> Captured:
 
 
 def as_in_float64(captured: Captured, results: Sequence[Array]) -> bool:
-    truth = run(in_float64(captured.module), {"x": X.numpy()}, torch.float64)
+    truth = run(doubled(captured.module), {"x": X.numpy()}, torch.float64)
     return all(relative_error(got, t.numpy()) <= 2e-6 for got, t in zip(results, truth.values(), strict=True))
 
 

@@ -23,7 +23,7 @@ from attnforge.export.sources.sentences import Pooling, parts
 from attnforge.export.sources.torch_module import capture
 from attnforge.model import Example
 from attnforge.precision import precision_named
-from attnforge.runtime.backends.eager import in_float64, run
+from attnforge.runtime.backends.eager import doubled, run
 from attnforge.runtime.cases import cases, make_inputs
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.verify import verify
@@ -39,7 +39,7 @@ def test_every_site_is_canonical_and_within_budget(name: str, attention: str, tm
     captured = capture(made.module, made.args, made.dynamic_shapes, FP32)
     sites = canonicalize(captured.model).sites
     assert [site.reason for site in sites] == [None] * SITES.get(name, 2)
-    exact = in_float64(captured.module)
+    exact = doubled(captured.module)
     arrays = {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(captured.inputs, captured.args, strict=True)}
     wanted = [case for case in cases(captured.inputs) if case.name in ("example", "normal-odd")]
     sessions = []

@@ -48,7 +48,7 @@ def off_by(truth: Array, error: float, seed: int) -> Array:
 TRUTH = np.random.default_rng(0).standard_normal(1000)
 
 
-@pytest.mark.parametrize(("precision", "floor"), [("fp32", 1e-6), ("tf32", 1e-3), ("fp16", 1e-3), ("bf16", 8e-3)])
+@pytest.mark.parametrize(("precision", "floor"), [("fp32", 4e-6), ("tf32", 1e-3), ("fp16", 1e-3), ("bf16", 8e-3)])
 def test_floors_allow_what_they_say_and_no_more(precision: str, floor: float) -> None:
     """Where eager is exact, the floor alone counts; one element has 4 ulp of the largest."""
     assert PRECISIONS[precision].floor == floor
@@ -88,7 +88,7 @@ def test_a_backend_may_err_twice_as_much_as_eager(eager_error: float, times: flo
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_one_element_may_be_off_by_four_ulp_or_the_floor_of_the_largest(precision: str) -> None:
     truth = np.linspace(-3.0, 5.0, 1_000_001)  # so large that one element does not show in the norm
-    least = {"fp32": 5e-6, "tf32": 4 * 2.0**-8, "fp16": 4 * 2.0**-8, "bf16": 4 * 2.0**-5}[precision]
+    least = {"fp32": 2e-5, "tf32": 4 * 2.0**-8, "fp16": 4 * 2.0**-8, "bf16": 4 * 2.0**-5}[precision]
     for times, passed in ((0.98, True), (1.02, False)):
         got = truth.copy()
         got[12] += times * least

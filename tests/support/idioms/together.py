@@ -23,7 +23,7 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
-from attnforge.runtime.backends.eager import as_written, in_float64
+from attnforge.runtime.backends.eager import as_written, doubled
 from tests.support.idioms.catalogue import DIMS, EXAMPLE, Form, Idiom, inputs
 
 Outputs = dict[str, list[Array]]
@@ -81,7 +81,7 @@ class Exported:
         """Eager in float64, with the same weights."""
         wide = {name: arg.double() if arg.is_floating_point() else arg for name, arg in args.items()}
         with sdpa_kernel(SDPBackend.MATH):
-            widened = in_float64(self.module)
+            widened = doubled(self.module)
             assert isinstance(widened, Together)
             return outputs_of(widened, wide)
 
