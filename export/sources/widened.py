@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnforge.arrays import Array
+from attnforge.arrays import Array, is_floating
 from attnforge.errors import CaptureError
 from attnforge.runtime.backends.eager import doubled, run
 
@@ -64,6 +65,7 @@ class Float64:
         Raises:
             CaptureError: the module does not run in float64, or does not return tensors.
         """
+        inputs = {name: a.astype(np.float64) if is_floating(a) else a for name, a in inputs.items()}
         if not self._doubled:
             try:
                 with self._widening():
