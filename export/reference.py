@@ -38,7 +38,7 @@ from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import FAR_OFF, FEW, LEAST_DRAWS, MOST_DRAWS, relative_error
 
-NEAR = 8
+NEAR = 4
 """How far below the floor eager's error has to be for the floor to be the budget, however its error is drawn."""
 
 MARGIN = 16
@@ -217,7 +217,10 @@ def _borne(case: Case, model: ReferenceModel) -> float:
 
     def is_borne(scale: float) -> bool:
         inputs = make_inputs(case.model_copy(update={"scale": scale}), model.inputs, {})
-        eager, exact = model.eager(at_precision(inputs, precision)), model.exact(inputs)
+        eager = model.eager(at_precision(inputs, precision))
+        if not any(np.isfinite(array).any() for array in eager.values()):
+            return False
+        exact = model.exact(inputs)
         return all(_is_right(array, exact[output], precision) for output, array in eager.items())
 
     first = bisect_left(scales, True, key=is_borne)
@@ -364,10 +367,10 @@ def _draw(draws: Sequence[_Draws], runs: float, cost: Cost) -> None:
 
 def _left(cases: Sequence[Case], cost: Cost) -> float:
     """Floating-point operations that are left for draws when every case has run once, real data and the largest sizes
-    aside."""
+    aside; no fewer than :data:`LEAST_DRAWS` runs take."""
     run = run_of_example(cases[0].sizes, cost)
     seeded = [case for case in cases if case.kind != "data" and case.name != "normal-largest"]
-    return PASSES * run - sum(cost(case.sizes) for case in seeded)
+    return max(PASSES * run - sum(cost(case.sizes) for case in seeded), LEAST_DRAWS * run)
 
 
 def _neighbours(array: Array, rng: np.random.Generator) -> Array:

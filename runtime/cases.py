@@ -42,7 +42,7 @@ MASKS: tuple[Masks, ...] = ("all", "none", "one", "all but one", "ragged")
 CHEAP = 1e9
 """Floating-point operations of a run up to which no case is made smaller for its cost."""
 
-PASSES = 25
+PASSES = 12
 """Runs of the example that all cases together may cost, the largest sizes aside."""
 
 Cost = Callable[[Mapping[str, int]], float]
@@ -59,9 +59,9 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
     - Every kind of :data:`MASKS`, at prime sizes, where an input is a mask.
 
     What a case costs is counted in runs of the example, or of :data:`CHEAP` operations where that is more. All dims are
-    largest once, whatever that costs. Other cases cost at most: the corners six runs together, prime sizes three, odd
-    sizes one, and a kind of inputs or of masks, where the sizes are not what is tried, a quarter. Where they would cost
-    more, the sizes move towards the smallest, and in corners the other dims are as in the example.
+    largest once, whatever that costs. Other cases cost at most: the corners four runs together, prime sizes two, odd
+    sizes half a run, and a kind of inputs or of masks, where the sizes are not what is tried, a quarter. Where they
+    would cost more, the sizes move towards the smallest, and in corners the other dims are as in the example.
 
     Args:
         inputs: the model's.
@@ -85,11 +85,11 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
                 break
         return sizes
 
-    shapes = {"opt": opt, "smallest": low, "largest": high, "odd": between(_is_odd, 0.4, 1)}
-    shapes["prime"] = between(_is_prime, 0.7, 3)
+    shapes = {"opt": opt, "smallest": low, "largest": high, "odd": between(_is_odd, 0.4, 1 / 2)}
+    shapes["prime"] = between(_is_prime, 0.7, 2)
     for symbol in symbols if len(symbols) > 1 else ():
         corner = {**high, symbol: low[symbol]}
-        is_dear = cost(corner) > 6 * run / len(symbols)
+        is_dear = cost(corner) > 4 * run / len(symbols)
         shapes[f"small-{symbol}"] = {**opt, symbol: low[symbol]} if is_dear else corner
     sweep = [Case(name="example", sizes=opt, kind="example", seed=0)]
 
