@@ -13,6 +13,8 @@ is more than one head, or the batch is dynamic or above one.
   heads of 512, or of 320, also with the values in two.
 - Fused but never written: capped scores as the bias of a product of zeros, and heads of 512 with half of the product
   as a bias and the values' halves as further heads. The bias holds all n² scores, which fusing is to avoid.
+- Not fused: a bias that is computed of constants, such as Swin's relative positions, which torch's exporter folds below
+  8,192 numbers alone. It is computed here.
 - Fused without further ado: biases computed from keys or queries (disentangled attention), and tensors that scale the
   queries.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Literal
 
 import onnx_ir as ir
@@ -32,15 +35,19 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, sizes_of
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, typed
+from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
-from attnforge.export.lowering.products import decompose
+from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.tensorrt.build import softmax_of
 
 BOOL = ir.DataType.BOOL
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Range of head sizes of the fused kernels."""
+
+LARGEST_MASK = 2**24
+"""Numbers of a mask that is computed here."""
 
 
 def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | None = None) -> SitesResult[Lowered]:
@@ -54,6 +61,7 @@ def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | Non
     Returns:
         the form of every canonical site, and why it was chosen.
     """
+    _compute_constant_masks(model, sites)
     lowered = []
     for site, attention in attentions(model, sites):
         dtype = attention_dtype or attention.dtype
@@ -64,6 +72,40 @@ def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | Non
         lowered.append(Lowered(site.name, "MatMul·Softmax·MatMul", recipe.why, node, recipe.unfused))
     modified = RemoveUnusedNodesPass()(model).modified or bool(lowered)
     return SitesResult(model, modified, lowered)
+
+
+def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:
+    """Replace the masks and biases of canonical sites that are computed of constants alone by weights."""
+    operands = [step.operand for _, attention in attentions(model, sites) for step in mask_steps(attention.mask)]
+    known: dict[ir.Value, bool] = {}
+    wanted = [value for value in dict.fromkeys(operands) if value.producer() and _is_constant(value, known)]
+    names = [str(value.name) for value in wanted]
+    arrays = at_own_precision(model, names)({}) if names else {}
+    for value, name in zip(wanted, names, strict=True):
+        assert value.dtype is not None
+        tensor = ir.tensor(arrays[name].astype(value.dtype.numpy()), name=f"{name}/computed")
+        weight = ir.Value(name=tensor.name, const_value=tensor)
+        replace_value(value, weight)
+        model.graph.register_initializer(weight)
+
+
+def _is_constant(value: ir.Value, known: dict[ir.Value, bool], depth: int = 24) -> bool:
+    """Whether a tensor of static, moderate size is computed of constants alone, by `depth` operators in a row at most.
+
+    Args:
+        value: the tensor.
+        known: the answers so far.
+        depth: a longer chain comes from the model's inputs.
+    """
+    if ir.convenience.get_const_tensor(value) is not None:
+        return True
+    node, shape = value.producer(), value.shape
+    if node is None or not node.inputs or not depth or shape is None or not shape.is_static():
+        return False
+    if value not in known:
+        inputs = (v for v in node.inputs if v is not None)
+        known[value] = prod(shape.numpy()) <= LARGEST_MASK and all(_is_constant(v, known, depth - 1) for v in inputs)
+    return known[value]
 
 
 @dataclass(frozen=True)

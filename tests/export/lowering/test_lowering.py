@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from attnforge.arrays import Array
 from attnforge.bundle import DimSpec, TensorSpec
@@ -287,6 +288,41 @@ def test_masks_mean_the_same_where_attention_alone_is_in_fp16(silent_rows: str) 
     (lowered,) = for_tensorrt.lower(model, sites, ir.DataType.FLOAT16).sites
     assert lowered.unfused is None
     agree(run(model, feeds), expected, 1e-3)
+
+
+class RelativePositions(nn.Module):
+    """Swin's bias: read from a table by fixed positions. It has too many numbers for torch's exporter to fold it."""
+
+    def __init__(self, tokens: int = 49, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(32 * heads, 3 * 32 * heads)
+        self.table = nn.Parameter(torch.randn(2 * tokens - 1, heads))
+        positions = torch.arange(tokens)
+        self.index = nn.Buffer(positions[:, None] - positions[None] + tokens - 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, 32)).permute(2, 0, 3, 1, 4)
+        tokens = self.index.shape[0]
+        bias = self.table[self.index.view(-1)].view(tokens, tokens, -1).permute(2, 0, 1)[None]
+        output: torch.Tensor = torch.softmax(query @ key.mT * 32**-0.5 + bias, -1) @ value
+        return output
+
+
+def test_a_bias_that_is_computed_of_constants_is_a_weight_for_tensorrt(tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7 fuses no attention whose bias it is to compute, even of constants."""
+    torch.manual_seed(0)
+    module, x = RelativePositions().eval(), torch.randn(2, 49, 128)
+    captured = capture(module, (x,), ({0: torch.export.Dim("batch", min=1, max=4)},), precision_named("fp16"))
+    sites = canonicalize(captured.model).sites
+    (node,) = (node for node in captured.model.graph if node.op_type == "Attention")
+    assert node.inputs[3] is not None and node.inputs[3].producer() is not None, "torch's exporter folds it by now"
+    (lowered,) = for_tensorrt.lower(captured.model, sites).sites
+    file = tmp_path / "model.onnx"
+    ir.save(captured.model, file)
+    assert build(file, "tensorrt_rtx", captured.inputs, "fp16").kernel_of(lowered.node) is not None
+    exact = module.half().double()(x.half().double()).detach().numpy()
+    agree(run(captured.model, {"x": x.half().numpy()}), exact, 2e-3)
 
 
 def test_no_attention_operator_is_left_for_tensorrt() -> None:
