@@ -14,11 +14,13 @@ import typer
 
 from attnforge.benchmarks.measure import results
 from attnforge.benchmarks.publish import FAULTS_PAGE, README, RESULTS, RESULTS_PAGE, has_place, publish_table
-from attnforge.benchmarks.suites import false_alarms, fusion, overhead, scaling, suite
+from attnforge.benchmarks.suites import false_alarms, fusion, overhead, real_sizes, scaling, suite
 
 OTHERS = {
     "fusion-coverage": ("fusion_coverage.json", fusion.table),
     "fusion-summary": ("fusion_coverage.json", fusion.summary),
+    "real-sizes": ("real_sizes.json", real_sizes.table),
+    "real-sizes-growth": ("real_sizes.json", real_sizes.growth),
     "overhead": ("overhead.json", overhead.table),
     "scaling": ("scaling.json", scaling.table),
     "false-alarms": ("false_alarms.json", false_alarms.table),

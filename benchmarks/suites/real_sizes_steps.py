@@ -1,0 +1,168 @@
+"""The steps that are measured of one published model, each in a process of its own.
+
+`python -m attnforge.benchmarks.suites.real_sizes_steps` reads an :class:`Order` from its standard input and writes what
+it measured, one JSON document, to the order's answer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnforge.bundle import Source
+from attnforge.errors import CaptureError, first_line
+from attnforge.memory import peak
+from attnforge.records import Record
+
+if TYPE_CHECKING:
+    from attnforge.model.registry import Example
+
+
+class Order(Record):
+    """What a process is told to do.
+
+    Attributes:
+        step: name of one of :data:`STEPS`.
+        model: folder with the model's configuration.
+        options: of :func:`attnforge.export.sources.huggingface.example`.
+        bundle: folder that is deployed to, and verified.
+        tune: whether deploying measures forms and backends.
+        answer: file to write.
+    """
+
+    step: str
+    model: str
+    options: dict[str, str | int]
+    bundle: str
+    tune: bool
+    answer: str
+
+
+def plain(order: Order) -> dict[str, Any]:
+    """What is done without attnforge: export, open in ONNX Runtime, and one comparison with eager torch."""
+    import numpy as np
+    import onnxruntime as ort
+    import torch
+
+    from attnforge.export.sources.shapes import OPSET
+    from attnforge.quiet import quiet
+
+    example, _ = _model(order)
+    names = list(example.dynamic_shapes or ())
+    file = Path(order.bundle).with_suffix(".onnx")
+    with quiet(), torch.no_grad():
+        torch.onnx.export(
+            example.module, example.args, file, dynamo=True, opset_version=OPSET, input_names=names,
+            dynamic_shapes=example.dynamic_shapes, external_data=True, verbose=False,
+        )  # fmt: skip
+    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    feeds = {value.name: arg.numpy() for value, arg in zip(session.get_inputs(), example.args, strict=True)}
+    outputs = session.run(None, feeds)
+    with torch.no_grad():
+        eager = [tensor.numpy() for tensor in example.module(*example.args).values()]
+    differences = [float(np.abs(o - e).max() / np.abs(e).max()) for o, e in zip(outputs, eager, strict=True)]
+    return {"difference": max(differences)}
+
+
+def deploy(order: Order) -> dict[str, Any]:
+    """`attnforge.deploy` with its default options."""
+    import attnforge
+
+    example, source = _model(order)
+    parameters = sum(parameter.numel() for parameter in example.module.parameters())
+    bundle = attnforge.deploy(
+        example.module, example.args, order.bundle, example.dynamic_shapes, tune=order.tune, source=source
+    )
+    manifest = bundle.manifest
+    return {
+        "parameters": parameters,
+        "inputs": {spec.name: spec.text() for spec in manifest.inputs},
+        "sites": manifest.attention.sites,
+        "canonical": manifest.attention.canonical,
+        "reasons": sorted({site.reason for site in manifest.attention.details if site.reason is not None}),
+        "targets": list(manifest.targets),
+        "skipped": manifest.skipped,
+        "stages": manifest.seconds,
+        "memory": manifest.memory,
+        "children": {name: cost.model_dump() for name, cost in manifest.children.items()},
+        "picked": None if manifest.choice is None else manifest.choice.picked,
+    }
+
+
+def verify(order: Order) -> dict[str, Any]:
+    """`attnforge.verify` of the bundle, on every backend of this machine."""
+    import attnforge
+
+    report = attnforge.verify(order.bundle)
+    backends = {
+        name: {
+            "passed": backend.passed,
+            "error": backend.error,
+            "budget": backend.budget,
+            "cases": backend.cases,
+            "missed": backend.missed,
+        }
+        for name, backend in report.backends.items()
+    }
+    return {"passed": report.passed, "backends": backends, "skipped": report.skipped}
+
+
+def fused(order: Order) -> dict[str, Any]:
+    """How many sites TensorRT-RTX compiles to its fused kernel in fp16; in bf16, where torch exports no fp16."""
+    import onnx_ir as ir
+
+    from attnforge.export.attention.canonicalize import canonicalize
+    from attnforge.export.lowering import tensorrt as for_tensorrt
+    from attnforge.export.sources.torch_module import capture
+    from attnforge.export.tensorrt import build as engine
+    from attnforge.precision import precision_named
+
+    example, _ = _model(order)
+    precision, without = "fp16", None
+    try:
+        captured = capture(example.module, example.args, example.dynamic_shapes, precision_named(precision))
+    except CaptureError as error:
+        precision, without = "bf16", first_line(error)
+        captured = capture(example.module, example.args, example.dynamic_shapes, precision_named(precision))
+    sites = canonicalize(captured.model).sites
+    lowered = for_tensorrt.lower(captured.model, sites).sites
+    file = Path(order.bundle).with_suffix(".onnx")
+    ir.save(captured.model, file, external_data=f"{file.name}.data")
+    plan = engine.build(file, "tensorrt_rtx", captured.inputs, precision)
+    unfused = [form for form in lowered if plan.kernel_of(form.node) is None]
+    return {
+        "sites": len(sites),
+        "fused": len(lowered) - len(unfused),
+        "unfused": sorted({form.unfused or plan.why_unfused(form.node) for form in unfused}),
+        "precision": precision,
+        "without": without,
+    }
+
+
+STEPS: dict[str, Callable[[Order], dict[str, Any]]] = {
+    "plain": plain,
+    "deploy": deploy,
+    "verify": verify,
+    "fused": fused,
+}
+
+
+def _model(order: Order) -> tuple[Example, Source]:
+    from attnforge.export.sources.named import HUGGING_FACE, build
+
+    return build(f"{HUGGING_FACE}{order.model}", order.options, None)
+
+
+def main() -> None:
+    """Do the step that standard input orders."""
+    order = Order.model_validate(json.load(sys.stdin))
+    answer = STEPS[order.step](order)
+    most = max([peak(), *answer.get("memory", {}).values()])
+    Path(order.answer).write_text(json.dumps({**answer, "peak": most}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
