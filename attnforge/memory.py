@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -37,3 +39,11 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
+
+
+def give_back() -> None:
+    """Free what only circles of references hold, and let the C library give freed memory back to the system, which
+    glibc does by itself only at the end of its heap."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -4,6 +4,7 @@ measurement."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -17,12 +18,14 @@ from attnforge.export.graphs.saving import Shelf
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
+from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import DynamicShapes
 from attnforge.export.targets.registry import Selection, begin, finish, select
 from attnforge.export.targets.target import Job
 from attnforge.export.tensorrt.build import Builders, profiles_of
 from attnforge.machine import tool_versions
+from attnforge.memory import give_back
 from attnforge.progress import Listener, Progress, Stages
 from attnforge.runtime.choose import choose_backend, tune_session
 
@@ -91,7 +94,28 @@ def deploy(
     options = DeployOptions(precision, targets, name, **keywords)
     selection = select(options.targets, options.require_fused)
     stages = Stages(progress, _stage_names(options, selection))
-    with writing(out, options.force) as folder, Builders() as builders:
+    with writing(out, options.force) as folder:
+        manifest = _made(module, args, dynamic_shapes, Path(out), folder, options, selection, stages)
+        _write_manifest(folder, manifest, stages)
+        if options.tune:
+            give_back()  # all that the steps held, before every backend holds the weights
+            _measure_backends(folder, manifest, stages.begin("measure backends"))
+            _write_manifest(folder, manifest, stages, only_new=True)
+    return Bundle(out)
+
+
+def _made(
+    module: Model,
+    args: Sequence[Any] | None,
+    dynamic_shapes: DynamicShapes,
+    out: Path,
+    folder: Path,
+    options: DeployOptions,
+    selection: Selection,
+    stages: Stages,
+) -> Manifest:
+    """The steps from a model to all files of its bundle in `folder`, and the manifest of what was made."""
+    with Builders() as builders:
         stages.begin("export")
         source, origin = open_source(module, args, dynamic_shapes, options.source_precision)
         attention = options.attention_at(source.precision, selection.chosen)
@@ -113,9 +137,11 @@ def deploy(
         shelf.save(model, CANONICAL)
         if mixed is None:  # else the canonical graph has other weights, which the plain one cannot share
             shelf.save_beside(plain, PLAIN, model, CANONICAL)
+        if isinstance(source, Imported):
+            shelf.share(source.original.model)
 
         job = Job(
-            out=Path(out),
+            out=out,
             folder=folder,
             shelf=shelf,
             builders=builders,
@@ -124,17 +150,17 @@ def deploy(
             inputs=source.inputs,
             precision=reference.precision,
             attention=attention,
-            tune=options.tune,
+            measuring=MEASURING / 2 if options.tune else 0.0,
             compute_capabilities=options.compute_capabilities,
             profiles=options.profiles,
         )
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
+        give_back()
         cases = write_reference(folder, reference, model, attention, data, stages.begin("reference"))
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
         certificate = certify(sites, built)
         check_fused(options.require_fused, certificate)
-
-        manifest = Manifest(
+        return Manifest(
             name=options.name or _name_of(origin),
             precision=reference.precision.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -152,11 +178,6 @@ def deploy(
             least=options.least,
             children={name: child for result in built.values() for name, child in result.children.items()},
         )
-        _write_manifest(folder, manifest, stages)
-        if options.tune:
-            _measure_backends(folder, manifest, stages.begin("measure backends"))
-            _write_manifest(folder, manifest, stages, only_new=True)
-    return Bundle(out)
 
 
 PLANS = "wait for TensorRT's plans"
@@ -195,10 +216,22 @@ def _name_of(origin: Source) -> str:
     return origin.name.rpartition(".")[2] if origin.kind == "module" else Path(origin.name).stem
 
 
+MEASURING = 20.0
+"""Seconds for all that is measured to choose by: forms of attention sites (at most half), settings of ONNX Runtime's
+session, and backends, whose opening counts as well. What one leaves, the next may use."""
+
+SETTINGS = 4.0
+"""How many of these seconds are for settings, at most."""
+
+
 def _measure_backends(folder: Path, manifest: Manifest, progress: Progress) -> None:
     """Add to the manifest how ONNX Runtime's session runs the model fastest here, and then which backend is fastest."""
-    if "onnxruntime" in manifest.targets:
+    left = MEASURING
+    if (target := manifest.targets.get("onnxruntime")) is not None:
+        left -= target.tuning.seconds if target.tuning is not None else 0.0
+        start = time.perf_counter()
         with suppress(Exception):  # verify reports what ONNX Runtime does not run
-            manifest.targets["onnxruntime"].session = tune_session(Bundle(folder, lazily=True))
+            target.session = tune_session(Bundle(folder, lazily=True), min(SETTINGS, left))
+        left -= time.perf_counter() - start
         write_manifest(folder, manifest, only_new=True)
-    manifest.choice = choose_backend(Bundle(folder, lazily=True), progress=progress)
+    manifest.choice = choose_backend(Bundle(folder, lazily=True), left, progress)

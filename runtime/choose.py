@@ -4,7 +4,7 @@ budget, and which settings of ONNX Runtime's CPU session are."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -25,22 +25,26 @@ from attnforge.runtime.backends.registry import BACKENDS, libraries_of, why_unav
 from attnforge.runtime.parity.verify import hold, stored_inputs
 from attnforge.runtime.preference import fastest_first
 from attnforge.runtime.session import Session, load
-from attnforge.runtime.turns import ALIKE, LONG, medians, seconds_of
+from attnforge.runtime.turns import ALIKE, FEWEST_ROUNDS, LONG, medians, seconds_of
 
 ROUNDS = 16
 """How often every backend, and every setting, is timed."""
+
+FEWEST_CALLS = 4 * FEWEST_ROUNDS
+"""About how many calls a race of two takes at least."""
 
 
 def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | None = None) -> Choice | None:
     """Hold every backend that can run here to the budget, and time those that meet it, in shuffled turns.
 
-    Backends are opened and timed twice, the second time in the reverse order, because the one that is opened first may
-    stay slower for that.
+    Every backend is opened and held to the budget once. Where there is time they are opened and timed once more, in the
+    reverse order, because the one that is opened first may stay slower for that.
 
     Args:
         bundle: the bundle; backends are held to its reference cases, and timed on its example.
-        seconds: for timing.
-        progress: hears of every backend as it is opened, twice.
+        seconds: for opening and timing; the backends are opened once, and timed in a few rounds, whatever it takes.
+            Holding them to the budget is no measurement, and does not count.
+        progress: hears of every backend as it is opened.
 
     Returns:
         The choice; None where fewer than two backends can run, so that there is nothing to choose.
@@ -49,12 +53,23 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     able = [name for name in BACKENDS if why_unavailable(bundle, name) is None]
     if len(able) < 2:
         return None
+    steps, end = Steps(progress, len(able)), start + seconds
     dropped: dict[str, str] = {}
-    steps = Steps(progress, 2 * len(able))
-    openings = [
-        _timed(bundle, able, dropped, seconds / 2, steps, to_budget=True),
-        _timed(bundle, able[::-1], dropped, seconds / 2, steps),
-    ]
+    with ExitStack() as stack:
+        runs: dict[str, Callable[[], Any]] = {}
+        for name in able:
+            steps.begin(name)
+            run, held = _opened(stack, bundle, name, dropped, to_budget=True)
+            end += held
+            if run is not None:
+                runs[name] = run
+        opening = time.perf_counter() - (end - seconds)
+        openings = [medians(runs, ROUNDS // 2, (seconds - opening) / 2)]
+    if len(runs) > 1 and time.perf_counter() + opening < end:
+        with ExitStack() as stack:
+            again = {name: _opened(stack, bundle, name, dropped)[0] for name in reversed(runs)}
+            runs = {name: run for name, run in again.items() if run is not None}
+            openings.append(medians(runs, ROUNDS // 2, end - time.perf_counter()))
     milliseconds = {name: round(mean(times[name] for times in openings), 4) for name in able if name not in dropped}
     return Choice(
         machine=this_machine(),
@@ -67,42 +82,35 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     )
 
 
-def _timed(
-    bundle: Bundle,
-    names: Sequence[str],
-    dropped: dict[str, str],
-    seconds: float,
-    steps: Steps,
-    *,
-    to_budget: bool = False,
-) -> dict[str, float]:
-    """The median milliseconds of backends that are open at the same time.
+def _opened(
+    stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str], *, to_budget: bool = False
+) -> tuple[Callable[[], Any] | None, float]:
+    """A backend's run of the example, and the seconds that holding it to the budget took.
 
     Args:
-        bundle: the bundle, whose example is timed.
-        names: of the backends, in the order in which to open them.
-        dropped: backends that are left out, and why. Backends that fail now, or miss the budget, are added.
-        seconds: for timing.
-        steps: tells of every backend.
-        to_budget: whether to hold the backends to the budget first.
+        stack: closes the backend.
+        bundle: the bundle.
+        name: of the backend.
+        dropped: gets why the backend failed, or missed the budget; it is closed then, and there is no run.
+        to_budget: whether to hold it to the budget first.
     """
-    feeds = _example(bundle)
-    with ExitStack() as stack:
-        runs: dict[str, Callable[[], Any]] = {}
-        for name in (name for name in names if name not in dropped):
-            steps.begin(name)
-            try:
-                session = stack.enter_context(load(bundle, name, cache=False))  # the bundle has yet to be moved
-                missed = hold(bundle, name, session.run).missed if to_budget else None
-                session.warm_up()
-            except Exception as error:  # of any library: a backend that fails is not chosen
-                dropped[name] = first_line(error)
-                continue
-            if missed is not None:
-                dropped[name] = f"it missed the parity budget: {missed}"
-            else:
-                runs[name] = partial(session.run, feeds)
-        return medians(runs, ROUNDS // 2, seconds)
+    held = 0.0
+    with ExitStack() as alone:
+        try:
+            session = alone.enter_context(load(bundle, name, cache=False))  # the bundle has yet to be moved
+            if to_budget:
+                start = time.perf_counter()
+                missed = hold(bundle, name, session.run).missed
+                held = time.perf_counter() - start
+                if missed is not None:
+                    dropped[name] = f"it missed the parity budget: {missed}"
+                    return None, held
+            session.warm_up()
+        except Exception as error:  # of any library: a backend that fails is not chosen
+            dropped[name] = first_line(error)
+            return None, held
+        stack.push(alone.pop_all())
+    return partial(session.run, _example(bundle)), held
 
 
 def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
@@ -111,14 +119,16 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
 
     Settings matter to runs that are shorter than :data:`~attnforge.runtime.turns.LONG`; longer ones keep the defaults.
     A setting that is not ONNX Runtime's default has to win twice, the second time by
-    :data:`~attnforge.runtime.turns.ALIKE`, and must not lose by as much at the largest sizes.
+    :data:`~attnforge.runtime.turns.ALIKE`, and must not lose by as much at the largest sizes, for which there has to be
+    time.
 
     A small model is also written as ONNX Runtime's optimizer leaves it, so that no load has to optimise it again.
-    Loading a large model is nearly all reading of weights, so that is not done for large ones.
+    Large models keep the defaults: loading one is nearly all reading of weights, its runs are long, and every setting
+    that is tried would hold the weights once more.
 
     Args:
         bundle: the bundle; its example is timed, and the optimized model is written to its folder.
-        seconds: for timing, at most twice.
+        seconds: for timing, in all.
 
     Raises:
         Exception: of ONNX Runtime, where it does not run the model; then no optimized model is left behind.
@@ -126,7 +136,7 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
     model = bundle.file(bundle.manifest.targets["onnxruntime"].model)
     settings = SessionSettings(machine=this_machine(gpus=False), version=ort.__version__)
     if bundle.path.joinpath(WEIGHTS).exists():
-        return _fastest_settings(bundle, model, settings, seconds)
+        return settings
     optimized = model.with_name("optimized.onnx")
     try:
         _save_optimized(model, optimized)
@@ -139,7 +149,7 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
 
 def _fastest_settings(bundle: Bundle, model: Path, settings: SessionSettings, seconds: float) -> SessionSettings:
     """`settings`, which are ONNX Runtime's own, or those that twice ran the model faster."""
-    example, largest = _example(bundle), _largest(bundle)
+    start, example = time.perf_counter(), _example(bundle)
     default = partial(_run_with(bundle, model, settings), example)
     default()
     if seconds_of(default) > LONG:
@@ -149,10 +159,16 @@ def _fastest_settings(bundle: Bundle, model: Path, settings: SessionSettings, se
         changes["one thread"] = {"threads": 1}
     tried = {"default": settings, **{name: settings.model_copy(update=change) for name, change in changes.items()}}
     runs = {name: _run_with(bundle, model, candidate) for name, candidate in tried.items()}
-    settings.measured = medians({name: partial(run, example) for name, run in runs.items()}, ROUNDS, seconds)
+    settings.measured = medians({name: partial(run, example) for name, run in runs.items()}, ROUNDS, seconds / 2)
     best = min(settings.measured, key=lambda name: settings.measured[name])
-    for feeds, limit, factor in ((example, seconds, ALIKE), (largest, 0.0, 1 / ALIKE)):
-        again = medians({name: partial(runs[name], feeds) for name in {"default": 0, best: 0}}, ROUNDS, limit)
+    if best == "default":
+        return settings
+    for feeds, factor in ((example, ALIKE), (_largest(bundle), 1 / ALIKE)):
+        left = start + seconds - time.perf_counter()
+        pair = {name: partial(runs[name], feeds) for name in ("default", best)}
+        if FEWEST_CALLS * seconds_of(pair["default"]) > left:  # nobody knows whether it wins
+            return settings
+        again = medians(pair, ROUNDS, left / 2)
         if again[best] * factor >= again["default"]:
             return settings
     return tried[best].model_copy(update={"measured": settings.measured})

@@ -105,7 +105,7 @@ class Large:
                 inputs=_fixed(captured.inputs, shapes),
                 precision=captured.precision,
                 attention=None,
-                tune=False,
+                measuring=0.0,
                 compute_capabilities=wanted,
                 profiles=(),
             )

@@ -21,7 +21,7 @@ from attnforge.arrays import Array, is_floating
 from attnforge.errors import first_line
 from attnforge.export.graphs.float64 import NoDoublePath, to_double
 from attnforge.export.graphs.parts import part_of
-from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.saving import SHELVED, save
 from attnforge.export.graphs.types import FLOAT, cast_input, cast_output, round_results
 
 BFLOAT16 = ir.DataType.BFLOAT16
@@ -33,7 +33,7 @@ Tensors = dict[str, Array]
 def open_session(model: ir.Model, *, optimised: bool = False) -> Any:
     """An `ort.InferenceSession` of `model` on the CPU, which logs nothing.
 
-    The graph goes through a file, because protobuf holds 2 GiB: parameters beyond that lie in a file beside it.
+    The graph goes through a file, and many parameters through another one beside it, which is mapped into memory.
 
     Args:
         model: is not touched.
@@ -45,7 +45,7 @@ def open_session(model: ir.Model, *, optimised: bool = False) -> Any:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     with tempfile.TemporaryDirectory(prefix="attnforge-") as folder:
         file = Path(folder) / "model.onnx"
-        save(model, file)
+        save(model, file, SHELVED)
         return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 

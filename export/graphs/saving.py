@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
 
@@ -19,16 +21,19 @@ parsed: such a model loads in half the time, and the bundle is half as large."""
 _SMALL, _ALIGNED = 1024, 4096
 
 
-def save(model: ir.Model, file: Path) -> None:
-    """Write `model` to `file`, with its weights in `file.data` where one file cannot hold them.
+def save(model: ir.Model, file: Path, limit: int = LIMIT) -> None:
+    """Write `model` to `file`, with its weights in `file.data` where there are many.
 
     Args:
-        model: its graph is not touched; weights that lie in another file are read into memory.
+        model: its graph is not touched; where it is written to one file, weights that lie in another are read into
+            memory.
         file: in a folder that is created where there is none.
+        limit: bytes of weights above which they stand in `file.data`. What reads that file maps it, so that weights
+            are in memory once, and not as parts of the graph as well.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    if _bytes_of_weights(model) > LIMIT:
-        ir.save(model, file, external_data=f"{file.name}.data")
+    if _bytes_of_weights(model) > limit:
+        ir.save(model, file, external_data=f"{file.name}.data", alignment=_ALIGNED)
         return
     ir.external_data.load_to_model(model)  # weights read from another file would still point there
     ir.save(model, file)
@@ -49,12 +54,14 @@ class Shelf:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._places: dict[int, tuple[ir.TensorProtocol, int]] = {}  # the tensor is held so that its id stays its own
+        self._shelved: WeakKeyDictionary[ir.TensorProtocol, ir.ExternalTensor] = WeakKeyDictionary()
 
     def save(self, model: ir.Model, name: str) -> str:
-        """Write `model`, which is not touched.
+        """Write `model`. Weights that are written to the data file are that file's from then on, in `model` as well:
+        they are mapped when they are read, and no copy of them is held in memory.
 
         Args:
+            model: is the same function afterwards.
             name: of the file, relative to the folder of the bundle.
 
         Returns:
@@ -65,19 +72,32 @@ class Shelf:
             save(model, file.with_name(f".{file.name}"))
             file.with_name(f".{file.name}").rename(file)  # a builder may be reading an equal one
             return name
-        light = model.clone()
-        with (self._folder / WEIGHTS).open("ab") as stream:
-            for value in _weights(light):
+        self._take(model)
+        ir.save(model, self._folder / (name := name.replace("/", ".")))
+        return name
+
+    def _take(self, model: ir.Model) -> None:
+        """Let the large weights of `model` be those of the data file, which gets those that it lacks."""
+        weights = self._folder / WEIGHTS
+        weights.touch()
+        with weights.open("r+b") as stream:  # not for appending, which the kernel's own copying refuses
+            stream.seek(0, os.SEEK_END)
+            for value in _weights(model):
                 tensor = value.const_value
                 if tensor is None or tensor.nbytes < _SMALL:
                     continue
-                if id(tensor) not in self._places:
+                if tensor not in self._shelved:
                     stream.write(b"\0" * (-stream.tell() % _ALIGNED))
-                    self._places[id(tensor)] = tensor, stream.tell()
-                    stream.write(tensor.tobytes())
-                value.const_value = self._external(tensor, WEIGHTS, self._places[id(tensor)][1])
-        ir.save(light, self._folder / (name := name.replace("/", ".")))
-        return name
+                    external = self._external(tensor, WEIGHTS, stream.tell())
+                    tensor.tofile(stream)  # type: ignore[attr-defined]
+                    self._shelved[tensor] = self._shelved[external] = external
+                value.const_value = self._shelved[tensor]
+
+    def share(self, model: ir.Model) -> None:
+        """Let those weights of `model` that the data file holds be that file's, so that they leave memory."""
+        for value in _weights(model):
+            if value.const_value is not None:
+                value.const_value = self._shelved.get(value.const_value, value.const_value)
 
     def save_beside(self, model: ir.Model, name: str, other: ir.Model, other_name: str) -> None:
         """Write `model`, which is not touched, without a second copy of the weights that it shares with `other`: they

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -120,7 +121,16 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
         for value, name, arg in zip(model.graph.inputs, names, cast, strict=True)
     ]
     outputs = [spec_of(value, output_dims(value, inputs)) for value in model.graph.outputs]
+    _forget_graphs()
     return Captured(model, copied, cast, inputs, outputs, precision)
+
+
+def _forget_graphs() -> None:
+    """Let onnxscript's rules, which live as long as the process, go of the last graph that each looked at, for it has
+    the module's weights."""
+    for matcher in (thing for thing in gc.get_objects() if type(thing).__name__ == "SimplePatternMatcher"):
+        for name in {"_graph", "_current_node", "_match"} & vars(matcher).keys():
+            setattr(matcher, name, None)
 
 
 def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:

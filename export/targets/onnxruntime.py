@@ -33,7 +33,7 @@ def begin(job: Job, progress: Progress) -> Finish:
     dims = [dim for spec in job.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
     largest = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
     steps = Steps(progress, sum(site.node is not None for site in job.sites))
-    tuner = Tuner(sizes, steps=steps) if job.tune else None
+    tuner = Tuner(sizes, job.measuring, steps) if job.measuring else None
     model = job.model.clone()
     lowered = lower(model, job.sites, sizes, tuner=tuner, largest=largest).sites
     record = TargetRecord(model=job.shelf.save(model, "onnxruntime/model.onnx"))
@@ -65,6 +65,7 @@ def compiled_operators(file: Path) -> dict[str, str]:
     options.add_session_config_entry(
         "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"
     )  # protobuf cannot hold a model of more than 2 GiB
+    options.add_session_config_entry("session.disable_prepacking", "1")  # which copies weights, to run them faster
     options.log_severity_level = 3
     try:
         ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])

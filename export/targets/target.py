@@ -31,7 +31,7 @@ class Job:
         inputs: name, dtype and dims of each input.
         precision: of the bundle.
         attention: precision of attention alone in TensorRT's plans; None for the bundle's own.
-        tune: whether forms are chosen by measuring.
+        measuring: seconds for choosing forms by measuring; 0 where rules choose.
         compute_capabilities: that a TensorRT-RTX plan is for, such as `SM89`; none for portable ones.
         profiles: further optimization profiles of TensorRT's plans.
     """
@@ -45,7 +45,7 @@ class Job:
     inputs: list[TensorSpec]
     precision: Precision
     attention: Precision | None
-    tune: bool
+    measuring: float
     compute_capabilities: Sequence[str]
     profiles: Sequence[Mapping[str, Range]]
 

@@ -159,6 +159,12 @@ def test_each_is_opened_first_once_and_held_to_the_budget_once(
     assert opened == held + held[::-1] and sorted(held) == ["onnxruntime-cpu", "openvino"]
     assert found is not None and found.milliseconds == dict.fromkeys(held, 5.0)
 
+    opened.clear()
+    held.clear()
+    found = choosing.choose_backend(deployed, seconds=0.0)  # no time to open anything twice
+    assert opened == held and sorted(held) == ["onnxruntime-cpu", "openvino"]
+    assert found is not None and found.milliseconds == dict.fromkeys(held, 4.0)
+
 
 def test_with_one_backend_there_is_nothing_to_choose(deployed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "why_unavailable", lambda bundle, name: None if name == "onnxruntime-cpu" else "no")
@@ -230,6 +236,28 @@ def test_a_setting_that_does_not_win_again_or_is_slower_at_the_largest_sizes_is_
     settings = choosing.tune_session(with_choice(deployed, tmp_path / "b"))
     assert settings.threads is None and settings.spinning and settings.arena
     assert len(races) == loses + 1
+
+
+def test_a_setting_that_there_is_no_time_to_try_at_the_largest_sizes_is_not_kept(
+    deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        choosing, "medians", lambda runs, *limits: {name: 1.0 if name == "no arena" else 2.0 for name in runs}
+    )
+    monkeypatch.setattr(choosing, "seconds_of", lambda run: 0.01)
+    bundle = with_choice(deployed, tmp_path / "b")
+    assert not choosing.tune_session(bundle, seconds=60.0).arena
+    assert choosing.tune_session(bundle, seconds=0.05).arena
+
+
+def test_a_large_model_keeps_the_default_settings(
+    deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(choosing, "OnnxRuntime")
+    bundle = with_choice(deployed, tmp_path / "b")
+    (bundle.path / "weights.data").touch()
+    settings = choosing.tune_session(bundle)
+    assert (settings.threads, settings.spinning, settings.arena, settings.optimized) == (None, True, True, None)
 
 
 def test_a_model_that_cannot_be_measured_leaves_no_optimized_one(

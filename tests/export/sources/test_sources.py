@@ -1,8 +1,10 @@
 """Models that someone else exported: ONNX files of any opset and exported programs, held to what they were given as."""
 
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from attnforge.export.sources.exported_program import open_program
 from attnforge.export.sources.onnx_file import import_graph
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.shapes import infer_shapes
+from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
 from attnforge.runtime.parity.budget import relative_error
+from tests.support.bundles import small_example
 
 pytestmark = pytest.mark.xdist_group("sources")
 
@@ -439,3 +443,15 @@ def test_files_that_are_no_model(name: str, content: bytes | None, words: str, t
     with pytest.raises(UsageError, match=words):
         attnforge.deploy(tmp_path / name, None, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_nothing_keeps_a_module_that_was_captured() -> None:
+    """Rules of onnxscript, which torch's exporter runs, keep the graph that they last looked at."""
+    gc.unfreeze()  # what the test run froze, the collector neither lists nor frees
+    module, args, shapes = small_example()
+    captured = capture(module, args, shapes, precision_named("fp32"))
+    copied = weakref.ref(captured.module), weakref.ref(next(captured.module.parameters()))
+    del captured
+    gc.collect()
+    gc.freeze()
+    assert [reference() for reference in copied] == [None, None]
