@@ -10,6 +10,7 @@ import numpy as np
 
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Case, Manifest, SiteRecord
+from attnforge.numbers import scientific
 from attnforge.report import map_pictures
 from attnforge.report.attention_maps import AttentionMaps, PatchGrid, SiteMaps, patch_grid
 from attnforge.report.charts import Picture
@@ -147,7 +148,7 @@ def _draw_maps(label: str, site: str, eager: Array, deployed: Array) -> Maps:
         label,
         draw(eager, top, f"Attention weights of eager: {which}; the largest is {_largest(eager):.3g}."),
         draw(deployed, top, f"Attention weights as deployed: {which}; the largest is {_largest(deployed):.3g}."),
-        draw(difference, most, f"Deployed minus eager: {which}; at most {most:.1e} apart.", difference=True),
+        draw(difference, most, f"Deployed minus eager: {which}; at most {scientific(most)} apart.", difference=True),
     )
 
 
@@ -202,7 +203,7 @@ def _draw_on_image(
     which = f"attention of {label} over the image, {grid.rows} × {grid.columns} patches of {grid.side} pixels, in "
     which += maps.site
     eager_alt = f"Eager: {which}; most to the patch in row {row + 1}, column {column + 1}."
-    difference_alt = f"Deployed minus eager: {which}; at most {most:.1e} apart."
+    difference_alt = f"Deployed minus eager: {which}; at most {scientific(most)} apart."
     image_alt = f"The image that the model was given, {pixels.shape[1]} × {pixels.shape[0]}."
     return MapsOnImage(
         f"What {label} attends to",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnforge.arrays import Array
+from attnforge.numbers import scientific
 from attnforge.report.charts import Picture, drawing, embedded
 
 if TYPE_CHECKING:
@@ -107,6 +108,6 @@ def _show_image(figure: Figure, image: Array, query: tuple[int, int, int] | None
 def _colorbar(figure: Figure, shown: Any, ends: tuple[float, float], difference: bool) -> None:
     bar = figure.colorbar(shown, cax=figure.add_axes((0.785, 0.18, 0.028, 0.74)))
     ticks = [ends[0], sum(ends) / 2, ends[1]]
-    bar.set_ticks(ticks, labels=["0" if t == 0 else f"{t:.0e}" if difference else f"{t:.2g}" for t in ticks])
+    bar.set_ticks(ticks, labels=["0" if t == 0 else scientific(t, 1) if difference else f"{t:.2g}" for t in ticks])
     bar.ax.tick_params(labelsize=9, length=2)
     bar.outline.set_visible(False)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.files import write_whole
+from attnforge.numbers import scientific
 
 NOTHING = "–"
 """What stands for a number that was not measured."""
@@ -51,13 +52,8 @@ def fixed(number: float | None, decimals: int) -> str:
 
 
 def error(number: float | None) -> str:
-    """A relative error to two digits: `2.1e-7`, and not `2.1e-07`."""
-    if number is None:
-        return NOTHING
-    if not math.isfinite(number):
-        return "not finite"
-    mantissa, _, exponent = f"{number:.1e}".partition("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}" if number else "0"
+    """A relative error to two digits (:func:`attnforge.numbers.scientific`)."""
+    return NOTHING if number is None else scientific(number)
 
 
 def percent(share: float | None) -> str:

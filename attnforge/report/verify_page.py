@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from attnforge.bundle import Bundle, Case, DimSpec, Kind, Manifest, Masks
+from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.report import error_charts
 from attnforge.report.attention_maps import attention_maps
@@ -275,7 +276,7 @@ def _in_words(errors: Sequence[int]) -> str:
 
 
 def _edge(bin: int) -> str:
-    return f"{10 ** (LEAST_DECADE + (bin + 1) / BINS_A_DECADE):.0e}"
+    return scientific(10 ** (LEAST_DECADE + (bin + 1) / BINS_A_DECADE), 1)
 
 
 def _by_sizes(label: str, rows: Sequence[_Row], manifest: Manifest) -> list[tuple[str, Picture]]:

@@ -48,21 +48,29 @@ def open_backend(name: str, setup: Setup, stack: ExitStack) -> Runner:
     return stack.enter_context(load(setup.bundle, name, threads=setup.threads)).run
 
 
+def product_of(size: int, precision: str = "fp32") -> bytes:
+    """The ONNX model of a product of a square matrix `a` with one of ones, a constant, as models have it."""
+    from onnx import TensorProto, helper
+
+    kind = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}.get(precision, TensorProto.FLOAT)
+    a, c = (helper.make_tensor_value_info(name, kind, [size, size]) for name in ("a", "c"))
+    ones = helper.make_tensor("b", kind, [size, size], np.ones(size * size, np.float32))
+    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "product", [a], [c], [ones])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    data: bytes = model.SerializeToString()
+    return data
+
+
 @functools.cache
 def why_no_products(precision: str) -> str | None:
     """Why ONNX Runtime's CPU cannot multiply matrices at a precision, in its words, or None; asked before a model is
     exported for nothing."""
     import onnxruntime as ort
-    from onnx import TensorProto, helper
 
-    kind = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}.get(precision, TensorProto.FLOAT)
-    values = [helper.make_tensor_value_info(name, kind, [2, 2]) for name in ("a", "b", "c")]
-    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "product", values[:2], values[2:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(product_of(2, precision), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's own kinds derive from nothing narrower
         return first_line(error)
     return None
@@ -85,22 +93,38 @@ def _on_cuda(setup: Setup, file: Path, stack: ExitStack) -> Runner:
     return lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
 
 
-def _in_openvino(setup: Setup, file: Path, stack: ExitStack, static: bool = False) -> Runner:
+def openvino_request(
+    model: str | bytes, precision: str, threads: int, shapes: dict[str, list[int]] | None = None
+) -> Any:
+    """An infer request of a model on the CPU at a precision.
+
+    Args:
+        model: an ONNX file, or its bytes.
+        precision: that OpenVINO computes at.
+        threads: that a run may use.
+        shapes: of the inputs by name, to compile for these alone.
+
+    Raises:
+        UnavailableError: OpenVINO is not here, or does not compute at the precision on this processor.
+    """
     if (reason := why_not_here("openvino")) is not None:
         raise UnavailableError(reason)
     import openvino
 
     core: Any = openvino.Core()
-    ability, hint = CAPABILITIES.get(setup.bundle.manifest.precision, ("FP32", "f32"))
+    ability, hint = CAPABILITIES.get(precision, ("FP32", "f32"))
     if ability not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise UnavailableError(f"this processor has no {ability} arithmetic that OpenVINO uses")
-    model = core.read_model(str(file))
-    if static:
-        model.reshape({name: list(array.shape) for name, array in setup.feeds.items()})
-    properties = {
-        "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": setup.threads
-    }  # fmt: skip
-    request = core.compile_model(model, "CPU", properties).create_infer_request()
+    graph = core.read_model(model)
+    if shapes is not None:
+        graph.reshape(shapes)
+    asked = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": threads}
+    return core.compile_model(graph, "CPU", asked).create_infer_request()
+
+
+def _in_openvino(setup: Setup, file: Path, stack: ExitStack, static: bool = False) -> Runner:
+    shapes = {name: list(array.shape) for name, array in setup.feeds.items()} if static else None
+    request = openvino_request(str(file), setup.bundle.manifest.precision, setup.threads, shapes)
     names = [spec.name for spec in setup.bundle.manifest.outputs]
     held: list[dict[str, Array]] = [{}, {}]  # the last call's inputs and their fp32 copies, which take time to make
 
@@ -113,14 +137,10 @@ def _in_openvino(setup: Setup, file: Path, stack: ExitStack, static: bool = Fals
     return run
 
 
-def _in_openvino_for_these_sizes(setup: Setup, file: Path, stack: ExitStack) -> Runner:
-    return _in_openvino(setup, file, stack, static=True)
-
-
 ENGINES: dict[str, Callable[[Setup, Path, ExitStack], Runner]] = {
     "onnxruntime": _in_onnxruntime,
     "onnxruntime-cuda": _on_cuda,
     "openvino": _in_openvino,
-    "openvino-static": _in_openvino_for_these_sizes,
+    "openvino-static": functools.partial(_in_openvino, static=True),
 }
 """By name; each opens a model's file."""

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +26,7 @@ from torch.export import Dim
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, wide
-from attnforge.bundle import Bundle, DimSpec, TensorSpec
+from attnforge.bundle import CANONICAL, Bundle, DimSpec, TensorSpec
 from attnforge.errors import UnavailableError
 from attnforge.export.graphs.saving import save
 from attnforge.export.sources.named import rebuild
@@ -302,7 +302,8 @@ def _by_optimizer(job: PeerJob) -> Path:
     file = job.folder / f"onnxruntime-optimizer-{job.precision.name}.onnx"
     if not file.exists():  # as an encoder alone, because every other kind takes seconds for a large model
         of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
-        onnx.save(transformers_optimizer(_older_file(job), ("bert" if of_text else "vit",)), file)
+        canonical = ir.load(job.bundle.file(CANONICAL))
+        onnx.save(transformers_optimizer(_older_file(job), canonical, ("bert" if of_text else "vit",)), file)
     return file
 
 
@@ -317,15 +318,14 @@ KINDS = ("bert", "gpt2", "vit", "clip", "t5", "swin")
 """Kinds of model that ONNX Runtime's optimizer can be told to look for."""
 
 
-def transformers_optimizer(
-    file: Path, kinds: Sequence[str] = KINDS, widths: Iterable[tuple[int, int]] = ((0, 0),)
-) -> onnx.ModelProto:
+def transformers_optimizer(file: Path, canonical: ir.Model, kinds: Sequence[str] = KINDS) -> onnx.ModelProto:
     """A model optimized by `onnxruntime.transformers.optimizer`: of all attempts, the one that fuses most attention.
 
     Args:
+        file: the model.
+        canonical: the same model's canonical graph, which tells the numbers of heads and hidden sizes; the optimizer
+            does not find them itself where the batch is dynamic.
         kinds: kinds of model to try.
-        widths: numbers of heads and hidden sizes to try; 0 lets the optimizer look for them in the graph, where it
-            does not find them if the batch is dynamic.
 
     Raises:
         RuntimeError: the optimizer refuses the model as every kind.
@@ -334,12 +334,25 @@ def transformers_optimizer(
 
     models: list[onnx.ModelProto] = []
     with quiet():
-        for kind, (heads, hidden) in itertools.product(kinds, widths):
+        for kind, (heads, hidden) in itertools.product(kinds, widths_of(canonical)):
             with suppress(Exception):  # a kind that the model is not
                 models.append(optimizer.optimize_model(str(file), kind, heads, hidden, opt_level=0).model)
     if not models:
         raise RuntimeError("it refuses the model as every kind that it knows")
     return max(models, key=fused_operators)
+
+
+def widths_of(canonical: ir.Model) -> set[tuple[int, int]]:
+    """Number of heads and width of all heads together, of every canonical Attention node where both are known; zeros,
+    which let the optimizer look for them, where none has any."""
+    widths = set()
+    for node in canonical.graph:
+        if node.op_type == "Attention":
+            query, _, value = (value.shape if value is not None else None for value in node.inputs[:3])
+            heads, head_dim = query[1] if query is not None else None, value[3] if value is not None else None
+            if isinstance(heads, int) and isinstance(head_dim, int):
+                widths.add((heads, heads * head_dim))
+    return widths or {(0, 0)}
 
 
 def ort_fusions(file: Path) -> onnx.ModelProto:

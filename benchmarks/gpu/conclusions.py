@@ -12,14 +12,13 @@ from attnforge.benchmarks.gpu.steps import (
     PATCH,
     SIDES,
     WHOLE,
-    Answer,
     Claim,
     GpuResults,
     Item,
     Step,
     is_ours,
 )
-from attnforge.benchmarks.suites.claims import answer
+from attnforge.benchmarks.suites.claims import Verdict, verdict
 from attnforge.bundle import FLAVOURS
 from attnforge.errors import first_line
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET
@@ -74,7 +73,7 @@ def parity_claim(results: GpuResults, backend: str) -> Claim:
     elif step.failed:
         parts.append(f"not measured: {_why_not(results, 'parity')}")
     is_whole = not left_out and not step.failed
-    word: Answer = "no" if wrong or failed or skipped else "yes" if is_whole else "not measured"
+    word: Verdict = "no" if wrong or failed or skipped else "yes" if is_whole else "not measured"
     return Claim(text=text, answer=word, because="; ".join(parts))
 
 
@@ -85,7 +84,7 @@ def latency_claim(results: GpuResults, precision: str, peer: str, at_most: float
     step = results.steps.get("latency", Step())
     start = f"{precision}, batch 1, "
     missing = {key.removeprefix(start): why for key, why in step.left_out.items() if key.startswith(start)}
-    answers: list[str] = []
+    answers: list[Verdict] = []
     parts: list[str] = []
     for key, item in step.items.items():
         if not key.startswith(start):
@@ -94,14 +93,15 @@ def latency_claim(results: GpuResults, precision: str, peer: str, at_most: float
         if ours and peer in item.timings:
             best = min(ours, key=lambda name: ours[name].wall.median.value)
             ratio = ours[best].ratios[peer]
-            answers.append(answer(ratio, at_most))
+            answers.append(verdict(ratio, at_most))
             parts.append(f"{tokens} ({best}) {ratio.value:.2f}×")
         else:
             missing[tokens] = _why_untimed(item, (peer,) if ours else ON_GPU)
+    answers += ["not measured"] if missing else []
     parts += [f"{', '.join(tokens)} not measured: {why}" for why, tokens in grouped(missing).items()]
     if not parts:
         return _unmeasured(text, _why_not(results, "latency"))
-    return Claim(text=text, answer=_of_all([*answers, *("not measured" for _ in missing)]), because="; ".join(parts))
+    return Claim(text=text, answer=_of_all(answers), because="; ".join(parts))
 
 
 def attention_claim(results: GpuResults) -> Claim:
@@ -119,13 +119,13 @@ def attention_claim(results: GpuResults) -> Claim:
     best = min(ours, key=lambda name: ours[name])
     ratio = item.timings[best].device_ratios[FLASH]
     figures = f"{best} {ours[best]:.3f} ms, flash {times[FLASH]:.3f} ms: {ratio.value:.2f}×"
-    return Claim(text=text, answer=_of_all([answer(ratio, 1.2)]), because=figures)
+    return Claim(text=text, answer=_of_all([verdict(ratio, 1.2)]), because=figures)
 
 
-def _of_all(answers: Iterable[str]) -> Answer:
+def _of_all(answers: Iterable[Verdict]) -> Verdict:
     """The answer to a claim that has to hold everywhere: the worst of all answers."""
     every = set(answers)
-    ordered: tuple[Answer, ...] = ("no", "within noise", "not measured")
+    ordered: tuple[Verdict, ...] = ("no", "within noise", "not measured")
     return next((word for word in ordered if word in every), "yes")
 
 

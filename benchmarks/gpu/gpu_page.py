@@ -21,6 +21,7 @@ from attnforge.benchmarks.gpu.steps import (
 from attnforge.benchmarks.measure.results import Latency
 from attnforge.benchmarks.publish import markdown_table
 from attnforge.errors import first_line
+from attnforge.numbers import scientific
 from attnforge.runtime.backends.registry import BACKENDS
 
 TIMES = (
@@ -109,7 +110,7 @@ def _parity(step: Step) -> str:
 def _check_cell(item: Item, name: str) -> str:
     if (check := item.checks.get(name)) is None:
         return "**failed**" if {name, WHOLE, FATAL} & set(item.failed) else ""
-    text = f"{check.error:.1e} / {check.budget:.1e}"
+    text = f"{scientific(check.error)} / {scientific(check.budget)}"
     return text if check.passed else f"**{text}**"
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from attnforge.benchmarks.measure.results import Interval, Latency
+from attnforge.benchmarks.suites.claims import Verdict
 from attnforge.bundle import PORTABLE
 from attnforge.errors import first_line
 from attnforge.records import Record
@@ -36,8 +37,6 @@ SIDES = (56, 128, 224, 448)
 
 EAGER, SDPA, COMPILE, GRAPHED = "torch eager", "torch eager, SDPA", "torch.compile", "torch.compile, CUDA graphs"
 FLASH = "torch flash attention"
-
-Answer = Literal["yes", "no", "within noise", "not measured"]
 
 
 class StepRecord(Record):
@@ -120,7 +119,7 @@ class Claim(StepRecord):
     """A sentence, whether it holds, and the figures that say so."""
 
     text: str
-    answer: Answer
+    answer: Verdict
     because: str
 
 

@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+import onnxruntime as ort
 import torch
 
+from attnforge.benchmarks.contenders.engines import openvino_request, product_of
 from attnforge.benchmarks.measure.limits import FEWEST_RUNS, Ceilings, best_rate
-from attnforge.benchmarks.measure.products import DTYPES, LIBRARIES, Product
-from attnforge.errors import UnknownNameError, UsageError
+from attnforge.errors import UnavailableError, UnknownNameError, UsageError
+from attnforge.runtime.backends.onnxruntime import session_options
+from attnforge.runtime.backends.openvino import CAPABILITIES
 from attnforge.runtime.turns import seconds_of
 
 PRODUCT_SIZES = (256, 512, 1024, 2048)
@@ -25,6 +29,11 @@ COPIED = 2**27
 CACHED = (2**15, 2**16, 2**17)
 """Numbers a thread: with their exponentials 256 KiB to 1 MiB, which second-level caches hold. Torch gives no thread
 fewer."""
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+Product = Callable[[], object]
 
 
 def measure_ceilings(
@@ -95,3 +104,40 @@ def _exponential_rate(threads: int, seconds: float) -> float:
 def _rate(call: Callable[[], object], amount: int, seconds: float) -> float:
     """The best amount a second, by the clock, of calls that each do `amount`."""
     return best_rate(partial(seconds_of, call), amount, seconds)
+
+
+# --- a square matrix product by each library --------------------------------------------------------------------------
+
+
+def _by_torch(precision: str, size: int, threads: int) -> Product | None:
+    """On as many threads as torch has."""
+    a, b, out = torch.ones(3, size, size, dtype=DTYPES[precision])
+    return partial(torch.mm, a, b, out=out)
+
+
+def _by_onnxruntime(precision: str, size: int, threads: int) -> Product | None:
+    """In fp32 alone: on a CPU it has no 16-bit products."""
+    if precision != "fp32":
+        return None
+    session = ort.InferenceSession(product_of(size), session_options(threads), ["CPUExecutionProvider"])
+    return partial(session.run, None, {"a": np.ones((size, size), np.float32)})
+
+
+def _by_openvino(precision: str, size: int, threads: int) -> Product | None:
+    """In fp32, and in the 16-bit types that it computes in on this processor."""
+    if precision not in ("fp32", *CAPABILITIES):
+        return None
+    try:
+        request = openvino_request(product_of(size), precision, threads)
+    except UnavailableError:
+        return None
+    request.get_input_tensor().data[:] = 1
+    return request.infer  # type: ignore[no-any-return]
+
+
+LIBRARIES: dict[str, Callable[[str, int, int], Product | None]] = {
+    "torch": _by_torch,
+    "onnxruntime": _by_onnxruntime,
+    "openvino": _by_openvino,
+}
+"""By name; each makes a product at a precision, of so many rows, on so many threads, or None where it has none."""

@@ -73,7 +73,7 @@ class Cold(Record):
     first_s: float
 
 
-class Memory(Record):
+class MemoryUse(Record):
     """Memory of a contender in a process of its own, where the system tells (Linux).
 
     Attributes:
@@ -130,7 +130,7 @@ class Contender(Record):
     share: float | None = None
     throughput: list[Throughput] = []
     cold: Cold | None = None
-    memory: Memory | None = None
+    memory: MemoryUse | None = None
     size_mb: float | None = None
     notes: list[str] = []
 

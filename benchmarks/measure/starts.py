@@ -11,7 +11,7 @@ from attnforge.benchmarks.contenders.peers import PEERS
 from attnforge.benchmarks.measure import fresh
 from attnforge.benchmarks.measure.experiment import Experiment
 from attnforge.benchmarks.measure.race import Entry
-from attnforge.benchmarks.measure.results import Cold, Contender, Memory
+from attnforge.benchmarks.measure.results import Cold, Contender, MemoryUse
 from attnforge.bundle import Case
 
 LONG_START = 0.3
@@ -81,7 +81,7 @@ def _measure_memory(subjects: Sequence[_Subject]) -> None:
             run = future.result() if future is not None else subject.run
             assert run is not None
             if run.loaded_mib is not None and run.peak_mib is not None and run.extra_mib is not None:
-                memory = Memory(loaded_mib=run.loaded_mib, peak_mib=run.peak_mib, extra_mib=run.extra_mib)
+                memory = MemoryUse(loaded_mib=run.loaded_mib, peak_mib=run.peak_mib, extra_mib=run.extra_mib)
                 subject.contender.memory = memory
             if subject.contender.cold is not None:
                 _take_lesser_load(subject.contender.cold, run)

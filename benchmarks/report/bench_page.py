@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from attnforge.benchmarks.measure.limits import Ceilings
 from attnforge.benchmarks.measure.results import Contender, Growth, Model, Results, Throughput
 from attnforge.benchmarks.report import plots
-from attnforge.benchmarks.report.answers import answers
+from attnforge.benchmarks.report.advice import advice_on
 from attnforge.benchmarks.report.growth_plot import growth_plot
 from attnforge.benchmarks.report.order import by_precision
 from attnforge.benchmarks.report.roofline import roofline
@@ -41,7 +41,7 @@ def write_page(
         UsageError: `path` is a folder, or exists and `force` is not given.
     """
     check_page(path, force)
-    answered = [(model, every) for model in results.models if (every := answers(model))]
+    answered = [(model, every) for model in results.models if (every := advice_on(model))]
     shipped = [answer.ship for _, every in answered for answer in every if answer.ship is not None]
     write_template(
         TEMPLATE,

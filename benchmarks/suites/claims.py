@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from attnforge.benchmarks.measure.results import Contender, Growth, Interval, Model, Results
 from attnforge.benchmarks.measure.statistics import ratio_of
@@ -13,7 +14,10 @@ MIB_AT_MOST, TOKENS = 64, 12544
 EXPONENT_AT_MOST = 1.1
 
 
-def answer(measured: Interval | float, at_most: float) -> str:
+Verdict = Literal["yes", "no", "within noise", "not measured"]
+
+
+def verdict(measured: Interval | float, at_most: float) -> Verdict:
     """Whether a measurement is at most a limit: `yes`, `no`, or `within noise`.
 
     The whole 95% interval has to lie on one side of the limit; the limit itself is allowed. A single reading has no
@@ -24,7 +28,7 @@ def answer(measured: Interval | float, at_most: float) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MeasuredClaim:
     """A claim and what was measured of it.
 
     Attributes:
@@ -50,7 +54,7 @@ class Outcome:
             return f"**no**, it is wrong in {self.wrong}"
         if self.measured is None:
             return "not measured"
-        word = answer(self.measured, self.at_most)
+        word = verdict(self.measured, self.at_most)
         return "**no**" if word == "no" else word
 
 
@@ -73,13 +77,13 @@ class Ratio:
     at_most: float
     right: bool = False
 
-    def outcome(self, model: Model | None) -> Outcome:
+    def measured_on(self, model: Model | None) -> MeasuredClaim:
         """What `model` says of the claim; None where the results lack the model."""
         claim = f"{self.model}: {self.ours} to {self.named}"
         contenders = model.contenders if model is not None else []
         ours = next((c for c in contenders if c.key == self.ours or (c.picked and c.precision == self.ours)), None)
         if ours is None:
-            return Outcome(claim, self.at_most, None)
+            return MeasuredClaim(claim, self.at_most, None)
         others = sorted(
             (c for c in contenders if c is not ours and self.others(c)), key=lambda c: c.latency.median.value
         )
@@ -87,10 +91,10 @@ class Ratio:
         ratios = [ratio_of(ours.latency.rounds, c.latency.rounds, ours.latency.openings) for c in others[: first + 1]]
         over = tuple(f"{c.key} ({ratio.value:.2f})" for c, ratio in zip(others[:first], ratios, strict=False))
         if first == len(others):
-            return Outcome(claim, self.at_most, None, "", over, ours.wrong_in)
+            return MeasuredClaim(claim, self.at_most, None, "", over, ours.wrong_in)
         partly = f", {others[first].partly}" if others[first].partly is not None else ""
         against = f"{ours.key} to {others[first].key}{partly}"
-        return Outcome(claim, self.at_most, ratios[first], against, over, ours.wrong_in)
+        return MeasuredClaim(claim, self.at_most, ratios[first], against, over, ours.wrong_in)
 
 
 def _named(key: str) -> Callable[[Contender], bool]:
@@ -125,28 +129,28 @@ RATIOS = [
 ]
 
 
-def outcomes(results: Results) -> list[Outcome]:
+def measured_claims(results: Results) -> list[MeasuredClaim]:
     """Every claim, with what was measured."""
     models = {model.name: model for model in results.models}
-    ratios = [claim.outcome(models.get(claim.model)) for claim in RATIOS]
+    ratios = [claim.measured_on(models.get(claim.model)) for claim in RATIOS]
     return [*ratios, *_of_memory(results.growth)]
 
 
-def _of_memory(growth: Sequence[Growth]) -> Iterator[Outcome]:
+def _of_memory(growth: Sequence[Growth]) -> Iterator[MeasuredClaim]:
     over = next((one for one in growth if one.along == "tokens"), None)
     series = next((s for s in over.series if s.name == "onnxruntime-cpu"), None) if over is not None else None
     mib = dict(zip(over.sizes, series.extra_mib, strict=True)).get(TOKENS) if over and series else None
-    yield Outcome(f"patch-attention: MiB that {TOKENS} tokens add on onnxruntime-cpu", MIB_AT_MOST, mib)
+    yield MeasuredClaim(f"patch-attention: MiB that {TOKENS} tokens add on onnxruntime-cpu", MIB_AT_MOST, mib)
     exponent = series.memory.exponent if series is not None and series.memory is not None else None
-    yield Outcome("patch-attention: p of memory ~ tokensᵖ on onnxruntime-cpu", EXPONENT_AT_MOST, exponent)
+    yield MeasuredClaim("patch-attention: p of memory ~ tokensᵖ on onnxruntime-cpu", EXPONENT_AT_MOST, exponent)
 
 
 def table(results: Results) -> str:
     """The claims as Markdown."""
-    return markdown_table(("", "at most", "measured", "95%", "holds"), [_row(one) for one in outcomes(results)])
+    return markdown_table(("", "at most", "measured", "95%", "holds"), [_row(one) for one in measured_claims(results)])
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
+def _row(outcome: MeasuredClaim) -> tuple[str, ...]:
     claim = outcome.claim
     if outcome.against and "any" in claim:
         claim += f" ({outcome.against})"

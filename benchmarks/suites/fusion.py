@@ -108,7 +108,7 @@ def coverage(model: Example) -> dict[str, Any]:
     captured = capture(*model, precision_named("fp16"))
     plain = captured.model.clone()
     sites = canonicalize(captured.model).sites
-    widths = _widths(captured.model)
+    canonical = captured.model.clone()
     lowered = for_tensorrt.lower(captured.model, sites).sites
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
@@ -126,9 +126,9 @@ def coverage(model: Example) -> dict[str, Any]:
             "tensorrt_rtx_alone": lambda: sum(
                 layer.is_fused_attention for layer in _plan(plain, captured, file).layers
             ),
-            "optimizer": lambda: fused_operators(transformers_optimizer(exported(export_at_18), widths=widths)),
+            "optimizer": lambda: fused_operators(transformers_optimizer(exported(export_at_18), canonical)),
             "optimizer_torchscript": lambda: fused_operators(
-                transformers_optimizer(exported(export_by_torchscript), widths=widths)
+                transformers_optimizer(exported(export_by_torchscript), canonical)
             ),
             "ort_fusions": lambda: fused_operators(ort_fusions(exported(export_at_18))),
         }
@@ -141,18 +141,6 @@ def coverage(model: Example) -> dict[str, Any]:
             except refusals as error:
                 counts[column], refused[column] = 0, f"{type(error).__name__}: {first_line(error)}"
     return {**counts, "refused": refused}
-
-
-def _widths(canonical: ir.Model) -> set[tuple[int, int]]:
-    """Number of heads and width of all heads together, of every canonical Attention node where both are known."""
-    widths = set()
-    for node in canonical.graph:
-        if node.op_type == "Attention":
-            query, _, value = (value.shape if value is not None else None for value in node.inputs[:3])
-            heads, head_dim = query[1] if query is not None else None, value[3] if value is not None else None
-            if isinstance(heads, int) and isinstance(head_dim, int):
-                widths.add((heads, heads * head_dim))
-    return widths or {(0, 0)}
 
 
 def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:

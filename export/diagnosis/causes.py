@@ -17,6 +17,7 @@ from attnforge.arrays import Array
 from attnforge.export.attention.operands import scalar
 from attnforge.export.diagnosis.trace import TensorErrors, Trace
 from attnforge.export.graphs.types import FLOATS
+from attnforge.numbers import scientific
 
 Cause = Literal[
     "overflow",
@@ -198,8 +199,8 @@ def _wrong_in_itself(trace: Trace) -> Blame | None:
         )
         return Blame(tensor, "accumulation", evidence)
     evidence = (
-        f"{tensor.name} is {tensor.own:.1e} off what {tensor.node.op_type} gives in float64 on the same inputs, which "
-        f"is {units:.0f} unit roundoffs: no rounding"
+        f"{tensor.name} is {scientific(tensor.own)} off what {tensor.node.op_type} gives in float64 on the same "
+        f"inputs, which is {units:.0f} unit roundoffs: no rounding"
     )
     return Blame(tensor, "operator", evidence)
 
@@ -237,7 +238,7 @@ def _why_amplified(tensor: TensorErrors, trace: Trace) -> tuple[Cause, str]:
     node, result = tensor.node, trace.exact[tensor.name]
     inputs = [trace.exact[str(v.name)] for v in node.inputs if v is not None and v.name in trace.exact]
     grew = (
-        f"the error of {tensor.error_in:.1e} in its inputs becomes {tensor.explained:.1e}, "
+        f"the error of {scientific(tensor.error_in)} in its inputs becomes {scientific(tensor.explained)}, "
         f"{tensor.amplification:.0f} times it"
     )
     if node.op_type == "Softmax":
@@ -324,7 +325,7 @@ def _only_rounding(trace: Trace) -> Blame:
         return Blame(None, "rounding", "no tensor has as much as half of the final error")
     roundings, unit = _roundings(trace)
     evidence = (
-        f"the final error of {trace.error:.1e} is {trace.error / unit:.0f} unit roundoffs after {roundings} "
+        f"the final error of {scientific(trace.error)} is {trace.error / unit:.0f} unit roundoffs after {roundings} "
         "roundings: what this precision costs, and no tensor is to blame"
     )
     return Blame(None, "rounding", evidence)

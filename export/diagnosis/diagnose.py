@@ -21,6 +21,7 @@ from attnforge.export.diagnosis.rewrites import first_parting
 from attnforge.export.diagnosis.stages import line_of, module_of, stages
 from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of, trace
 from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.numbers import scientific
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import relative_error
@@ -166,7 +167,7 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
     worst = max(ordinary, key=lambda c: (c.overflowed, c.eager_error))
     if worst.overflowed:
         return by_name[worst.case], f"eager overflows at {worst.overflowed} places"
-    return by_name[worst.case], f"nothing fails, and eager errs most here: {worst.eager_error:.1e}"
+    return by_name[worst.case], f"nothing fails, and eager errs most here: {scientific(worst.eager_error)}"
 
 
 def _eager_error(bundle: Bundle, case: Case) -> float | None:

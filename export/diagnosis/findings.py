@@ -20,6 +20,7 @@ from attnforge.export.diagnosis.rewrites import Parting, write_reproduction
 from attnforge.export.diagnosis.stages import line_of, module_of
 from attnforge.export.diagnosis.trace import TensorErrors, Trace
 from attnforge.export.graphs.parts import values_of
+from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.records import Record
 
@@ -104,8 +105,8 @@ def _wrong_rewrite(examination: Examination) -> Finding | None:
     return Finding(
         cause="rewrite",
         stage=parting.after.name,
-        evidence=f"in float64, {parting.tensor} of the {parting.after.name} graph is {parting.difference:.1e} off "
-        f"the {parting.before.name} graph's, of the same inputs: {parting.rule}",
+        evidence=f"in float64, {parting.tensor} of the {parting.after.name} graph is {scientific(parting.difference)} "
+        f"off the {parting.before.name} graph's, of the same inputs: {parting.rule}",
         tensor=parting.tensor,
         operator=node.op_type if node is not None else None,
         module=parting.module,
@@ -125,8 +126,9 @@ def _wrong_backend(examination: Examination) -> Finding | None:
             low = stored_low(examination.bundle, backend, tensor.name)
             stored = f"; on its way it is stored in {low.lower()}" if low is not None and not precision.is_low else ""
             evidence = (
-                f"{backend} computes {tensor.name} {errors[tensor.name]:.1e} off float64, where eager at "
-                f"{precision.name} is {tensor.error:.1e} off, though the graphs are one function in float64{stored}"
+                f"{backend} computes {tensor.name} {scientific(errors[tensor.name])} off float64, where eager at "
+                f"{precision.name} is {scientific(tensor.error)} off, though the graphs are one function in "
+                f"float64{stored}"
             )
             return _at(tensor, "operator", backend, evidence)
     return None
@@ -155,8 +157,9 @@ def another_reference(error: float, eager_error: float | None, manifest: Manifes
     return Finding(
         cause="reference",
         stage="eager",
-        evidence=f"the exported graph is {error:.1e} off its float64 at {manifest.precision}, and {manifest.reference} "
-        f"was {eager_error:.1e} off its own: one of these two computes something else, so budgets are too wide",
+        evidence=f"the exported graph is {scientific(error)} off its float64 at {manifest.precision}, and "
+        f"{manifest.reference} was {scientific(eager_error)} off its own: one of these two computes something else, so "
+        "budgets are too wide",
     )
 
 

@@ -26,6 +26,7 @@ from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.lowering.attention import Attention
 from attnforge.export.lowering.products import last_step
+from attnforge.numbers import scientific
 from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.turns import ALIKE, medians
@@ -197,7 +198,7 @@ def _disagreement(output: Array, expected: Array) -> str | None:
     if output.shape != expected.shape or not np.array_equal(np.isnan(output), np.isnan(expected)):
         return "it differs from the products where a query attends to nothing"
     error = relative_error(np.nan_to_num(output), np.nan_to_num(expected))
-    return f"it differs from the products by {error:.1e}" if error > TOLERANCE else None
+    return f"it differs from the products by {scientific(error)}" if error > TOLERANCE else None
 
 
 # --- a site alone -----------------------------------------------------------------------------------------------------

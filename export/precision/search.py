@@ -21,6 +21,7 @@ from attnforge.export.precision.cost import cost_of, flops_of
 from attnforge.export.precision.culprits import culprits
 from attnforge.export.precision.trials import Answers, Assignment, MixedReference, Requirement, Trials
 from attnforge.export.reference import Data, ReferenceModel, stored_inputs
+from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import make_inputs
@@ -148,7 +149,7 @@ class _Search:
         if not self._meets(everything):
             trial = self.trials.judge(everything)
             raise BuildError(
-                f"even all in fp32 misses the budget ({trial.share:.3g} of it, an error of {trial.error:.1e}); "
+                f"even all in fp32 misses the budget ({trial.share:.3g} of it, an error of {scientific(trial.error)}); "
                 "allow a larger error, or look at what attnforge diagnose says of the fp32 bundle"
             )
         return everything

@@ -15,6 +15,7 @@ from attnforge.errors import BuildError, first_line
 from attnforge.export.graphs.execute import Runner, as_it_is, at_own_precision, in_float64, wide
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
+from attnforge.numbers import scientific
 from attnforge.precision import Precision
 
 ESTRANGED = 0.25
@@ -63,8 +64,8 @@ class Original:
             numbers, truth = eager[name][finite].astype(np.float64), truth[finite].astype(np.float64)
             if (error := float(np.linalg.norm(numbers - truth))) > ESTRANGED * float(np.linalg.norm(truth)):
                 raise BuildError(
-                    f"output {name!r} of the graph at {self._precision.name} is {error:.1e} off float64, whose norm is "
-                    f"{np.linalg.norm(truth):.1e}: that is no reference; deploy at a higher precision"
+                    f"output {name!r} of the graph at {self._precision.name} is {scientific(error)} off float64, whose "
+                    f"norm is {scientific(float(np.linalg.norm(truth)))}: that is no reference; deploy at a higher precision"
                 )
 
     @cached_property

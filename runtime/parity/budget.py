@@ -37,6 +37,7 @@ import numpy as np
 
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Case, Manifest
+from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.parity.comparison import Comparison, Element, cosine_of, histogram_of, quantiles_of
 
@@ -197,9 +198,10 @@ class _Budget:
     def exceeded(self, errors: _Errors) -> str | None:
         """Why the errors are over the budget, or None."""
         if errors.error > self.error:
-            return f"error {errors.error:.2e} is over the budget of {self.error:.2e}"
+            return f"error {scientific(errors.error, 3)} is over the budget of {scientific(self.error, 3)}"
         if _max(errors.off) > self.max_error:
-            return f"one element is off by {_max(errors.off):.2e}, over the budget of {self.max_error:.2e}"
+            off, allowed = scientific(_max(errors.off), 3), scientific(self.max_error, 3)
+            return f"one element is off by {off}, over the budget of {allowed}"
         return None
 
 

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Manifest, TensorSpec
 from attnforge.errors import UnknownNameError
+from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
@@ -211,7 +212,7 @@ def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[
     poor = max(every, key=lambda c: c.eager_error, default=None)
     if poor is not None and poor.eager_error > FAR_OFF * precision.floor and manifest.mixed is None:
         warnings.append(
-            f"{precision.name} drifts: in {poor.case}, eager itself is {poor.eager_error:.1e} off float64 in "
+            f"{precision.name} drifts: in {poor.case}, eager itself is {scientific(poor.eager_error)} off float64 in "
             f"{poor.output}, and a backend may be twice that; {remedy}"
         )
     return warnings

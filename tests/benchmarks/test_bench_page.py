@@ -26,7 +26,7 @@ from attnforge.benchmarks.measure.results import (
     Growth,
     Interval,
     Latency,
-    Memory,
+    MemoryUse,
     Model,
     Results,
     Series,
@@ -94,7 +94,7 @@ def contender(name: str, precision: str, median: float, picked: float | None = N
             for batch, callers in ((1, 1), (1, 2), (8, 1))
         ],
         "cold": Cold(import_s=0.9, load_s=0.0123 * median, first_s=0.0021 * median),
-        "memory": Memory(loaded_mib=151 + median, peak_mib=171.4 + median, extra_mib=18.6 + median / 7),
+        "memory": MemoryUse(loaded_mib=151 + median, peak_mib=171.4 + median, extra_mib=18.6 + median / 7),
         "size_mb": 0.61,
     }
     return Contender(name=name, precision=precision, **(given | changed))

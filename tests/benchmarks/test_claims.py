@@ -32,13 +32,13 @@ def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
     claim = claims.Ratio("m", "fp32", claims._at("fp32"), "any fp32 contender", 1.05)
     ours, slow = contender("openvino", "fp32", 10, True, True), contender("onnxruntime-cpu", "fp32", 20, True)
     faster, low = contender("eager", "fp32", 8), contender("eager", "bf16", 1)
-    outcome = claim.outcome(model(ours, slow, faster, low))
+    outcome = claim.measured_on(model(ours, slow, faster, low))
     assert outcome.against == "openvino fp32 to eager fp32"
     assert isinstance(outcome.measured, Interval) and outcome.measured.value == pytest.approx(1.25)
     assert outcome.holds == "**no**"
-    assert claim.outcome(model(ours, slow, low)).holds == "yes"  # half of the other's time
-    assert claim.outcome(model(slow, faster)).holds == "not measured"  # nothing is picked
-    assert claim.outcome(None).holds == "not measured"
+    assert claim.measured_on(model(ours, slow, low)).holds == "yes"  # half of the other's time
+    assert claim.measured_on(model(slow, faster)).holds == "not measured"  # nothing is picked
+    assert claim.measured_on(None).holds == "not measured"
 
 
 def test_who_is_wrong_in_another_case_is_passed_over() -> None:
@@ -47,14 +47,16 @@ def test_who_is_wrong_in_another_case_is_passed_over() -> None:
     fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
     right.cases = Cases(held=2, of=14)
     every: dict[str, Any] = {"others": claims._at("fp32"), "named": "any fp32 contender", "at_most": 1.05}
-    found = claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast, right))
+    found = claims.Ratio("m", "fp32", **every, right=True).measured_on(model(ours, fast, right))
     assert found.against == "b fp32 to c fp32, held to 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
     assert isinstance(found.measured, Interval) and found.measured.value == pytest.approx(10 / 9)
-    assert claims.Ratio("m", "fp32", **every).outcome(model(ours, fast, right)).against == "b fp32 to fast fp32"
-    alone = claims.Ratio("m", "fp32", **every, right=True).outcome(model(ours, fast))
+    assert claims.Ratio("m", "fp32", **every).measured_on(model(ours, fast, right)).against == "b fp32 to fast fp32"
+    alone = claims.Ratio("m", "fp32", **every, right=True).measured_on(model(ours, fast))
     assert alone.holds == "not measured" and alone.passed_over == found.passed_over
     ours.cases = fast.cases
-    assert claims.Ratio("m", "fp32", **every).outcome(model(ours, right)).holds.startswith("**no**, it is wrong in co")
+    assert (
+        claims.Ratio("m", "fp32", **every).measured_on(model(ours, right)).holds.startswith("**no**, it is wrong in co")
+    )
 
 
 def test_what_is_passed_over_is_in_the_table() -> None:
@@ -75,9 +77,9 @@ def test_openings_that_differ_make_a_claim_less_sure() -> None:
     ours = contender("openvino", "fp32", 10, True, True)
     ours.latency = latency_of([[11.0]] * 5 + [[10.9]] * 5 + [[10.6]] * 5)
     apart = model(ours, contender("eager", "fp32", 10))
-    assert claim.outcome(apart).holds == "**no**"
+    assert claim.measured_on(apart).holds == "**no**"
     ours.latency = ours.latency.model_copy(update={"openings": [5, 5, 5]})
-    assert claim.outcome(apart).holds == "within noise"
+    assert claim.measured_on(apart).holds == "within noise"
 
 
 @pytest.mark.parametrize(
@@ -87,13 +89,13 @@ def test_openings_that_differ_make_a_claim_less_sure() -> None:
 def test_what_is_within_its_interval_may_be_chance(value: float, holds: str) -> None:
     """On either side of the limit alike."""
     measured = Interval(value=value, low=value - 0.05, high=value + 0.05)
-    assert claims.Outcome("", 0.75, measured).holds == holds
+    assert claims.MeasuredClaim("", 0.75, measured).holds == holds
 
 
 @pytest.mark.parametrize(("reading", "word"), [(63.9, "yes"), (64.0, "yes"), (64.1, "no")])
 def test_a_single_reading_stands_for_itself(reading: float, word: str) -> None:
-    assert claims.answer(reading, 64) == word
-    assert claims.answer(Interval(value=reading, low=reading, high=reading), 64) == word
+    assert claims.verdict(reading, 64) == word
+    assert claims.verdict(Interval(value=reading, low=reading, high=reading), 64) == word
 
 
 def test_memory_and_how_it_grows() -> None:

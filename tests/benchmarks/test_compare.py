@@ -22,7 +22,7 @@ from attnforge.benchmarks.measure.results import (
     Environment,
     Growth,
     Interval,
-    Memory,
+    MemoryUse,
     Model,
     Results,
     Series,
@@ -431,8 +431,8 @@ def test_the_tolerance() -> None:
 # All else
 
 
-def memory(extra: float = 100.0, peak: float = 500.0) -> Memory:
-    return Memory(loaded_mib=400.0, peak_mib=peak, extra_mib=extra)
+def memory(extra: float = 100.0, peak: float = 500.0) -> MemoryUse:
+    return MemoryUse(loaded_mib=400.0, peak_mib=peak, extra_mib=extra)
 
 
 def cold(load: float, first: float = 0.0) -> Cold:

@@ -53,7 +53,7 @@ def test_what_is_said_of_them() -> None:
     ]
     figures = summary(found)
     assert figures["deployed"] == 2 and [one["seed"] for one in figures["rejected"]] == [1]
-    assert figures["rejected"][0]["cases"][0].startswith("normal-opt/output: error 1.00e-01 is over the budget")
+    assert figures["rejected"][0]["cases"][0].startswith("normal-opt/output: error 1e-1 is over the budget")
     assert [one["seed"] for one in figures["not_held"]] == [2] and figures["refused"][0]["why"] == "no"
     text = table({**figures, "command": "run"})
     assert "2 models" in text and "1 rejected" in text

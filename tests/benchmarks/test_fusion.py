@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import torch
 from torch import nn
 from torch.export import Dim
 
-from attnforge.benchmarks.contenders.peers import export_by_torchscript, fused_operators, transformers_optimizer
+from attnforge.benchmarks.contenders.peers import (
+    export_by_torchscript,
+    fused_operators,
+    transformers_optimizer,
+    widths_of,
+)
 from attnforge.benchmarks.suites import fusion
 from attnforge.benchmarks.suites.huggingface import build
 from attnforge.export.attention.canonicalize import canonicalize
@@ -30,11 +36,13 @@ def test_the_optimizer_fuses_a_torchscript_graph_whose_heads_it_is_told(tmp_path
     bert, file = build("bert", "eager"), tmp_path / "bert.onnx"
     captured = capture(*bert, precision_named("fp32"))
     canonicalize(captured.model)
-    widths = fusion._widths(captured.model)
-    assert widths == {(4, 64)}
+    assert widths_of(captured.model) == {(4, 64)}
     export_by_torchscript(bert.module, bert.args, bert.dynamic_shapes, file)
-    assert fused_operators(transformers_optimizer(file, ("bert",))) == 0
-    assert fused_operators(transformers_optimizer(file, ("bert",), widths)) == 2
+    assert (
+        fused_operators(transformers_optimizer(file, ir.Model(ir.Graph([], [], nodes=[]), ir_version=10), ("bert",)))
+        == 0
+    )
+    assert fused_operators(transformers_optimizer(file, captured.model, ("bert",))) == 2
 
 
 def test_a_tool_that_refuses_a_model_has_a_dash() -> None:

@@ -17,9 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnforge
 from attnforge.benchmarks.measure import ceilings as measuring
-from attnforge.benchmarks.measure.ceilings import measure_ceilings
+from attnforge.benchmarks.measure.ceilings import LIBRARIES, measure_ceilings
 from attnforge.benchmarks.measure.limits import Ceilings, Work, limit_seconds
-from attnforge.benchmarks.measure.products import LIBRARIES
 from attnforge.benchmarks.measure.work import SOFTMAX, work_of
 from attnforge.bundle import CANONICAL
 from attnforge.errors import UnknownNameError, UsageError

@@ -16,6 +16,7 @@ from attnforge.bundle import Certificate, SiteRecord, SiteTarget
 from attnforge.cli import printing, terminal
 from attnforge.cli.printing import alike, names_in_runs
 from attnforge.cli.terminal import Column
+from attnforge.numbers import scientific
 from attnforge.progress import Progress
 from attnforge.report import render
 
@@ -121,6 +122,7 @@ def test_nothing_is_shown_elsewhere(quiet: bool, stream: io.StringIO, monkeypatc
 
 
 def test_number_formats() -> None:
+    assert [scientific(n, 3) for n in (2.784e-6, 2e-10, 12345.0)] == ["2.78e-6", "2e-10", "1.23e4"]
     assert [render.error(n) for n in (2.1e-7, 1e-6, 0.0, None, math.inf)] == ["2.1e-7", "1e-6", "0", "–", "not finite"]
     assert [render.percent(n) for n in (0.38, 0.0021, 1e-5, 0.0, 1.1, 12.4, None)] == [
         "38%", "0.21%", "<0.1%", "0%", "110%", "12 times", "–",

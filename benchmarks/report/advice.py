@@ -17,7 +17,7 @@ SHORT = 45
 
 
 @dataclass
-class Answer:
+class Advice:
     """What to ship of one model at one precision.
 
     Attributes:
@@ -58,33 +58,33 @@ class Answer:
         )
 
 
-def answers(model: Model) -> list[Answer]:
-    """An answer for every precision that was deployed or timed."""
+def advice_on(model: Model) -> list[Advice]:
+    """An advice for every precision that was deployed or timed."""
     names = precisions([*(d.precision for d in model.deployed), *(c.precision for c in model.contenders)])
-    every = [_answer(model, name) for name in names]
-    base = next((answer for answer in every if answer.ship is not None), None)
-    for answer in every:
-        if answer.ship is not None and base is not None and base.ship is not None and answer is not base:
-            answer.base = base.precision
-            answer.gain = base.ship.latency.median.value / answer.ship.latency.median.value
+    every = [_advice(model, name) for name in names]
+    base = next((advice for advice in every if advice.ship is not None), None)
+    for advice in every:
+        if advice.ship is not None and base is not None and base.ship is not None and advice is not base:
+            advice.base = base.precision
+            advice.gain = base.ship.latency.median.value / advice.ship.latency.median.value
     return every
 
 
-def _answer(model: Model, precision: str) -> Answer:
+def _advice(model: Model, precision: str) -> Advice:
     timed = [c for c in model.contenders if c.precision == precision and c.error <= c.budget]
     timed.sort(key=lambda contender: contender.latency.median.value)
     deployed = next((bundle for bundle in model.deployed if bundle.precision == precision), None)
     ship = _to_ship(timed)
-    answer = Answer(precision, ship, deployed=deployed)
+    advice = Advice(precision, ship, deployed=deployed)
     if ship is None:
-        answer.warnings = [f"Not {c.name}: it is wrong in {c.wrong_in}." for c in timed if c.ours]
-        return answer
-    answer.usual = _against_usual(timed, ship)
-    answer.best = _against_best(timed, ship)
-    _add_ours(answer, timed, ship)
-    _add_peers(answer, timed, ship)
-    _add_wrong(answer, timed, ship)
-    return answer
+        advice.warnings = [f"Not {c.name}: it is wrong in {c.wrong_in}." for c in timed if c.ours]
+        return advice
+    advice.usual = _against_usual(timed, ship)
+    advice.best = _against_best(timed, ship)
+    _add_ours(advice, timed, ship)
+    _add_peers(advice, timed, ship)
+    _add_wrong(advice, timed, ship)
+    return advice
 
 
 def _to_ship(timed: Sequence[Contender]) -> Contender | None:
@@ -114,20 +114,20 @@ def _against_best(timed: Sequence[Contender], ship: Contender) -> tuple[float, s
     return _times(best, ship), f"{best.name}, the fastest peer{known}"
 
 
-def _add_ours(answer: Answer, timed: Sequence[Contender], ship: Contender) -> None:
+def _add_ours(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
     """Say that `auto` picks another of ours, and that another is faster."""
     picked = next((contender for contender in timed if contender.ours and contender.picked), None)
     if picked is not None and picked is not ship:
         how = f"at {_timed(picked)}" if picked.wrong_in is None else f"which is wrong in {picked.wrong_in}"
-        answer.warnings.append(f'backend="auto" picks {picked.name}, {how}: name {ship.name} when you load the bundle.')
+        advice.warnings.append(f'backend="auto" picks {picked.name}, {how}: name {ship.name} when you load the bundle.')
     fastest = next(contender for contender in timed if contender.ours and contender.wrong_in is None)
     if _is_faster(fastest, ship):
-        answer.warnings.append(f"{fastest.name} is a little faster: {_timed(fastest)}, {_speed(fastest, ship)}.")
+        advice.warnings.append(f"{fastest.name} is a little faster: {_timed(fastest)}, {_speed(fastest, ship)}.")
     elif fastest is not ship:
-        answer.notes.append(f"{fastest.name} takes {_timed(fastest)}, which may be chance.")
+        advice.notes.append(f"{fastest.name} takes {_timed(fastest)}, which may be chance.")
 
 
-def _add_peers(answer: Answer, timed: Sequence[Contender], ship: Contender) -> None:
+def _add_peers(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
     """Say which peers are faster and right."""
     right = [contender for contender in timed if not contender.ours and contender.wrong_in is None]
     faster = [peer for peer in right if _is_faster(peer, ship)]
@@ -137,16 +137,16 @@ def _add_peers(answer: Answer, timed: Sequence[Contender], ship: Contender) -> N
     speed = _speed(first, ship) + (f", {first.partly}" if first.partly is not None else "")
     verb = "is" if len(others) == 1 else "are"
     more = f"; so {verb} {' and '.join(peer.name for peer in others)}" if others else ""
-    answer.warnings.append(f"A peer is faster: {first.name} takes {_timed(first)}, {speed}{more}.")
+    advice.warnings.append(f"A peer is faster: {first.name} takes {_timed(first)}, {speed}{more}.")
 
 
-def _add_wrong(answer: Answer, timed: Sequence[Contender], ship: Contender) -> None:
+def _add_wrong(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
     """Say why contenders that are as fast are no choice; a warning has said it of what `auto` picks."""
     for contender in timed:
         as_fast = contender.latency.median.value <= ship.latency.median.value
         warned = contender.ours and contender.picked
         if contender.wrong_in is not None and as_fast and not warned:
-            answer.notes.append(
+            advice.notes.append(
                 f"Not {contender.name}, {_speed(contender, ship)}: it is wrong in {contender.wrong_in}."
             )
 
