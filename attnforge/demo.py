@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +20,12 @@ import torch
 import typer
 from PIL import Image
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.benchmarks.publish import markdown_table
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import UnavailableError
 from attnforge.input_files import image_to_input
@@ -53,9 +53,6 @@ class Row:
     median_ms: str = ""
     plan_mb: str = ""
 
-    def cells(self) -> list[str]:
-        return [str(getattr(self, field.name)) for field in fields(self)]
-
 
 Tables = dict[tuple[str, str], list[Row]]
 """Rows by the model's name and its precision."""
@@ -68,7 +65,7 @@ def main(
     start = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     tables: Tables = {}
-    skipped: dict[str, str] = {}
+    skipped: list[tuple[str, str]] = []
     passed = True
     for precision in ("fp32", "fp16"):
         for name in ("patch-attention-digits", "patch-attention"):
@@ -78,12 +75,14 @@ def main(
             with suppress(UnavailableError):  # pages need the extra attnforge[report]
                 write_page(report, bundle, out / f"{name}-{precision}.html", force=True)
             passed = passed and report.passed
-            skipped |= report.skipped
+            notes = render.by_reason(report.skipped)
+            skipped += [(f"{name} in {precision}", f"{names} did not run: {reason}") for names, reason in notes]
             tables[name, precision] = rows_of(bundle, report, out)
+    notes = [f"{', '.join(bundles)}: {note}" for note, bundles in render.grouped(skipped).items()]
     _print(tables)
-    _write_report(out / "report.md", tables, skipped, passed)
-    for backends, reason in render.by_reason(skipped):
-        console.print(f"[dim]{backends} did not run: {escape(reason)}[/]")
+    _write_report(out / "report.md", tables, notes, passed)
+    for note in notes:
+        console.print(note, style="dim", markup=False)
     verdict = "All bundles verified" if passed else "[red]A bundle FAILED its verification[/]"
     seconds = time.perf_counter() - start
     console.print(f"{verdict} in {seconds:.0f} s. Bundles, pictures, pages and report.md are in {out}.", soft_wrap=True)
@@ -219,24 +218,19 @@ def _draw(lengths: Array, file: Path) -> None:
 
 
 def _print(tables: Tables) -> None:
-    """A table for every model and precision, whose columns stand below those of the others."""
-    cells = [row.cells() for rows in tables.values() for row in rows]
-    widths = [
-        max(map(len, [*title.split("\n"), *column]))
-        for title, column in zip(TITLES, zip(*cells, strict=True), strict=True)
-    ]
+    """One table, a section for every model and precision."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+    for i, title in enumerate(TITLES):
+        table.add_column(title, justify="right" if i else "left", vertical="bottom", no_wrap=True)
     for (name, precision), rows in tables.items():
-        table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-        for i, (title, width) in enumerate(zip(TITLES, widths, strict=True)):
-            table.add_column(title, justify="right" if i else "left", vertical="bottom", no_wrap=True, min_width=width)
+        table.add_row(f"\n[bold]{name}\nin {precision}[/]")
         for row in rows:
-            table.add_row(*row.cells())
-        console.print(f"\n[bold]{name} in {precision}[/]")
-        console.print(table)
+            table.add_row(*astuple(row))
+    console.print(table)
     console.print()
 
 
-def _write_report(file: Path, tables: Tables, skipped: Mapping[str, str], passed: bool) -> None:
+def _write_report(file: Path, tables: Tables, notes: Sequence[str], passed: bool) -> None:
     titles = ["model", "precision", *(title.replace("\n", " ") for title in TITLES)]
     lines = [
         "# attnforge demo",
@@ -246,17 +240,11 @@ def _write_report(file: Path, tables: Tables, skipped: Mapping[str, str], passed
         "cases. `fused` counts attention sites that the backend compiled to one kernel each; – where nobody counted.",
         "`as eager` is the share of equal classes, or the cosine of the outputs. Compare times only within this table.",
         "",
-        _markdown_row(titles),
-        "|" + "---|" * len(titles),
-        *(_markdown_row([*key, *row.cells()]) for key, rows in tables.items() for row in rows),
+        markdown_table(titles, [(*key, *astuple(row)) for key, rows in tables.items() for row in rows]),
         "",
-        *(f"- {backend} did not run: {reason}" for backend, reason in skipped.items()),
+        *(f"- {note}" for note in notes),
     ]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from attnforge.cli.options import Backends, Json
 from attnforge.cli.terminal import print_json, say, say_path, stages_shown
 
 if TYPE_CHECKING:
-    from attnforge.benchmarks.measure.compare import Differences
     from attnforge.benchmarks.measure.results import Results
 
 
@@ -71,13 +70,22 @@ def bench(
 
     Example: `attnforge bench vit-fp32 --against all --compare yesterday.json`
     """
-    _check_files(out_file, html, force)
-    earlier = _read_earlier(old)
+    from attnforge.benchmarks.contenders.peers import peers_here
+    from attnforge.benchmarks.measure import results as files
+    from attnforge.benchmarks.measure.compare import compare
+    from attnforge.benchmarks.report.bench_page import write_page
+    from attnforge.benchmarks.report.plots import save_plots
+    from attnforge.report.render import check_page
+
+    options.check_unwritten(out_file, force)
+    if html is not None:
+        check_page(html, force)
+    earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     with stages_shown(as_json) as progress:
         results = attnforge.benchmark(
             bundle,
             backend,
-            _peers(against or ()),
+            peers_here() if "all" in (against or ()) else against or (),
             sizes=[options.sizes(text) for text in shapes or ()] or None,
             rounds=rounds,
             openings=openings,
@@ -86,75 +94,24 @@ def bench(
             command=f"attnforge {shlex.join(sys.argv[1:])}",
             progress=progress,
         )
-    comparison = _compare(earlier, results)
-    _write(results, comparison, out_file, html, plots, force)
+    differences = compare(earlier, results) if earlier is not None else None
+    compared = differences.text().splitlines() if differences is not None else []
+    if out_file is not None:
+        files.write(results, out_file)
+    if html is not None:
+        write_page(results, html, force=force, compared=compared)
+    if plots is not None:
+        save_plots(results, plots)
     if as_json:
-        print_json(results.model_dump(mode="json") | ({"compared": comparison.model_dump()} if comparison else {}))
+        print_json(results.model_dump(mode="json") | ({"compared": differences.model_dump()} if differences else {}))
     else:
         printing.print_results(results)
-        for line in comparison.text().splitlines() if comparison is not None else ():
+        for line in compared:
             say(line)
         for file in filter(None, (out_file, html, plots)):
             say_path("written", file)
-    if not _holds(results, backend or ()) or (comparison is not None and comparison.regressions):
+    if not _holds(results, backend or ()) or (differences is not None and differences.regressions):
         raise typer.Exit(1)
-
-
-def _check_files(out_file: Path | None, html: Path | None, force: bool) -> None:
-    options.check_unwritten(out_file, force)
-    if html is not None:
-        from attnforge.report.render import check_page
-
-        check_page(html, force)
-
-
-def _read_earlier(file: Path | None) -> Results | None:
-    if file is None:
-        return None
-    from attnforge.benchmarks.measure import results
-
-    return results.read(file)
-
-
-def _peers(against: Sequence[str]) -> Sequence[str]:
-    """The peers to measure; `all` stands for every peer that this machine can run."""
-    if "all" not in against:
-        return against
-    from attnforge.benchmarks.contenders.peers import peers_here
-
-    return peers_here()
-
-
-def _compare(earlier: Results | None, results: Results) -> Differences | None:
-    if earlier is None:
-        return None
-    from attnforge.benchmarks.measure.compare import compare
-
-    return compare(earlier, results)
-
-
-def _write(
-    results: Results,
-    comparison: Differences | None,
-    out_file: Path | None,
-    html: Path | None,
-    plots: Path | None,
-    force: bool,
-) -> None:
-    """Write the files that were asked for."""
-    if out_file is not None:
-        from attnforge.benchmarks.measure.results import write
-
-        write(results, out_file)
-    if html is not None:
-        from attnforge.benchmarks.report.bench_page import write_page
-
-        sentences = comparison.text().splitlines() if comparison is not None else None
-        write_page(results, html, force=force, compared=sentences)
-    if plots is not None:
-        from attnforge.benchmarks.report.plots import save_plots
-
-        save_plots(results, plots)
 
 
 def _holds(results: Results, named: Sequence[str]) -> bool:

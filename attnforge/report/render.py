@@ -92,12 +92,17 @@ def sizes_text(sizes: Mapping[str, int], none: str = "") -> str:
     return ", ".join(f"{symbol} {size:,}" for symbol, size in sizes.items()) or none
 
 
+def grouped(reasons: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The names that have each reason, of pairs of a name and a reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        names.setdefault(reason, []).append(name)
+    return names
+
+
 def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     """Names with the same reason together, and the reason: `("tensorrt, tensorrt_rtx", "no CUDA device")`."""
-    names: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        names.setdefault(reason, []).append(name)
-    return [(", ".join(alike), reason) for reason, alike in names.items()]
+    return [(", ".join(names), reason) for reason, names in grouped(reasons.items()).items()]
 
 
 FILTERS: dict[str, Callable[..., Any]] = {

@@ -115,11 +115,12 @@ class Peer:
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _torch(job: PeerJob, module: Callable[..., Any]) -> Runner:
-    dtype = torch_dtype(job.precision)
+def torch_runner(module: Callable[..., Any], precision: Precision, place: str = "cpu") -> Runner:
+    """Runs a module at a precision, whose floating-point inputs it gets so, on the device `place`."""
+    dtype = torch_dtype(precision)
 
     def run_module(feeds: dict[str, Array]) -> dict[str, Array]:
-        tensors = [to_torch(array) for array in feeds.values()]
+        tensors = [to_torch(array).to(place) for array in feeds.values()]
         with torch.no_grad(), as_written():
             result = module(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))
         return {name: to_numpy(name, value) for name, value in named_outputs(result).items()}
@@ -129,13 +130,13 @@ def _torch(job: PeerJob, module: Callable[..., Any]) -> Runner:
 
 def _open_eager(job: PeerJob, stack: ExitStack) -> Runner:
     with_threads(job.threads, stack)
-    return _torch(job, job.torch_module())
+    return torch_runner(job.torch_module(), job.precision)
 
 
 def _open_compiled(job: PeerJob, stack: ExitStack) -> Runner:
     with_threads(job.threads, stack)
     torch.compiler.reset()  # torch.compile gives up after some models
-    return _torch(job, torch.compile(job.torch_module(), dynamic=False))
+    return torch_runner(torch.compile(job.torch_module(), dynamic=False), job.precision)
 
 
 def _open_sdpa(job: PeerJob, stack: ExitStack) -> Runner:
@@ -143,7 +144,8 @@ def _open_sdpa(job: PeerJob, stack: ExitStack) -> Runner:
     source = job.bundle.manifest.source
     if source.kind == "huggingface" and job.given is None:
         options = {**source.options, "attention": "sdpa"}
-        return _torch(job, at_precision(rebuild(source.model_copy(update={"options": options})).module, job.precision))
+        module = rebuild(source.model_copy(update={"options": options})).module
+        return torch_runner(at_precision(module, job.precision), job.precision)
     module = job.torch_module()
 
     def run_module(*tensors: Tensor) -> Any:
@@ -156,7 +158,7 @@ def _open_sdpa(job: PeerJob, stack: ExitStack) -> Runner:
             )
         return result
 
-    return _torch(job, run_module)
+    return torch_runner(run_module, job.precision)
 
 
 @contextmanager
@@ -190,9 +192,8 @@ def _open_torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
         raise UnavailableError("torch_tensorrt is not installed; pip install torch-tensorrt")
     if not torch.cuda.is_available():
         raise UnavailableError("no CUDA device")
-    module = job.torch_module().cuda()
-    compiled = torch.compile(module, backend="torch_tensorrt", dynamic=False)
-    return _torch(job, lambda *tensors: compiled(*(tensor.cuda() for tensor in tensors)))
+    compiled = torch.compile(job.torch_module().cuda(), backend="torch_tensorrt", dynamic=False)
+    return torch_runner(compiled, job.precision, "cuda")
 
 
 # --- the exporter's graph ---------------------------------------------------------------------------------------------

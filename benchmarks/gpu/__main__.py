@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import os
 import platform
 import shlex
@@ -18,20 +17,17 @@ from typing import Annotated
 
 import typer
 
-from attnforge.benchmarks.gpu.attention_alone import attention
 from attnforge.benchmarks.gpu.conclusions import failed_tests, wrong_answers
 from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.device_ceilings import ceilings
 from attnforge.benchmarks.gpu.environment import environment, tests
-from attnforge.benchmarks.gpu.latency import latency
 from attnforge.benchmarks.gpu.parity import parity, parity_of
 from attnforge.benchmarks.gpu.processes import TAKE, supervise
-from attnforge.benchmarks.gpu.running import Run, Task, attempt, read, step, write
+from attnforge.benchmarks.gpu.running import Run, Task, read, step, write
 from attnforge.benchmarks.gpu.session_costs import overhead
 from attnforge.benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
+from attnforge.benchmarks.gpu.timings import attention, ceilings, latency
 from attnforge.benchmarks.publish import RESULTS
-from attnforge.errors import first_line
-from attnforge.machine import compute_capability, cuda_devices, device_name, tool_versions, versions
+from attnforge.machine import compute_capability, cuda_devices, cuda_driver, device_name, tool_versions, versions
 
 NO_DEVICE = 3
 """Exit code without a CUDA device."""
@@ -66,7 +62,7 @@ def main(
         command=shlex.join([*COMMAND.split(), *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         budget_seconds=seconds,
-        machine=identity(device),
+        machine=device_and_versions(device),
     )
     if only:
         results.steps = {name: step for name, step in _earlier_steps(out, results).items() if name not in only}
@@ -109,25 +105,16 @@ def run_step(name: str, settings: Settings) -> None:
     os._exit(0)  # threads that are still running, if any, must not keep the process alive
 
 
-def identity(device: int) -> dict[str, str]:
+def device_and_versions(device: int) -> dict[str, str]:
     """The device and the versions: figures of two runs belong together only where these are equal."""
-    questions: dict[str, Callable[[], str]] = {
-        "device": lambda: device_name(device),
-        "compute capability": lambda: compute_capability(device),
-        "CUDA of the driver": _driver,
-        "python": platform.python_version,
+    return {
+        "device": device_name(device),
+        "compute capability": compute_capability(device),
+        "CUDA of the driver": cuda_driver(),
+        "python": platform.python_version(),
+        **tool_versions(),
+        **versions(("triton", "cuda-core", "cuda-bindings")),
     }
-    unknown: dict[str, str] = {}
-    about = {
-        what: attempt(unknown, what, ask) or f"unknown: {first_line(unknown[what])}" for what, ask in questions.items()
-    }
-    return about | tool_versions() | versions(("triton", "cuda-core", "cuda-bindings"))
-
-
-def _driver() -> str:
-    """The CUDA version that the driver supports, such as `13.0`."""
-    version = int(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1])
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 if __name__ == "__main__":

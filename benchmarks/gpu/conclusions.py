@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from attnforge.benchmarks.gpu.steps import (
     COMPILE,
@@ -21,6 +21,7 @@ from attnforge.benchmarks.gpu.steps import (
 from attnforge.benchmarks.suites.claims import Verdict, verdict
 from attnforge.bundle import FLAVOURS
 from attnforge.errors import first_line
+from attnforge.report.render import by_reason
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET
 
 
@@ -98,7 +99,7 @@ def latency_claim(results: GpuResults, precision: str, peer: str, at_most: float
         else:
             missing[tokens] = _why_untimed(item, (peer,) if ours else ON_GPU)
     answers += ["not measured"] if missing else []
-    parts += [f"{', '.join(tokens)} not measured: {why}" for why, tokens in grouped(missing).items()]
+    parts += [f"{tokens} not measured: {why}" for tokens, why in by_reason(missing)]
     if not parts:
         return _unmeasured(text, _why_not(results, "latency"))
     return Claim(text=text, answer=_of_all(answers), because="; ".join(parts))
@@ -145,11 +146,3 @@ def _why_not(results: GpuResults, name: str) -> str:
     if step is None:
         return f"the step {name} was not taken"
     return first_line(next(iter([*step.failed.values(), *step.left_out.values()]), "nothing of it ran"))
-
-
-def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """The keys that have each reason."""
-    groups: dict[str, list[str]] = {}
-    for key, reason in reasons.items():
-        groups.setdefault(reason, []).append(key)
-    return groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -14,7 +13,8 @@ from attnforge.arrays import to_numpy
 from attnforge.benchmarks.gpu.running import Run
 from attnforge.benchmarks.gpu.steps import Item, why_broken
 from attnforge.precision import Precision
-from attnforge.runtime.backends.registry import ON_GPU
+from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_here
+from attnforge.runtime.turns import seconds_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +48,7 @@ class Device:
     @cached_property
     def absent(self) -> dict[str, str]:
         """Why backends cannot run here, by backend."""
-        from attnforge.doctor import examine
-
-        return {backend: reason for backend, reason in examine()["run"].items() if reason is not None}
+        return {name: reason for name in BACKENDS if (reason := why_not_here(name)) is not None}
 
     @cached_property
     def why_not(self) -> dict[str, str]:
@@ -98,16 +96,11 @@ class Device:
 
     def wall_ms(self, call: Callable[[], Any]) -> float:
         """Milliseconds until the stream is done with a call."""
-        start = time.perf_counter()
-        call()
-        self.sync()
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * (seconds_of(call) + seconds_of(self.sync))
 
     def host_ms(self, call: Callable[[], Any]) -> float:
         """Milliseconds until a call returns."""
-        start = time.perf_counter()
-        call()
-        spent = time.perf_counter() - start
+        spent = seconds_of(call)
         self.sync()
         return 1e3 * spent
 
@@ -136,13 +129,16 @@ class Device:
         self.torch.cuda.empty_cache()
         return float(self.torch.cuda.mem_get_info(self.settings.device)[0])
 
-    def peak(self, since: float = 0.0) -> float | None:
-        """The most bytes that torch has held since the last such call, less `since`."""
+    def allocated(self) -> float:
+        """Bytes that torch holds now; :meth:`peak` counts from here."""
         if not self.on_cuda:
-            return None
-        most = float(self.torch.cuda.max_memory_allocated())
+            return 0.0
         self.torch.cuda.reset_peak_memory_stats()
-        return most - since
+        return float(self.torch.cuda.memory_allocated())
+
+    def peak(self, since: float) -> float | None:
+        """The most bytes that torch has held since :meth:`allocated`, less what it said."""
+        return float(self.torch.cuda.max_memory_allocated()) - since if self.on_cuda else None
 
     @contextmanager
     def products(self, precision: Precision) -> Iterator[None]:

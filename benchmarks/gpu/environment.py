@@ -16,8 +16,7 @@ from pathlib import Path
 
 from attnforge.arrays import to_numpy
 from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.large import large_of, targets_of
-from attnforge.benchmarks.gpu.patch import PatchPoint, patch_attention, patch_truth
+from attnforge.benchmarks.gpu.models import PatchPoint, large_of, patch_attention, patch_truth, targets_of
 from attnforge.benchmarks.gpu.running import Task, attempt, shortened, tail
 from attnforge.benchmarks.gpu.steps import SIDES, Item
 from attnforge.benchmarks.publish import machine
@@ -27,6 +26,8 @@ from attnforge.runtime.session import load
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the source checkout, if this is one."""
+
+PYTEST = "pytest -m gpu"
 
 
 def environment(device: Device) -> list[Task]:
@@ -90,11 +91,10 @@ def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> Non
     images = point.images(device)
     truth = patch_truth(device, large, images, point)
     start = time.perf_counter()
-    bundle = large.deploy(device.scratch("try"), *point.shapes, targets_of([backend]), item.failed, wanted)
+    bundle = large.deploy(device.scratch("try"), *point.shapes, targets_of([backend]), item, wanted)
     if item.failed:
         return
     item.values["seconds to build"] = round(time.perf_counter() - start, 2)
-    item.values |= {f"sites fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
     if (reason := why_unavailable(bundle, backend, device.settings.device)) is not None:
         item.failed["load"] = reason
         return
@@ -124,7 +124,7 @@ def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> Non
 
 def tests(device: Device) -> list[Task]:
     """The tests that need a GPU, where the source is at hand."""
-    return [("pytest -m gpu", partial(_tests, device))]
+    return [(PYTEST, partial(_tests, device))]
 
 
 def gpu_tests() -> list[str]:
@@ -136,10 +136,10 @@ def gpu_tests() -> list[str]:
 def _tests(device: Device, item: Item) -> None:
     files = gpu_tests()
     if not files:
-        item.skipped["pytest -m gpu"] = "there is no source checkout with tests here"
+        item.skipped[PYTEST] = "there is no source checkout with tests here"
         return
     if importlib.util.find_spec("pytest") is None:
-        item.skipped["pytest -m gpu"] = "pytest is not installed"
+        item.skipped[PYTEST] = "pytest is not installed"
         return
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *files]
     try:
@@ -150,4 +150,4 @@ def _tests(device: Device, item: Item) -> None:
     lines = done.stdout.strip().splitlines()
     item.values |= {"exit code": done.returncode, "summary": lines[-1] if lines else "it said nothing"}
     if done.returncode != 0:
-        item.failed["pytest -m gpu"] = shortened(f"{tail(done.stdout, 60)}\n{tail(done.stderr)}")
+        item.failed[PYTEST] = shortened(f"{tail(done.stdout, 60)}\n{tail(done.stderr)}")

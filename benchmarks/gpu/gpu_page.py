@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from attnforge.benchmarks.gpu.conclusions import grouped
-from attnforge.benchmarks.gpu.steps import (
-    COMPILE,
-    EAGER,
-    FATAL,
-    FLASH,
-    SHARES,
-    WHOLE,
-    GpuResults,
-    Item,
-    Step,
-    worked,
-)
+from attnforge.benchmarks.gpu.steps import COMPILE, EAGER, FATAL, FLASH, SHARES, WHOLE, GpuResults, Item, Step, worked
 from attnforge.benchmarks.measure.results import Latency
 from attnforge.benchmarks.publish import markdown_table
 from attnforge.errors import first_line
-from attnforge.numbers import scientific
+from attnforge.report.render import NOTHING, error, fixed, grouped
 from attnforge.runtime.backends.registry import BACKENDS
 
 TIMES = (
@@ -34,31 +21,24 @@ TIMES = (
 
 def page(results: GpuResults) -> str:
     """The figures as Markdown, and nothing else."""
-    steps = {name: results.steps.get(name, Step()) for name in SHARES}
-    parts = [
-        "# attnforge on a GPU",
-        _head(results),
-        "## Claims",
-        markdown_table(
-            ("claim", "", "because"), [(claim.text, claim.answer, claim.because) for claim in results.claims]
-        ),
-        "## The machine, and what runs on it",
-        _environment(steps["environment"]),
-    ]
-    if summary := [item.values.get("summary") for item in steps["tests"].items.values()]:
-        parts += ["## Tests", *(f"`pytest -m gpu`: {text or 'did not end'}" for text in summary)]
-    if steps["parity"].items:
-        parts += ["## Parity", "Relative error of the worst case / its budget.", _parity(steps["parity"])]
-    if steps["ceilings"].items:
-        parts += ["## What the device can do at most", _ceilings(steps["ceilings"])]
-    if steps["attention"].items:
-        parts += ["## Attention alone", _attention_table(steps["attention"], ceilings_of(results))]
-    if steps["latency"].items:
-        parts += ["## Patch attention", TIMES, _latency_tables(steps["latency"])]
-    if steps["overhead"].items:
-        parts += ["## What a session adds", _overhead(steps["overhead"])]
-    parts += ["## What failed, in its own words", _failures(results)]
-    parts += ["## What was skipped or left out", _left_out(results)]
+    step = {name: results.steps.get(name, Step()) for name in SHARES}
+    claims = [(claim.text, claim.answer, claim.because) for claim in results.claims]
+    tests = [item.values.get("summary") or "did not end" for item in step["tests"].items.values()]
+    sections = {
+        "Claims": [markdown_table(("claim", "", "because"), claims)],
+        "The machine, and what runs on it": _environment(step["environment"]),
+        "Tests": [f"`pytest -m gpu`: {text}" for text in tests],
+        "Parity": _parity(step["parity"]),
+        "What the device can do at most": _ceilings(step["ceilings"]),
+        "Attention alone": _attention(step["attention"], ceilings_of(results)),
+        "Patch attention": _latencies(step["latency"]),
+        "What a session adds": _overhead(step["overhead"]),
+        "What failed, in its own words": _failures(results) or ["Nothing."],
+        "What was skipped or left out": ["\n".join(_left_out(results)) or "Nothing."],
+    }
+    parts = ["# attnforge on a GPU", _head(results)]
+    for title, texts in sections.items():
+        parts += [f"## {title}", *texts] if texts else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -68,20 +48,18 @@ def _head(results: GpuResults) -> str:
     return f"{results.machine.get('device', 'no device')}; {of}\n\n`{results.command}`, {results.date}, {spent}"
 
 
-def _environment(step: Step) -> str:
-    facts = [(key, value) for name in ("device", "software") for key, value in _values(step, name).items()]
-    rows = []
+def _environment(step: Step) -> list[str]:
+    facts, rows = [], []
     for key, item in step.items.items():
-        if key.startswith("try "):
-            why = [*item.skipped.values(), *(f"{what}: {first_line(text)}" for what, text in item.failed.items())]
-            why += [f"{what}: {check.reason}" for what, check in item.checks.items() if not check.passed]
-            facts_of = [f"{name} {value}" for name, value in item.values.items()]
-            rows.append((key.removeprefix("try "), _tried(item), "; ".join(why or facts_of)))
-    tables = [
-        markdown_table(("", ""), facts) if facts else "",
-        markdown_table(("backend, plan for", "", "figures, or why not"), rows),
-    ]
-    return "\n\n".join(table for table in tables if table) if facts or rows else "Nothing was found out."
+        if not key.startswith("try "):
+            facts += list(item.values.items())
+            continue
+        why = [*item.skipped.values(), *(f"{what}: {first_line(text)}" for what, text in item.failed.items())]
+        why += [f"{what}: {check.reason}" for what, check in item.checks.items() if not check.passed]
+        rows.append((key.removeprefix("try "), _tried(item), "; ".join(why) or _values(item, "; ")))
+    tables = [markdown_table(("", ""), facts)] if facts else []
+    tables += [markdown_table(("backend, plan for", "", "figures, or why not"), rows)] if rows else []
+    return tables or ["Nothing was found out."]
 
 
 def _tried(item: Item) -> str:
@@ -92,25 +70,27 @@ def _tried(item: Item) -> str:
     return "works in part" if item.failed or not all(check.passed for check in item.checks.values()) else "works"
 
 
-def _values(step: Step, key: str) -> dict[str, Any]:
-    return dict(step.items[key].values) if key in step.items else {}
+def _values(item: Item, between: str) -> str:
+    texts = {name: f"{v:.2f}" if isinstance(v, float) else str(v) for name, v in item.values.items()}
+    return between.join(f"{name} {text}" for name, text in texts.items())
 
 
-def _parity(step: Step) -> str:
+def _parity(step: Step) -> list[str]:
     named = {name for item in step.items.values() for name in (*item.checks, *item.failed)}
     backends = [name for name in (*BACKENDS, EAGER, COMPILE) if name in named]
     rows: dict[str, dict[str, str]] = {}
     for key, item in step.items.items():
         row = rows.setdefault(key.removesuffix(", torch"), {})
-        row |= {name: _check_cell(item, name) for name in backends if _check_cell(item, name)}
-    cells = [(key, *(row.get(name, "–") for name in backends)) for key, row in rows.items()]
-    return markdown_table(("model, precision", *backends), cells)
+        row |= {name: text for name in backends if (text := _check_cell(item, name))}
+    cells = [(key, *(row.get(name, NOTHING) for name in backends)) for key, row in rows.items()]
+    table = markdown_table(("model, precision", *backends), cells)
+    return ["Relative error of the worst case / its budget.", table] if rows else []
 
 
 def _check_cell(item: Item, name: str) -> str:
     if (check := item.checks.get(name)) is None:
         return "**failed**" if {name, WHOLE, FATAL} & set(item.failed) else ""
-    text = f"{scientific(check.error)} / {scientific(check.budget)}"
+    text = f"{error(check.error)} / {error(check.budget)}"
     return text if check.passed else f"**{text}**"
 
 
@@ -124,7 +104,7 @@ def ceilings_of(results: GpuResults) -> dict[str, float]:
     return most
 
 
-def _ceilings(step: Step) -> str:
+def _ceilings(step: Step) -> list[str]:
     rows = []
     for key, item in step.items.items():
         if "tflops" in item.values:
@@ -132,31 +112,26 @@ def _ceilings(step: Step) -> str:
             rows.append((f"{key}, {size} × {size} × {size}", f"{item.values['tflops']:.1f} TFLOP/s"))
         elif "gb_per_s" in item.values:
             rows.append(("copy, read and written", f"{item.values['gb_per_s']:.0f} GB/s"))
-    return markdown_table(("", "the best of many"), rows)
+    return [markdown_table(("", "the best of many"), rows)] if step.items else []
 
 
-def _attention_table(step: Step, most: Mapping[str, float]) -> str:
-    rows: list[tuple[object, ...]] = []
+def _attention(step: Step, most: Mapping[str, float]) -> list[str]:
+    rows = []
     for item in step.items.values():
         flash = item.timings.get(FLASH)
         operations, moved = (float(item.values[key] or 0) for key in ("flops", "bytes"))
         for name, timing in sorted(item.timings.items(), key=lambda pair: pair[1].wall.median.value):
             if timing.device is None:
                 continue
-            tflops, gigabytes = (amount / timing.device.median.value for amount in (operations / 1e9, moved / 1e6))
-            rows.append(
-                (
-                    item.values["tokens"],
-                    name,
-                    _times(timing.device),
-                    ratio_text(timing.device, flash.device if flash else None),
-                    f"{tflops:.1f} TFLOP/s{_share(tflops, most.get('fp16'))}",
-                    f"{gigabytes:.0f} GB/s{_share(gigabytes, most.get('copy'))}",
-                    _times(timing.wall),
-                )
-            )
+            ms = timing.device.median.value
+            tflops, gigabytes = operations / 1e9 / ms, moved / 1e6 / ms
+            to_flash = ratio_text(timing.device, flash.device if flash else None)
+            products = f"{tflops:.1f} TFLOP/s{_share(tflops, most.get('fp16'))}"
+            bytes_moved = f"{gigabytes:.0f} GB/s{_share(gigabytes, most.get('copy'))}"
+            on_device, wall = _times(timing.device), _times(timing.wall)
+            rows.append((item.values["tokens"], name, on_device, to_flash, products, bytes_moved, wall))
     header = ("tokens", "", "ms on the device", "to flash", "its products", "Q, K, V and output", "ms end to end")
-    return markdown_table(header, rows) if rows else "Nothing was timed."
+    return [markdown_table(header, rows) if rows else "Nothing was timed."] if step.items else []
 
 
 def _share(value: float, most: float | None) -> str:
@@ -165,32 +140,21 @@ def _share(value: float, most: float | None) -> str:
 
 def ratio_text(latency: Latency | None, other: Latency | None) -> str:
     """One median over another, to two decimals; a dash where either is missing."""
-    return f"{latency.median.value / other.median.value:.2f}" if latency is not None and other is not None else "–"
+    return f"{latency.median.value / other.median.value:.2f}" if latency is not None and other is not None else NOTHING
 
 
 def _times(latency: Latency | None) -> str:
-    if latency is None:
-        return "–"
-    return " / ".join(f"{ms:.3f}" for ms in (latency.median.value, latency.p90, latency.p99))
+    return NOTHING if latency is None else f"{latency.median.value:.3f} / {latency.p90:.3f} / {latency.p99:.3f}"
 
 
 def _timing_table(item: Item) -> str:
     eager = item.timings.get(EAGER)
-    rows = [
-        (
-            name,
-            _times(timing.device),
-            _times(timing.wall),
-            ratio_text(timing.wall, eager.wall if eager else None),
-            f"{timing.per_second:.0f}",
-            f"{timing.host_ms:.3f}",
-            f"{timing.ready_seconds:.2f}",
-            _number(timing.held_mib),
-            _number(timing.session_mib if timing.session_mib is not None else timing.peak_mib),
-            timing.calls,
-        )
-        for name, timing in sorted(item.timings.items(), key=lambda pair: pair[1].wall.median.value)
-    ]
+    rows = []
+    for name, timing in sorted(item.timings.items(), key=lambda pair: pair[1].wall.median.value):
+        times = _times(timing.device), _times(timing.wall), ratio_text(timing.wall, eager.wall if eager else None)
+        costs = f"{timing.per_second:.0f}", f"{timing.host_ms:.3f}", f"{timing.ready_seconds:.2f}"
+        says = timing.session_mib if timing.session_mib is not None else timing.peak_mib
+        rows.append((name, *times, *costs, fixed(timing.held_mib, 0), fixed(says, 0), timing.calls))
     header = (
         "", "on the device", "end to end", "to eager", "a second", "until the call returns", "ready, s", "MiB taken",
         "MiB it says", "calls",
@@ -198,55 +162,39 @@ def _timing_table(item: Item) -> str:
     return markdown_table(header, rows) if rows else ""
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}"
-
-
-def _latency_tables(step: Step) -> str:
-    parts: list[str] = []
+def _latencies(step: Step) -> list[str]:
+    parts = [TIMES] if step.items else []
     for key, item in step.items.items():
         out = [f"{name}: {first_line(why)}" for name, why in (item.skipped | item.failed).items()]
         parts += [f"### {key}", _timing_table(item) or "Nothing was timed."]
         parts += ["Not timed: " + "; ".join(out)] if out else []
-    return "\n\n".join(parts)
+    return parts
 
 
-def _overhead(step: Step) -> str:
-    parts = []
-    for key, item in step.items.items():
-        values = [f"{name} {_plain(value)}" for name, value in item.values.items()]
-        parts += [f"### {key}", _timing_table(item), ", ".join(values)]
-    return "\n\n".join(part for part in parts if part)
+def _overhead(step: Step) -> list[str]:
+    return [
+        text for key, item in step.items.items() for text in (f"### {key}", _timing_table(item), _values(item, ", "))
+    ]
 
 
-def _plain(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _failures(results: GpuResults) -> str:
+def _failures(results: GpuResults) -> list[str]:
     lines = []
     for name, step in results.steps.items():
-        for what, text in step.failed.items():
-            lines.append((f"{name}, {what}", text))
+        lines += [(f"{name}, {what}", text) for what, text in step.failed.items()]
         for key, item in step.items.items():
             lines += [(f"{name}: {key}: {what}", text) for what, text in item.failed.items()]
-            lines += [
-                (f"{name}: {key}: {contender}", f"outside the parity budget: {check.reason}")
-                for contender, check in item.checks.items()
-                if not check.passed
-            ]
-    return "\n\n".join(f"**{where}**\n\n```\n{text}\n```" for where, text in lines) or "Nothing."
+            wrong = {who: check.reason for who, check in item.checks.items() if not check.passed}
+            lines += [(f"{name}: {key}: {who}", f"outside the parity budget: {why}") for who, why in wrong.items()]
+    return [f"**{where}**\n\n```\n{text}\n```" for where, text in lines]
 
 
-def _left_out(results: GpuResults) -> str:
-    lines: list[str] = []
+def _left_out(results: GpuResults) -> list[str]:
+    lines = []
     for name in SHARES:
         if (step := results.steps.get(name)) is None:
             lines.append(f"- {name}: not taken")
             continue
-        reasons = grouped(step.left_out)
-        for key, item in step.items.items():
-            for who, why in item.skipped.items():
-                reasons.setdefault(f"{who}: {why}", []).append(key)
-        lines += [f"- {name}: {why} ({'; '.join(keys)})" for why, keys in reasons.items()]
-    return "\n".join(lines) or "Nothing."
+        reasons = list(step.left_out.items())
+        reasons += [(key, f"{who}: {why}") for key, item in step.items.items() for who, why in item.skipped.items()]
+        lines += [f"- {name}: {why} ({'; '.join(keys)})" for why, keys in grouped(reasons).items()]
+    return lines

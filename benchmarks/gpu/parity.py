@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.large import targets_of
-from attnforge.benchmarks.gpu.patch import patch_attention
+from attnforge.benchmarks.gpu.models import patch_attention, targets_of
 from attnforge.benchmarks.gpu.processes import supervise
 from attnforge.benchmarks.gpu.running import NO_TIME, UNDER_WAY, OutOfTime, Task, attempt, device_lost, read, write
 from attnforge.benchmarks.gpu.steps import (
@@ -32,10 +27,8 @@ from attnforge.benchmarks.gpu.steps import (
 from attnforge.bundle import Bundle
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.registry import why_unavailable
-from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory
 from attnforge.runtime.parity.verify import BackendReport, hold
-from attnforge.runtime.session import Session, load
+from attnforge.runtime.session import load
 
 if TYPE_CHECKING:
     from attnforge.model.registry import Example
@@ -91,49 +84,40 @@ def parity(device: Device) -> list[Task]:
 
 
 def _collect(device: Device, own: Settings, model: str, key: str, done: Future[None], item: Item) -> None:
-    """Wait until a model's process has recorded a task, and take its record over."""
-    while True:
-        ended = done.done()
-        record = read(own.out).steps.get(f"model:{model}", Step())
-        if key in record.items and (record.doing != key or ended):
-            for name in Item.model_fields:
-                setattr(item, name, getattr(record.items[key], name))
-            return
-        if ended:
-            if record.failed:
-                raise RuntimeError("; ".join(record.failed.values()))
-            raise OutOfTime(record.left_out.get(key) or record.left_out.get(WHOLE) or NO_TIME)
-        if device.run.left < 0:
-            raise OutOfTime(UNDER_WAY if record.items else NO_TIME)
-        time.sleep(0.2)
+    """Wait for a model's process, and take over what it recorded of a task."""
+    wait([done], timeout=max(device.run.left, 0.0))
+    record = read(own.out).steps.get(f"model:{model}", Step())
+    if key in record.items and (record.doing != key or done.done()):
+        for name in Item.model_fields:
+            setattr(item, name, getattr(record.items[key], name))
+    elif record.failed:
+        raise RuntimeError("; ".join(record.failed.values()))
+    else:
+        otherwise = UNDER_WAY if record.items else NO_TIME
+        raise OutOfTime(record.left_out.get(key) or record.left_out.get(WHOLE) or otherwise)
 
 
 def parity_of(device: Device, model: str) -> list[Task]:
     """One model: every precision on every backend, then torch's own ways on the device."""
-    bundles: dict[str, Bundle] = {}
     tasks: list[Task] = []
     for key in chosen_keys(model, device.settings.quick):
-        precision = key.split(", ")[1]
         do = _verify_torch if key.endswith(", torch") else _verify
-        tasks.append((key, partial(do, device, model, precision, bundles)))
+        tasks.append((key, partial(do, device, model, key.split(", ")[1])))
     return tasks
 
 
-def _bundle(device: Device, model: str, precision: str, bundles: dict[str, Bundle]) -> Bundle:
+@cache
+def _bundle(device: Device, model: str, precision: str) -> Bundle:
     """The model, deployed as a user would deploy it, once for all processes of the step."""
     from attnforge.export.deploy import deploy
 
     folder = Path(device.settings.scratch) / f"{model}-{precision}.bundle"
-    if precision not in bundles and folder.exists():
-        bundles[precision] = Bundle(folder)
-    if precision not in bundles:
-        module, args, shapes = small(model)
-        wanted = capabilities(device.run.results)
-        targets = None if device.settings.place == "cuda" else targets_of(device.settings.backends)
-        bundles[precision] = deploy(
-            module, args, folder, shapes, precision, targets, model, compute_capabilities=wanted, tune=False
-        )
-    return bundles[precision]
+    if folder.exists():
+        return Bundle(folder)
+    wanted = capabilities(device.run.results)
+    targets = None if device.settings.place == "cuda" else targets_of(device.settings.backends)
+    module, args, shapes = small(model)
+    return deploy(module, args, folder, shapes, precision, targets, model, compute_capabilities=wanted, tune=False)
 
 
 def small(model: str) -> Example:
@@ -143,8 +127,8 @@ def small(model: str) -> Example:
     return patch_attention() if model == "patch-attention" else build_model(model)
 
 
-def _verify(device: Device, model: str, precision: str, bundles: dict[str, Bundle], item: Item) -> None:
-    bundle = _bundle(device, model, precision, bundles)
+def _verify(device: Device, model: str, precision: str, item: Item) -> None:
+    bundle = _bundle(device, model, precision)
     item.values |= {f"fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
     for backend in device.settings.backends:
         reason = device.why_not.get(backend) or why_unavailable(bundle, backend, device.settings.device)
@@ -152,40 +136,36 @@ def _verify(device: Device, model: str, precision: str, bundles: dict[str, Bundl
             item.skipped[backend] = reason
             continue
 
-        def held(backend: str = backend) -> ParityCheck:
+        def held(backend: str = backend) -> None:
             with load(bundle, backend, device=device.settings.device) as session:
-                return check_of(hold(session.bundle, session.backend, session.run))
+                item.checks[backend] = check_of(hold(session.bundle, session.backend, session.run))
 
-        if (check := attempt(item.failed, backend, held)) is not None:
-            item.checks[backend] = check
+        attempt(item.failed, backend, held)
         device.run.save()
         if item.failed and device_lost():
             return
 
 
-def _verify_torch(device: Device, model: str, precision: str, bundles: dict[str, Bundle], item: Item) -> None:
+def _verify_torch(device: Device, model: str, precision: str, item: Item) -> None:
     """Eager and torch.compile on the device, held to the same budget on the same cases."""
+    from attnforge.benchmarks.contenders.peers import torch_runner
     from attnforge.runtime.backends.eager import at_precision
 
     if not device.peers:
         item.skipped["torch"] = "torch has no CUDA here"
         return
     torch, p = device.torch, precision_named(precision)
-    bundle = _bundle(device, model, precision, bundles)
+    bundle = _bundle(device, model, precision)
     module = at_precision(small(model).module, p).to(device.name)
-    ways: dict[str, Callable[[], Callable[..., Any]]] = {
-        EAGER: lambda: module,
-        COMPILE: lambda: torch.compile(module, dynamic=True),
-    }
-    for name, make in ways.items():
+    for name in (EAGER, COMPILE):
 
-        def held(name: str = name, make: Callable[[], Callable[..., Any]] = make) -> ParityCheck:
+        def held(name: str = name) -> None:
             torch.compiler.reset()
-            with device.products(p), Session(bundle, OnDevice(device, name, make())) as session:
-                return check_of(hold(session.bundle, session.backend, session.run))
+            run = torch.compile(module, dynamic=True) if name == COMPILE else module
+            with device.products(p):
+                item.checks[name] = check_of(hold(bundle, name, torch_runner(run, p, device.name)))
 
-        if (check := attempt(item.failed, name, held)) is not None:
-            item.checks[name] = check
+        attempt(item.failed, name, held)
 
 
 def check_of(report: BackendReport) -> ParityCheck:
@@ -198,29 +178,3 @@ def check_of(report: BackendReport) -> ParityCheck:
         cases=report.cases,
         reason="; ".join(reasons) or (None if report.passed else report.case),
     )
-
-
-class OnDevice:
-    """A torch module on the device as a backend, on arrays of the host."""
-
-    gpu = None
-
-    def __init__(self, device: Device, name: str, module: Callable[..., Any]) -> None:
-        self.name, self._device, self._module = name, device, module
-
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        from attnforge.runtime.backends.eager import as_written, named_outputs
-
-        device = self._device
-        tensors = [to_torch(np.array(array)).to(device.name) for array in arrays]
-        with device.torch.no_grad(), as_written():
-            results = named_outputs(self._module(*tensors))
-        return [to_numpy(name, tensor) for name, tensor in results.items()]
-
-    def memory(self) -> Memory:
-        return Memory()
-
-    def keep(self) -> None: ...
-
-    def close(self) -> None:
-        del self._module

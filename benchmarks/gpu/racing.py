@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.large import Truth
+from attnforge.benchmarks.gpu.models import Truth
 from attnforge.benchmarks.gpu.running import attempt, device_lost
 from attnforge.benchmarks.gpu.steps import COMPILE, EAGER, FLASH, Item, Timing, is_ours
 from attnforge.benchmarks.measure.results import Latency
@@ -69,10 +69,7 @@ def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContende
     the item then says."""
 
     def opening() -> Racer | None:
-        before, base = device.free(), 0.0
-        if device.on_cuda:
-            base = float(device.torch.cuda.memory_allocated())
-            device.peak()
+        before, base = device.free(), device.allocated()
         start = time.perf_counter()
         opened = make()
         first = opened.call()
@@ -126,11 +123,29 @@ def race(
     turns = {name: partial(racer.turn, device) for name, racer in racers.items()}
     seconds = min(seconds, max(device.run.left, 0.0))
     measured = in_turns(turns, ROUNDS, seconds, fewest=LEAST_ROUNDS, settle=0)
+    on_device = {name: [[ms] for ms, _ in times if ms is not None] for name, times in measured.items()}
+    wall = {name: [[ms] for _, ms in times] for name, times in measured.items()}
     for name, racer in racers.items():
-        item.timings[name] = timing(racer, measured[name], batch)
-        for peer in COMPARED if is_ours(name) else ():
-            if peer in measured:
-                _compare(item.timings[name], peer, measured[name], measured[peer])
+        peers = [peer for peer in COMPARED if is_ours(name) and peer in racers]
+        latency = without_rounds(wall[name])
+        session = racer.opened.session
+        item.timings[name] = Timing(
+            calls=len(wall[name]),
+            device=without_rounds(on_device[name]) if on_device[name] else None,
+            wall=latency,
+            host_ms=racer.host_ms,
+            per_second=1e3 * batch / latency.median.value,
+            ready_seconds=racer.ready_seconds,
+            ratios={peer: ratio_of(wall[name], wall[peer]) for peer in peers},
+            device_ratios={
+                peer: ratio_of(on_device[name], on_device[peer])
+                for peer in peers
+                if on_device[name] and on_device[peer]
+            },
+            held_mib=mib(racer.held),
+            peak_mib=mib(racer.peak),
+            session_mib=None if session is None else mib(_on_device(session.memory)),
+        )
     device.run.save()
 
 
@@ -139,42 +154,9 @@ def race_seconds(device: Device) -> float:
     return 1.0 if device.settings.quick or not device.on_cuda else 3.0
 
 
-Turns = Sequence[tuple[float | None, float]]
-"""Milliseconds on the device and end to end, by round."""
-
-
-def timing(racer: Racer, turns: Turns, batch: int) -> Timing:
-    """What is recorded of a contender's turns."""
-    on_device, wall = _rounds(turns)
-    median = latency(wall)
-    return Timing(
-        calls=len(wall),
-        device=latency(on_device) if on_device else None,
-        wall=median,
-        host_ms=racer.host_ms,
-        per_second=1e3 * batch / median.median.value,
-        ready_seconds=racer.ready_seconds,
-        held_mib=mib(racer.held),
-        peak_mib=mib(racer.peak),
-        session_mib=mib(_on_device(racer.opened.session.memory)) if racer.opened.session is not None else None,
-    )
-
-
-def latency(rounds: list[list[float]]) -> Latency:
+def without_rounds(rounds: list[list[float]]) -> Latency:
     """Median with its 95% interval and percentiles of milliseconds by round; the rounds themselves are not kept."""
     return latency_of(rounds).model_copy(update={"rounds": []})
-
-
-def _compare(ours: Timing, peer: str, turns: Turns, others: Turns) -> None:
-    (on_device, wall), (peers_on_device, peers_wall) = _rounds(turns), _rounds(others)
-    ours.ratios[peer] = ratio_of(wall, peers_wall)
-    if on_device and peers_on_device:
-        ours.device_ratios[peer] = ratio_of(on_device, peers_on_device)
-
-
-def _rounds(turns: Turns) -> tuple[list[list[float]], list[list[float]]]:
-    """Milliseconds on the device and end to end as :mod:`attnforge.benchmarks.measure.statistics` takes them."""
-    return [[on_device] for on_device, _ in turns if on_device is not None], [[wall] for _, wall in turns]
 
 
 def _on_device(memory: Memory) -> float:
@@ -187,10 +169,15 @@ def mib(size: float | None) -> float | None:
 
 
 def in_session(
-    device: Device, stack: ExitStack, bundle: Bundle, backend: str, feeds: Sequence[Any], **options: Any
+    device: Device,
+    stack: ExitStack,
+    bundle: Bundle,
+    backend: str,
+    feeds: Sequence[Any],
+    out: Any = None,
+    graphs: bool | None = None,
 ) -> OpenContender:
-    """A bundle's backend on these inputs; `out` is passed on to every call, other options to the session."""
-    kept = {name: options.pop(name) for name in ("out",) if name in options}
-    opened_with = {"device": device.settings.device, "contexts": 1, **options}
-    session = stack.enter_context(load(bundle.path, backend, **opened_with))
-    return OpenContender(lambda: session(*feeds, **kept), session, waits=isinstance(feeds[0], np.ndarray))
+    """A bundle's backend on these inputs, which writes to `out` where it is given."""
+    session = load(bundle.path, backend, device=device.settings.device, contexts=1, graphs=graphs)
+    stack.enter_context(session)
+    return OpenContender(lambda: session(*feeds, out=out), session, waits=isinstance(feeds[0], np.ndarray))

@@ -8,45 +8,39 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 
 from attnforge.arrays import to_numpy
 from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.large import Large, large_of, targets_of
-from attnforge.benchmarks.gpu.patch import PatchPoint, patch_attention, patch_truth
+from attnforge.benchmarks.gpu.models import Large, PatchPoint, large_of, patch_attention, patch_truth, targets_of
 from attnforge.benchmarks.gpu.racing import OpenContender, in_session, mib, race, race_seconds
 from attnforge.benchmarks.gpu.running import LEAST, Task
 from attnforge.benchmarks.gpu.steps import SIDES, Item, ParityCheck
 from attnforge.bundle import FLAVOURS, Bundle
 from attnforge.runtime.session import load
+from attnforge.runtime.turns import seconds_of
 
 
 def overhead(device: Device) -> list[Task]:
     """One call in several ways, calls from several threads, and loads, of the first two backends that run here."""
-    deployed: dict[str, Bundle] = {}
+    kinds = {"one call": _one_call, "threads": _threads, "loads": _loads}
     backends = device.usable(Item(), (*FLAVOURS, "onnxruntime-cuda"))[:2]
-    tasks: list[Task] = []
-    for backend in backends:
-        tasks.append((f"{backend}: one call", partial(_one_call, device, backend, deployed)))
-        tasks.append((f"{backend}: threads", partial(_threads, device, backend, deployed)))
-        tasks.append((f"{backend}: loads", partial(_loads, device, backend, deployed)))
-    return tasks
+    return [(f"{backend}: {kind}", partial(do, device, backend)) for backend in backends for kind, do in kinds.items()]
 
 
-def _prepared(device: Device, backend: str, deployed: dict[str, Bundle]) -> tuple[Bundle, Large, PatchPoint]:
+@cache
+def _prepared(device: Device, backend: str) -> tuple[Bundle, Large, PatchPoint]:
     """Patch-attention of 196 tokens in fp16, deployed for a backend."""
-    point = PatchPoint("fp16", SIDES[0], 1)
+    point, item = PatchPoint("fp16", SIDES[0], 1), Item()
     large = large_of(device, patch_attention, point.precision)
-    if backend not in deployed:
-        refused: dict[str, str] = {}
-        deployed[backend] = large.deploy(device.scratch("overhead"), *point.shapes, targets_of([backend]), refused)
-        if refused:
-            raise RuntimeError("; ".join(refused.values()))
-    return deployed[backend], large, point
+    bundle = large.deploy(device.scratch("overhead"), *point.shapes, targets_of([backend]), item)
+    if item.failed:
+        raise RuntimeError("; ".join(item.failed.values()))
+    return bundle, large, point
 
 
-def _one_call(device: Device, backend: str, deployed: dict[str, Bundle], item: Item) -> None:
-    bundle, large, point = _prepared(device, backend, deployed)
+def _one_call(device: Device, backend: str, item: Item) -> None:
+    bundle, large, point = _prepared(device, backend)
     with device.stream(), ExitStack() as stack:
         images = point.images(device)
         truth = patch_truth(device, large, images, point)
@@ -64,9 +58,9 @@ def _one_call(device: Device, backend: str, deployed: dict[str, Bundle], item: I
         race(device, item, ways, truth, 1, race_seconds(device))
 
 
-def _threads(device: Device, backend: str, deployed: dict[str, Bundle], item: Item) -> None:
+def _threads(device: Device, backend: str, item: Item) -> None:
     """Calls of one session from several threads, each with a stream and images of its own; every answer is checked."""
-    bundle, large, point = _prepared(device, backend, deployed)
+    bundle, large, point = _prepared(device, backend)
     threads, calls = 8, 1000 if device.on_cuda and not device.settings.quick else 80
     images = [point.images(device) * (1 + i / threads) for i in range(threads)]
     truths = [patch_truth(device, large, image, point) for image in images]
@@ -92,27 +86,24 @@ def _threads(device: Device, backend: str, deployed: dict[str, Bundle], item: It
     item.checks[f"{backend}, {threads} threads"] = worst.model_copy(update={"cases": len(checks)})
 
 
-def _loads(device: Device, backend: str, deployed: dict[str, Bundle], item: Item) -> None:
+def _loads(device: Device, backend: str, item: Item) -> None:
     """Loads with one call each; the memory that is free on the device before and after shows what they leave behind."""
-    bundle, _, point = _prepared(device, backend, deployed)
+    bundle, _, point = _prepared(device, backend)
     images = point.images(device)
     wanted = 200 if device.on_cuda and not device.settings.quick else 10
     seconds: list[float] = []
 
     def once() -> None:
-        start = time.perf_counter()
         with load(bundle.path, backend, device=device.settings.device) as session:
             session(device.feed(images))
             device.sync()
-        seconds.append(time.perf_counter() - start)
 
     with device.stream():
         for _ in range(3):
             once()
         before = device.free()
-        seconds.clear()
         while len(seconds) < wanted and device.run.left > LEAST:
-            once()
+            seconds.append(seconds_of(once))
         after = device.free()
     item.values |= {"loads": len(seconds), "median ms": 1e3 * statistics.median(seconds)}
     item.values |= {"free MiB before": mib(before), "free MiB after": mib(after)}

@@ -65,7 +65,8 @@ class Original:
             if (error := float(np.linalg.norm(numbers - truth))) > ESTRANGED * float(np.linalg.norm(truth)):
                 raise BuildError(
                     f"output {name!r} of the graph at {self._precision.name} is {scientific(error)} off float64, whose "
-                    f"norm is {scientific(float(np.linalg.norm(truth)))}: that is no reference; deploy at a higher precision"
+                    f"norm is {scientific(float(np.linalg.norm(truth)))}: that is no reference; deploy at a higher "
+                    "precision"
                 )
 
     @cached_property

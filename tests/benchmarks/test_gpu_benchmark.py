@@ -21,13 +21,12 @@ from attnforge.benchmarks.gpu import (
     conclusions,
     environment,
     gpu_page,
-    large,
-    latency,
+    models,
     parity,
-    patch,
     processes,
     racing,
     running,
+    timings,
 )
 from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.running import LOST, OutOfTime, Run, read, step, write
@@ -247,7 +246,7 @@ def test_what_a_process_did_not_come_to_is_listed(run: Run, monkeypatch: pytest.
 def test_the_whole_of_it_where_nothing_can_run_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes are real; torch without CUDA computes on the CPU. Figures of other steps are kept with `only`."""
     monkeypatch.setattr(command, "cuda_devices", lambda: 1)
-    monkeypatch.setattr(command, "identity", lambda device: {"device": "a device"})
+    monkeypatch.setattr(command, "device_and_versions", lambda device: {"device": "a device"})
     kept = GpuResults(machine={"device": "a device"}, steps={"tests": Step(items={"pytest -m gpu": Item()})})
     write(kept, tmp_path)
     with pytest.raises(typer.Exit) as ended:
@@ -282,13 +281,13 @@ def test_one_model_is_held_to_the_budget(run: Run) -> None:
 
 def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        latency,
+        timings,
         "peers_of",
         lambda device, module, images, point: {EAGER: lambda: racing.OpenContender(partial(module, images))},
     )
-    monkeypatch.setattr(latency, "race_seconds", lambda device: 0.1)
-    point = patch.PatchPoint("fp32", 56, 2)
-    item = step(run, "latency", lambda: [(point.name, partial(latency._latency, Device(run), point))]).items[point.name]
+    monkeypatch.setattr(timings, "race_seconds", lambda device: 0.1)
+    point = models.PatchPoint("fp32", 56, 2)
+    item = step(run, "latency", lambda: [(point.name, partial(timings._latency, Device(run), point))]).items[point.name]
     assert not item.failed and set(item.timings) == {"onnxruntime-cpu", EAGER}
     assert all(check.passed for check in item.checks.values())
     ours = item.timings["onnxruntime-cpu"]
@@ -301,11 +300,11 @@ def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytes
 
 def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_path: Path) -> None:
     """12,544 tokens, of which not one is computed on the CPU."""
-    failed: dict[str, str] = {}
-    point = patch.PatchPoint("fp16", 448, 8)
-    model = large.large_of(Device(run), patch.patch_attention, point.precision)
-    bundle = model.deploy(tmp_path / "bundle", *point.shapes, ["onnxruntime", "tensorrt_rtx"], failed)
-    assert not failed and bundle.manifest.attention.fused == {"onnxruntime": 1, "tensorrt_rtx": 1}
+    item = Item()
+    point = models.PatchPoint("fp16", 448, 8)
+    model = models.large_of(Device(run), models.patch_attention, point.precision)
+    bundle = model.deploy(tmp_path / "bundle", *point.shapes, ["onnxruntime", "tensorrt_rtx"], item)
+    assert not item.failed and bundle.manifest.attention.fused == {"onnxruntime": 1, "tensorrt_rtx": 1}
     assert bundle.manifest.targets["onnxruntime"].cuda_model is not None and bundle.manifest.cases == []
     assert [spec.dims for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)] == [
         [8, 3, 448, 448], [8, 12544, 192],
@@ -316,7 +315,7 @@ def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_pat
 def test_a_wrong_answer_has_no_time(run: Run) -> None:
     device = Device(run)
     x = torch.linspace(-1, 1, 12).reshape(1, 3, 4)
-    truth = large.truth_of(device, "case", precision_named("fp32"), torch.sin, torch.sin, [x])
+    truth = models.truth_of(device, "case", precision_named("fp32"), torch.sin, torch.sin, [x])
     calls: dict[str, Callable[[], torch.Tensor]] = {"right": lambda: x.sin(), "wrong": lambda: x.cos()}
     item, ways = Item(), {name: partial(racing.OpenContender, call) for name, call in calls.items()}
     racing.race(device, item, ways, truth, 1, 0.05)
@@ -325,7 +324,7 @@ def test_a_wrong_answer_has_no_time(run: Run) -> None:
 
 
 def test_the_truth_of_a_batch_is_that_of_its_samples(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "PLACES", 50)
+    monkeypatch.setattr(models, "PLACES", 50)
     seen: list[tuple[int, ...]] = []
 
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -333,7 +332,7 @@ def test_the_truth_of_a_batch_is_that_of_its_samples(run: Run, monkeypatch: pyte
         return 2 * x
 
     x = torch.arange(4 * 30, dtype=torch.float16).reshape(4, 30)
-    truth = large.truth_of(Device(run), "case", precision_named("fp16"), double, double, [x])
+    truth = models.truth_of(Device(run), "case", precision_named("fp16"), double, double, [x])
     assert seen == [(1, 30)] * 8 and len(truth.places) == len(truth.exact) == 50
     assert truth.check(2 * x).error == truth.check(2 * x.numpy()).error == 0
     assert truth.check(2 * x.numpy()).passed and not truth.check(2 * x + 1).passed
@@ -345,19 +344,19 @@ def test_the_truth_of_a_batch_is_that_of_its_samples(run: Run, monkeypatch: pyte
 
 def test_what_is_said_of_calls() -> None:
     """Percentiles as everywhere in attnforge's benchmarks, without the calls themselves."""
-    hundred = racing.latency([[float(n)] for n in range(100, 0, -1)])
+    hundred = racing.without_rounds([[float(n)] for n in range(100, 0, -1)])
     assert (hundred.min, hundred.median.value, hundred.samples, hundred.rounds) == (1, 50.5, 100, [])
     assert hundred.p90 == pytest.approx(90.1) and hundred.p99 == pytest.approx(99.01)
-    single = racing.latency([[3.0]])
+    single = racing.without_rounds([[3.0]])
     assert (single.median.value, single.p90, single.p99) == (3, 3, 3)
     assert gpu_page.ratio_text(alike(3), alike(4)) == "0.75" and gpu_page.ratio_text(alike(3), None) == "–"
 
 
 def test_the_grid() -> None:
-    points = latency.points()
+    points = timings.points()
     assert [point.tokens for point in points[:4]] == [196, 1024, 3136, 12544]
     assert {(p.precision, p.batch) for p in points} == {(p, b) for p in ("fp16", "fp32", "bf16") for b in (1, 8, 64)}
-    assert patch.PatchPoint("fp16", 448, 64).score_bytes == 64 * 3 * 12544**2 * 2
+    assert models.PatchPoint("fp16", 448, 64).score_bytes == 64 * 3 * 12544**2 * 2
 
 
 def results() -> GpuResults:
@@ -476,7 +475,7 @@ def test_a_run_whose_tests_failed_is_no_success(
         write(GpuResults(steps={name: Step(items={"pytest -m gpu": Item(values=ended)})}), settings.out)
 
     monkeypatch.setattr(command, "cuda_devices", lambda: 1)
-    monkeypatch.setattr(command, "identity", lambda device: {"device": "a device"})
+    monkeypatch.setattr(command, "device_and_versions", lambda device: {"device": "a device"})
     monkeypatch.setattr(command, "supervise", take)
     with pytest.raises(typer.Exit) as ended:
         command.main(tmp_path, only=["tests"])

@@ -1,4 +1,5 @@
-"""Large models: bundles of them without reference outputs, and the truth that answers are held to."""
+"""The models that are timed: deployed at one size at a time without reference outputs, and the truth that answers are
+held to."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import numpy as np
 from attnforge.arrays import Array
 from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.running import attempt
-from attnforge.benchmarks.gpu.steps import ParityCheck, capabilities
+from attnforge.benchmarks.gpu.steps import HEADS, PATCH, WIDTH, Item, ParityCheck, capabilities
 from attnforge.bundle import FLAVOURS, Bundle, Case, Manifest, Source, TensorSpec, write_manifest
 from attnforge.machine import compute_capability, tool_versions
 from attnforge.precision import Precision, precision_named
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from attnforge.export.attention.canonicalize import Site
     from attnforge.export.sources.torch_module import Captured
     from attnforge.model.registry import Example
+
+Shapes = tuple[Sequence[Sequence[int]], Sequence[int], Mapping[str, int]]
+"""Shapes of a model's inputs and of its output, and the sizes of its symbolic dims."""
 
 PLACES = 2**20
 """How many numbers of an output are compared at most."""
@@ -67,7 +71,7 @@ class Large:
         output: Sequence[int],
         sizes: Mapping[str, int],
         targets: Sequence[str],
-        failed: dict[str, str],
+        item: Item,
         wanted: Sequence[str] | None = None,
     ) -> Bundle:
         """A bundle whose inputs have just these shapes, as torch.compile's have, and that holds no reference outputs.
@@ -82,7 +86,7 @@ class Large:
             output: shape of the only output.
             sizes: of the graph's symbolic dims.
             targets: of `onnxruntime`, `tensorrt` and `tensorrt_rtx`.
-            failed: where a builder's refusal goes.
+            item: where sites that are fused and refusals of builders go.
             wanted: compute capabilities for TensorRT-RTX's plan; by default those that worked when it was tried.
         """
         from attnforge.export.certificate import certify
@@ -113,7 +117,7 @@ class Large:
             def build(target: str) -> Built:
                 return TARGETS[target](job, Silent())(Steps(None))
 
-            attempts = {target: attempt(failed, target, partial(build, target)) for target in targets}
+            attempts = {target: attempt(item.failed, target, partial(build, target)) for target in targets}
         built: dict[str, Built] = {target: result for target, result in attempts.items() if result is not None}
         if wanted and "tensorrt_rtx" in built:
             # Said to be for this device whatever the plan was built for: whether it loads is what is tried.
@@ -132,6 +136,7 @@ class Large:
             cases=[],
         )
         write_manifest(folder, manifest)
+        item.values |= {f"fused by {name}": count for name, count in manifest.attention.fused.items()}
         return Bundle(folder)
 
     def _at(self, sizes: Mapping[str, int]) -> Any:
@@ -224,3 +229,55 @@ def truth_of(
     at = places.to(plain.device)
     flat = [tensor[at].double().cpu().numpy() for tensor in (plain, truth)]
     return Truth(Case(name=name, sizes={}, kind="normal", seed=0), precision, places, *flat)
+
+
+# --- patch-attention, the model that is timed most --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PatchPoint:
+    """One size of patch-attention at one precision."""
+
+    precision: str
+    side: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of patches."""
+        return (self.side // PATCH) ** 2
+
+    @property
+    def name(self) -> str:
+        """Key of the task."""
+        return f"{self.precision}, batch {self.batch}, {self.tokens} tokens"
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of its one input, (batch, 3, side, side), and of its output, (batch, tokens, width)."""
+        patches = self.side // PATCH
+        image = (self.batch, 3, self.side, self.side)
+        return [image], (self.batch, self.tokens, WIDTH), {"batch": self.batch, "rows": patches, "cols": patches}
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of all scores, n² numbers a head."""
+        return self.batch * HEADS * self.tokens**2 * precision_named(self.precision).dtype.itemsize
+
+    def images(self, device: Device) -> Tensor:
+        """Random images on the device, of unit variance, shape (batch, 3, side, side)."""
+        generator = device.torch.Generator().manual_seed(self.side)
+        images = device.torch.randn(self.shapes[0][0], generator=generator)
+        return device.to_device(images, precision_named(self.precision))
+
+
+def patch_attention() -> Example:
+    """The registered model, with small images to be exported with."""
+    from attnforge.model.registry import build_model
+
+    return build_model("patch-attention", image_size=32, max_image_size=64)
+
+
+def patch_truth(device: Device, large: Large, images: Tensor, point: PatchPoint) -> Truth:
+    """What the model's answers to these images are held to."""
+    return truth_of(device, point.name, precision_named(point.precision), large.module, large.exact, [images])

@@ -1,0 +1,234 @@
+"""What is timed of models on the device: ceilings that times are held against, attention alone against torch's flash
+kernel, and patch-attention against torch's ways of running it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attnforge.arrays import to_numpy
+from attnforge.benchmarks.gpu.device import Device
+from attnforge.benchmarks.gpu.models import (
+    Large,
+    PatchPoint,
+    Shapes,
+    large_of,
+    patch_attention,
+    patch_truth,
+    targets_of,
+    truth_of,
+)
+from attnforge.benchmarks.gpu.racing import OpenContender, in_session, race, race_seconds
+from attnforge.benchmarks.gpu.running import Task
+from attnforge.benchmarks.gpu.steps import (
+    COMPILE,
+    EAGER,
+    FLASH,
+    GRAPHED,
+    HEAD,
+    HEADS,
+    PATCH,
+    SDPA,
+    SIDES,
+    Item,
+    is_ours,
+)  # fmt: skip
+from attnforge.benchmarks.measure.limits import best_rate
+from attnforge.bundle import FLAVOURS, Bundle
+from attnforge.precision import precision_named
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from attnforge.model.registry import Example
+
+CEILING_SECONDS = 0.3
+"""For each ceiling."""
+
+
+# --- ceilings ---------------------------------------------------------------------------------------------------------
+
+
+def ceilings(device: Device) -> list[Task]:
+    """A copy, and matrix products of every precision."""
+    products = [(f"product {name}", partial(_product, device, name)) for name in ("fp16", "bf16", "tf32", "fp32")]
+    return [("copy", partial(_copy, device)), *products]
+
+
+def _product(device: Device, name: str, item: Item) -> None:
+    torch, precision = device.torch, precision_named(name)
+    size = 8192 if device.on_cuda else 128
+    with device.products(precision), device.stream():
+        a, b = (device.to_device(torch.randn(size, size), precision) for _ in range(2))
+        c = torch.empty_like(a)
+        rate = _best_rate(device, lambda: torch.mm(a, b, out=c), 2 * size**3)
+    item.values |= {"size": size, "tflops": rate / 1e12}
+
+
+def _copy(device: Device, item: Item) -> None:
+    size = 2**31 if device.on_cuda else 2**20
+    with device.stream():
+        source = device.torch.zeros(size, dtype=device.torch.uint8, device=device.name)
+        target = device.torch.empty_like(source)
+        rate = _best_rate(device, lambda: target.copy_(source), 2 * size)
+    item.values |= {"bytes": 2 * size, "gb_per_s": rate / 1e9}
+
+
+def _best_rate(device: Device, call: Callable[[], Any], amount: int) -> float:
+    """The best amount a second on the device, of calls that each do `amount`."""
+    for _ in range(3):
+        call()
+    device.sync()
+    return best_rate(lambda: device.device_ms(call, 0.1) / 1e3, amount, CEILING_SECONDS)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def sessions(
+    device: Device, stack: ExitStack, model: Large, shapes: Shapes, inputs: Sequence[Tensor], item: Item
+) -> tuple[dict[str, Callable[[], OpenContender]], Bundle]:
+    """The model on every backend that runs here and whose plan could be built, on inputs that lie on the device; and
+    the bundle."""
+    backends = device.usable(item)
+    bundle = model.deploy(device.scratch("timed"), *shapes, targets_of(backends), item)
+    feeds = [device.feed(tensor) for tensor in inputs]
+    ways: dict[str, Callable[[], OpenContender]] = {
+        name: partial(in_session, device, stack, bundle, name, feeds) for name in backends if name not in item.failed
+    }
+    return ways, bundle
+
+
+# --- attention alone --------------------------------------------------------------------------------------------------
+
+
+def attention(device: Device) -> list[Task]:
+    """Attention of three heads and nothing else, against torch's flash kernel."""
+    tokens = [(side // PATCH) ** 2 for side in SIDES]
+    chosen = tokens[-1:] if device.settings.quick else tokens[::-1]
+    device.leave_out("attention", [f"{count} tokens" for count in tokens if count not in chosen])
+    return [(f"{count} tokens", partial(_attention, device, count)) for count in chosen]
+
+
+def _attention(device: Device, tokens: int, item: Item) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from attnforge.benchmarks.measure.work import work_of
+    from attnforge.model.attention import attention as written_out
+
+    torch, precision = device.torch, precision_named("fp16")
+    large = large_of(device, attention_alone, "fp16")
+    shape = (1, HEADS, tokens, HEAD)
+    work = work_of(large.captured.model, {"tokens": tokens})
+    item.values |= {"tokens": tokens, "batch": 1, "heads": HEADS, "head_size": HEAD, "precision": "fp16"}
+    item.values |= {"flops": work.flops, "bytes": work.least_bytes}
+    with device.stream(), ExitStack() as stack:
+        generator = torch.Generator().manual_seed(tokens)
+        inputs = [device.to_device(torch.randn(shape, generator=generator), precision) for _ in range(3)]
+        plain = partial(written_out, scale=1 / math.sqrt(HEAD))
+        truth = truth_of(device, f"{tokens} tokens", precision, plain, plain, inputs)
+        ways, _ = sessions(device, stack, large, ([shape] * 3, shape, {"tokens": tokens}), inputs, item)
+
+        def flash() -> Any:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return scaled_dot_product_attention(inputs[0], inputs[1], inputs[2])
+
+        if device.peers:
+            ways[FLASH] = lambda: OpenContender(flash)
+        else:
+            item.skipped[FLASH] = "torch has no CUDA here"
+        race(device, item, ways, truth, 1, race_seconds(device))
+
+
+def attention_alone() -> Example:
+    """Scaled dot-product attention of three heads over any number of tokens."""
+    import torch
+    from torch.export import Dim
+
+    from attnforge.model.registry import Example
+
+    class ScaledDotProductAttention(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    tokens = Dim("tokens", min=2, max=2**16)
+    args = tuple(torch.randn(3, 1, HEADS, 48, HEAD, generator=torch.Generator().manual_seed(0)))
+    return Example(ScaledDotProductAttention(), args, {name: {2: tokens} for name in ("query", "key", "value")})
+
+
+# --- patch-attention --------------------------------------------------------------------------------------------------
+
+
+def points() -> list[PatchPoint]:
+    """The grid, in order of worth."""
+    order = [("fp16", 1), ("fp32", 1), ("fp16", 8), ("fp16", 64), ("fp32", 8), ("bf16", 1), ("bf16", 8), ("fp32", 64)]
+    return [PatchPoint(precision, side, batch) for precision, batch in [*order, ("bf16", 64)] for side in SIDES]
+
+
+def latency(device: Device) -> list[Task]:
+    """Patch-attention over tokens, batch and precision, against torch's ways of running it."""
+    grid = points()
+    if device.settings.quick:
+        grid = [p for p in grid if p.precision == "fp16" and p.batch <= 8 and p.side in (SIDES[0], SIDES[2])]
+        device.leave_out("latency", [point.name for point in points() if point not in grid])
+    return [(point.name, partial(_latency, device, point)) for point in grid]
+
+
+def _latency(device: Device, point: PatchPoint, item: Item) -> None:
+    large = large_of(device, patch_attention, point.precision)
+    item.values |= {"tokens": point.tokens, "batch": point.batch, "precision": point.precision}
+    with device.stream(), device.products(precision_named(point.precision)), ExitStack() as stack:
+        images = point.images(device)
+        truth = patch_truth(device, large, images, point)
+        ways, bundle = sessions(device, stack, large, point.shapes, [images], item)
+        if device.peers and point.batch == 1:
+            array = to_numpy("image", images)
+            for name in [name for name in ways if name in FLAVOURS or not device.on_cuda]:
+                ways[f"{name}, NumPy in and out"] = partial(in_session, device, stack, bundle, name, [array])
+        if device.peers:
+            ways |= peers_of(device, large.module, images, point)
+        # torch's come last, because its allocator keeps the memory that it once had
+        why_not = partial(why_too_large, device, point)
+        race(device, item, ways, truth, point.batch, race_seconds(device), why_not)
+
+
+def peers_of(
+    device: Device, module: nn.Module, images: Tensor, point: PatchPoint
+) -> dict[str, Callable[[], OpenContender]]:
+    """torch's ways of running the same module on the same images."""
+    from attnforge.benchmarks.contenders.peers import using_sdpa
+
+    torch = device.torch
+    torch.compiler.reset()  # else it would stop compiling after some sizes
+
+    def compiled(mode: str | None) -> OpenContender:
+        run = torch.compile(module, dynamic=False, mode=mode)
+        return OpenContender(lambda: run(images))
+
+    def fused(images: Tensor) -> Tensor:
+        with using_sdpa():
+            result: Tensor = module(images)
+        return result
+
+    ways: dict[str, Callable[[], OpenContender]] = {COMPILE: lambda: compiled(None)}
+    if point.batch == 1 and device.on_cuda and not device.settings.quick:
+        ways = {GRAPHED: lambda: compiled("reduce-overhead"), **ways}
+    ways[SDPA] = lambda: OpenContender(partial(fused, images))
+    ways[EAGER] = lambda: OpenContender(partial(module, images))
+    return ways
+
+
+def why_too_large(device: Device, point: PatchPoint, name: str) -> str | None:
+    """Why a contender that holds all scores is not tried, or None: it holds two of that size at once."""
+    free = device.free()
+    unfused = name in (EAGER, COMPILE, GRAPHED) or (is_ours(name) and point.precision == "fp32")
+    if not unfused or free is None or 2 * point.score_bytes <= 0.6 * free:
+        return None
+    return (
+        f"its scores alone are {point.score_bytes / 2**30:.0f} GiB, of which it holds two, and {free / 2**30:.0f} GiB "
+        "of the device are free"
+    )
