@@ -23,12 +23,14 @@ docs: .venv/ready
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready
 	$(BIN)/python -m attnforge.benchmarks.suites.suite $(if $(OLD),--compare $(OLD))
+	$(BIN)/python -m attnforge.benchmarks.suites.pages
 
 # What the suite leaves out: who fuses what, what the passes cost, what a Session adds.
 bench-others: .venv/ready
 	$(BIN)/python -m attnforge.benchmarks.suites.fusion
 	$(BIN)/python -m attnforge.benchmarks.suites.scaling
 	$(BIN)/python -m attnforge.benchmarks.suites.overhead
+	$(BIN)/python -m attnforge.benchmarks.suites.pages
 
 # On a machine with a GPU: its tests, parity and latency of every backend; without one it exits with 3.
 gpu: .venv/ready

@@ -7,11 +7,11 @@ of every backend in a table.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +35,7 @@ from attnforge.report import render
 from attnforge.report.verify_page import write_page
 from attnforge.runtime.backends.registry import BACKENDS, fused_by
 from attnforge.runtime.parity.verify import BackendReport, Report
+from attnforge.runtime.turns import medians
 
 console = Console(highlight=False)
 TITLES = ("backend", "fused", "error", "budget", "accuracy", "as eager", "median\nms", "plan\nMB")
@@ -75,8 +76,8 @@ def main(
             with suppress(UnavailableError):  # pages need the extra attnforge[report]
                 write_page(report, bundle, out / f"{name}-{precision}.html", force=True)
             passed = passed and report.passed
-            notes = render.by_reason(report.skipped)
-            skipped += [(f"{name} in {precision}", f"{names} did not run: {reason}") for names, reason in notes]
+            reasons = render.by_reason(report.skipped)
+            skipped += [(f"{name} in {precision}", f"{names} did not run: {reason}") for names, reason in reasons]
             tables[name, precision] = rows_of(bundle, report, out)
     notes = [f"{', '.join(bundles)}: {note}" for note, bundles in render.grouped(skipped).items()]
     _print(tables)
@@ -186,15 +187,11 @@ def _run_on_photograph(session: attnforge.Session, row: Row, reference: Array | 
     return reference
 
 
-def _timed(session: attnforge.Session, feed: Array, rounds: int = 5) -> tuple[Array, str]:
-    """The output of a session of one input and one output, and the median of its milliseconds, after one run."""
-    times = []
+def _timed(session: attnforge.Session, feed: Array) -> tuple[Array, str]:
+    """The output of a session of one input and one output, and the median of its milliseconds."""
     output: Array = session(feed)
-    for _ in range(rounds):
-        start = time.perf_counter()
-        output = session(feed)
-        times.append(time.perf_counter() - start)
-    return output, f"{1e3 * statistics.median(times):.1f}"
+    times = medians({session.backend: partial(session, feed)}, rounds=5, seconds=float("inf"))
+    return output, f"{times[session.backend]:.1f}"
 
 
 def _sample_photograph() -> Image.Image:

@@ -1,4 +1,4 @@
-"""The base class of records that are stored as JSON."""
+"""Records that are stored as JSON: their base class, and an estimate."""
 
 from __future__ import annotations
 
@@ -9,3 +9,11 @@ class Record(BaseModel):
     """A record whose fields are typed and checked; fields that it does not have are refused."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class Interval(Record):
+    """An estimate and its 95% interval; both ends are the value itself where there is a single reading."""
+
+    value: float
+    low: float
+    high: float

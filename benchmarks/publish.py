@@ -1,25 +1,30 @@
-"""What every benchmark of the project's own figures shares: the machine, the results file, the tables of the pages."""
+"""What every benchmark of the project's own figures shares: the machine, the results file, and tables in Markdown."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from attnforge.files import write_whole
-from attnforge.machine import this_machine
+from attnforge.machine import this_machine, tool_versions
 
 RESULTS = Path("benchmarks/results")
-RESULTS_PAGE = Path("docs/results.md")
-README = Path("README.md")
-FAULTS_PAGE = Path("docs/faults.md")
 
 
 def machine(threads: int) -> dict[str, Any]:
     """The machine that figures were measured on, and on how many of its threads."""
     here = this_machine(gpus=False)
     return {"system": here.system, "processor": here.processor, "threads": threads}
+
+
+def where(figures: dict[str, Any]) -> str:
+    """On which machine figures were measured, and the command that measures them again."""
+    about = figures["machine"]
+    return f"{about['processor']}, {about['threads']} threads; `{figures['command']}`"
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], words: int | None = None) -> str:
@@ -37,37 +42,20 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], word
     return "\n".join([head, rule, *body])
 
 
-def publish(figures: dict[str, Any], table: str, name: str, results: Path, page: Path | None) -> None:
-    """Write `figures` to the results file, and put `table` between the marks for `name` on a page.
+def write_figures(command: str, threads: int, results: Path, **measured: Any) -> None:
+    """Write what was measured to a results file, with command, machine and versions.
 
     Args:
-        figures: what a JSON document can hold.
-        page: the page; None, or a path without a name, for none.
+        command: that measures it again.
+        threads: that it was measured on.
+        results: the file.
+        measured: what a JSON document can hold.
     """
+    figures = {"command": command, "machine": machine(threads), "tools": tool_versions(), **measured}
     results.parent.mkdir(parents=True, exist_ok=True)
     write_whole(results, f"{json.dumps(figures, indent=2)}\n".encode())
-    if page is not None and page.name:
-        publish_table(table, name, results, page)
 
 
-def has_place(name: str, results: Path, page: Path) -> bool:
-    """Whether a page has marks for `name` of this results file."""
-    return _start(name, results) in page.read_text(encoding="utf-8")
-
-
-def _start(name: str, results: Path) -> str:
-    return f"<!-- {name}: from {results.as_posix()} -->"
-
-
-def publish_table(table: str, name: str, results: Path, page: Path) -> None:
-    """Put `table` between a page's marks for `name`.
-
-    Raises:
-        SystemExit: the page has no such marks.
-    """
-    start, end = _start(name, results), f"<!-- /{name} -->"
-    head, opening, rest = page.read_text(encoding="utf-8").partition(start)
-    _, closing, tail = rest.partition(end)
-    if not (opening and closing):
-        raise SystemExit(f"{page} has no place for the table: put {start} and {end} where it belongs")
-    write_whole(page, f"{head}{start}\n{table}\n{end}{tail}".encode())
+def show(results: Path, table: Callable[[dict[str, Any]], str]) -> None:
+    """Print a results file as a table."""
+    Console().print(table(json.loads(results.read_bytes())), markup=False)

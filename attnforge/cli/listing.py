@@ -16,15 +16,18 @@ def models(as_json: Json = False) -> None:
 
     from attnforge.model.registry import MODELS
 
-    options = {name: list(inspect.signature(model.make).parameters) for name, model in MODELS.items()}
-    if as_json:
-        listing = {
-            name: {"system": model.system, "summary": model.summary, "options": options[name]}
-            for name, model in MODELS.items()
+    listing = {
+        name: {
+            "system": model.system,
+            "summary": model.summary,
+            "options": list(inspect.signature(model.make).parameters),
         }
+        for name, model in MODELS.items()
+    }
+    if as_json:
         print_json(listing)
     else:
-        printing.print_models((name, m.system, m.summary, options[name]) for name, m in MODELS.items())
+        printing.print_models(listing)
 
 
 def doctor(as_json: Json = False) -> None:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 # --- models and machines ----------------------------------------------------------------------------------------------
 
 
-def print_models(models: Iterable[tuple[str, str, str, Sequence[str]]]) -> None:
+def print_models(models: Mapping[str, Mapping[str, Any]]) -> None:
     """Print name, system, summary and options of every registered model."""
-    for name, system, summary, options in models:
-        out.print(f"[bold]{name}[/]" + (f" [dim]{escape(system)}[/]" if system else ""))
-        say(summary, indent=2)
-        if options:
-            say(f"options: {', '.join(options)}", "dim", indent=2)
+    for name, model in models.items():
+        out.print(f"[bold]{name}[/]" + (f" [dim]{escape(model['system'])}[/]" if model["system"] else ""))
+        say(model["summary"], indent=2)
+        if model["options"]:
+            say(f"options: {', '.join(model['options'])}", "dim", indent=2)
 
 
 def print_examination(report: Mapping[str, Any]) -> None:
@@ -128,16 +128,9 @@ def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
     """Sites in groups that became the same on every target; numbers in kernels' names and in reasons may differ."""
     groups: dict[object, list[SiteRecord]] = {}
     for site in sites:
-        targets = [
-            (name, target.form, *map(_without_numbers, (target.kernel, target.reason, target.why)))
-            for name, target in site.targets.items()
-        ]
-        groups.setdefault((site.written_as, site.canonical, site.form, site.reason, tuple(targets)), []).append(site)
+        became = re.sub(r"(0x[0-9a-f]+|\d+(\.\d+)?)", "#", str(site.targets))
+        groups.setdefault((site.written_as, site.canonical, site.form, site.reason, became), []).append(site)
     return list(groups.values())
-
-
-def _without_numbers(text: str | None) -> str | None:
-    return None if text is None else re.sub(r"(0x[0-9a-f]+|\d+(\.\d+)?)", "#", text)
 
 
 def names_in_runs(names: Sequence[str], known: Sequence[str]) -> str:

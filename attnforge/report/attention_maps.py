@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import isqrt
 
 import numpy as np
@@ -102,36 +103,6 @@ class Operands:
             return np.asarray(exponentials / np.where(total == 0, 1, total))
 
 
-@dataclass(frozen=True)
-class _SiteRuns:
-    """A site, and what its maps are computed from when they are asked for.
-
-    Attributes:
-        site, form, samples: as of :class:`SiteMaps`.
-        scores: the written-out site, whose inputs are the operands.
-        exact: operands of the first sample in float64; None where the graph cannot be computed so.
-        eager: operands of the first sample at the bundle's precision.
-        deployed: operands of the fused operator, or the map that the model holds.
-    """
-
-    site: str
-    form: str
-    samples: int
-    scores: WrittenSite
-    exact: Tensors | None
-    eager: Tensors
-    deployed: Operands | Array
-
-    def maps(self) -> SiteMaps:
-        eager = self.scores.map(at_own_precision, self.eager)
-        exact = self.scores.map(_exactly, self.exact) if self.exact is not None else None
-        deployed = self.deployed.map() if isinstance(self.deployed, Operands) else self.deployed
-        silent = ~eager.any(axis=-1, keepdims=True)
-        deployed = np.where(silent & np.isnan(deployed), 0, deployed)  # a bare softmax has NaN there, as meant
-        is_held = not isinstance(self.deployed, Operands)
-        return SiteMaps(self.site, self.form, is_held, self.samples, exact, eager, deployed)
-
-
 @dataclass
 class AttentionMaps:
     """The maps of every site that can be looked at, on one case. Iterating gives one :class:`SiteMaps` after another,
@@ -148,10 +119,10 @@ class AttentionMaps:
     inputs: Mapping[str, Array]
     left_out: dict[str, str]
     no_exact: str | None = None
-    _runs: list[_SiteRuns] = field(default_factory=list)
+    _makers: list[Callable[[], SiteMaps]] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[SiteMaps]:
-        return (run.maps() for run in self._runs)
+        return (make() for make in self._makers)
 
 
 def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
@@ -204,10 +175,32 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
             maps.left_out[name] = "its node is not in the deployed model"
             continue
         site, form = written[name], canonical[name].targets[TARGET].form
-        firsts = [site.first_sample(tensors) if tensors is not None else None for tensors in (exact, eager)]
-        assert firsts[1] is not None
-        maps._runs.append(_SiteRuns(name, form, site.samples(eager), site, firsts[0], firsts[1], deployed[name]))
+        firsts = site.first_sample(exact) if exact is not None else None, site.first_sample(eager)
+        maps._makers.append(partial(_site_maps, name, form, site.samples(eager), site, *firsts, deployed[name]))
     return maps
+
+
+def _site_maps(
+    name: str,
+    form: str,
+    samples: int,
+    site: WrittenSite,
+    exact: Tensors | None,
+    eager: Tensors,
+    deployed: Operands | Array,
+) -> SiteMaps:
+    """The maps of a site.
+
+    Args:
+        exact, eager: operands of the first sample, in float64 and at the bundle's precision.
+        deployed: operands of the fused operator, or the map that the model holds.
+    """
+    eager_map = site.map(at_own_precision, eager)
+    exact_map = site.map(_exactly, exact) if exact is not None else None
+    held = deployed.map() if isinstance(deployed, Operands) else deployed
+    silent = ~eager_map.any(axis=-1, keepdims=True)
+    held = np.where(silent & np.isnan(held), 0, held)  # a bare softmax has NaN there, as meant
+    return SiteMaps(name, form, not isinstance(deployed, Operands), samples, exact_map, eager_map, held)
 
 
 def _usual(cases: list[Case]) -> Case:

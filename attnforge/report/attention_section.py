@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnforge.arrays import Array, is_floating
-from attnforge.bundle import Case, Manifest, SiteRecord
+from attnforge.bundle import Manifest
 from attnforge.numbers import scientific
 from attnforge.report import map_pictures
 from attnforge.report.attention_maps import AttentionMaps, PatchGrid, SiteMaps, patch_grid
@@ -80,34 +80,15 @@ class DrawnSite:
     photograph: MapsOnImage | None
 
 
-@dataclass(frozen=True)
-class AttentionSection:
-    """What the page says of attention, on one case.
-
-    Attributes:
-        no_exact: why there are no weights in float64, or None.
-        left_out: sites that cannot be shown, and why.
-        records: every site of the certificate, by name.
-    """
-
-    case: Case
-    no_exact: str | None
-    sites: list[Site]
-    drawn: list[DrawnSite]
-    left_out: Mapping[str, str]
-    records: Mapping[str, SiteRecord]
-
-
-def attention_section(maps: AttentionMaps, manifest: Manifest) -> AttentionSection:
-    """Measure every site, and draw the sites that are furthest off, the first and the last."""
+def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[Site], list[DrawnSite]]:
+    """Every site measured; and maps of the sites that are furthest off, the first and the last."""
     sites = [_measure(site_maps) for site_maps in maps]
     by_distance = sorted(sites, key=lambda site: (site.not_finite, site.deployed_off), reverse=True)
     order = [*by_distance[: MOST_DRAWN - 2], *sites[:1], *sites[-1:], *by_distance]
     names = list(dict.fromkeys(site.name for site in order))[:MOST_DRAWN]
     images = _images(manifest, maps.inputs)
     drawn = [_draw(site, site_maps, images) for site, site_maps in zip(sites, maps, strict=True) if site.name in names]
-    records = {record.site: record for record in manifest.attention.details}
-    return AttentionSection(maps.case, maps.no_exact, sites, drawn, maps.left_out, records)
+    return sites, drawn
 
 
 def _measure(maps: SiteMaps) -> Site:

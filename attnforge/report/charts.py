@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREY, RED, PALE = "#1f5fa8", "#c96a00", "#444444", "#c0202c", "#9db8d6"
-"""Ours or the deployed model; peers or eager; budgets and limits; failures; inputs that only try the model."""
+BLUE, ORANGE, GREY, RED = "#1f5fa8", "#c96a00", "#444444", "#c0202c"
+"""Ours or the deployed model; peers or eager; budgets and limits; failures."""
 
 STYLE: Any = {
     "font.size": 11,

@@ -1,9 +1,9 @@
-"""Charts of a verification's errors: of single numbers, of cases, and by size. The backend is blue, eager orange."""
+"""Charts of a verification's errors: of single numbers, and of cases. The backend is blue, eager orange."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from attnforge.report.charts import (
     BLUE,
     GREY,
     ORANGE,
-    PALE,
     RED,
     WIDTH,
     Picture,
@@ -20,32 +19,14 @@ from attnforge.report.charts import (
     embedded,
     legend_above,
     literal,
-    ticks_apart,
 )
-from attnforge.runtime.parity.comparison import BINS, BINS_A_DECADE, LEAST_DECADE
+from attnforge.runtime.parity.comparison import BINS, BINS_A_DECADE, LEAST_DECADE, Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OVER, UNUSUAL = "FAILED: over budget", "unusual inputs"
-
-
-@dataclass(frozen=True)
-class Mark:
-    """One case of one backend: its errors and its budget, relative to float64.
-
-    Attributes:
-        label: the case, as an axis names it.
-        is_ordinary: whether the model is meant to take such inputs.
-    """
-
-    label: str
-    error: float
-    eager_error: float
-    budget: float
-    passed: bool
-    is_ordinary: bool
+OVER = "FAILED: over budget"
 
 
 def histogram(
@@ -62,7 +43,9 @@ def histogram(
     """
     counts, eager = np.asarray(errors), np.asarray(eager_errors)
     inside = np.flatnonzero((counts + eager)[1:]) + 1
-    ends = [*(int(i) for i in inside), *(min(max(_bin(a), 1), BINS - 1) for a in allowed or ())] or [BINS // 2]
+    ends = [*(int(i) for i in inside), *(min(max(math.floor(_place(a)), 1), BINS - 1) for a in allowed or ())] or [
+        BINS // 2
+    ]
     first, last = max(min(ends) - 1, 1), max(ends) + 1
     exact = first - 2.0
     backend = literal(backend)
@@ -110,82 +93,33 @@ def _place(error: float) -> float:
     return float((np.log10(max(error, 10.0**LEAST_DECADE)) - LEAST_DECADE) * BINS_A_DECADE)
 
 
-def _bin(error: float) -> int:
-    return int(np.floor(_place(error)))
-
-
-def by_case(backend: str, marks: Sequence[Mark], alt: str) -> Picture:
+def by_case(backend: str, cases: Sequence[Comparison], alt: str) -> Picture:
     """One row a case: the backend's error, eager's, and the budget as the end of a bar."""
     backend = literal(backend)
-    with drawing(WIDTH, 1.3 + 0.27 * len(marks)) as figure:
+    numbers = [n for c in cases for n in (c.error, c.eager_error, c.budget) if 0 < n < np.inf] or [1e-7]
+    least, most = 10.0 ** np.floor(np.log10(min(numbers)) - 0.2), 10.0 ** np.ceil(np.log10(max(numbers)) + 0.02)
+    rows = np.arange(len(cases))
+    with drawing(WIDTH, 1.3 + 0.27 * len(cases)) as figure:
         axes = figure.subplots()
-        least, most = _decades(marks)
-        rows = np.arange(len(marks))
-        axes.barh(rows, [m.budget - least for m in marks], 0.7, left=least, color="#e9e9e9")
-        axes.scatter([m.budget for m in marks], rows, s=90, c=GREY, marker="|", linewidths=2, label="budget")
-        _scatter(axes, backend, marks, [max(m.error, least) for m in marks], list(rows), least, sideways=True)
-        axes.set_yticks(rows, [literal(m.label) for m in marks])
-        for tick, mark in zip(axes.get_yticklabels(), marks, strict=True):
-            if not mark.passed:
+        axes.barh(rows, [c.budget - least for c in cases], 0.7, left=least, color="#e9e9e9")
+        axes.scatter([c.budget for c in cases], rows, s=90, color=GREY, marker="|", linewidths=2, label="budget")
+        place: dict[str, Any] = {"clip_on": False, "zorder": 3}  # what is zero is drawn at the axis
+        eager = [max(c.eager_error, least) for c in cases]
+        axes.scatter(eager, rows, s=46, facecolors="none", edgecolors=ORANGE, linewidths=1.6, label="eager", **place)
+        for label, color, marker, size, passed in ((backend, BLUE, "o", 26, True), (OVER, RED, "X", 60, False)):
+            drawn = [i for i, c in enumerate(cases) if c.passed == passed]
+            if drawn:
+                errors = [max(cases[i].error, least) for i in drawn]
+                axes.scatter(errors, drawn, s=size, color=color, marker=marker, label=label, **place)
+        axes.set_yticks(rows, [literal(c.case) for c in cases])
+        for tick, comparison in zip(axes.get_yticklabels(), cases, strict=True):
+            if not comparison.passed:
                 tick.set_color(RED)
                 tick.set_fontweight("bold")
         axes.tick_params(axis="y", length=0)
-        axes.set_ylim(len(marks) - 0.4, -0.6)
+        axes.set_ylim(len(cases) - 0.4, -0.6)
         axes.set_xscale("log")
         axes.set_xlim(least, most)
         axes.set_xlabel("error, relative to float64")
-        _legend(figure, axes, [backend, UNUSUAL, OVER, "eager"])
+        _legend(figure, axes, [backend, OVER, "eager"])
         return embedded(figure, "svg", alt)
-
-
-def by_size(backend: str, marks: Sequence[Mark], sizes: Sequence[int], what: str, alt: str) -> Picture:
-    """Error, eager's and the budget against a size; cases that only try the model are fainter."""
-    backend = literal(backend)
-    with drawing(WIDTH, 3.3) as figure:
-        axes = figure.subplots()
-        least, most = _decades(marks)
-        axes.scatter(sizes, [m.budget for m in marks], s=110, c=GREY, marker="_", linewidths=1.6, label="budget")
-        _scatter(axes, backend, marks, list(sizes), [max(m.error, least) for m in marks], least, sideways=False)
-        axes.set_yscale("log")
-        axes.set_ylim(least, most)
-        if max(sizes) > 20 * min(sizes):
-            axes.set_xscale("log")
-        axes.margins(x=0.08)
-        ticks = ticks_apart(sizes, logarithmic=max(sizes) > 20 * min(sizes))
-        axes.set_xticks([], minor=True)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.set_xlabel(literal(what))
-        axes.set_ylabel("error, relative to float64")
-        _legend(figure, axes, [backend, UNUSUAL, OVER, "eager"])
-        return embedded(figure, "svg", alt)
-
-
-def _decades(marks: Sequence[Mark]) -> tuple[float, float]:
-    """Powers of ten between which all errors and budgets lie; what is zero is drawn at the lower one."""
-    numbers = [n for m in marks for n in (m.error, m.eager_error, m.budget) if 0 < n < np.inf] or [1e-7]
-    return 10.0 ** np.floor(np.log10(min(numbers)) - 0.2), 10.0 ** np.ceil(np.log10(max(numbers)) + 0.02)
-
-
-def _scatter(
-    axes: Axes,
-    backend: str,
-    marks: Sequence[Mark],
-    x: Sequence[float],
-    y: Sequence[float],
-    least: float,
-    sideways: bool,
-) -> None:
-    eager = [max(m.eager_error, least) for m in marks]
-    place: dict[str, Any] = {"clip_on": False, "zorder": 3}
-    xs, ys = (eager, list(y)) if sideways else (list(x), eager)
-    axes.scatter(xs, ys, s=46, facecolors="none", edgecolors=ORANGE, linewidths=1.6, label="eager", **place)
-    kinds = (
-        (backend, BLUE, "o", [m.passed and (m.is_ordinary or sideways) for m in marks]),
-        (UNUSUAL, PALE, "o", [m.passed and not (m.is_ordinary or sideways) for m in marks]),
-        (OVER, RED, "X", [not m.passed for m in marks]),
-    )
-    for label, color, marker, chosen in kinds:
-        if any(chosen):
-            at = [[number for number, drawn in zip(numbers, chosen, strict=True) if drawn] for numbers in (x, y)]
-            size = 60 if marker == "X" else 26
-            axes.scatter(at[0], at[1], s=size, c=color, marker=marker, label=label, **place)

@@ -8,25 +8,17 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.files import write_whole
 from attnforge.numbers import scientific
 
+if TYPE_CHECKING:
+    from attnforge.records import Interval
+
 NOTHING = "–"
 """What stands for a number that was not measured."""
-
-
-class Range(Protocol):
-    """An estimate with its 95% interval, such as :class:`attnforge.benchmarks.measure.results.Interval`."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -67,7 +59,7 @@ def percent(share: float | None) -> str:
     return f"{share:.0f} times" if share >= 10 else f"{rounded(100 * share, 2)}%"
 
 
-def interval(estimate: Range, decimals: int | None = None) -> str:
+def interval(estimate: Interval, decimals: int | None = None) -> str:
     """`low–high`, by default with the decimals of the value; empty for a single reading, which has no interval."""
     if estimate.low == estimate.high:
         return ""
@@ -75,13 +67,13 @@ def interval(estimate: Range, decimals: int | None = None) -> str:
     return f"{estimate.low:,.{decimals}f}–{estimate.high:,.{decimals}f}"
 
 
-def with_interval(estimate: Range, decimals: int) -> str:
+def with_interval(estimate: Interval, decimals: int) -> str:
     """`value (low–high)`, with this many decimals; the value alone for a single reading."""
     ends = interval(estimate, decimals)
     return fixed(estimate.value, decimals) + (f" ({ends})" if ends else "")
 
 
-def milliseconds(estimate: Range) -> str:
+def milliseconds(estimate: Interval) -> str:
     """`33.0 ms (95%: 32.8–33.3)`."""
     ends = interval(estimate)
     return f"{rounded(estimate.value)} ms" + (f" (95%: {ends})" if ends else "")

@@ -10,24 +10,22 @@ from pathlib import Path
 
 import numpy as np
 
-from attnforge.bundle import Bundle, Case, DimSpec, Kind, Manifest, Masks
+from attnforge.bundle import Bundle, Case, Kind, Masks
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.report import error_charts
 from attnforge.report.attention_maps import attention_maps
 from attnforge.report.attention_section import attention_section
 from attnforge.report.charts import Picture
-from attnforge.report.error_charts import Mark
 from attnforge.report.render import check_page, error, sizes_text, write_template
-from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import budget_precision
 from attnforge.runtime.parity.comparison import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
 from attnforge.runtime.parity.verify import BackendReport, OutputReport, Report
 
 TEMPLATE = "verify.html"
 
-MOST_ROWS, MOST_OUTPUTS, MOST_SYMBOLS = 40, 4, 3
-"""How many cases and outputs of a backend are drawn, and how many dims have a chart of their own."""
+MOST_ROWS, MOST_OUTPUTS = 40, 4
+"""How many cases and outputs of a backend are drawn."""
 
 KINDS: dict[Kind, str] = {
     "example": "the inputs that the model was deployed with",
@@ -75,7 +73,8 @@ def write_page(
     check_page(path, force)
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     manifest = opened.manifest
-    attention = attention_section(attention_maps(opened), manifest)
+    attention = attention_maps(opened)
+    sites, drawn = attention_section(attention, manifest)
     floors = [budget_precision(manifest, name).floor for name in report.backends]
     return write_template(
         TEMPLATE,
@@ -84,8 +83,11 @@ def write_page(
         manifest=manifest,
         floors=floors or [precision_named(manifest.precision).floor],
         verdict=_verdict(report),
-        backends=[_backend(name, backend, report, manifest) for name, backend in report.backends.items()],
+        backends=[_backend(name, backend, report) for name, backend in report.backends.items()],
         attention=attention,
+        sites=sites,
+        drawn_sites=drawn,
+        records={record.site: record for record in manifest.attention.details},
         attention_inputs=KINDS[attention.case.kind],
         kinds={kind: text for kind, text in KINDS.items() if any(case.kind == kind for case in report.cases)},
         masks={masks: text for masks, text in MASKS.items() if any(case.masks == masks for case in report.cases)},
@@ -132,16 +134,6 @@ class _Row:
     def kind(self) -> str:
         return self.case.kind if self.case.scale == 1 else f"{self.case.kind} × {self.case.scale:.3g}"
 
-    @property
-    def budget_used(self) -> float:
-        """The share of the budget that was used, by the norm or by the single number, whichever is more."""
-        return _budget_used(self.comparison)
-
-    @property
-    def mark(self) -> Mark:
-        c = self.comparison
-        return Mark(self.case.name, c.error, c.eager_error, c.budget, c.passed, self.case.is_ordinary)
-
 
 @dataclass(frozen=True)
 class _Output:
@@ -157,7 +149,6 @@ class _Backend:
     """One backend's part of the page.
 
     Attributes:
-        by_size: charts of the errors by the size that the title names.
         worst: the output and the place of the number that is furthest off, for the budget of its case.
     """
 
@@ -166,7 +157,6 @@ class _Backend:
     outputs: Sequence[_Output] = ()
     by_case: Picture | None = None
     cases_left_out: int = 0
-    by_size: Sequence[tuple[str, Picture]] = ()
     worst: tuple[str, Element] | None = None
     rows: Sequence[_Row] = ()
 
@@ -176,14 +166,16 @@ class _Backend:
         return sorted(self.report.failures, key=lambda c: c.error / (c.budget or 1), reverse=True)
 
 
-def _backend(name: str, report: BackendReport, whole: Report, manifest: Manifest) -> _Backend:
+def _backend(name: str, report: BackendReport, whole: Report) -> _Backend:
     cases = {case.name: case for case in whole.cases}
     rows = [_Row(cases[c.case], c) for c in report.comparisons if c.case in cases]
     if not rows:
         return _Backend(name, report)
     label = name if name != "eager" else "eager on this machine"
-    worst_rows = _worst_by_case(rows)
-    drawn = _most_telling(worst_rows)
+    worst: dict[str, Comparison] = {}  # of every case the output that is closest to its budget
+    for comparison in sorted((row.comparison for row in rows), key=_budget_used, reverse=True):
+        worst.setdefault(comparison.case, comparison)
+    drawn = [worst[case] for case in cases if case in list(worst)[:MOST_ROWS]]
     return _Backend(
         name,
         report,
@@ -191,9 +183,8 @@ def _backend(name: str, report: BackendReport, whole: Report, manifest: Manifest
             _Output(output, figures, _histogram(label, output, figures, report) if i < MOST_OUTPUTS else None)
             for i, (output, figures) in enumerate(report.outputs.items())
         ],
-        error_charts.by_case(label, [row.mark for row in drawn], _cases_in_words(name, report, worst_rows, len(drawn))),
-        len(worst_rows) - len(drawn),
-        _by_sizes(label, worst_rows, manifest),
+        error_charts.by_case(label, drawn, _cases_in_words(name, report, len(drawn))),
+        len(worst) - len(drawn),
         _worst_element(report),
         rows,
     )
@@ -206,24 +197,8 @@ def _budget_used(comparison: Comparison) -> float:
     return max(by_norm, comparison.max_error / comparison.max_budget if comparison.max_budget else 0.0)
 
 
-def _worst_by_case(rows: Sequence[_Row]) -> list[_Row]:
-    """Of every case the output that is closest to its budget."""
-    worst: dict[str, _Row] = {}
-    for row in rows:
-        other = worst.get(row.case.name)
-        if other is None or row.budget_used > other.budget_used:
-            worst[row.case.name] = row
-    return list(worst.values())
-
-
-def _most_telling(rows: Sequence[_Row]) -> list[_Row]:
-    """At most :data:`MOST_ROWS` rows, the failed ones and the closest to their budgets, in the order of the cases."""
-    order = sorted(range(len(rows)), key=lambda i: rows[i].budget_used, reverse=True)
-    return [rows[i] for i in sorted(order[:MOST_ROWS])]
-
-
-def _cases_in_words(name: str, report: BackendReport, rows: Sequence[_Row], drawn: int) -> str:
-    failed = [row.case.name for row in rows if not row.comparison.passed]
+def _cases_in_words(name: str, report: BackendReport, drawn: int) -> str:
+    failed = dict.fromkeys(failure.case for failure in report.failures)
     return (
         f"Error of {name} in {drawn} cases, one row each. "
         + (f"Over budget: {', '.join(failed)}. " if failed else "Every case is within its budget. ")
@@ -277,32 +252,3 @@ def _in_words(errors: Sequence[int]) -> str:
 
 def _edge(bin: int) -> str:
     return scientific(10 ** (LEAST_DECADE + (bin + 1) / BINS_A_DECADE), 1)
-
-
-def _by_sizes(label: str, rows: Sequence[_Row], manifest: Manifest) -> list[tuple[str, Picture]]:
-    """Charts of the error by the size of the inputs and by every dynamic dim; the former alone where there is one dim,
-    and none where all sizes are fixed."""
-    symbols = list(dict.fromkeys(symbol for row in rows for symbol in row.case.sizes))
-    if not symbols:
-        return []
-    dynamic = [spec for spec in manifest.inputs if any(isinstance(dim, DimSpec) for dim in spec.dims)]
-    counts = [sum(math.prod(reference.shape_of(spec, row.case.sizes)) for spec in dynamic) for row in rows]
-    axes = [("size of the inputs", "numbers in the inputs", counts)]
-    if len(symbols) > 1:
-        axes += [(symbol, symbol, [row.case.sizes[symbol] for row in rows]) for symbol in symbols[:MOST_SYMBOLS]]
-    marks = [row.mark for row in rows]
-    most, failed = error(max(mark.error for mark in marks)), sum(not mark.passed for mark in marks)
-    return [
-        (
-            title,
-            error_charts.by_size(
-                label,
-                marks,
-                sizes,
-                what,
-                f"Error of {label} by {what}, from {min(sizes)} to {max(sizes)}: {most} at most, "
-                f"{failed} of {len(marks)} cases over budget.",
-            ),
-        )
-        for title, what, sizes in axes
-    ]

@@ -26,7 +26,7 @@ from torch.export import Dim
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, wide
-from attnforge.bundle import CANONICAL, Bundle, DimSpec, TensorSpec
+from attnforge.bundle import CANONICAL, DimSpec, TensorSpec
 from attnforge.errors import UnavailableError
 from attnforge.export.graphs.saving import save
 from attnforge.export.sources.named import rebuild
@@ -199,37 +199,27 @@ def _open_torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
 # --- the exporter's graph ---------------------------------------------------------------------------------------------
 
 
-def plain_file(job: PeerJob) -> Path:
-    """The exporter's graph, untouched, at the bundle's precision and opset, with its dynamic dims."""
-    file = job.folder / f"plain-{job.precision.name}.onnx"
-    if not file.exists():
-        save_plain(job.bundle, job.module, job.feeds, file)
+def _plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
+    """The exporter's graph, untouched, at the bundle's precision or a wider one, with the bundle's dynamic dims."""
+    precision = precision_named(wide_precision or job.precision.name)
+    file = job.folder / f"plain-{precision.name}.onnx"
+    if file.exists():
+        return file
+    if not isinstance(job.module, Imported):
+        feeds = job.feeds if precision == job.precision else wide(job.feeds)
+        example = [to_torch(array) for array in feeds.values()]
+        model = capture(job.module, example, _dynamic_shapes(job.bundle.manifest.inputs), precision).model
+    elif precision == job.precision:
+        model = job.module.original.model
+    else:
+        raise UnavailableError(f"the bundle was deployed from an ONNX graph of another precision than {precision.name}")
+    save(model, file)
     return file
-
-
-def save_plain(bundle: Bundle, module: Any, feeds: dict[str, Array], file: Path) -> None:
-    """Write the exporter's graph, untouched, with the bundle's dynamic dims."""
-    if isinstance(module, Imported):
-        save(module.original.model, file)
-        return
-    manifest = bundle.manifest
-    example = [to_torch(array) for array in feeds.values()]
-    captured = capture(module, example, _dynamic_shapes(manifest.inputs), precision_named(manifest.precision))
-    save(captured.model, file)
 
 
 def _wide_file(job: PeerJob) -> Path:
     """The exporter's graph in fp32, for OpenVINO, which converts it to the precision that it is told."""
-    file = job.folder / "plain-fp32.onnx"
-    if job.precision.name == "fp32":
-        return plain_file(job)
-    if isinstance(job.module, Imported):
-        raise UnavailableError("the bundle was deployed from an ONNX graph of another precision than fp32")
-    if not file.exists():
-        example = [to_torch(array) for array in wide(job.feeds).values()]
-        shapes = _dynamic_shapes(job.bundle.manifest.inputs)
-        save(capture(job.module, example, shapes, precision_named("fp32")).model, file)
-    return file
+    return _plain_file(job, "fp32")
 
 
 def _older_file(job: PeerJob) -> Path:
@@ -383,14 +373,14 @@ PEERS: dict[str, Peer] = {
         module=_open_compiled,
         any_sizes=False,
     ),
-    "onnxruntime-plain": Peer("ONNX Runtime on the exporter's graph", "onnxruntime", plain_file),
+    "onnxruntime-plain": Peer("ONNX Runtime on the exporter's graph", "onnxruntime", _plain_file),
     "onnxruntime-optimizer": Peer(
         "ONNX Runtime after onnxruntime.transformers.optimizer", "onnxruntime", _by_optimizer
     ),
     "ort-fusions": Peer("ONNX Runtime after onnxscript's ort_fusions", "onnxruntime", _by_fusions),
     "openvino-plain": Peer("OpenVINO on the exporter's graph", "openvino", _wide_file),
     "openvino-static": Peer("the same, compiled for these sizes alone", "openvino-static", _wide_file, any_sizes=False),
-    "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", plain_file),
+    "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", _plain_file),
     "torch-tensorrt": Peer(
         "the module through Torch-TensorRT",
         module=_open_torch_tensorrt,

@@ -23,9 +23,8 @@ from attnforge.benchmarks.gpu.environment import environment, tests
 from attnforge.benchmarks.gpu.parity import parity, parity_of
 from attnforge.benchmarks.gpu.processes import TAKE, supervise
 from attnforge.benchmarks.gpu.running import Run, Task, read, step, write
-from attnforge.benchmarks.gpu.session_costs import overhead
 from attnforge.benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
-from attnforge.benchmarks.gpu.timings import attention, ceilings, latency
+from attnforge.benchmarks.gpu.timings import attention, ceilings, latency, overhead
 from attnforge.benchmarks.publish import RESULTS
 from attnforge.machine import compute_capability, cuda_devices, cuda_driver, device_name, tool_versions, versions
 

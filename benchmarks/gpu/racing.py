@@ -19,7 +19,6 @@ from attnforge.benchmarks.gpu.steps import COMPILE, EAGER, FLASH, Item, Timing, 
 from attnforge.benchmarks.measure.results import Latency
 from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
 from attnforge.bundle import Bundle
-from attnforge.runtime.options import Memory
 from attnforge.runtime.session import Session, load
 from attnforge.runtime.turns import in_turns
 
@@ -128,7 +127,7 @@ def race(
     for name, racer in racers.items():
         peers = [peer for peer in COMPARED if is_ours(name) and peer in racers]
         latency = without_rounds(wall[name])
-        session = racer.opened.session
+        memory = racer.opened.session.memory if racer.opened.session is not None else None
         item.timings[name] = Timing(
             calls=len(wall[name]),
             device=without_rounds(on_device[name]) if on_device[name] else None,
@@ -144,7 +143,7 @@ def race(
             },
             held_mib=mib(racer.held),
             peak_mib=mib(racer.peak),
-            session_mib=None if session is None else mib(_on_device(session.memory)),
+            session_mib=mib((memory.weights or 0) + (memory.activations or 0) + memory.buffers) if memory else None,
         )
     device.run.save()
 
@@ -157,10 +156,6 @@ def race_seconds(device: Device) -> float:
 def without_rounds(rounds: list[list[float]]) -> Latency:
     """Median with its 95% interval and percentiles of milliseconds by round; the rounds themselves are not kept."""
     return latency_of(rounds).model_copy(update={"rounds": []})
-
-
-def _on_device(memory: Memory) -> float:
-    return float((memory.weights or 0) + (memory.activations or 0) + memory.buffers)
 
 
 def mib(size: float | None) -> float | None:

@@ -78,7 +78,6 @@ def step(run: Run, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
     next one runs; in another process if the device was lost.
     """
     record = run.results.steps.setdefault(name, Step())
-    started, before = time.monotonic(), record.seconds
     todo = attempt(record.failed, WHOLE, tasks) or ()
     record.planned = [key for key, _ in todo]
     for key, do in todo:
@@ -87,8 +86,8 @@ def step(run: Run, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
         if run.left < LEAST:
             record.left_out[key] = NO_TIME
             continue
-        item, start = Item(), time.monotonic()
-        record.items[key], record.doing = item, key
+        item = record.items[key] = Item()
+        record.doing = key
         run.save()
         try:
             attempt(item.failed, WHOLE, partial(do, item))
@@ -98,8 +97,7 @@ def step(run: Run, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
         lost = bool(item.failed) and device_lost()
         if lost:
             item.failed[FATAL] = "the device was lost to its process"
-        item.seconds = item.seconds or time.monotonic() - start
-        record.doing, record.seconds = None, before + time.monotonic() - started
+        record.doing = None
         run.save()
         if lost:
             os._exit(LOST)

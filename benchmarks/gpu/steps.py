@@ -88,7 +88,6 @@ class Timing(StepRecord):
 class Item(StepRecord):
     """What came of one task: figures, checks and times by contender; and what was skipped or failed, and why."""
 
-    seconds: float = 0.0
     values: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
     checks: dict[str, ParityCheck] = Field(default_factory=dict)
     timings: dict[str, Timing] = Field(default_factory=dict)
@@ -107,7 +106,6 @@ class Step(StepRecord):
         doing: key of the task that is, or was, under way.
     """
 
-    seconds: float = 0.0
     planned: list[str] = Field(default_factory=list)
     items: dict[str, Item] = Field(default_factory=dict)
     left_out: dict[str, str] = Field(default_factory=dict)

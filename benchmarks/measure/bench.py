@@ -99,20 +99,38 @@ def benchmark(
     every_sizes = [sizes or {}] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
     for dims in every_sizes:
         case_at(bundles[0], dims)  # sizes that cannot be measured are an error before any others are
-    surroundings = environment(experiment.threads)
-    if not quick:
+    results = new_results(command, experiment.threads, progress, with_ceilings=not quick)
+    results.models = [measure(experiment, dims, results.ceilings) for dims in every_sizes]
+    return finished(results, start)
+
+
+def new_results(command: str, threads: int, progress: Progress, with_ceilings: bool = True) -> Results:
+    """Results without models yet: when, on which machine, and what that can do at best.
+
+    Args:
+        command: that measures them again.
+        threads: of every CPU contender.
+        progress: called with the name of each stage as it starts.
+        with_ceilings: whether the machine's limits are measured.
+    """
+    surroundings = environment(threads)
+    if with_ceilings:
         progress("measure the machine's limits")
-    ceilings = None if quick else measure_ceilings(experiment.threads)
-    models = [measure(experiment, dims, ceilings) for dims in every_sizes]
-    surroundings.load_after = load_now()
     return Results(
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds=round(time.perf_counter() - start, 1),
+        seconds=0,
         environment=surroundings,
-        ceilings=ceilings,
-        models=models,
+        ceilings=measure_ceilings(threads) if with_ceilings else None,
+        models=[],
     )
+
+
+def finished(results: Results, start: float) -> Results:
+    """The results, with the seconds since `start` and how busy the machine is now."""
+    results.environment.load_after = load_now()
+    results.seconds = round(time.perf_counter() - start, 1)
+    return results
 
 
 def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings | None) -> Model:
@@ -186,26 +204,21 @@ def _compare(experiment: Experiment, contenders: Sequence[Contender]) -> None:
             contender.ratio = ratio_of(contender.latency.rounds, best.latency.rounds, best.latency.openings)
 
 
-def _files(entry: Entry) -> list[Path]:
-    """The files that a contender is made of."""
-    bundle, peer = entry.job.bundle, PEERS.get(entry.name) if not entry.ours else None
-    if not entry.ours:
-        file = peer.file(entry.job) if peer is not None and peer.file is not None else None
-        return [] if file is None else [file, *file.parent.glob(f"{file.name}.data")]
-    manifest = bundle.manifest
-    record = manifest.targets.get(entry.name)
-    if record is not None and record.engines:
-        return [bundle.path / record.engines[0].file]
-    if entry.name == "onnxruntime-tensorrt":
-        record = next(manifest.targets[flavour] for flavour in FLAVOURS if flavour in manifest.targets)
-    else:
-        record = manifest.targets.get("onnxruntime")
-    name = CANONICAL if entry.name == "openvino" or record is None else record.model
-    return [bundle.path / name, *([bundle.path / WEIGHTS] if WEIGHTS in manifest.files else [])]
-
-
 def _size_mb(entry: Entry) -> float | None:
-    files = _files(entry)
+    """MB of the files that a contender is made of; None for a peer in torch."""
+    bundle, manifest = entry.job.bundle, entry.job.bundle.manifest
+    record = manifest.targets.get(entry.name)
+    if not entry.ours:
+        make = PEERS[entry.name].file
+        file = make(entry.job) if make is not None else None
+        files = [] if file is None else [file, *file.parent.glob(f"{file.name}.data")]
+    elif record is not None and record.engines:
+        files = [bundle.path / record.engines[0].file]
+    else:
+        targets = FLAVOURS if entry.name == "onnxruntime-tensorrt" else ("onnxruntime",)
+        records = [manifest.targets[target] for target in targets if target in manifest.targets]
+        name = CANONICAL if entry.name == "openvino" or not records else records[0].model
+        files = [bundle.path / name, *([bundle.path / WEIGHTS] if WEIGHTS in manifest.files else [])]
     return sum(file.stat().st_size for file in files) / 1e6 if files else None
 
 

@@ -20,7 +20,6 @@ import numpy as np
 from attnforge.arrays import Array
 from attnforge.benchmarks.measure.results import Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.benchmarks.measure.statistics import NORMAL, draws, lacking, percentiles, resampled_medians
-from attnforge.errors import UsageError
 from attnforge.records import Record
 
 TOLERANCE = 0.03
@@ -118,18 +117,8 @@ class Differences(Record):
         return "\n".join(lines + [f"note       {note}" for note in self.notes])
 
 
-def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Differences:
-    """What moved from the old run to the new one.
-
-    Args:
-        old, new: results of two runs.
-        tolerance: how much slower, relative to 1, is no regression however sure.
-
-    Raises:
-        UsageError: a negative tolerance.
-    """
-    if not tolerance >= 0:
-        raise UsageError(f"the tolerance is {tolerance}; give 0 or more, such as {TOLERANCE}")
+def compare(old: Results, new: Results) -> Differences:
+    """What moved from the old run to the new one."""
     moved: list[Move] = []
     notes = _conditions(old, new)
     pairs, lost = _paired(old, new, notes)
@@ -138,7 +127,7 @@ def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Differe
     for (label, before, after), change in zip(pairs, changes, strict=True):
         notes += _differences(label, before, after)
         moved += _presence(label, before, after, new.left_out, notes)
-        moved += _latencies(label, change, _spread([change], spread), tolerance, notes)
+        moved += _latencies(label, change, _spread([change], spread), notes)
         moved += [move for pair in change.pairs for move in _measures(label, *pair, change.drift, starts, notes)]
         moved += _bundles(label, before, after, change.drift)
     for label, model, reason in lost:
@@ -312,36 +301,18 @@ def _changes(before: Model, after: Model) -> _Changes:
     now = {contender.key: contender for contender in after.contenders}
     pairs = [(contender, now[contender.key]) for contender in before.contenders if contender.key in now]
     old, new = (_sampled([pair[i] for pair in pairs], seed=i) for i in (0, 1))
-    return _Changes(
-        pairs=pairs,
-        logs=new.logs - old.logs,
-        resamples=new.resamples - old.resamples,
-        lacking=new.lacking + old.lacking,
-    )
+    return _Changes(pairs, new[0] - old[0], new[1] - old[1], new[2] + old[2])
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """The logarithms of one run's medians, and what is uncertain of them, as :class:`_Changes` has it."""
-
-    logs: Array
-    resamples: Array
-    lacking: Array
-
-
-def _sampled(contenders: Sequence[Contender], seed: int) -> _Sample:
-    calls = _steadied(contenders)
-    openings = [tuple(contender.latency.openings) for contender in contenders]
-    return _Sample(
-        logs=np.log([median(chain(*rounds)) for rounds in calls]),
-        resamples=np.log(
-            [
-                resampled_medians(rounds, draws(len(rounds), of, seed))
-                for rounds, of in zip(calls, openings, strict=True)
-            ]
-        ),
-        lacking=np.array([lacking(of, rounds) for rounds, of in zip(calls, openings, strict=True)]),
-    )
+def _sampled(contenders: Sequence[Contender], seed: int) -> tuple[Array, Array, Array]:
+    """The logarithms of one run's medians, their resamples and what these lack, as :class:`_Changes` has them."""
+    logs, resamples, few = [], [], []
+    for contender, rounds in zip(contenders, _steadied(contenders), strict=True):
+        openings = tuple(contender.latency.openings)
+        logs.append(math.log(median(chain(*rounds))))
+        resamples.append(np.log(resampled_medians(rounds, draws(len(rounds), openings, seed))))
+        few.append(lacking(openings, rounds))
+    return np.array(logs), np.array(resamples), np.array(few)
 
 
 def _steadied(contenders: Sequence[Contender]) -> list[list[list[float]]]:
@@ -377,7 +348,7 @@ def _spread(changes: Iterable[_Changes], usual: float) -> float:
     return math.sqrt((BELIEF * usual**2 + freedom * seen) / (BELIEF + freedom))
 
 
-def _latencies(label: str, changes: _Changes, spread: float, tolerance: float, notes: list[str]) -> list[Move]:
+def _latencies(label: str, changes: _Changes, spread: float, notes: list[str]) -> list[Move]:
     """The contenders whose change, with all that is uncertain of it, is beyond the tolerance."""
     peers = changes.peers
     drift: Array = np.median(changes.resamples[peers], axis=0) if peers else np.zeros(1)
@@ -397,7 +368,7 @@ def _latencies(label: str, changes: _Changes, spread: float, tolerance: float, n
         few = math.sqrt(changes.lacking[i])
         low = log.value - math.hypot(log.value - log.low, unknown, few)
         high = log.value + math.hypot(log.high - log.value, unknown, few)
-        if low <= math.log1p(tolerance) and high >= -math.log1p(tolerance):
+        if low <= math.log1p(TOLERANCE) and high >= -math.log1p(TOLERANCE):
             continue
         change = Interval(value=math.exp(log.value), low=math.exp(low), high=math.exp(high))
         moved.append(Move(
@@ -411,26 +382,49 @@ def _latencies(label: str, changes: _Changes, spread: float, tolerance: float, n
 
 
 @dataclass(frozen=True)
-class _Measure:
-    """A number that moves when it changes by more than a factor and by more than so many of its units."""
+class _Number:
+    """A number that moves when it changes, either way, by more than a factor and by more than so many of its units.
+
+    Attributes:
+        counts: whether it is a regression where it grew.
+        is_time: whether the machine's drift is taken out.
+    """
 
     what: str
     unit: str
-    of: Callable[[Contender], float | None]
+    before: float
+    after: float
     factor: float
     least: float
+    counts: bool = False
     is_time: bool = False
+
+    def move(self, label: str, key: str, drift: float | None, chance: float = 1.0) -> list[Move]:
+        """Its move, if it moved; no regression where it grew by less than `chance`, as the peers' did."""
+        taken_out = drift if self.is_time else None
+        expected = self.before * (taken_out or 1)
+        low, high = sorted((expected, self.after))
+        if high <= low * self.factor or high - low <= self.least:
+            return []
+        worse = self.counts and self.after > expected
+        as_peers = worse and self.is_time and self.after <= expected * chance
+        return [Move(
+            model=label, contender=key, what=self.what, unit=self.unit, before=self.before, after=self.after,
+            change=self.after / expected if expected > 0 else None, drift=taken_out,
+            regression=worse and not as_peers,
+            reason=f"those of peers moved by up to {chance:.3g} times" if as_peers else None,
+        )]  # fmt: skip
 
 
 def _cold_seconds(contender: Contender) -> float | None:
     return contender.cold.load_s + contender.cold.first_s if contender.cold else None
 
 
-MEASURES = (
-    _Measure("extra memory", "MiB", lambda c: c.memory.extra_mib if c.memory else None, MEMORY_FACTOR, MEMORY_MIB),
-    _Measure("peak memory", "MiB", lambda c: c.memory.peak_mib if c.memory else None, MEMORY_FACTOR, MEMORY_MIB),
-    _Measure("cold start", "s", _cold_seconds, COLD_FACTOR, COLD_SECONDS, is_time=True),
-    _Measure("size", "MB", lambda c: c.size_mb, SIZE_FACTOR, SIZE_MB),
+MEASURES: tuple[tuple[str, str, Callable[[Contender], float | None], float, float], ...] = (
+    ("extra memory", "MiB", lambda c: c.memory.extra_mib if c.memory else None, MEMORY_FACTOR, MEMORY_MIB),
+    ("peak memory", "MiB", lambda c: c.memory.peak_mib if c.memory else None, MEMORY_FACTOR, MEMORY_MIB),
+    ("cold start", "s", _cold_seconds, COLD_FACTOR, COLD_SECONDS),
+    ("size", "MB", lambda c: c.size_mb, SIZE_FACTOR, SIZE_MB),
 )
 
 
@@ -451,25 +445,16 @@ def _measures(
 ) -> list[Move]:
     """What else moved of a contender; a start for worse only where it moved by more than `starts`."""
     moved = []
-    for measure in MEASURES:
-        before, after = measure.of(was), measure.of(now)
+    for what, unit, of, factor, least in MEASURES:
+        before, after = of(was), of(now)
         if before is not None and after is not None:
-            taken_out = drift if measure.is_time else None
-            expected = before * (taken_out or 1)
-            if _beyond(expected, after, measure.factor, measure.least):
-                worse = now.ours and after > expected
-                chance = worse and measure.is_time and after <= expected * starts
-                moved.append(Move(
-                    model=label, contender=now.key, what=measure.what, unit=measure.unit, before=before, after=after,
-                    change=_times(expected, after), drift=taken_out, regression=worse and not chance,
-                    reason=f"those of peers moved by up to {starts:.3g} times" if chance else None,
-                ))  # fmt: skip
+            number = _Number(what, unit, before, after, factor, least, counts=now.ours, is_time=unit == "s")
+            moved += number.move(label, now.key, drift, starts)
         elif before is not None and now.ours:
-            notes.append(f"{label}, {now.key}: {measure.what} was measured before and is not now")
-    before, after = _share(was), _share(now)
-    if _beyond(before, after, PARITY_FACTOR, 0) and max(before, after) > PARITY_SHARE:
-        moved.append(Move(model=label, contender=now.key, what="parity", unit="of the budget", before=before,
-                          after=after, change=_times(before, after)))  # fmt: skip
+            notes.append(f"{label}, {now.key}: {what} was measured before and is not now")
+    shares = _share(was), _share(now)
+    if max(shares) > PARITY_SHARE:
+        moved += _Number("parity", "of the budget", *shares, PARITY_FACTOR, 0).move(label, now.key, None)
     if was.cases is not None and was.wrong_in is None and now.wrong_in is not None:
         moved.append(Move(model=label, contender=now.key, what="parity", before=None, after=None, regression=now.ours,
                           reason=f"now it is wrong in {now.wrong_in}"))  # fmt: skip
@@ -481,28 +466,14 @@ def _bundles(label: str, before: Model, after: Model, drift: float | None) -> li
     moved = []
     was = {bundle.precision: bundle for bundle in before.deployed}
     for now in (bundle for bundle in after.deployed if bundle.precision in was):
-        old, key = was[now.precision], f"bundle {now.precision}"
-        if _beyond(old.size_mb, now.size_mb, SIZE_FACTOR, SIZE_MB):
-            moved.append(Move(
-                model=label, contender=key, what="size", unit="MB", before=old.size_mb, after=now.size_mb,
-                change=_times(old.size_mb, now.size_mb), regression=now.size_mb > old.size_mb,
-            ))  # fmt: skip
-        took, takes = sum(old.seconds.values()), sum(now.seconds.values())
-        expected = took * (drift or 1)
-        if _beyond(expected, takes, DEPLOY_FACTOR, DEPLOY_SECONDS):
-            moved.append(Move(model=label, contender=key, what="deploying", unit="s", before=took, after=takes,
-                              change=_times(expected, takes), drift=drift))  # fmt: skip
+        old = was[now.precision]
+        seconds = sum(old.seconds.values()), sum(now.seconds.values())
+        for number in (
+            _Number("size", "MB", old.size_mb, now.size_mb, SIZE_FACTOR, SIZE_MB, counts=True),
+            _Number("deploying", "s", *seconds, DEPLOY_FACTOR, DEPLOY_SECONDS, is_time=True),
+        ):
+            moved += number.move(label, f"bundle {now.precision}", drift)
     return moved
-
-
-def _beyond(before: float, after: float, factor: float, least: float) -> bool:
-    """Whether it changed, either way, by more than a factor and by more than `least`."""
-    low, high = sorted((before, after))
-    return high > low * factor and high - low > least
-
-
-def _times(before: float, after: float) -> float | None:
-    return after / before if before > 0 else None
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------

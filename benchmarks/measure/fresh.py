@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from attnforge.arrays import Array
 from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, open_backend
+from attnforge.benchmarks.measure.results import Cold, MemoryUse
 from attnforge.bundle import Bundle, DimSpec
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
@@ -54,14 +55,10 @@ class Order(Record):
 
 
 class FreshRun(Record):
-    """What a process measured: seconds, and MiB, which are None where the system does not tell (Linux does)."""
+    """What a process measured; `memory` is None where the system does not tell (Linux does)."""
 
-    import_s: float
-    load_s: float
-    first_s: float
-    loaded_mib: float | None
-    peak_mib: float | None
-    extra_mib: float | None
+    cold: Cold
+    memory: MemoryUse | None
 
 
 class FailedError(Exception):
@@ -116,14 +113,11 @@ def _main(order: Order) -> FreshRun:
         if order.warm and order.engine == "backend":
             run(feeds)  # what is prepared for sizes that come again
         peak = _status("VmHWM")
-    return FreshRun(
-        import_s=imported - BEGUN,
-        load_s=loaded - prepared,
-        first_s=first - begun,
-        loaded_mib=before,
-        peak_mib=None if most is None or peak is None else max(most, peak),
-        extra_mib=None if before is None or peak is None or not begins_anew else peak - before,
-    )
+    memory = None
+    if before is not None and most is not None and peak is not None and begins_anew:
+        memory = MemoryUse(loaded_mib=before, peak_mib=max(most, peak), extra_mib=peak - before)
+    cold = Cold(import_s=imported - BEGUN, load_s=loaded - prepared, first_s=first - begun)
+    return FreshRun(cold=cold, memory=memory)
 
 
 def _forget_peak() -> bool:

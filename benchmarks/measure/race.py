@@ -36,30 +36,59 @@ from attnforge.runtime.turns import race
 
 @dataclass
 class Entry:
-    """A contender that is open; `stack` closes it.
+    """A contender in the race.
 
     Attributes:
+        yardstick: what it is held to, and the bundle and inputs that it is opened for.
         what: it is, in a line.
-        run: runs it on the inputs that are timed; `runner` on any.
-        error, budget: the worst on these inputs of all openings, relative to float64.
+        opener: makes what runs it on any inputs.
+        stays: whether it stays open for all rounds.
+        error, budget: the worst on the timed inputs of all openings, relative to float64.
         notes: what could not be measured, and why.
+        runner: runs it, once it is open; closing `stack` closes it.
     """
 
+    yardstick: Yardstick
     name: str
-    precision: str
     ours: bool
     what: str
-    run: Callable[[], dict[str, Array]]
-    runner: Runner
-    job: PeerJob
-    stack: ExitStack
+    opener: Callable[[PeerJob, ExitStack], Runner]
+    stays: bool = False
     error: float = 0.0
     budget: float = 0.0
     notes: list[str] = field(default_factory=list)
+    runner: Runner = field(init=False)
+    stack: ExitStack | None = None
+
+    @property
+    def job(self) -> PeerJob:
+        return self.yardstick.job
+
+    @property
+    def precision(self) -> str:
+        return self.job.precision.name
 
     @property
     def key(self) -> str:
         return f"{self.name} {self.precision}"
+
+    def run(self) -> dict[str, Array]:
+        """Run it on the inputs that are timed."""
+        return self.runner(self.job.feeds)
+
+    def open(self, stack: ExitStack) -> None:
+        """Open it anew, until `stack` closes.
+
+        The last opening is closed once this one is there: memory that was given back first would be taken again, page
+        for page, and with it the same speed.
+        """
+        own, last = stack.enter_context(ExitStack()), self.stack
+        try:
+            self.runner = self.opener(self.job, own)
+        finally:
+            if last is not None:
+                last.close()
+        self.stack = own
 
 
 @dataclass
@@ -118,11 +147,10 @@ class Yardstick:
             entry.run()
         references = References({}, self._outputs)
         run = partial(self._answer, entry)
-        comparisons = hold(self.bundle, entry.name, run, [self.case], references).comparisons
-        worst = max(comparisons, key=lambda output: output.error / output.budget if output.budget else 0.0)
-        if worst.error * entry.budget >= entry.error * worst.budget:
-            entry.error, entry.budget = worst.error, worst.budget
-        return next((f"{output.output}: {output.reason}" for output in comparisons if not output.passed), None)
+        report = hold(self.bundle, entry.name, run, [self.case], references)
+        if report.error * entry.budget >= entry.error * report.budget:
+            entry.error, entry.budget = report.error, report.budget
+        return next((f"{failure.output}: {failure.reason}" for failure in report.failures), report.reason)
 
     def in_every_case(self, entry: Entry) -> Cases:
         """How a contender does in the bundle's reference cases, at sizes that it was made for."""
@@ -161,133 +189,73 @@ def run_race(experiment: Experiment, yardsticks: Sequence[Yardstick], model: str
         stack: closes what is open in the end.
     """
     raced = Raced([], {}, [], {}, {})
-    opened: dict[str, Entry] = {}
+    entries = {entry.key: entry for held_to in yardsticks for entry in _entries(experiment, held_to, raced.skipped)}
     for i, share in enumerate(experiment.shares):
-        opened = _open_anew(experiment, yardsticks, opened, stack, raced, seed=i)
+        _open_anew(experiment, entries, stack, raced, seed=i)
         which = f"opening {i + 1} of {len(experiment.shares)}"
         for reasons in (raced.wrong, raced.skipped):
             for key in reasons.keys() & raced.rounds.keys():
                 reasons[key] += f" (in {which}; before, it was right)"
         experiment.progress(f"time {model}{f', {which}' if len(experiment.shares) > 1 else ''}")
         seconds = experiment.seconds / len(experiment.shares)
-        times = race({key: entry.run for key, entry in opened.items()}, share, seconds, seed=i)
+        times = race({key: entry.run for key, entry in entries.items()}, share, seconds, seed=i)
         raced.rounds = {key: raced.rounds.get(key, []) + rounds for key, rounds in times.items()}
         raced.openings.append(max((len(rounds) for rounds in times.values()), default=0))
-    raced.entries = list(opened.values())
+    raced.entries = list(entries.values())
     return raced
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """A contender that may be opened; `stays` tells that it stays open for all rounds."""
-
-    yardstick: Yardstick
-    name: str
-    ours: bool
-    what: str
-    open: Callable[[PeerJob, ExitStack], Runner]
-    stays: bool = False
-
-    @property
-    def precision(self) -> str:
-        return self.yardstick.bundle.manifest.precision
-
-    @property
-    def key(self) -> str:
-        return f"{self.name} {self.precision}"
-
-
-def _open_anew(
-    experiment: Experiment,
-    yardsticks: Sequence[Yardstick],
-    before: dict[str, Entry],
-    stack: ExitStack,
-    raced: Raced,
-    seed: int,
-) -> dict[str, Entry]:
-    """The contenders by key that could be opened and are right.
-
-    They are opened in an order drawn anew, because a contender that is opened among the first often stays slower.
-
-    Args:
-        before: entries of the last opening; each is closed.
-        stack: closes what is open in the end.
-        raced: its `wrong` grows by contenders that are wrong and by ours that fail, its `skipped` by all others that
-            cannot run. A contender that is in either is not opened again.
-        seed: of the order.
-    """
-    offers = [offer for yardstick in yardsticks for offer in _offers(experiment, yardstick, raced)]
-    opened: dict[str, Entry] = {}
-    for offer in random.Random(seed).sample(offers, len(offers)):
-        key = offer.key
-        last = before.pop(key, None)
-        try:
-            if offer.stays and last is not None:
-                entry = last
-            else:
-                experiment.progress(f"open {key}")
-                entry = _opened(offer, last, stack)
-            experiment.progress(f"check {key}")
-            reason = offer.yardstick.why_wrong(entry)
-        except BundleError:
-            raise
-        except Exception as error:  # a peer that cannot run the model is a result, no failure of the benchmark
-            (raced.wrong if offer.ours else raced.skipped)[key] = first_line(error)
-            continue
-        if reason is None:
-            opened[key] = entry
-        else:
-            raced.wrong[key] = reason
-    return {offer.key: opened[offer.key] for offer in offers if offer.key in opened}
-
-
-def _offers(experiment: Experiment, yardstick: Yardstick, raced: Raced) -> Iterator[_Offer]:
-    """The contenders at a bundle's precision; the reasons of those that cannot run go to `raced.skipped`.
+def _entries(experiment: Experiment, yardstick: Yardstick, skipped: dict[str, str]) -> Iterator[Entry]:
+    """The contenders at a bundle's precision; the reasons of those that cannot run go to `skipped`.
 
     Raises:
         UnavailableError: a backend that was asked for by name cannot run here.
     """
-    bundle, skipped = yardstick.bundle, raced.skipped
+    bundle = yardstick.bundle
     precision = bundle.manifest.precision
     chosen = chosen_here(bundle) if experiment.backends is None else None
     for name in experiment.backends or BACKENDS:
-        key = f"{name} {precision}"
-        if key in raced.wrong | skipped:
-            continue
         if chosen is not None and name in WITHOUT_TARGET and name in chosen.dropped:  # `auto` never loads it
-            skipped[key] = chosen.dropped[name]
-        elif (reason := why_unavailable(bundle, name)) is not None:
-            if experiment.backends is not None:
-                raise UnavailableError(f"{name}: {reason}")
-            skipped[key] = reason
+            skipped[f"{name} {precision}"] = chosen.dropped[name]
+        elif (reason := why_unavailable(bundle, name)) is None:
+            yield Entry(yardstick, name, True, f"the bundle on {name}", partial(open_backend, name))
+        elif experiment.backends is not None:
+            raise UnavailableError(f"{name}: {reason}")
         else:
-            yield _Offer(yardstick, name, True, f"the bundle on {name}", partial(open_backend, name))
+            skipped[f"{name} {precision}"] = reason
     for name in experiment.against:
-        peer, key = PEERS[name], f"{name} {precision}"
-        if key in raced.wrong | skipped:
-            continue
+        peer = PEERS[name]
         if peer.engine == "onnxruntime" and (reason := why_no_products(precision)) is not None:
-            skipped[key] = reason
+            skipped[f"{name} {precision}"] = reason
         else:
-            yield _Offer(yardstick, name, False, peer.what, peer.open, peer.compiles)
+            yield Entry(yardstick, name, False, peer.what, peer.open, peer.compiles)
 
 
-def _opened(offer: _Offer, last: Entry | None, stack: ExitStack) -> Entry:
-    """A contender, opened anew.
+def _open_anew(experiment: Experiment, entries: dict[str, Entry], stack: ExitStack, raced: Raced, seed: int) -> None:
+    """Open all entries, in an order drawn anew, because a contender that is opened among the first often stays slower.
 
-    The last opening is closed once this one is there: memory that was given back first would be taken again, page for
-    page, and with it the same speed.
+    Args:
+        entries: by key; those that cannot run or are wrong leave.
+        stack: closes what is open in the end.
+        raced: its `wrong` grows by contenders that are wrong and by ours that fail, its `skipped` by all others that
+            cannot run.
+        seed: of the order.
     """
-    own, job = stack.enter_context(ExitStack()), offer.yardstick.job
-    try:
-        runner = offer.open(job, own)
-    finally:
-        if last is not None:
-            last.stack.close()
-    entry = Entry(offer.name, offer.precision, offer.ours, offer.what, partial(runner, job.feeds), runner, job, own)
-    if last is not None:
-        entry.error, entry.budget = last.error, last.budget
-    return entry
+    for entry in random.Random(seed).sample(list(entries.values()), len(entries)):
+        try:
+            if not entry.stays or entry.stack is None:
+                experiment.progress(f"open {entry.key}")
+                entry.open(stack)
+            experiment.progress(f"check {entry.key}")
+            reason = entry.yardstick.why_wrong(entry)
+            reasons = raced.wrong
+        except BundleError:
+            raise
+        except Exception as error:  # a peer that cannot run the model is a result, no failure of the benchmark
+            reason, reasons = first_line(error), raced.wrong if entry.ours else raced.skipped
+        if reason is not None:
+            reasons[entry.key] = reason
+            del entries[entry.key]
 
 
 def check_all_cases(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,17 +17,10 @@ from attnforge.benchmarks.measure.limits import Ceilings, Limit, Work
 from attnforge.errors import UsageError
 from attnforge.files import write_whole
 from attnforge.machine import Machine
+from attnforge.records import Interval as Interval
 from attnforge.records import Record
 
 RESULTS_VERSION = 1
-
-
-class Interval(Record):
-    """An estimate and its 95% interval, by the bootstrap over openings and the rounds of each (:mod:`.statistics`)."""
-
-    value: float
-    low: float
-    high: float
 
 
 class Latency(Record):
@@ -193,6 +187,20 @@ class Model(Record):
     def openings(self) -> int:
         """How often every contender was opened."""
         return max((len(contender.latency.openings) for contender in self.contenders), default=0) or 1
+
+    @property
+    def by_precision(self) -> dict[str, list[Contender]]:
+        """The contenders by precision, the fastest first."""
+        fastest_first = sorted(self.contenders, key=lambda contender: contender.latency.median.value)
+        return {
+            name: [contender for contender in fastest_first if contender.precision == name]
+            for name in precisions(contender.precision for contender in fastest_first)
+        }
+
+
+def precisions(names: Iterable[str]) -> list[str]:
+    """Each precision once, fp32 first, then in the order of the names."""
+    return sorted(dict.fromkeys(names), key=lambda name: name != "fp32")
 
 
 class Fit(Record):

@@ -11,7 +11,7 @@ from attnforge.benchmarks.contenders.peers import PEERS
 from attnforge.benchmarks.measure import fresh
 from attnforge.benchmarks.measure.experiment import Experiment
 from attnforge.benchmarks.measure.race import Entry
-from attnforge.benchmarks.measure.results import Cold, Contender, MemoryUse
+from attnforge.benchmarks.measure.results import Cold, Contender
 from attnforge.bundle import Case
 
 LONG_START = 0.3
@@ -59,37 +59,33 @@ def _subjects(experiment: Experiment, pairs: Sequence[tuple[Entry, Contender]], 
 
 def _measure_start(subject: _Subject) -> None:
     run = fresh.measured(subject.order)
-    cold = subject.contender.cold = Cold(import_s=run.import_s, load_s=run.load_s, first_s=run.first_s)
+    subject.contender.cold = run.cold
     if subject.order.any_sizes and subject.order.sizes:
         return  # its memory takes another process, which first runs at other sizes; that tells a second load, too
     subject.run = run
-    if run.load_s > LONG_START:
+    if run.cold.load_s > LONG_START:
         with contextlib.suppress(fresh.FailedError):
-            _take_lesser_load(cold, fresh.measured(subject.order))
+            _take_lesser_load(run.cold, fresh.measured(subject.order))
 
 
 def _measure_memory(subjects: Sequence[_Subject]) -> None:
     with ThreadPoolExecutor(2) as threads:
-        running = [
-            None
-            if subject.run is not None
-            else threads.submit(fresh.measured, subject.order.model_copy(update={"warm": True}))
+        futures = {
+            subject.contender.key: threads.submit(fresh.measured, subject.order.model_copy(update={"warm": True}))
             for subject in subjects
-        ]
-    for subject, future in zip(subjects, running, strict=True):
+            if subject.run is None
+        }
+    for subject in subjects:
         with _noted(subject.contender, "memory"):
-            run = future.result() if future is not None else subject.run
-            assert run is not None
-            if run.loaded_mib is not None and run.peak_mib is not None and run.extra_mib is not None:
-                memory = MemoryUse(loaded_mib=run.loaded_mib, peak_mib=run.peak_mib, extra_mib=run.extra_mib)
-                subject.contender.memory = memory
+            run = subject.run or futures[subject.contender.key].result()
+            subject.contender.memory = run.memory
             if subject.contender.cold is not None:
                 _take_lesser_load(subject.contender.cold, run)
 
 
 def _take_lesser_load(cold: Cold, run: fresh.FreshRun) -> None:
     if cold.load_s > LONG_START:
-        cold.load_s = min(cold.load_s, run.load_s)
+        cold.load_s = min(cold.load_s, run.cold.load_s)
 
 
 @contextlib.contextmanager

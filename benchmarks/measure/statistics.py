@@ -66,13 +66,12 @@ def ratio_of(rounds_a: Rounds, rounds_b: Rounds, openings: Sequence[int] = ()) -
     The same openings and rounds are drawn for both, so what slows down both at once cancels.
 
     Args:
+        rounds_a, rounds_b: as many of one as of the other.
         openings: as :func:`latency_of` has it, the same of both.
 
     Raises:
-        UsageError: `rounds_a` and `rounds_b` are not equally many, or as :func:`latency_of`.
+        UsageError: as :func:`latency_of`.
     """
-    if len(rounds_a) != len(rounds_b):
-        raise UsageError(f"{len(rounds_a)} rounds cannot be paired with {len(rounds_b)}; give those of one run")
     a, b = (float(np.median(np.concatenate(_checked(rounds)))) for rounds in (rounds_a, rounds_b))
     drawn = draws(len(rounds_a), tuple(openings))
     ratio = percentiles(a / b, resampled_medians(rounds_a, drawn) / resampled_medians(rounds_b, drawn))
@@ -80,23 +79,14 @@ def ratio_of(rounds_a: Rounds, rounds_b: Rounds, openings: Sequence[int] = ()) -
 
 
 def fit_of(sizes: Sequence[float], values: Sequence[float | None]) -> Fit | None:
-    """The exponent of the law that `values` follow over `sizes`.
+    """The exponent of the law that `values` follow over `sizes`, which are positive and differ.
 
     Values that are None or not positive are left out. Two points give an exponent without an interval: its ends are the
     exponent itself.
 
     Returns:
         None where fewer than two points are left.
-
-    Raises:
-        UsageError: sizes that are not positive, that repeat, or that are more or fewer than the values.
     """
-    if len(sizes) != len(values):
-        raise UsageError(
-            f"there are {len(values)} values for {len(sizes)} sizes; give one for each, None where none is"
-        )
-    if min(sizes, default=1) <= 0 or len(set(sizes)) < len(sizes):
-        raise UsageError(f"the sizes are {', '.join(map(str, sizes))}; give positive ones, each once")
     points = [(size, value) for size, value in zip(sizes, values, strict=True) if value is not None and value > 0]
     if len(points) < 2:
         return None
@@ -127,8 +117,6 @@ def draws(rounds: int, openings: tuple[int, ...] = (), seed: int = 0) -> Array:
             are, and for every time that an opening is drawn, as many rounds as it has.
         seed: of the random draws.
     """
-    if rounds < 1:
-        raise UsageError("there are no rounds; measure one or more")
     if openings and (min(openings) < 1 or sum(openings) != rounds):
         raise UsageError(f"openings of {', '.join(map(str, openings))} rounds are not the {rounds} that there are")
     random = np.random.default_rng(seed)

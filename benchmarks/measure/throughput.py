@@ -12,7 +12,7 @@ from attnforge.benchmarks.measure.experiment import Experiment, case_at
 from attnforge.benchmarks.measure.race import Entry
 from attnforge.benchmarks.measure.results import Interval, Throughput
 from attnforge.benchmarks.measure.statistics import latency_of
-from attnforge.bundle import Bundle, Case
+from attnforge.bundle import Case
 from attnforge.errors import InputError, first_line
 from attnforge.runtime import cases as reference
 from attnforge.runtime.session import RUNS_TO_WARM
@@ -33,7 +33,11 @@ BURST = 0.1
 def throughputs(experiment: Experiment, entries: Sequence[Entry], case: Case) -> dict[str, list[Throughput]]:
     """Throughput by contender: over batches with one caller, and over callers at the sizes of `case`."""
     experiment.progress("measure throughput")
-    batches = [n for n in BATCHES if BATCH in case.sizes and _allows(experiment.bundles[0], {**case.sizes, BATCH: n})]
+    batches = []
+    for batch in BATCHES if BATCH in case.sizes else ():
+        with contextlib.suppress(InputError):  # outside the profile
+            case_at(experiment.bundles[0], {**case.sizes, BATCH: batch})
+            batches.append(batch)
     points = [(n, 1) for n in batches] or [(case.sizes.get(BATCH, 1), 1)]
     points += [(case.sizes.get(BATCH, 1), n) for n in CALLERS if n > 1]
     runs: dict[str, Callable[[], Any]] = {}
@@ -63,13 +67,6 @@ def throughputs(experiment: Experiment, entries: Sequence[Entry], case: Case) ->
         throughput = Throughput(batch=batch, callers=callers, per_second=interval)
         by_contender.setdefault(entry.key, []).append(throughput)
     return by_contender
-
-
-def _allows(bundle: Bundle, sizes: Mapping[str, int]) -> bool:
-    with contextlib.suppress(InputError):
-        case_at(bundle, sizes)
-        return True
-    return False
 
 
 def bursts(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attnforge.benchmarks.measure.results import Contender, Deployed, Model
-from attnforge.benchmarks.report.order import precisions
+from attnforge.benchmarks.measure.results import Contender, Deployed, Model, precisions
 from attnforge.report.render import milliseconds, rounded
 
 USUAL = ("onnxruntime-plain", "eager")
@@ -93,7 +92,8 @@ def _to_ship(timed: Sequence[Contender]) -> Contender | None:
     if not ours:
         return None
     fastest = ours[0]
-    return next((contender for contender in ours if contender.picked and _overlap(contender, fastest)), fastest)
+    picked = (c for c in ours if c.picked and c.latency.median.low <= fastest.latency.median.high)
+    return next(picked, fastest)
 
 
 def _against_usual(timed: Sequence[Contender], ship: Contender) -> tuple[float, str] | None:
@@ -149,10 +149,6 @@ def _add_wrong(advice: Advice, timed: Sequence[Contender], ship: Contender) -> N
             advice.notes.append(
                 f"Not {contender.name}, {_speed(contender, ship)}: it is wrong in {contender.wrong_in}."
             )
-
-
-def _overlap(a: Contender, b: Contender) -> bool:
-    return a.latency.median.low <= b.latency.median.high and b.latency.median.low <= a.latency.median.high
 
 
 def _times(other: Contender, ship: Contender) -> float:

@@ -11,9 +11,6 @@ from attnforge.benchmarks.measure.limits import Ceilings
 from attnforge.benchmarks.measure.results import Contender, Growth, Model, Results, Throughput
 from attnforge.benchmarks.report import plots
 from attnforge.benchmarks.report.advice import advice_on
-from attnforge.benchmarks.report.growth_plot import growth_plot
-from attnforge.benchmarks.report.order import by_precision
-from attnforge.benchmarks.report.roofline import roofline
 from attnforge.benchmarks.report.tables import GrowthTable, decimals_of, growth_tables
 from attnforge.report.charts import Picture
 from attnforge.report.render import check_page, rounded, write_template
@@ -51,7 +48,7 @@ def write_page(
         answers=answered,
         decimals=decimals_of(shipped),
         models=[_section(number, model) for number, model in enumerate(results.models, 1)],
-        roofline=roofline(results),
+        roofline=plots.roofline(results),
         ceilings=_in_words(results.ceilings) if results.ceilings is not None else None,
         growth=[_growth_section(growth) for growth in results.growth],
         compared=list(compared or ()),
@@ -90,7 +87,7 @@ class _Section:
 
 
 def _section(number: int, model: Model) -> _Section:
-    groups = by_precision(model)
+    groups = model.by_precision
     contenders = [contender for group in groups.values() for contender in group]
     by_load = {c.key: {(rate.batch, rate.callers): rate for rate in c.throughput} for c in contenders}
     loads = sorted({load for rates in by_load.values() for load in rates})
@@ -149,4 +146,4 @@ class _GrowthSection:
 
 def _growth_section(growth: Growth) -> _GrowthSection:
     stages = list(dict.fromkeys(stage for seconds in growth.deploy_seconds for stage in seconds))
-    return _GrowthSection(growth, [(t, growth_plot(growth, t.measure)) for t in growth_tables(growth)], stages)
+    return _GrowthSection(growth, [(t, plots.growth_plot(growth, t.measure)) for t in growth_tables(growth)], stages)

@@ -9,7 +9,6 @@ from typing import Literal
 
 from attnforge.benchmarks.measure.results import Contender, Fit, Growth, Model, Series
 from attnforge.benchmarks.publish import markdown_table
-from attnforge.benchmarks.report.order import by_precision
 from attnforge.report.render import NOTHING, error, fixed, percent, places, with_interval
 
 Measure = Literal["time", "memory"]
@@ -59,7 +58,7 @@ def growth_tables(growth: Growth) -> list[GrowthTable]:
 
 def table(model: Model) -> str:
     """One model's contenders as Markdown; ours in bold. † marks contenders that are wrong in another case."""
-    contenders = [contender for group in by_precision(model).values() for contender in group]
+    contenders = [contender for group in model.by_precision.values() for contender in group]
     decimals = decimals_of(contenders)
     head = (
         *("contender", "precision", "median ms (95%)", "ratio to what is picked (95%)", "share of the limit"),

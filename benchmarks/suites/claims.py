@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from attnforge.benchmarks.measure.results import Contender, Growth, Interval, Model, Results
+from attnforge.benchmarks.measure.results import Growth, Interval, Model, Results
 from attnforge.benchmarks.measure.statistics import ratio_of
 from attnforge.benchmarks.publish import markdown_table
 
@@ -60,34 +60,31 @@ class MeasuredClaim:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The claim that one contender takes at most `at_most` times as long as another; as the fastest of several others.
+    """The claim that one contender takes at most `at_most` times as long as another.
 
     Attributes:
         model: name of the model in the results.
         ours: key of a contender; or a precision, for the backend that `auto` picks at it.
-        others: tells which contenders ours is compared with.
-        named: what the others are called in the table.
-        right: skip others that are known to be wrong in a reference case of the bundle.
+        peer: key of the other; or a precision, for the fastest of all others at it that is not known to be wrong in a
+            reference case of the bundle.
     """
 
     model: str
     ours: str
-    others: Callable[[Contender], bool]
-    named: str
+    peer: str
     at_most: float
-    right: bool = False
 
     def measured_on(self, model: Model | None) -> MeasuredClaim:
         """What `model` says of the claim; None where the results lack the model."""
-        claim = f"{self.model}: {self.ours} to {self.named}"
+        name, _, precision = self.peer.partition(" ")
+        claim = f"{self.model}: {self.ours} to {name if precision else f'any {name} contender'}"
         contenders = model.contenders if model is not None else []
         ours = next((c for c in contenders if c.key == self.ours or (c.picked and c.precision == self.ours)), None)
         if ours is None:
             return MeasuredClaim(claim, self.at_most, None)
-        others = sorted(
-            (c for c in contenders if c is not ours and self.others(c)), key=lambda c: c.latency.median.value
-        )
-        first = next((i for i, c in enumerate(others) if not (self.right and c.wrong_in)), len(others))
+        others = [c for c in contenders if c is not ours and self.peer in (c.key, c.precision)]
+        others.sort(key=lambda c: c.latency.median.value)
+        first = next((i for i, c in enumerate(others) if precision or not c.wrong_in), len(others))
         ratios = [ratio_of(ours.latency.rounds, c.latency.rounds, ours.latency.openings) for c in others[: first + 1]]
         over = tuple(f"{c.key} ({ratio.value:.2f})" for c, ratio in zip(others[:first], ratios, strict=False))
         if first == len(others):
@@ -97,36 +94,18 @@ class Ratio:
         return MeasuredClaim(claim, self.at_most, ratios[first], against, over, ours.wrong_in)
 
 
-def _named(key: str) -> Callable[[Contender], bool]:
-    return lambda contender: contender.key == key
-
-
-def _at(precision: str) -> Callable[[Contender], bool]:
-    return lambda contender: contender.precision == precision
-
-
-RATIOS = [
-    *(
-        Ratio("patch-attention", "onnxruntime-cpu fp32", _named(f"{peer} fp32"), peer, at_most)
-        for peer, at_most in (
-            ("onnxruntime-plain", 0.75),
-            ("ort-fusions", 0.70),
-            ("eager-sdpa", 0.95),
-            ("openvino-plain", 1.05),
-        )
-    ),
-    Ratio("patch-attention", "bf16", _at("fp32"), "any fp32 contender", 0.40, right=True),
-    *(
-        Ratio(model, precision, _at(precision), f"any {precision} contender", 1.05, right=True)
-        for model, precision in (
-            ("patch-attention", "fp32"),
-            ("patch-attention", "bf16"),
-            ("vit-b-16", "fp32"),
-            ("bert-base", "fp32"),
-            ("bert-base", "bf16"),
-        )
-    ),
-]
+RATIOS = (
+    Ratio("patch-attention", "onnxruntime-cpu fp32", "onnxruntime-plain fp32", 0.75),
+    Ratio("patch-attention", "onnxruntime-cpu fp32", "ort-fusions fp32", 0.70),
+    Ratio("patch-attention", "onnxruntime-cpu fp32", "eager-sdpa fp32", 0.95),
+    Ratio("patch-attention", "onnxruntime-cpu fp32", "openvino-plain fp32", 1.05),
+    Ratio("patch-attention", "bf16", "fp32", 0.40),
+    Ratio("patch-attention", "fp32", "fp32", 1.05),
+    Ratio("patch-attention", "bf16", "bf16", 1.05),
+    Ratio("vit-b-16", "fp32", "fp32", 1.05),
+    Ratio("bert-base", "fp32", "fp32", 1.05),
+    Ratio("bert-base", "bf16", "bf16", 1.05),
+)
 
 
 def measured_claims(results: Results) -> list[MeasuredClaim]:

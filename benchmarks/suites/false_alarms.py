@@ -1,8 +1,8 @@
 """How often `verify` rejects what is right: models drawn at random, deployed, and held to the budget.
 
-`python -m attnforge.benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json` and refreshes the
-table in `docs/faults.md`. Every model is deployed for ONNX Runtime and verified. For a 16-bit model the plan of
-TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
+`python -m attnforge.benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json`. Every model is
+deployed for ONNX Runtime and verified. For a 16-bit model the plan of TensorRT-RTX is judged too, emulated without a
+GPU (:mod:`attnforge.export.precision.emulation`).
 
 A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
 (:mod:`attnforge.runtime.parity.budget`). Such models are counted apart, as are models that deploy refuses.
@@ -25,7 +25,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import attnforge
-from attnforge.benchmarks.publish import RESULTS, machine, publish
+from attnforge.benchmarks.publish import RESULTS, show, write_figures
 from attnforge.benchmarks.suites.random_models import PRECISIONS, Recipe, draw, make
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, UnavailableError
@@ -34,7 +34,6 @@ from attnforge.export.graphs.saving import save
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.precision.emulation import emulate
 from attnforge.export.tensorrt.build import Plan, build
-from attnforge.machine import tool_versions
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import judge
@@ -47,11 +46,10 @@ QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "false_alarms.json",
-    page: Annotated[Path | None, typer.Option(help="The page whose table to refresh.")] = Path("docs/faults.md"),
     count: Annotated[int, typer.Option(help="How many models to deploy.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
 ) -> None:
-    """Deploy and verify, write the figures, and refresh the page's table from them."""
+    """Deploy and verify, and write the figures."""
     console = Console()
     outcomes: list[Outcome] = []
     for seed in range(first, first + count):
@@ -60,16 +58,10 @@ def main(
         console.print(
             outcome.text(), style="red" if outcome.rejected else "dim", markup=False, highlight=False, soft_wrap=True
         )
-    figures = {
-        "command": f"{COMMAND} --count {count}" + (f" --first {first}" if first else ""),
-        "machine": machine(torch.get_num_threads()),
-        "tools": tool_versions(),
-        "seeds": [first, first + count - 1],
-        **summary(outcomes),
-    }
-    text = table(figures)
-    console.print(text)
-    publish(figures, text, "false-alarms", results, page)
+    command = f"{COMMAND} --count {count}" + (f" --first {first}" if first else "")
+    seeds = [first, first + count - 1]
+    write_figures(command, torch.get_num_threads(), results, seeds=seeds, **summary(outcomes))
+    show(results, table)
 
 
 @dataclass

@@ -1,16 +1,15 @@
 """How many attention sites are fused: by attnforge, by others' optimisers, and by TensorRT-RTX alone.
 
-`python -m attnforge.benchmarks.suites.fusion` writes `benchmarks/results/fusion_coverage.json` and refreshes the
-published table. Every model is exported anew for each column: for attnforge and for TensorRT-RTX alone by torch.export
-at opset 23 in fp16; for ONNX Runtime's optimisers in fp32 by torch.export at opset 18; and for
-`onnxruntime.transformers.optimizer`, which was written for the graphs of the older exporter, by TorchScript at opset 17
-as well. That optimizer is tried as every kind of model that it knows, and is told the number of heads and the hidden
-size. Counted are sites that became one operator, and for TensorRT-RTX fused attention kernels in the plan.
+`python -m attnforge.benchmarks.suites.fusion` writes `benchmarks/results/fusion_coverage.json`. Every model is exported
+anew for each column: for attnforge and for TensorRT-RTX alone by torch.export at opset 23 in fp16; for ONNX Runtime's
+optimisers in fp32 by torch.export at opset 18; and for `onnxruntime.transformers.optimizer`, which was written for the
+graphs of the older exporter, by TorchScript at opset 17 as well. That optimizer is tried as every kind of model that it
+knows, and is told the number of heads and the hidden size. Counted are sites that became one operator, and for
+TensorRT-RTX fused attention kernels in the plan.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,16 +27,7 @@ from attnforge.benchmarks.contenders.peers import (
     ort_fusions,
     transformers_optimizer,
 )
-from attnforge.benchmarks.publish import (
-    README,
-    RESULTS,
-    RESULTS_PAGE,
-    has_place,
-    machine,
-    markdown_table,
-    publish,
-    publish_table,
-)
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
 from attnforge.benchmarks.suites.huggingface import build, minilm, variants
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
@@ -45,7 +35,7 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.huggingface import example
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt import build as engine
-from attnforge.machine import tool_versions
+from attnforge.machine import tool_versions, versions
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 
@@ -68,28 +58,17 @@ Exporter = Callable[[torch.nn.Module, tuple[Any, ...], Any, Path], None]
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "fusion_coverage.json",
-    page: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = RESULTS_PAGE,
     only: Annotated[list[str] | None, typer.Option(help="A model; repeat. All by default.")] = None,
 ) -> None:
-    """Count, write the figures, and refresh the page's table from them."""
-    console = Console()
+    """Count, and write the figures."""
     rows: dict[str, dict[str, Any]] = {}
     for name, make in models().items():
-        if only and name not in only:
-            continue
-        console.print(f"{name} …", style="dim")
-        rows[name] = coverage(make())
-    figures = {
-        "command": COMMAND,
-        "machine": machine(torch.get_num_threads()),
-        "tools": {**tool_versions(), "transformers": importlib.metadata.version("transformers")},
-        "models": rows,
-    }
-    text = table(figures)
-    console.print(text)
-    publish(figures, text, "fusion-coverage", results, page)
-    if page is not None and has_place("fusion-summary", results, README):
-        publish_table(summary(figures), "fusion-summary", results, README)
+        if not only or name in only:
+            Console().print(f"{name} …", style="dim")
+            rows[name] = coverage(make())
+    tools = {**tool_versions(), **versions(["transformers"])}
+    write_figures(COMMAND, torch.get_num_threads(), results, tools=tools, models=rows)
+    show(results, table)
 
 
 def models() -> dict[str, Callable[[], Example]]:
@@ -152,7 +131,10 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
     rows = figures["models"]
     columns = [column for column in COLUMNS if all(column in row for row in rows.values())]  # an older file has fewer
-    lines = [(name, row["sites"], *(_cell(row, column) for column in columns)) for name, row in rows.items()]
+    lines = [
+        (name, row["sites"], *("–" if column in row["refused"] else row[column] for column in columns))
+        for name, row in rows.items()
+    ]
     totals = [f"**{sum(row[column] for row in rows.values())}**" for column in ("sites", *columns)]
     header = ("model", "sites", *(COLUMNS[column] for column in columns))
     text = markdown_table(header, [*lines, ("**all**", *totals)])
@@ -170,10 +152,6 @@ def summary(figures: dict[str, Any]) -> str:
         f"Of {sites} attention sites in {len(rows)} models, {canonical} become one canonical node and TensorRT-RTX "
         f"compiles {compiled} to its fused kernel; given torch's own export it fuses {alone}."
     )
-
-
-def _cell(row: dict[str, Any], column: str) -> str:
-    return "–" if column in row["refused"] else str(row[column])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
 
-`python -m attnforge.benchmarks.suites.overhead` writes `benchmarks/results/overhead.json` and refreshes the table in
-docs/results.md. Bare is `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither
-checks nor allocates nor binds anything. The Session does all three at every call.
+`python -m attnforge.benchmarks.suites.overhead` writes `benchmarks/results/overhead.json`. Bare is
+`InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks nor allocates nor
+binds anything. The Session does all three at every call.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from torch import nn
 from torch.export import Dim
 
 import attnforge
-from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, markdown_table, publish
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
 from attnforge.bundle import Bundle
-from attnforge.machine import tool_versions
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime.turns import in_turns, seconds_of
@@ -34,12 +33,10 @@ COMMAND = "python -m attnforge.benchmarks.suites.overhead"
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "overhead.json",
-    page: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = RESULTS_PAGE,
     rounds: int = 60,
     threads: int = 2,
 ) -> None:
-    """Measure, write the figures, and refresh the page's table from them."""
-    console = Console()
+    """Measure, and write the figures."""
     models: dict[str, tuple[tuple[Any, ...], int, int]] = {
         "one linear layer, 2 × 16": (_tiny(), 1, 500),
         "patch-attention, 3136 tokens": (tuple(build_model("patch-attention")), threads, 1),
@@ -47,13 +44,11 @@ def main(
     measured = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, ((module, args, shapes), spread, calls)) in enumerate(models.items()):
-            console.print(f"{name} …", style="dim")
+            Console().print(f"{name} …", style="dim")
             bundle = attnforge.deploy(module, args, Path(folder) / str(i), shapes, targets=["onnxruntime"])
             measured[name] = measure(bundle, spread, calls, rounds)
-    figures = {"command": COMMAND, "machine": machine(threads), "tools": tool_versions(), "models": measured}
-    text = table(figures)
-    console.print(text)
-    publish(figures, text, "overhead", results, page)
+    write_figures(COMMAND, threads, results, models=measured)
+    show(results, table)
 
 
 def measure(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, float]:
@@ -105,8 +100,7 @@ def table(figures: dict[str, Any]) -> str:
         )
         for name, of in figures["models"].items()
     ]
-    where = f"{figures['machine']['processor']}, {figures['machine']['threads']} threads; `{figures['command']}`"
-    return f"{markdown_table(header, rows)}\n\n{where}"
+    return f"{markdown_table(header, rows)}\n\n{where(figures)}"
 
 
 if __name__ == "__main__":

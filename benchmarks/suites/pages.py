@@ -1,7 +1,7 @@
 """The tables of README.md and docs/ that are made of results files.
 
-`python -m attnforge.benchmarks.suites.pages` writes them anew from the files, and measures nothing; each benchmark does
-so for its own once it has measured.
+`python -m attnforge.benchmarks.suites.pages` writes them anew from the files, and measures nothing; benchmarks write
+the files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from pathlib import Path
 import typer
 
 from attnforge.benchmarks.measure import results
-from attnforge.benchmarks.publish import FAULTS_PAGE, README, RESULTS, RESULTS_PAGE, has_place, publish_table
+from attnforge.benchmarks.publish import RESULTS
 from attnforge.benchmarks.suites import false_alarms, fusion, overhead, real_sizes, scaling, suite
+from attnforge.files import write_whole
+
+README, RESULTS_PAGE, FAULTS_PAGE = (Path(name) for name in ("README.md", "docs/results.md", "docs/faults.md"))
 
 OTHERS = {
     "fusion-coverage": ("fusion_coverage.json", fusion.table),
@@ -43,13 +46,18 @@ def refresh(root: Path = Path()) -> list[tuple[str, Path]]:
     Returns:
         the places, each its name and results file.
     """
-    places = []
-    for name, file, text in tables():
-        for page in (root / page for page in (README, RESULTS_PAGE, FAULTS_PAGE)):
-            if has_place(name, file, page):
-                publish_table(text, name, file, page)
-                places.append((name, file))
-    return places
+    pages = [root / page for page in (README, RESULTS_PAGE, FAULTS_PAGE)]
+    return [(name, file) for name, file, text in tables() for page in pages if put(text, name, file, page)]
+
+
+def put(table: str, name: str, results: Path, page: Path) -> bool:
+    """Put a table between a page's marks for `name` of this results file; returns whether the page has such marks."""
+    start, end = f"<!-- {name}: from {results.as_posix()} -->", f"<!-- /{name} -->"
+    head, opening, rest = page.read_text(encoding="utf-8").partition(start)
+    _, closing, tail = rest.partition(end)
+    if opening and closing:
+        write_whole(page, f"{head}{start}\n{table}\n{end}{tail}".encode())
+    return bool(opening and closing)
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
 """Hugging Face models at their published sizes: what deploying each costs beside torch's plain export.
 
 `python -m attnforge.benchmarks.real_sizes` measures every model of :mod:`.published`, and how cost grows with a
-BERT's depth and width, writes `benchmarks/results/real_sizes.json` and refreshes the tables in the page. Every step of
-every model is a process of its own, with a limit of time and of memory; a step that fails is a row with its reason.
-Results are written after every model, and models that are in the results file are kept: a run that was ended goes on
-where it was.
+BERT's depth and width, and writes `benchmarks/results/real_sizes.json`. Every step of every model is a process of its
+own, with a limit of time and of memory; a step that fails is a row with its reason. Results are written after every
+model, and models that are in the results file are kept: a run that was ended goes on where it was.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,10 +25,10 @@ import typer
 from rich.console import Console
 
 from attnforge.benchmarks.measure.statistics import fit_of
-from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, markdown_table, publish, publish_table
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
 from attnforge.benchmarks.suites.published import GROWTH, PUBLISHED, Published
 from attnforge.benchmarks.suites.real_sizes_steps import Order
-from attnforge.machine import processors, tool_versions
+from attnforge.machine import processors, tool_versions, versions
 
 COMMAND = "python -m attnforge.benchmarks.real_sizes"
 GIB = 2**30
@@ -43,14 +41,13 @@ WHOLE, GROWN = ("plain", "deploy", "verify", "fused"), ("plain", "deploy")
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "real_sizes.json",
-    page: Annotated[Path | None, typer.Option(help="Whose tables to refresh.")] = RESULTS_PAGE,
     only: Annotated[list[str] | None, typer.Option(help="A model; repeat. All that are not in the file by default."),
     ] = None,
     tune: Annotated[bool, typer.Option(help="Deploy as by default, or by rules alone.")] = True,
     seconds: Annotated[float, typer.Option(help="Limit of a step's time.")] = 1200,
     gib: Annotated[float, typer.Option(help="Limit of the memory of a step's processes together.")] = 16,
 ) -> None:  # fmt: skip
-    """Measure, write the figures after every model, and refresh the page's tables from them."""
+    """Measure, and write the figures after every model."""
     console = Console()
     models: dict[str, Any] = {}
     if results.is_file():
@@ -62,17 +59,11 @@ def main(
         if name not in only if only else name in models:
             continue
         models[name] = measured(model, tune, seconds, gib, console)
-        figures = {
-            "command": COMMAND,
-            "machine": machine(processors()),
-            "tools": {**tool_versions(), "transformers": version("transformers")},
-            "models": {name: models[name] for name in every if name in models},
-        }
-        publish(figures, table(figures), "real-sizes", results, page)
-        if page is not None and page.name:
-            publish_table(growth(figures), "real-sizes-growth", results, page)
+        measurements = {name: models[name] for name in every if name in models}
+        tools = {**tool_versions(), **versions(["transformers"])}
+        write_figures(COMMAND, processors(), results, tools=tools, models=measurements)
     if results.is_file():
-        console.print(table(json.loads(results.read_text(encoding="utf-8"))), markup=False)
+        show(results, table)
 
 
 def measured(model: Published, tune: bool, seconds: float, gib: float, console: Console) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How long canonicalising and lowering takes, over the number of layers.
 
-`python -m attnforge.benchmarks.suites.scaling` writes `benchmarks/results/scaling.json` and refreshes the table in the
-page. The time of torch's export, which comes before, is shown beside it.
+`python -m attnforge.benchmarks.suites.scaling` writes `benchmarks/results/scaling.json`. The time of torch's export,
+which comes before, is shown beside it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from typing import Annotated, Any
 import onnx_ir as ir
 import torch
 import typer
-from rich.console import Console
 
-from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, machine, markdown_table, publish
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.torch_module import capture
-from attnforge.machine import tool_versions
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 
@@ -32,23 +30,15 @@ LAYERS = (6, 12, 24, 48)
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "scaling.json",
-    page: Annotated[Path | None, typer.Option(help="Whose table to refresh.")] = RESULTS_PAGE,
 ) -> None:
-    """Measure, write the figures, and refresh the page's table from them."""
+    """Measure, and write the figures."""
     _seconds(2)  # what is imported and compiled once is not counted
     seconds = {layers: _seconds(layers) for layers in LAYERS}
     ours = {layers: sum(s for stage, s in times.items() if stage != "export") for layers, times in seconds.items()}
     (n, few), (m, many) = next(iter(ours.items())), list(ours.items())[-1]
-    figures = {
-        "command": COMMAND,
-        "machine": machine(torch.get_num_threads()),
-        "tools": tool_versions(),
-        "seconds": seconds,
-        "exponent": math.log(many / few) / math.log(m / n),
-    }
-    text = table(figures)
-    Console().print(text)
-    publish(figures, text, "scaling", results, page)
+    exponent = math.log(many / few) / math.log(m / n)
+    write_figures(COMMAND, torch.get_num_threads(), results, seconds=seconds, exponent=exponent)
+    show(results, table)
 
 
 def _seconds(layers: int) -> dict[str, float]:

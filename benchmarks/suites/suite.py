@@ -1,8 +1,8 @@
 """The standard suite: what `make bench` runs, on the CPU at hand.
 
-`python -m attnforge.benchmarks.suites.suite` writes `benchmarks/results/suite.json`, refreshes the tables of the pages
-that are from that file, and writes a page and pictures. `--results` names another file, of another machine, say.
-`--compare OLD.json` says what moved since an earlier run and exits with 1 where something got worse.
+`python -m attnforge.benchmarks.suites.suite` writes `benchmarks/results/suite.json`, a page and pictures. `--results`
+names another file, of another machine, say. `--compare OLD.json` says what moved since an earlier run and exits with 1
+where something got worse.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,17 +23,16 @@ from rich.console import Console
 import attnforge
 from attnforge.benchmarks.contenders.peers import peers_here
 from attnforge.benchmarks.measure import results as files
-from attnforge.benchmarks.measure.bench import environment, load_now, measure
-from attnforge.benchmarks.measure.ceilings import measure_ceilings
+from attnforge.benchmarks.measure.bench import finished, measure, new_results
 from attnforge.benchmarks.measure.compare import compare
 from attnforge.benchmarks.measure.experiment import Experiment
-from attnforge.benchmarks.measure.results import Growth, Model, Results
-from attnforge.benchmarks.publish import README, RESULTS, RESULTS_PAGE, has_place, markdown_table, publish_table
+from attnforge.benchmarks.measure.results import Growth, Model, Results, Series
+from attnforge.benchmarks.measure.statistics import fit_of
+from attnforge.benchmarks.publish import RESULTS, markdown_table
 from attnforge.benchmarks.report.bench_page import write_page
 from attnforge.benchmarks.report.plots import save_plots
 from attnforge.benchmarks.report.tables import growth_table, table
 from attnforge.benchmarks.suites import claims
-from attnforge.benchmarks.suites.growth import over_bundles, over_sizes
 from attnforge.bundle import Bundle, Source
 from attnforge.machine import processors
 from attnforge.model.registry import build_model
@@ -122,28 +120,22 @@ TOKEN_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openv
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = SUITE,
-    page: Annotated[
-        list[Path] | None,
-        typer.Option(help="Whose tables to refresh; repeat. docs/results.md and README.md by default."),
-    ] = None,
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("build/bench/index.html"),
     old: Annotated[Path | None, typer.Option("--compare", help="Results of an earlier run to compare with.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A part: a model, tokens or layers; repeat. All else.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
 ) -> None:
-    """Measure, write the figures, refresh the tables that are from that file, write the page."""
+    """Measure, write the figures, and write the page."""
     console = Console(stderr=True)
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
-    pages = (RESULTS_PAGE, README) if page is None else page
     start = time.perf_counter()
 
     def say(stage: str) -> None:
         console.print(f"{time.perf_counter() - start:6.0f} s  {stage}", style="dim", highlight=False)
 
     with tempfile.TemporaryDirectory() as folder:
-        measured = run_suite(Path(folder), threads or processors(), only, say)
-    measured.seconds = round(time.perf_counter() - start, 1)
-    measured.command = _command(results, only or (), threads)
+        measured = run_suite(_command(results, only or (), threads), Path(folder), threads or processors(), only, say)
+    measured = finished(measured, start)
     files.write(measured, results)
     measured = files.read(results)  # what is shown is what is written
     out = Console()
@@ -153,9 +145,6 @@ def main(
     save_plots(measured, html.parent)
     for name, text in tables(measured).items():
         out.print(f"\n{name}\n{text}", highlight=False, soft_wrap=True, markup=False)
-        for place in pages if only is None else ():
-            if has_place(name, results, place):
-                publish_table(text, name, results, place)
     say(f"written to {results} and {html}")
     for name, reason in measured.left_out.items():
         out.print(f"{name} failed: {reason}", style="red", markup=False)
@@ -177,14 +166,11 @@ def _command(results: Path, only: Sequence[str], threads: int | None) -> str:
     return shlex.join([*COMMAND.split(), *options])
 
 
-def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Callable[[str], None]) -> Results:
+def run_suite(
+    command: str, folder: Path, threads: int, only: Sequence[str] | None, say: Callable[[str], None]
+) -> Results:
     """Deploy everything that is measured into `folder`, and measure it."""
-    surroundings = environment(threads)
-    say("measure the machine's limits")
-    ceilings = measure_ceilings(threads)
-    models: list[Model] = []
-    growth: list[Growth] = []
-    left_out: dict[str, str] = {}
+    results = new_results(command, threads, say)
 
     def measure_subject(subject: Subject) -> None:
         bundles = [deployed(folder, subject, precision, say) for precision in subject.precisions]
@@ -202,29 +188,19 @@ def run_suite(folder: Path, threads: int, only: Sequence[str] | None, say: Calla
             openings=OPENINGS,
             progress=say,
         )
-        models.append(measure(experiment, {}, ceilings))
+        results.models.append(measure(experiment, {}, results.ceilings))
 
     steps: dict[str, Callable[[], None]] = {subject.name: partial(measure_subject, subject) for subject in SUBJECTS}
-    steps["tokens"] = lambda: growth.append(over_tokens(folder, threads, say))
-    steps["layers"] = lambda: growth.append(over_layers(folder, threads, say))
+    steps["tokens"] = lambda: results.growth.append(over_tokens(folder, threads, say))
+    steps["layers"] = lambda: results.growth.append(over_layers(folder, threads, say))
     for name, step in steps.items():
         if name in (only or steps):
             try:
                 step()
             except Exception as error:  # the results say what is missing
-                left_out[name] = f"{type(error).__name__}: {error}"
+                results.left_out[name] = f"{type(error).__name__}: {error}"
                 say(f"{name} failed: {error}")
-    surroundings.load_after = load_now()
-    return Results(
-        command=COMMAND,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds=0,
-        environment=surroundings,
-        ceilings=ceilings,
-        models=models,
-        growth=growth,
-        left_out=left_out,
-    )
+    return results
 
 
 def deployed(folder: Path, subject: Subject, precision: str, say: Callable[[str], None], tune: bool = True) -> Bundle:
@@ -245,25 +221,68 @@ def deployed(folder: Path, subject: Subject, precision: str, say: Callable[[str]
     )
 
 
+Points = Mapping[int, tuple[Bundle, Mapping[str, int]]]
+"""By the number of tokens, layers or whatever grows: a bundle, and the sizes of its dims; the example's where they are
+not named."""
+
+
+def measured_growth(experiment: Experiment, along: str, points: Points) -> Growth:
+    """How time and memory grow.
+
+    Args:
+        experiment: with any bundles; it is left with the last of these.
+        along: what grows, such as `tokens`.
+        points: what is measured. How long deploying took is recorded where every point has a bundle of its own.
+    """
+    models: dict[int, Model] = {}
+    for size, (bundle, dims) in points.items():
+        experiment.bundles = [bundle]
+        models[size] = measure(experiment, dims, None)
+    bundles = list({bundle.path: bundle for bundle, _ in points.values()}.values())
+    seconds = [bundle.manifest.seconds for bundle in bundles] if len(bundles) > 1 else []
+    sizes = list(models)
+    contenders = {contender.key: contender for model in models.values() for contender in model.contenders}
+    series = []
+    for key, contender in contenders.items():
+        at = [next((c for c in model.contenders if c.key == key), None) for model in models.values()]
+        ms = [None if c is None else c.latency.median.value for c in at]
+        mib = [None if c is None or c.memory is None else c.memory.extra_mib for c in at]
+        reasons = {size: (model.wrong | model.skipped).get(key) for size, model in models.items()}
+        series.append(
+            Series(
+                name=contender.name,
+                precision=contender.precision,
+                ours=contender.ours,
+                ms=ms,
+                extra_mib=mib,
+                time=fit_of(sizes, ms),
+                memory=fit_of(sizes, mib),
+                notes=[f"{along} {size}: {reason}" for size, reason in reasons.items() if reason],
+            )
+        )
+    name = next(iter(models.values())).name
+    return Growth(model=name, along=along, sizes=sizes, series=series, deploy_seconds=seconds)
+
+
 def over_tokens(folder: Path, threads: int, say: Callable[[str], None]) -> Growth:
     """Patch attention over its tokens, one bundle for all of them."""
     subject = Subject("patch-attention", "patch-attention", {"max_image_size": 4 * max(SIDES), "max_batch": 1})
     bundle = deployed(folder / "tokens", subject, "fp32", say)
     experiment = Experiment([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say)
     experiment.throughput = experiment.starts = experiment.cases = False
-    return over_sizes(experiment, "tokens", {side**2: {"rows": side, "cols": side} for side in SIDES})
+    return measured_growth(experiment, "tokens", {side**2: (bundle, {"rows": side, "cols": side}) for side in SIDES})
 
 
 def over_layers(folder: Path, threads: int, say: Callable[[str], None]) -> Growth:
     """A transformer encoder over its layers, a bundle each."""
-    bundles = {}
+    bundles: dict[int, tuple[Bundle, dict[str, int]]] = {}
     for layers in LAYERS:
         options = {"num_layers": layers, "num_tokens": 128, "batch_size": 1, "max_batch": 1}
         subject = Subject(f"encoder-{layers}", "transformer-encoder", options)
-        bundles[layers] = deployed(folder, subject, "fp32", say, tune=False)
+        bundles[layers] = deployed(folder, subject, "fp32", say, tune=False), {}
     experiment = Experiment([], None, USUAL, 7, threads, seconds=10, progress=say)
     experiment.throughput = experiment.starts = experiment.cases = False
-    grown = over_bundles(experiment, "layers", bundles)
+    grown = measured_growth(experiment, "layers", bundles)
     grown.model = "transformer-encoder"
     return grown
 

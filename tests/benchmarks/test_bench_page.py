@@ -34,8 +34,6 @@ from attnforge.benchmarks.measure.results import (
 )
 from attnforge.benchmarks.report import plots
 from attnforge.benchmarks.report.bench_page import write_page
-from attnforge.benchmarks.report.growth_plot import growth_plot
-from attnforge.benchmarks.report.roofline import roofline
 from attnforge.benchmarks.report.tables import growth_table, table
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.machine import Machine
@@ -523,10 +521,10 @@ def test_plots_bear_little_and_odd_numbers() -> None:
         assert picture is not None and picture.src.startswith("data:image/svg+xml;base64,") and picture.height > 100
     thin = Series(name="a $\\frac{ b", precision="int8", ours=True, ms=[3.0], extra_mib=[-1.0])
     grown = Growth(model="m", along="$tokens", sizes=[7], series=[thin])
-    assert growth_plot(grown, "time") is not None and growth_plot(grown, "memory") is None
-    assert roofline(results([lonely])) is None
+    assert plots.growth_plot(grown, "time") is not None and plots.growth_plot(grown, "memory") is None
+    assert plots.roofline(results([lonely])) is None
     flat = Ceilings(threads=1, flops={}, bandwidth=1e9, exponentials=1e9)
-    assert roofline(results([model("m", {"fp32": {"eager": 1.0}})], ceilings=flat)) is not None
+    assert plots.roofline(results([model("m", {"fp32": {"eager": 1.0}})], ceilings=flat)) is not None
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------

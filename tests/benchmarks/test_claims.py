@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from attnforge.benchmarks.measure.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
@@ -29,7 +27,7 @@ def results_of(found: Model) -> Results:
 
 
 def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
-    claim = claims.Ratio("m", "fp32", claims._at("fp32"), "any fp32 contender", 1.05)
+    claim = claims.Ratio("m", "fp32", "fp32", 1.05)
     ours, slow = contender("openvino", "fp32", 10, True, True), contender("onnxruntime-cpu", "fp32", 20, True)
     faster, low = contender("eager", "fp32", 8), contender("eager", "bf16", 1)
     outcome = claim.measured_on(model(ours, slow, faster, low))
@@ -46,17 +44,15 @@ def test_who_is_wrong_in_another_case_is_passed_over() -> None:
     ours, fast, right = (contender(n, "fp32", ms, n == "b", n == "b") for n, ms in (("b", 10), ("fast", 8), ("c", 9)))
     fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
     right.cases = Cases(held=2, of=14)
-    every: dict[str, Any] = {"others": claims._at("fp32"), "named": "any fp32 contender", "at_most": 1.05}
-    found = claims.Ratio("m", "fp32", **every, right=True).measured_on(model(ours, fast, right))
+    to_any, to_fast = claims.Ratio("m", "fp32", "fp32", 1.05), claims.Ratio("m", "fp32", "fast fp32", 1.05)
+    found = to_any.measured_on(model(ours, fast, right))
     assert found.against == "b fp32 to c fp32, held to 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
     assert isinstance(found.measured, Interval) and found.measured.value == pytest.approx(10 / 9)
-    assert claims.Ratio("m", "fp32", **every).measured_on(model(ours, fast, right)).against == "b fp32 to fast fp32"
-    alone = claims.Ratio("m", "fp32", **every, right=True).measured_on(model(ours, fast))
+    assert to_fast.measured_on(model(ours, fast, right)).against == "b fp32 to fast fp32"
+    alone = to_any.measured_on(model(ours, fast))
     assert alone.holds == "not measured" and alone.passed_over == found.passed_over
     ours.cases = fast.cases
-    assert (
-        claims.Ratio("m", "fp32", **every).measured_on(model(ours, right)).holds.startswith("**no**, it is wrong in co")
-    )
+    assert to_any.measured_on(model(ours, right)).holds.startswith("**no**, it is wrong in co")
 
 
 def test_what_is_passed_over_is_in_the_table() -> None:
@@ -73,7 +69,7 @@ def test_what_is_passed_over_is_in_the_table() -> None:
 
 def test_openings_that_differ_make_a_claim_less_sure() -> None:
     """Fifteen rounds are sure where they are of one opening; three openings are not."""
-    claim = claims.Ratio("m", "fp32", claims._named("eager fp32"), "eager", 1.05)
+    claim = claims.Ratio("m", "fp32", "eager fp32", 1.05)
     ours = contender("openvino", "fp32", 10, True, True)
     ours.latency = latency_of([[11.0]] * 5 + [[10.9]] * 5 + [[10.6]] * 5)
     apart = model(ours, contender("eager", "fp32", 10))

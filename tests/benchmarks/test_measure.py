@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -28,8 +29,8 @@ from attnforge.benchmarks.measure import bench, ceilings, fresh, limits, race, t
 from attnforge.benchmarks.measure import results as found
 from attnforge.benchmarks.measure.experiment import Experiment, case_at
 from attnforge.benchmarks.measure.statistics import latency_of
-from attnforge.benchmarks.publish import RESULTS, RESULTS_PAGE, has_place
-from attnforge.benchmarks.suites import growth, suite
+from attnforge.benchmarks.publish import RESULTS
+from attnforge.benchmarks.suites import pages, suite
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
@@ -537,13 +538,17 @@ def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
     source = Source(kind="registered", name="patch-attention", options=options)
     made = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, source=source)
     sizes = {"rows": 40, "cols": 40}
-    ours = fresh.measured(order(made, tmp_path, sizes=sizes))
-    eager = fresh.measured(order(made, tmp_path, sizes=sizes, contender="eager", engine="torch"))
-    if ours.peak_mib is None or ours.loaded_mib is None or eager.peak_mib is None or eager.loaded_mib is None:
+    ours = fresh.measured(order(made, tmp_path, sizes=sizes)).memory
+    eager = fresh.measured(order(made, tmp_path, sizes=sizes, contender="eager", engine="torch")).memory
+    if ours is None or eager is None:
         pytest.skip("the system does not tell how much memory a process has")
     assert ours.peak_mib - ours.loaded_mib < 25
     assert 29 < eager.peak_mib - eager.loaded_mib < 200
     assert ours.loaded_mib < eager.loaded_mib  # which has torch
+
+
+def loaded_in(run: fresh.FreshRun, seconds: float) -> fresh.FreshRun:
+    return run.model_copy(update={"cold": run.cold.model_copy(update={"load_s": seconds})})
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -554,7 +559,7 @@ def test_what_takes_long_to_load_is_loaded_twice(tmp_path: Path, monkeypatch: py
     shapes = None if fixed else ({0: Dim("batch", min=1, max=5)},)
     made = attnforge.deploy(module, (torch.randn(3, 8),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     real, seconds = fresh.measured, [4.0, 2.0, 0.1, 0.2]
-    monkeypatch.setattr(fresh, "measured", lambda order: real(order).model_copy(update={"load_s": seconds.pop(0)}))
+    monkeypatch.setattr(fresh, "measured", lambda order: loaded_in(real(order), seconds.pop(0)))
     experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
     for least, left in ((2.0, 2), (0.1, 1 if fixed else 0)):
         (one,) = bench.measure(experiment, {}, None).contenders
@@ -570,7 +575,7 @@ def test_a_second_load_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pyt
         calls["processes"] += 1
         if calls["processes"] > 1:
             raise fresh.FailedError("planted")
-        return real(order).model_copy(update={"load_s": 4.0})
+        return loaded_in(real(order), 4.0)
 
     monkeypatch.setattr(fresh, "measured", measured)
     experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
@@ -599,13 +604,13 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
     experiment = Experiment(
         [bundle], ["onnxruntime-cpu"], ["eager"], 2, 1, throughput=False, starts=False, memory=False
     )
-    grown = growth.over_sizes(experiment, "tokens", {n: {"batch": 1, "tokens": n} for n in (4, 16, 64)})
+    grown = suite.measured_growth(experiment, "tokens", {n: (bundle, {"batch": 1, "tokens": n}) for n in (4, 16, 64)})
     assert grown.sizes == [4, 16, 64] and {one.name for one in grown.series} == {"onnxruntime-cpu", "eager"}
     for one in grown.series:
         assert all(ms is not None and ms > 0 for ms in one.ms) and one.time is not None
         assert one.extra_mib == [None] * 3 and one.memory is None
-    layers = {n: deployed(tmp_path, num_layers=n) for n in (1, 3)}
-    grown = growth.over_bundles(experiment, "layers", layers)
+    layers: suite.Points = {n: (deployed(tmp_path, num_layers=n), {}) for n in (1, 3)}
+    grown = suite.measured_growth(experiment, "layers", layers)
     assert grown.sizes == [1, 3] and len(grown.deploy_seconds) == 2
     assert all(seconds["export"] > 0 for seconds in grown.deploy_seconds)
 
@@ -613,10 +618,10 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
 # --- the suite --------------------------------------------------------------------------------------------------------
 
 
-def test_the_results_page_has_a_place_for_every_table_of_the_suite() -> None:
+def test_the_results_page_has_a_place_for_every_table_of_the_suite(tmp_path: Path) -> None:
     names = [*(subject.name for subject in suite.SUBJECTS), "claims", "growth-tokens", "growth-layers"]
-    page = Path(__file__).parents[2] / RESULTS_PAGE
-    assert [name for name in names if not has_place(name, RESULTS / "suite.json", page)] == []
+    page = Path(shutil.copy(Path(__file__).parents[2] / pages.RESULTS_PAGE, tmp_path))
+    assert [name for name in names if not pages.put("", name, RESULTS / "suite.json", page)] == []
 
 
 def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,7 +629,7 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     small = suite.Subject(
         "small", "transformer-encoder", options, ["eager"], ("fp32",), throughput=False, fresh_peers=()
     )
-    monkeypatch.setattr(suite, "measure_ceilings", quick_ceilings)
+    monkeypatch.setattr(bench, "measure_ceilings", quick_ceilings)
     monkeypatch.setattr(suite, "ROUNDS", 3)
     monkeypatch.setattr(suite, "SUBJECTS", (small,))
     for along in ("tokens", "layers"):
@@ -637,7 +642,10 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     other = "<!-- claims: from another.json -->\nANOTHER MACHINE'S\n<!-- /claims -->"
     page.write_text(f"before\n{places}\n{other}\nafter\n", encoding="utf-8")
     html = tmp_path / "page/index.html"
-    suite.main(file, [page], html, None, None, 1)
+    suite.main(file, html, None, None, 1)
+    tables = suite.tables(found.read(file))
+    assert set(tables) == {*names, "summary"} and not pages.put(tables["summary"], "summary", file, page)
+    assert all(pages.put(tables[name], name, file, page) for name in names)
     text = page.read_text(encoding="utf-8")
     assert (
         text.startswith("before\n")
@@ -662,5 +670,5 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     found.write(taken, tmp_path / "old.json")
     monkeypatch.setattr(suite, "run_suite", lambda *given: found.read(file))
     with pytest.raises(SystemExit) as ended:
-        suite.main(file, [], html, tmp_path / "old.json", None, 1)
+        suite.main(file, html, tmp_path / "old.json", None, 1)
     assert ended.value.code == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from attnforge.benchmarks.publish import FAULTS_PAGE, README, RESULTS_PAGE
 from attnforge.benchmarks.suites import pages
+from attnforge.benchmarks.suites.pages import FAULTS_PAGE, README, RESULTS_PAGE
 from tests.docs.pages import ROOT
 from tests.support import faults
 

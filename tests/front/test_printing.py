@@ -18,6 +18,7 @@ from attnforge.cli.printing import alike, names_in_runs
 from attnforge.cli.terminal import Column
 from attnforge.numbers import scientific
 from attnforge.progress import Progress
+from attnforge.records import Interval
 from attnforge.report import render
 
 
@@ -130,14 +131,9 @@ def test_number_formats() -> None:
     assert [render.rounded(n) for n in (33.04, 0.0123, 1234.5, None)] == ["33.0", "0.0123", "1,234", "–"]
 
 
-class Estimate:
-    def __init__(self, value: float, low: float, high: float) -> None:
-        self.value, self.low, self.high = value, low, high
-
-
 def test_a_single_reading_has_no_interval() -> None:
-    assert render.with_interval(Estimate(33.04, 32.8, 33.3), 2) == "33.04 (32.80–33.30)"
-    assert render.milliseconds(Estimate(33.04, 32.8, 33.3)) == "33.0 ms (95%: 32.8–33.3)"
-    assert render.milliseconds(Estimate(33.04, 33.04, 33.04)) == "33.0 ms"
-    assert render.with_interval(Estimate(1.98, 1.98, 1.98), 2) == "1.98"
-    assert render.interval(Estimate(1.98, 1.98, 1.98)) == ""
+    assert render.with_interval(Interval(value=33.04, low=32.8, high=33.3), 2) == "33.04 (32.80–33.30)"
+    assert render.milliseconds(Interval(value=33.04, low=32.8, high=33.3)) == "33.0 ms (95%: 32.8–33.3)"
+    assert render.milliseconds(Interval(value=33.04, low=33.04, high=33.04)) == "33.0 ms"
+    assert render.with_interval(Interval(value=1.98, low=1.98, high=1.98), 2) == "1.98"
+    assert render.interval(Interval(value=1.98, low=1.98, high=1.98)) == ""

@@ -32,10 +32,9 @@ from attnforge.model import build_model
 from attnforge.report import attention_maps as looking
 from attnforge.report import error_charts, map_pictures
 from attnforge.report.attention_maps import SiteMaps, attention_maps, patch_grid
-from attnforge.report.error_charts import Mark
 from attnforge.report.render import check_page, error
 from attnforge.report.verify_page import KINDS, MASKS, write_page
-from attnforge.runtime.parity.comparison import BINS
+from attnforge.runtime.parity.comparison import BINS, Comparison
 from attnforge.runtime.parity.metrics import MetricReport
 from attnforge.runtime.parity.verify import Report
 from tests.support.bundles import rewrite, small_example
@@ -261,11 +260,11 @@ def test_charts_bear_what_a_report_may_hold() -> None:
     zero, one = [0] * BINS, [7, *[0] * (BINS - 2), 1]
     for errors, eager, allowed in ((one, zero, None), (zero, one, (1e-30, 1e30)), (one, one, (1e-3, 1e-3))):
         assert error_charts.histogram("b", errors, eager, allowed, "alt").src.startswith("data:image/svg+xml;base64,")
-    exact = Mark(r"no $\frac{ formula", 0.0, 0.0, 1e-6, True, True)
-    infinite = Mark("lost", 1.0, 0.0, 1e-3, False, False)
+    of_number = {"output": "y", "eager_error": 0.0, "max_error": 0.0, "max_budget": 1.0}
+    exact = Comparison(case=r"no $\frac{ formula", error=0.0, budget=1e-6, passed=True, **of_number)  # type: ignore[arg-type]
+    infinite = Comparison(case="lost", error=1.0, budget=1e-3, passed=False, **of_number)  # type: ignore[arg-type]
     for marks in ([exact], [exact, infinite], [infinite]):
         assert error_charts.by_case("b", marks, "alt").height > 100
-        assert error_charts.by_size("b", marks, [5, 5000][: len(marks)], "$tokens", "alt").alt == "alt"
     gone = map_pictures.heatmap(np.full((3, 4), np.nan), 0.0, "alt")
     assert gone.src.startswith("data:image/png;base64,")
 
