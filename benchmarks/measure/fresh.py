@@ -14,7 +14,7 @@ import importlib
 import json
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, open_backend
 from attnforge.benchmarks.measure.results import Cold, MemoryUse
 from attnforge.bundle import Bundle, DimSpec
+from attnforge.memory import peak, reset_peak
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 
@@ -105,28 +106,20 @@ def _main(order: Order) -> FreshRun:
         loaded = time.perf_counter()
         if order.warm and order.any_sizes:
             run(least)
-        before, most = _status("VmRSS"), _status("VmHWM")
-        begins_anew = _forget_peak()
+        most, begins_anew, before = peak(), reset_peak(), peak()  # a peak that begins anew is what is in memory now
         begun = time.perf_counter()
         run(feeds)
         first = time.perf_counter()
         if order.warm and order.engine == "backend":
             run(feeds)  # what is prepared for sizes that come again
-        peak = _status("VmHWM")
+        extra = peak() - before
     memory = None
-    if before is not None and most is not None and peak is not None and begins_anew:
-        memory = MemoryUse(loaded_mib=before, peak_mib=max(most, peak), extra_mib=peak - before)
+    if begins_anew:
+        loaded_mib, extra_mib = before / 2**20, extra / 2**20
+        peak_mib = max(most / 2**20, loaded_mib + extra_mib)
+        memory = MemoryUse(loaded_mib=loaded_mib, peak_mib=peak_mib, extra_mib=extra_mib)
     cold = Cold(import_s=imported - BEGUN, load_s=loaded - prepared, first_s=first - begun)
     return FreshRun(cold=cold, memory=memory)
-
-
-def _forget_peak() -> bool:
-    """Count the largest memory of this process anew; returns whether the system can."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
 
 
 LIBRARIES = {"openvino": "openvino", "tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
@@ -151,14 +144,6 @@ def _inputs(bundle: Bundle, sizes: dict[str, int]) -> dict[str, Array]:
 def _least(bundle: Bundle) -> dict[str, int]:
     dims = [dim for spec in bundle.manifest.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
     return {dim.symbol: (dim.min or 0) // dim.factor for dim in dims}
-
-
-def _status(field: str) -> float | None:
-    """A field of Linux's status of this process, in MiB; None on other systems."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
-    return None
 
 
 if __name__ == "__main__":
