@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
+from rich.table import Column
 
-from attnforge.cli.terminal import Column, out, print_table, say, say_reasons
+from attnforge.cli.terminal import name_column, number_column, out, print_table, say, say_reasons
 from attnforge.report.render import error, interval, percent, rounded, sizes_text
 from attnforge.version import __version__
 
@@ -39,7 +40,7 @@ def print_examination(report: Mapping[str, Any]) -> None:
         for what in ("build", "run")
         for name, reason in report[what].items()
     ]
-    print_table([Column("", "names"), Column("", "names"), Column("", "words")], rows)
+    print_table([name_column(), name_column(), Column()], rows)
     say("packages: " + ", ".join(f"{name} {version}" for name, version in report["packages"].items()))
 
 
@@ -180,7 +181,13 @@ def print_outputs(outputs: Mapping[str, Mapping[str, Any]]) -> None:
 
 def print_report(report: Report) -> None:
     """Print what a verification measured, one backend a row, and every failure."""
-    columns = [Column("backend", "names"), Column("", "names"), Column("error"), Column("eager's"), Column("budget")]
+    columns = [
+        name_column("backend"),
+        name_column(),
+        number_column("error"),
+        number_column("eager's"),
+        number_column("budget"),
+    ]
     rows = [
         (
             name,
@@ -193,7 +200,7 @@ def print_report(report: Report) -> None:
         )
         for name, backend in report.backends.items()
     ]
-    print_table([*columns, Column("worst case", "words"), Column("cases")], rows)
+    print_table([*columns, Column("worst case"), number_column("cases")], rows)
     for name, backend in report.backends.items():
         for output, figures in backend.outputs.items():
             say(f"{name} {figures.text(output)}", "dim")
@@ -227,7 +234,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         say(f"with this tensor exact, the final error is {without}, not {final}", indent=2)
     for file in finding.reproduction:
         out.print(f"  written: {escape(file)}", soft_wrap=True)
-    columns = [*map(Column, ("largest", "error in", "error", "times")), Column("tensor and module", "words")]
+    columns = [*map(number_column, ("largest", "error in", "error", "times")), Column("tensor and module")]
     rows = [
         (
             f"{tensor.largest:.3g}",
@@ -266,7 +273,7 @@ def _print_model(model: Model) -> None:
     titles = ("median\nms", "95%", "p99", "ratio", "of\nlimit", "error", "start\ns", "extra\nMiB")
     ordered = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
     print_table(
-        [Column("contender", "names"), *map(Column, titles)],
+        [name_column("contender"), *map(number_column, titles)],
         [_contender_row(contender) for contender in ordered],
         gap=1,
     )

@@ -7,13 +7,12 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column as RichColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from attnforge.report.render import by_reason
@@ -51,17 +50,11 @@ def say_path(what: str, path: object) -> None:
     out.print(f"{what}: {escape(str(path))}", soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table: names and numbers stay in one piece, and words wrap in the room that is left.
+name_column = partial(Column, no_wrap=True)
+"""A column whose cells stay in one piece. Words, in a plain column, wrap in the room that is left."""
 
-    Attributes:
-        title: its heading; a line break makes it narrower.
-        holds: what stands in its cells; numbers stand to the right.
-    """
-
-    title: str
-    holds: Literal["names", "numbers", "words"] = "numbers"
+number_column = partial(Column, no_wrap=True, justify="right")
+"""The same, to the right."""
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: int = 2) -> None:
@@ -70,34 +63,30 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: i
     In a terminal narrower than its names and numbers the table keeps its width, and the terminal breaks its lines.
 
     Args:
-        columns: headings, and what each column holds.
+        columns: headings, and whether cells stay in one piece.
         rows: cells, with rich's markup.
         gap: spaces between columns.
     """
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0), show_edge=False)
-    table.show_header = any(column.title for column in columns)
     shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    width = gap * (len(shown) - 1)
-    vertical: Literal["top", "bottom"] = "top" if any(column.holds == "words" for column in columns) else "bottom"
     for i in shown:
-        least = _least_width(columns[i], [row[i] for row in rows])
-        width += least
-        is_number, wraps = columns[i].holds == "numbers", columns[i].holds == "words"
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(columns[i].title, justify=justify, vertical=vertical, no_wrap=not wraps, min_width=least)
+        columns[i].min_width = _least_width(columns[i], [row[i] for row in rows])
+        columns[i].vertical = "bottom" if all(column.no_wrap for column in columns) else "top"
+    table = Table(
+        *(columns[i] for i in shown), box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0),
+        show_header=any(column.header for column in columns), show_edge=False,
+    )  # fmt: skip
     for row in rows:
         table.add_row(*(row[i] for i in shown))
-    width = max(width, out.width)
+    width = max(sum(columns[i].min_width or 0 for i in shown) + gap * (len(shown) - 1), out.width)
     Console(file=out.file, width=width, force_terminal=out.is_terminal, highlight=False).print(table)
 
 
 def _least_width(column: Column, cells: Sequence[str]) -> int:
     """The longest cell or line of the heading; where words wrap, the longest word of at most 40 characters."""
     texts = [Text.from_markup(cell).plain for cell in cells]
-    if column.holds == "words":
-        texts = [word for text in texts for word in text.split()]
-        return min(max(map(len, [column.title, *texts])), 40)
-    return max(map(len, [*column.title.split("\n"), *texts]))
+    if column.no_wrap:
+        return max(map(len, [*str(column.header).split("\n"), *texts]))
+    return min(max(map(len, [str(column.header), *(word for text in texts for word in text.split())])), 40)
 
 
 class StageDisplay:
@@ -144,7 +133,7 @@ def stages_shown(quiet: bool) -> Iterator[StageDisplay]:
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        TextColumn("[dim]{task.fields[step]}", table_column=RichColumn(max_width=32, no_wrap=True)),
+        TextColumn("[dim]{task.fields[step]}", table_column=Column(max_width=32, no_wrap=True)),
         TimeElapsedColumn(),
     )
     with RichProgress(

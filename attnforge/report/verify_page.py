@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,9 @@ from attnforge.report import error_charts
 from attnforge.report.attention_maps import attention_maps
 from attnforge.report.attention_section import attention_section
 from attnforge.report.charts import Picture
-from attnforge.report.render import check_page, error, sizes_text, write_template
+from attnforge.report.render import check_page, error, write_template
 from attnforge.runtime.parity.budget import budget_precision
-from attnforge.runtime.parity.comparison import BINS_A_DECADE, LEAST_DECADE, Comparison, Element
+from attnforge.runtime.parity.comparison import BINS_A_DECADE, LEAST_DECADE, Comparison
 from attnforge.runtime.parity.verify import BackendReport, OutputReport, Report
 
 TEMPLATE = "verify.html"
@@ -75,6 +75,7 @@ def write_page(
     manifest = opened.manifest
     attention = attention_maps(opened)
     sites, drawn = attention_section(attention, manifest)
+    cases = {case.name: case for case in report.cases}
     floors = [budget_precision(manifest, name).floor for name in report.backends]
     return write_template(
         TEMPLATE,
@@ -83,7 +84,10 @@ def write_page(
         manifest=manifest,
         floors=floors or [precision_named(manifest.precision).floor],
         verdict=_verdict(report),
-        backends=[_backend(name, backend, report) for name, backend in report.backends.items()],
+        cases=cases,
+        charts={name: _charts(name, backend, cases) for name, backend in report.backends.items()},
+        worst_first=_worst_first,
+        furthest=_furthest,
         attention=attention,
         sites=sites,
         drawn_sites=drawn,
@@ -120,74 +124,40 @@ def _verdict(report: Report) -> str:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """One output of one case, in the table."""
+class _Charts:
+    """The charts of one backend: its cases, of which some may be left out, and its outputs by name."""
 
-    case: Case
-    comparison: Comparison
-
-    @property
-    def sizes(self) -> str:
-        return sizes_text(self.case.sizes, "fixed")
-
-    @property
-    def kind(self) -> str:
-        return self.case.kind if self.case.scale == 1 else f"{self.case.kind} × {self.case.scale:.3g}"
-
-
-@dataclass(frozen=True)
-class _Output:
-    """One output over all cases."""
-
-    name: str
-    report: OutputReport
-    histogram: Picture | None
-
-
-@dataclass(frozen=True)
-class _Backend:
-    """One backend's part of the page.
-
-    Attributes:
-        worst: the output and the place of the number that is furthest off, for the budget of its case.
-    """
-
-    name: str
-    report: BackendReport
-    outputs: Sequence[_Output] = ()
     by_case: Picture | None = None
     cases_left_out: int = 0
-    worst: tuple[str, Element] | None = None
-    rows: Sequence[_Row] = ()
-
-    @property
-    def failures(self) -> list[Comparison]:
-        """The outputs that failed, furthest over the budget first."""
-        return sorted(self.report.failures, key=lambda c: c.error / (c.budget or 1), reverse=True)
+    histograms: Mapping[str, Picture] = field(default_factory=dict)
 
 
-def _backend(name: str, report: BackendReport, whole: Report) -> _Backend:
-    cases = {case.name: case for case in whole.cases}
-    rows = [_Row(cases[c.case], c) for c in report.comparisons if c.case in cases]
-    if not rows:
-        return _Backend(name, report)
+def _charts(name: str, report: BackendReport, cases: Mapping[str, Case]) -> _Charts:
+    known = [comparison for comparison in report.comparisons if comparison.case in cases]
+    if not known:
+        return _Charts()
     label = name if name != "eager" else "eager on this machine"
     worst: dict[str, Comparison] = {}  # of every case the output that is closest to its budget
-    for comparison in sorted((row.comparison for row in rows), key=_budget_used, reverse=True):
+    for comparison in sorted(known, key=_budget_used, reverse=True):
         worst.setdefault(comparison.case, comparison)
     drawn = [worst[case] for case in cases if case in list(worst)[:MOST_ROWS]]
-    return _Backend(
-        name,
-        report,
-        [
-            _Output(output, figures, _histogram(label, output, figures, report) if i < MOST_OUTPUTS else None)
-            for i, (output, figures) in enumerate(report.outputs.items())
-        ],
+    outputs = [(output, figures) for output, figures in report.outputs.items() if sum(figures.errors)]
+    return _Charts(
         error_charts.by_case(label, drawn, _cases_in_words(name, report, len(drawn))),
         len(worst) - len(drawn),
-        _worst_element(report),
-        rows,
+        {output: _histogram(label, output, figures, report) for output, figures in outputs[:MOST_OUTPUTS]},
     )
+
+
+def _worst_first(report: BackendReport) -> list[Comparison]:
+    """The outputs that failed, furthest over the budget first."""
+    return sorted(report.failures, key=lambda c: c.error / (c.budget or 1), reverse=True)
+
+
+def _furthest(report: BackendReport) -> Comparison | None:
+    """The comparison with the number that is furthest off, for the budget of its case."""
+    told = (comparison for comparison in report.comparisons if comparison.worst is not None)
+    return max(told, key=lambda c: (not c.passed, c.max_error / c.max_budget if c.max_budget else 0.0), default=None)
 
 
 def _budget_used(comparison: Comparison) -> float:
@@ -207,36 +177,18 @@ def _cases_in_words(name: str, report: BackendReport, drawn: int) -> str:
     )
 
 
-def _worst_element(report: BackendReport) -> tuple[str, Element] | None:
-    """The output with the number that is furthest off, for the budget of its case."""
-    shares = {
-        output: max((_budget_used(c) for c in report.comparisons if c.worst == figures.worst), default=0.0)
-        for output, figures in report.outputs.items()
-        if figures.worst is not None
-    }
-    output = max(shares, key=lambda name: shares[name], default="")
-    element = report.outputs[output].worst if output else None
-    return (output, element) if element is not None else None
-
-
-def _histogram(label: str, output: str, figures: OutputReport, report: BackendReport) -> Picture | None:
-    if not sum(figures.errors):
-        return None
-    allowed = [a for c in report.comparisons if c.output == output and (a := _allowed(c)) is not None]
-    ends = (min(allowed), max(allowed)) if allowed else None
+def _histogram(label: str, output: str, figures: OutputReport, report: BackendReport) -> Picture:
+    allowed = []  # how far off one number may be, as a share of the largest; unknown where nothing was off
+    for c in report.comparisons:
+        most = c.quantiles.get("max", 0.0)
+        if c.output == output and most and c.max_error and c.max_budget:
+            allowed.append(c.max_budget * most / c.max_error)
     alt = (
         f"Histogram of the errors of output {output}. {label}: {_in_words(figures.errors)}. "
         f"Eager: {_in_words(figures.eager_errors)}."
     )
+    ends = (min(allowed), max(allowed)) if allowed else None
     return error_charts.histogram(label, figures.errors, figures.eager_errors, ends, alt)
-
-
-def _allowed(comparison: Comparison) -> float | None:
-    """How far off one number may be, as a share of the largest; None where nothing was off, which leaves it unknown."""
-    most = comparison.quantiles.get("max", 0.0)
-    if not (most and comparison.max_error and comparison.max_budget):
-        return None
-    return comparison.max_budget * most / comparison.max_error
 
 
 def _in_words(errors: Sequence[int]) -> str:

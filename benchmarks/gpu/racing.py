@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,10 @@ class OpenContender:
     call: Callable[[], Any]
     session: Session | None = None
     waits: bool = False
+
+
+Ways = dict[str, Callable[[], OpenContender]]
+"""What opens each contender, by name."""
 
 
 @dataclass
@@ -97,20 +101,18 @@ def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContende
 def race(
     device: Device,
     item: Item,
-    ways: Mapping[str, Callable[[], OpenContender]],
+    ways: Ways,
     truth: Truth,
     batch: int,
-    seconds: float,
     why_not: Callable[[str], str | None] = lambda name: None,
 ) -> None:
     """Enter contenders one after the other, time those that are right in turns, and record them.
 
     Args:
         item: where times, checks and failures go.
-        ways: opens each contender, by name.
+        ways: the contenders.
         truth: of their outputs.
         batch: samples a call.
-        seconds: after which no further round begins.
         why_not: asked before a contender is opened: why it is to be skipped, or None.
     """
     racers: dict[str, Racer] = {}
@@ -120,7 +122,7 @@ def race(
         elif (racer := enter(device, item, name, make, truth)) is not None:
             racers[name] = racer
     turns = {name: partial(racer.turn, device) for name, racer in racers.items()}
-    seconds = min(seconds, max(device.run.left, 0.0))
+    seconds = min(race_seconds(device), max(device.run.left, 0.0))
     measured = in_turns(turns, ROUNDS, seconds, fewest=LEAST_ROUNDS, settle=0)
     on_device = {name: [[ms] for ms, _ in times if ms is not None] for name, times in measured.items()}
     wall = {name: [[ms] for _, ms in times] for name, times in measured.items()}

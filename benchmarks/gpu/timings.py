@@ -24,7 +24,7 @@ from attnforge.benchmarks.gpu.models import (
     targets_of,
     truth_of,
 )
-from attnforge.benchmarks.gpu.racing import OpenContender, in_session, mib, race, race_seconds
+from attnforge.benchmarks.gpu.racing import OpenContender, Ways, in_session, mib, race
 from attnforge.benchmarks.gpu.running import LEAST, Task
 from attnforge.benchmarks.gpu.steps import (
     COMPILE,
@@ -80,7 +80,7 @@ def _copy(device: Device, item: Item) -> None:
         source = device.torch.zeros(size, dtype=device.torch.uint8, device=device.name)
         target = device.torch.empty_like(source)
         rate = _best_rate(device, lambda: target.copy_(source), 2 * size)
-    item.values |= {"bytes": 2 * size, "gb_per_s": rate / 1e9}
+    item.values["gb_per_s"] = rate / 1e9
 
 
 def _best_rate(device: Device, call: Callable[[], Any], amount: int) -> float:
@@ -96,13 +96,13 @@ def _best_rate(device: Device, call: Callable[[], Any], amount: int) -> float:
 
 def sessions(
     device: Device, stack: ExitStack, model: Large, shapes: Shapes, inputs: Sequence[Tensor], item: Item
-) -> tuple[dict[str, Callable[[], OpenContender]], Bundle]:
+) -> tuple[Ways, Bundle]:
     """The model on every backend that runs here and whose plan could be built, on inputs that lie on the device; and
     the bundle."""
     backends = device.usable(item)
     bundle = model.deploy(device.scratch("timed"), *shapes, targets_of(backends), item)
     feeds = [device.feed(tensor) for tensor in inputs]
-    ways: dict[str, Callable[[], OpenContender]] = {
+    ways: Ways = {
         name: partial(in_session, device, stack, bundle, name, feeds) for name in backends if name not in item.failed
     }
     return ways, bundle
@@ -130,8 +130,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
     large = large_of(device, attention_alone, "fp16")
     shape = (1, HEADS, tokens, HEAD)
     work = work_of(large.captured.model, {"tokens": tokens})
-    item.values |= {"tokens": tokens, "batch": 1, "heads": HEADS, "head_size": HEAD, "precision": "fp16"}
-    item.values |= {"flops": work.flops, "bytes": work.least_bytes}
+    item.values |= {"tokens": tokens, "flops": work.flops, "bytes": work.least_bytes}
     with device.stream(), ExitStack() as stack:
         generator = torch.Generator().manual_seed(tokens)
         inputs = [device.to_device(torch.randn(shape, generator=generator), precision) for _ in range(3)]
@@ -147,7 +146,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
             ways[FLASH] = lambda: OpenContender(flash)
         else:
             item.skipped[FLASH] = "torch has no CUDA here"
-        race(device, item, ways, truth, 1, race_seconds(device))
+        race(device, item, ways, truth, 1)
 
 
 def attention_alone() -> Example:
@@ -186,7 +185,6 @@ def latency(device: Device) -> list[Task]:
 
 def _latency(device: Device, point: PatchPoint, item: Item) -> None:
     large = large_of(device, patch_attention, point.precision)
-    item.values |= {"tokens": point.tokens, "batch": point.batch, "precision": point.precision}
     with device.stream(), device.products(precision_named(point.precision)), ExitStack() as stack:
         images = point.images(device)
         truth = patch_truth(device, large, images, point)
@@ -198,13 +196,10 @@ def _latency(device: Device, point: PatchPoint, item: Item) -> None:
         if device.peers:
             ways |= peers_of(device, large.module, images, point)
         # torch's come last, because its allocator keeps the memory that it once had
-        why_not = partial(why_too_large, device, point)
-        race(device, item, ways, truth, point.batch, race_seconds(device), why_not)
+        race(device, item, ways, truth, point.batch, partial(why_too_large, device, point))
 
 
-def peers_of(
-    device: Device, module: nn.Module, images: Tensor, point: PatchPoint
-) -> dict[str, Callable[[], OpenContender]]:
+def peers_of(device: Device, module: nn.Module, images: Tensor, point: PatchPoint) -> Ways:
     """torch's ways of running the same module on the same images."""
     from attnforge.benchmarks.contenders.peers import using_sdpa
 
@@ -220,7 +215,7 @@ def peers_of(
             result: Tensor = module(images)
         return result
 
-    ways: dict[str, Callable[[], OpenContender]] = {COMPILE: lambda: compiled(None)}
+    ways: Ways = {COMPILE: lambda: compiled(None)}
     if point.batch == 1 and device.on_cuda and not device.settings.quick:
         ways = {GRAPHED: lambda: compiled("reduce-overhead"), **ways}
     ways[SDPA] = lambda: OpenContender(partial(fused, images))
@@ -268,7 +263,7 @@ def _one_call(device: Device, backend: str, item: Item) -> None:
         truth = patch_truth(device, large, images, point)
         array, feed = to_numpy("image", images), device.feed(images)
         opened = partial(in_session, device, stack, bundle, backend)
-        ways: dict[str, Callable[[], OpenContender]] = {
+        ways: Ways = {
             backend: partial(opened, [feed]),
             f"{backend}, graphs=False": partial(opened, [feed], graphs=False),
             f"{backend}, NumPy in and out": partial(opened, [array]),
@@ -277,7 +272,7 @@ def _one_call(device: Device, backend: str, item: Item) -> None:
         if device.peers:
             target = device.torch.empty(point.shapes[1], dtype=images.dtype, device=device.name)
             ways[f"{backend}, out given"] = partial(opened, [feed], out=target)
-        race(device, item, ways, truth, 1, race_seconds(device))
+        race(device, item, ways, truth, 1)
 
 
 def _threads(device: Device, backend: str, item: Item) -> None:

@@ -145,6 +145,16 @@ class Contender(Record):
             return None
         return f"held to {self.cases.held} of {self.cases.of} cases"
 
+    @property
+    def remarks(self) -> list[str]:
+        """Its notes, and which reference cases it was not held to, or is wrong in."""
+        cases = f"it is wrong in {self.wrong_in}" if self.wrong_in is not None else self.partly
+        return [*self.notes, *([cases] if cases is not None else [])]
+
+    def rate_at(self, batch: int, callers: int) -> Throughput | None:
+        """Its throughput at a load, if that was measured."""
+        return next((rate for rate in self.throughput if (rate.batch, rate.callers) == (batch, callers)), None)
+
 
 class Deployed(Record):
     """A bundle that was measured.
@@ -187,6 +197,16 @@ class Model(Record):
     def openings(self) -> int:
         """How often every contender was opened."""
         return max((len(contender.latency.openings) for contender in self.contenders), default=0) or 1
+
+    @property
+    def loads(self) -> list[tuple[int, int]]:
+        """Samples a call and callers at once, of every load that was measured."""
+        return sorted({(rate.batch, rate.callers) for c in self.contenders for rate in c.throughput})
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages of deploying it."""
+        return list(dict.fromkeys(stage for deployed in self.deployed for stage in deployed.seconds))
 
     @property
     def by_precision(self) -> dict[str, list[Contender]]:
@@ -235,6 +255,11 @@ class Growth(Record):
     sizes: list[int]
     series: list[Series]
     deploy_seconds: list[dict[str, float]] = []
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages of deploying it."""
+        return list(dict.fromkeys(stage for seconds in self.deploy_seconds for stage in seconds))
 
 
 class Environment(Record):

@@ -285,7 +285,7 @@ def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytes
         "peers_of",
         lambda device, module, images, point: {EAGER: lambda: racing.OpenContender(partial(module, images))},
     )
-    monkeypatch.setattr(timings, "race_seconds", lambda device: 0.1)
+    monkeypatch.setattr(racing, "race_seconds", lambda device: 0.1)
     point = models.PatchPoint("fp32", 56, 2)
     item = step(run, "latency", lambda: [(point.name, partial(timings._latency, Device(run), point))]).items[point.name]
     assert not item.failed and set(item.timings) == {"onnxruntime-cpu", EAGER}
@@ -312,13 +312,15 @@ def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_pat
     assert bundle.manifest.targets["tensorrt_rtx"].engines[0].compute_capabilities == ["portable"]
 
 
-def test_a_wrong_answer_has_no_time(run: Run) -> None:
+def test_a_wrong_answer_has_no_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(run)
     x = torch.linspace(-1, 1, 12).reshape(1, 3, 4)
     truth = models.truth_of(device, "case", precision_named("fp32"), torch.sin, torch.sin, [x])
     calls: dict[str, Callable[[], torch.Tensor]] = {"right": lambda: x.sin(), "wrong": lambda: x.cos()}
-    item, ways = Item(), {name: partial(racing.OpenContender, call) for name, call in calls.items()}
-    racing.race(device, item, ways, truth, 1, 0.05)
+    ways: racing.Ways = {name: partial(racing.OpenContender, call) for name, call in calls.items()}
+    item = Item()
+    monkeypatch.setattr(racing, "race_seconds", lambda device: 0.05)
+    racing.race(device, item, ways, truth, 1)
     assert list(item.timings) == ["right"]
     assert not item.checks["wrong"].passed and item.skipped == {"wrong": "not timed, for its answer is wrong"}
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 from rich.console import Console
+from rich.table import Column
 
 from attnforge.bundle import Certificate, SiteRecord, SiteTarget
 from attnforge.cli import printing, terminal
 from attnforge.cli.printing import alike, names_in_runs
-from attnforge.cli.terminal import Column
 from attnforge.numbers import scientific
 from attnforge.progress import Progress
 from attnforge.records import Interval
@@ -74,7 +74,12 @@ def test_runs_of_names() -> None:
 def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Callable[[], str]) -> None:
     words = "a sentence of many words that does not fit into what is left of eighty columns beside a name"
     terminal.print_table(
-        [Column("name", "names"), Column("nothing"), Column("number"), Column("why", "words")],
+        [
+            terminal.name_column("name"),
+            terminal.number_column("nothing"),
+            terminal.number_column("number"),
+            Column("why"),
+        ],
         [("a-name-in-one-piece", "", "1.25", words), ("b", "", "12", "short")],
     )
     lines = printed().splitlines()
