@@ -150,7 +150,7 @@ class Yardstick:
         report = hold(self.bundle, entry.name, run, [self.case], references)
         if report.error * entry.budget >= entry.error * report.budget:
             entry.error, entry.budget = report.error, report.budget
-        return next((f"{failure.output}: {failure.reason}" for failure in report.failures), report.reason)
+        return next((f"{failure.output}: {failure.reason}" for failure in report.failures), None)
 
     def in_every_case(self, entry: Entry) -> Cases:
         """How a contender does in the bundle's reference cases, at sizes that it was made for."""
