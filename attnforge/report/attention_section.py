@@ -45,7 +45,7 @@ class MapsOnImage(Maps):
 
 
 @dataclass(frozen=True)
-class Site:
+class MeasuredSite:
     """How far a site's weights are off, over all heads, queries and keys of the first sample.
 
     Attributes:
@@ -75,12 +75,12 @@ class Site:
 class DrawnSite:
     """A site with maps of its heads, and over the image where its keys are patches of one."""
 
-    site: Site
+    site: MeasuredSite
     heads: list[Maps]
     photograph: MapsOnImage | None
 
 
-def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[Site], list[DrawnSite]]:
+def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[MeasuredSite], list[DrawnSite]]:
     """Every site measured; and maps of the sites that are furthest off, the first and the last."""
     sites = [_measure(site_maps) for site_maps in maps]
     by_distance = sorted(sites, key=lambda site: (site.not_finite, site.deployed_off), reverse=True)
@@ -91,10 +91,10 @@ def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[Sit
     return sites, drawn
 
 
-def _measure(maps: SiteMaps) -> Site:
+def _measure(maps: SiteMaps) -> MeasuredSite:
     truth = maps.eager if maps.exact is None else maps.exact
     heads, queries, keys = maps.eager.shape
-    return Site(
+    return MeasuredSite(
         maps.site,
         maps.form,
         maps.is_held,
@@ -108,7 +108,7 @@ def _measure(maps: SiteMaps) -> Site:
     )
 
 
-def _draw(site: Site, maps: SiteMaps, images: tuple[int, Array] | None) -> DrawnSite:
+def _draw(site: MeasuredSite, maps: SiteMaps, images: tuple[int, Array] | None) -> DrawnSite:
     eager, deployed = maps.eager.astype(np.float64), maps.deployed.astype(np.float64)
     worst = int(np.argmax(_largest_by_head(deployed - eager)))
     heads = []

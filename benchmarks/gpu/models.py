@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from attnforge.export.sources.torch_module import Captured
     from attnforge.model.registry import Example
 
-Shapes = tuple[Sequence[Sequence[int]], Sequence[int], Mapping[str, int]]
-"""Shapes of a model's inputs and of its output, and the sizes of its symbolic dims."""
+StaticShapes = tuple[Sequence[Sequence[int]], Sequence[int], Mapping[str, int]]
+"""StaticShapes of a model's inputs and of its output, and the sizes of its symbolic dims."""
 
 PLACES = 2**20
 """How many numbers of an output are compared at most."""
@@ -253,7 +253,7 @@ class PatchPoint:
         return f"{self.precision}, batch {self.batch}, {self.tokens} tokens"
 
     @property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> StaticShapes:
         """Of its one input, (batch, 3, side, side), and of its output, (batch, tokens, width)."""
         patches = self.side // PATCH
         image = (self.batch, 3, self.side, self.side)

@@ -17,7 +17,7 @@ from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.models import (
     Large,
     PatchPoint,
-    Shapes,
+    StaticShapes,
     large_of,
     patch_attention,
     patch_truth,
@@ -95,7 +95,7 @@ def _best_rate(device: Device, call: Callable[[], Any], amount: int) -> float:
 
 
 def sessions(
-    device: Device, stack: ExitStack, model: Large, shapes: Shapes, inputs: Sequence[Tensor], item: Item
+    device: Device, stack: ExitStack, model: Large, shapes: StaticShapes, inputs: Sequence[Tensor], item: Item
 ) -> tuple[Ways, Bundle]:
     """The model on every backend that runs here and whose plan could be built, on inputs that lie on the device; and
     the bundle."""
