@@ -111,18 +111,20 @@ def in_a_process(order: Order, seconds: float, memory: float) -> dict[str, Any]:
         assert process.stdin is not None
         process.stdin.write(order.model_dump_json().encode())
         process.stdin.close()
-        while True:
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.perf_counter() - begun > seconds:
-                why = f"more than {seconds:.0f} s"
-            elif _resident(process.pid) > memory:
-                why = f"more than {memory / GIB:.0f} GiB"
-            if why is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(0.2)
+        pid = 0
+        try:
+            while not pid:
+                time.sleep(0.2)
+                if time.perf_counter() - begun > seconds:
+                    why = f"more than {seconds:.0f} s"
+                elif _resident(process.pid) > memory:
+                    why = f"more than {memory / GIB:.0f} GiB"
+                if why is not None:
+                    _end(process.pid)
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        finally:
+            if not pid:  # interrupted: the step has a session of its own, and does not hear of it
+                _end(process.pid)
         process.returncode = os.waitstatus_to_exitcode(status)
         errors.seek(0)
         said = errors.read().decode(errors="replace").strip().splitlines()
@@ -134,6 +136,11 @@ def in_a_process(order: Order, seconds: float, memory: float) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - begun, 1),
         "cpu": round(usage.ru_utime + usage.ru_stime, 1),
     }
+
+
+def _end(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def _resident(group: int) -> int:
