@@ -1,12 +1,12 @@
 """A torch module in float64, with the weights that it has: the truth that errors are measured against.
 
-Nothing is copied: a dispatch mode widens every operator's operands as the operator runs, so a model of a billion
+Nothing is copied: every function and every operator gets its operands widened as it runs, so a model of a billion
 parameters needs no second, doubled copy. What code casts to another floating-point type on the way stays float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,17 +44,13 @@ SCORES = 1 << 24
 class Float64:
     """A module's answers in float64, with the weights that it has.
 
-    Code that compares its inputs' type with its weights' refuses to be widened operator by operator; such a module is
-    copied, and the copy's weights are doubled.
-
     Args:
         module: is not touched.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parameters = _Parameters()
-        self._doubled = False
+        self._parameters: _Parameters | None = _Parameters()
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Tensor]:
         """The outputs by the names that they have in a bundle.
@@ -66,33 +62,34 @@ class Float64:
             CaptureError: the module does not run in float64, or does not return tensors.
         """
         inputs = {name: a.astype(np.float64) if is_floating(a) else a for name, a in inputs.items()}
-        if not self._doubled:
+        if self._parameters is not None:
             try:
-                with self._widening():
+                with _wide_by_default(), _widening(self._parameters):
                     return run(self._module, inputs, torch.float64)
-            except CaptureError:
-                self._module, self._doubled = doubled(self._module), True
-                self._parameters = _Parameters()
+            except CaptureError:  # code that torch runs out of sight, such as a script, has the weights as they are
+                self._module, self._parameters = doubled(self._module), None
         with _wide_by_default():
             return run(self._module, inputs, torch.float64)
-
-    @contextmanager
-    def _widening(self) -> Iterator[None]:
-        with _wide_by_default(), _Widen(self._parameters):
-            yield
 
 
 @contextmanager
 def _wide_by_default() -> Iterator[None]:
-    """Let numbers that code makes without naming a type be float64, and compute attention without torch's fused
-    kernels, so that the truth shares none with eager."""
+    """Let numbers that code makes without naming a type be float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Attention(), sdpa_kernel(SDPBackend.MATH):
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _widening(parameters: _Parameters) -> Iterator[None]:
+    """Let functions and operators run on widened operands. Functions of one operator compare types before they call it;
+    operators are called by functions that nobody sees."""
+    widen = _Widen(parameters)
+    with _Operators(widen), _Functions(widen), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        yield
 
 
 class _Parameters:
@@ -112,23 +109,21 @@ class _Parameters:
         return wide
 
 
-class _Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator on widened operands, with the types that it names widened.
+class _Widen:
+    """Widens the operands and types in the arguments of functions and operators, for one run of a module.
 
-    Tensors that a module keeps outside its parameters, such as a cache, are widened once a block, so that what one
+    Tensors that the module keeps outside its parameters, such as a cache, are widened once a run, so that what one
     operator writes to them in place, the next one reads; the module's own stay as they were.
     """
 
     def __init__(self, parameters: _Parameters) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = parameters
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(self._wide, (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def __call__(self, arguments: Any) -> Any:
+        return pytree.tree_map(self._argument, arguments)
 
-    def _wide(self, argument: Any) -> Any:
+    def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
             return self._tensor(argument) if argument.dtype in WIDE else argument
         if isinstance(argument, torch.dtype):
@@ -145,42 +140,61 @@ class _Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._kept[id(tensor)][1]
 
 
-class _Attention(TorchFunctionMode):
-    """Computes scaled dot-product attention for a block of queries at a time, so that not all scores are in memory."""
+GETTERS: Mapping[Any, Callable[[Any], Any]] = {
+    getattr(Tensor, name).__get__: getattr(Tensor, name).__get__
+    for name in ("shape", "ndim", "device", "layout", "requires_grad", "is_cuda", "grad")
+}
+"""What is asked of tensors often, and needs no widening."""
 
-    FUNCTIONS = (nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, widen: _Widen) -> None:
+        super().__init__()
+        self._widen = widen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_attention if func in self.FUNCTIONS else func)(*args, **(kwargs or {}))
+        if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return WIDE.get(func(*args), func(*args))
+        if func in GETTERS:
+            return func(*args)
+        return func(*self._widen(args), **self._widen(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operators on widened operands, and torch's fused attention a block of queries at a time, so that the truth
+    shares no fused kernel with eager and not all scores are in memory."""
+
+    def __init__(self, widen: _Widen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._widen = widen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._widen(args), self._widen(kwargs or {})
+        if func == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, key, value, *rest = args
+            is_causal = bool(rest[1]) if len(rest) > 1 else False
+            attended = _attention(query, key, value, kwargs.get("attn_mask"), is_causal, kwargs.get("scale"))
+            return attended, attended.new_zeros(attended.shape[:-1])
+        return func(*args, **kwargs)
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """torch's scaled dot-product attention, some rows of queries at a time; causal ones see the keys so far alone."""
-    sdpa = nn.functional.scaled_dot_product_attention
-    query, key, value = query.double(), key.double(), value.double()
-    if attn_mask is not None and attn_mask.is_floating_point():
-        attn_mask = attn_mask.double()
+    """Scaled dot-product attention of (B, H, n, d), some rows of queries at a time, as torch's own code has it without
+    a fused kernel. Causal rows see the keys so far alone."""
     queries, keys = query.shape[-2], key.shape[-2]
     rows = max(SCORES * queries // max(query.shape[:-1].numel() * keys, 1), 1)
-    if rows >= queries:
-        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    blocks = []
+    grouped, blocks = query.shape[1] != key.shape[1], []
     for start in range(0, queries, rows):
         end = min(start + rows, queries)
         seen = min(end, keys) if is_causal else keys
-        mask = attn_mask
+        part = mask
         if is_causal:
-            mask = torch.arange(seen) <= torch.arange(start, end)[:, None]
+            part = torch.arange(seen) <= torch.arange(start, end)[:, None]
         elif mask is not None and mask.shape[-2] != 1:
-            mask = mask[..., start:end, :]
+            part = mask[..., start:end, :]
         block = query[..., start:end, :], key[..., :seen, :], value[..., :seen, :]
-        blocks.append(sdpa(*block, mask, dropout_p, **options))
+        with sdpa_kernel(SDPBackend.MATH):
+            blocks.append(nn.functional.scaled_dot_product_attention(*block, part, scale=scale, enable_gqa=grouped))
     return torch.cat(blocks, dim=-2)

@@ -26,7 +26,8 @@ def torch_dtype(precision: Precision) -> torch.dtype:
 
 
 def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
-    """A copy of `module` in eval mode with its floating-point weights in the precision's dtype.
+    """A copy of `module` in eval mode with its floating-point weights in the precision's dtype. Parameters that have it
+    share their memory with the module's.
 
     Raises:
         CaptureError: the module cannot be copied.
@@ -45,17 +46,25 @@ def doubled(module: nn.Module) -> nn.Module:
 
 
 def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of `module` whose weights are as they were, and in which the tensors that it keeps outside parameters and
-    buffers, such as the cache that an earlier call filled, have `dtype` where theirs is the weights'. Numbers without
-    dims are left: they take the dtype of what they meet."""
+    """A copy of `module` whose parameters have `dtype` (one that has it shares its memory), and in which the tensors
+    that it keeps outside parameters and buffers, such as the cache that an earlier call filled, have `dtype` where
+    theirs is the weights'. Numbers without dims are left: they take the dtype of what they meet."""
     weights = (tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point())
     own = next((tensor.dtype for tensor in weights), None)
     kept = [tensor for part in module.modules() for tensor in _tensors_in(vars(part))]
-    copies = {
+    copies: dict[int, Tensor] = {
+        id(parameter): nn.Parameter(_to(parameter.detach(), dtype), requires_grad=False)
+        for parameter in module.parameters()
+    }
+    copies |= {
         id(tensor): tensor.detach().to(dtype if tensor.dtype == own and tensor.dim() else tensor.dtype, copy=True)
         for tensor in kept
     }
     return copy.deepcopy(module, copies)
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -89,7 +98,7 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
     tensors: list[Tensor] = [to_torch(array) for array in inputs.values()]
     with torch.no_grad(), as_written():
         try:
-            return named_outputs(module(*(t.to(dtype) if t.is_floating_point() else t for t in tensors)))
+            return named_outputs(module(*(_to(tensor, dtype) for tensor in tensors)))
         except (RuntimeError, ValueError, TypeError) as error:
             raise cannot_run(module, dtype, error) from error
 
