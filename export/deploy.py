@@ -8,16 +8,19 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from attnforge.bundle import CANONICAL, FLAVOURS, PLAIN, Bundle, Manifest, Source, write_manifest, writing
+from attnforge.deploy_cache import DeployCache
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
+from attnforge.export.reuse import Reuse
 from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import DynamicShapes
@@ -82,6 +85,8 @@ def deploy(
             CPU, with which settings of its session, and which backend is fastest within the parity budget, which
             `auto` then loads here. Without it rules choose, and the same module gives the same bundle everywhere.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
+        cache: take TensorRT plans, reference outputs and what was measured from an earlier deploy of the same model on
+            this machine, and keep them for the next one (:mod:`attnforge.deploy_cache`).
         source: the manifest's record of how to make the module again; by default its class or file.
 
     Raises:
@@ -95,11 +100,14 @@ def deploy(
     selection = select(options.targets, options.require_fused)
     stages = Stages(progress, _stage_names(options, selection))
     with writing(out, options.force) as folder:
-        manifest = _made(module, args, dynamic_shapes, Path(out), folder, options, selection, stages)
+        reuse = Reuse(DeployCache.of_user(options.cache), folder)
+        manifest = _made(module, args, dynamic_shapes, Path(out), folder, options, selection, stages, reuse)
         _write_manifest(folder, manifest, stages)
         if options.tune:
             give_back()  # all that the steps held, before every backend holds the weights
-            _measure_backends(folder, manifest, stages.begin("measure backends"))
+            measure = partial(_measure_backends, folder, manifest, stages.begin("measure backends"))
+            reuse.measured(manifest, measure)
+            manifest.reused = list(dict.fromkeys(reuse.reused))
             _write_manifest(folder, manifest, stages, only_new=True)
     return Bundle(out)
 
@@ -113,9 +121,10 @@ def _made(
     options: DeployOptions,
     selection: Selection,
     stages: Stages,
+    reuse: Reuse,
 ) -> Manifest:
     """The steps from a model to all files of its bundle in `folder`, and the manifest of what was made."""
-    with Builders() as builders:
+    with Builders(reuse.plan) as builders:
         stages.begin("export")
         source, origin = open_source(module, args, dynamic_shapes, options.source_precision)
         attention = options.attention_at(source.precision, selection.chosen)
@@ -144,6 +153,7 @@ def _made(
             out=out,
             folder=folder,
             shelf=shelf,
+            reuse=reuse,
             builders=builders,
             model=model,
             sites=sites,
@@ -156,7 +166,8 @@ def _made(
         )
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
         give_back()
-        cases = write_reference(folder, reference, model, attention, data, stages.begin("reference"))
+        make = partial(write_reference, folder, reference, model, attention, data, stages.begin("reference"))
+        cases = make() if options.automatic else reuse.reference(reference, attention, data, make)
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
         certificate = certify(sites, built)
         check_fused(options.require_fused, certificate)
@@ -177,6 +188,7 @@ def _made(
             metric=options.metric,
             least=options.least,
             children={name: child for result in built.values() for name, child in result.children.items()},
+            reused=list(dict.fromkeys(reuse.reused)),
         )
 
 

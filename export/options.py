@@ -37,6 +37,7 @@ class Keywords(TypedDict, total=False):
     max_error: float | None
     tune: bool
     force: bool
+    cache: bool
     source: Source | None
 
 
@@ -63,6 +64,7 @@ class DeployOptions:
     max_error: float | None = None
     tune: bool = True
     force: bool = False
+    cache: bool = True
     source: Source | None = None
 
     def __post_init__(self) -> None:

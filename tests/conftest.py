@@ -18,6 +18,8 @@ from attnforge.bundle import Bundle
 from attnforge.machine import cuda_devices
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 
+os.environ["ATTNFORGE_CACHE"] = "off"  # a test that deploys makes everything itself, unless it says otherwise
+
 settings.register_profile(
     "ci", max_examples=100, derandomize=True, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -326,6 +326,7 @@ class Manifest(Record):
         memory: bytes that the deploying process had in memory at the peak of every stage; an upper bound where the
             kernel does not tell stages apart (:meth:`attnforge.progress.Stages.memory`). Empty in older bundles.
         children: by name, the processes that deploying started; TensorRT's builders work while the stages go on.
+        reused: what was taken from the cache of deploys, and so neither made nor measured anew.
         files: sha256 of every other file, by name.
     """
 
@@ -349,6 +350,7 @@ class Manifest(Record):
     seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
     children: dict[str, Cost] = {}
+    reused: list[str] = []
     files: dict[str, str] = {}
 
     @property

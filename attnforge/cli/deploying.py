@@ -67,6 +67,10 @@ def deploy(
         typer.Option(help="Measure here which form of attention ONNX Runtime's CPU runs fastest; else rules choose."),
     ] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a bundle.")] = False,
+    cache: Annotated[
+        bool,
+        typer.Option(help="Reuse plans, reference outputs and measurements of an earlier deploy of the same model."),
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Export a model, lower it for every target and write a bundle.
@@ -117,6 +121,7 @@ def deploy(
                 max_error=max_error,
                 tune=tune,
                 force=force,
+                cache=cache,
                 source=source,
                 progress=progress,
             )

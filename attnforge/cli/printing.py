@@ -82,6 +82,8 @@ def _print_cost(manifest: Manifest) -> None:
     if manifest.seconds:
         stages = ", ".join(f"{name} {cost.text()}" for name, cost in manifest.stages.items())
         say(f"deployed in {manifest.total.text()}: {stages}", "dim")
+    if manifest.reused:
+        say(f"taken from an earlier deploy of the same model: {', '.join(manifest.reused)}", "dim")
     for name, cost in manifest.children.items():
         say(f"{name}'s builder, beside these: {cost.text()}", "dim")
 

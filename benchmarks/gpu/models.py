@@ -89,8 +89,10 @@ class Large:
             item: where sites that are fused and refusals of builders go.
             wanted: compute capabilities for TensorRT-RTX's plan; by default those that worked when it was tried.
         """
+        from attnforge.deploy_cache import DeployCache
         from attnforge.export.certificate import certify
         from attnforge.export.graphs.saving import Shelf
+        from attnforge.export.reuse import Reuse
         from attnforge.export.targets.registry import TARGETS
         from attnforge.export.targets.target import Built, Job
         from attnforge.export.tensorrt.build import Builders
@@ -103,6 +105,7 @@ class Large:
                 out=folder,
                 folder=folder,
                 shelf=Shelf(folder),
+                reuse=Reuse(DeployCache(None), folder),
                 builders=builders,
                 model=self._at(sizes),
                 sites=self.sites,

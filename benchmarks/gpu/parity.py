@@ -117,7 +117,10 @@ def _bundle(device: Device, model: str, precision: str) -> Bundle:
     wanted = capabilities(device.run.results)
     targets = None if device.settings.place == "cuda" else targets_of(device.settings.backends)
     module, args, shapes = small(model)
-    return deploy(module, args, folder, shapes, precision, targets, model, compute_capabilities=wanted, tune=False)
+    return deploy(
+        module, args, folder, shapes, precision, targets, model,
+        compute_capabilities=wanted, tune=False, cache=False,
+    )  # fmt: skip
 
 
 def small(model: str) -> Example:

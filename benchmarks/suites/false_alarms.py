@@ -110,8 +110,9 @@ def tried(recipe: Recipe) -> Outcome:
         module, args, shapes = make(recipe)
         try:
             bundle = attnforge.deploy(
-                module, args, Path(folder) / "b", shapes, recipe.precision, ["onnxruntime"], recipe.kind, tune=False
-            )
+                module, args, Path(folder) / "b", shapes, recipe.precision, ["onnxruntime"], recipe.kind,
+                tune=False, cache=False,
+            )  # fmt: skip
         except AttnforgeError as error:
             outcome.refused = str(error)
             return outcome

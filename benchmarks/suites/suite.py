@@ -217,6 +217,7 @@ def deployed(folder: Path, subject: Subject, precision: str, say: Callable[[str]
         ["onnxruntime"],
         subject.name,
         tune=tune,
+        cache=False,  # its seconds are reported
         source=source,
     )
 

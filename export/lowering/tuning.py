@@ -90,13 +90,22 @@ class Tuner:
         sizes: the usual size of each symbol of the dims.
         seconds: for measuring all sites together. Sites that come after these are left to the rules.
         steps: counts every site; None where nobody hears of progress.
+        measured: what was measured before, by site.
 
     Attributes:
         spent: seconds of measuring so far.
+        chosen: the form of every site so far.
     """
 
-    def __init__(self, sizes: Mapping[str, int], seconds: float = 20.0, steps: Steps | None = None) -> None:
-        self.sizes, self._steps = sizes, steps
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        seconds: float = 20.0,
+        steps: Steps | None = None,
+        measured: Mapping[str, FormChoice] | None = None,
+    ) -> None:
+        self.sizes, self._steps, self._before = sizes, steps, measured or {}
+        self.chosen: dict[str, FormChoice] = {}
         self.seconds, self.spent = seconds, 0.0
         self._known: dict[Hashable, FormChoice] = {}
 
@@ -108,8 +117,13 @@ class Tuner:
             candidates: its forms, the plain products first.
             ruled: the form that the rules choose.
         """
+        site = str(a.node.name)
         if self._steps is not None:
-            self._steps.begin(str(a.node.name).removesuffix("/Attention"))
+            self._steps.begin(site.removesuffix("/Attention"))
+        self.chosen[site] = self._before.get(site) or self._choose(a, candidates, ruled)
+        return self.chosen[site]
+
+    def _choose(self, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice) -> FormChoice:
         try:
             scores = 4 * prod(evaluated(a.size(name), self.sizes) for name in ("B", "H", "n_q", "n_k"))
             if len(candidates) == 1:

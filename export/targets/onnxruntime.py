@@ -33,11 +33,14 @@ def begin(job: Job, progress: Progress) -> Finish:
     dims = [dim for spec in job.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
     largest = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
     steps = Steps(progress, sum(site.node is not None for site in job.sites))
-    tuner = Tuner(sizes, job.measuring, steps) if job.measuring else None
+    known = job.reuse.forms(sizes) if job.measuring else {}
+    tuner = Tuner(sizes, job.measuring, steps, known) if job.measuring else None
     model = job.model.clone()
     lowered = lower(model, job.sites, sizes, tuner=tuner, largest=largest).sites
     record = TargetRecord(model=job.shelf.save(model, "onnxruntime/model.onnx"))
-    if tuner is not None and tuner.spent:
+    if tuner is not None and (tuner.spent or known):
+        if not known:
+            job.reuse.keep_forms(sizes, tuner.chosen)
         record.tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
     if job.precision.is_low:
         model = job.model.clone()

@@ -12,6 +12,7 @@ from attnforge.bundle import Cost, Range, TargetRecord, TensorSpec
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.lowering.attention import Lowered
+from attnforge.export.reuse import Reuse
 from attnforge.export.tensorrt.build import Builders
 from attnforge.precision import Precision
 from attnforge.progress import Steps
@@ -25,6 +26,7 @@ class Job:
         out: the folder that the bundle will have.
         folder: the folder that it is written in until it is whole.
         shelf: saves graphs there.
+        reuse: takes from the cache what an earlier deploy made.
         builders: run TensorRT's builders beside this process.
         model: the canonical graph; a target lowers a copy.
         sites: its attention.
@@ -39,6 +41,7 @@ class Job:
     out: Path
     folder: Path
     shelf: Shelf
+    reuse: Reuse
     builders: Builders
     model: ir.Model
     sites: list[Site]

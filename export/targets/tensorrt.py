@@ -102,7 +102,8 @@ def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps:
         children[f"{flavour}, attention in {job.precision.name}"] = plan.process
     steps.begin(flavour)
     plan = wanted.plan.result()
-    children[flavour] = plan.process
+    if plan.process.memory:  # else the plan was taken from the cache, and no process built it
+        children[flavour] = plan.process
     record.engines = [plan.record(wanted.file, flavour, _built_for(job, flavour))]
     return Built(
         record,

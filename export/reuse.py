@@ -1,0 +1,183 @@
+"""What a deploy need not make again, because a deploy of the same model on the same machine made it before: TensorRT
+plans, reference outputs, and what was measured. Each is kept by the content of the files that it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from attnforge.arrays import Array
+from attnforge.bundle import (
+    CANONICAL,
+    PLAIN,
+    REFERENCE_EXAMPLE,
+    REFERENCE_OUTPUTS,
+    WEIGHTS,
+    Case,
+    Choice,
+    Manifest,
+    SessionSettings,
+    TensorSpec,
+)
+from attnforge.deploy_cache import DeployCache
+from attnforge.export.lowering.tuning import FormChoice
+from attnforge.export.reference import Data, ReferenceModel
+from attnforge.export.tensorrt.process import Answer, Request
+from attnforge.files import sha256
+from attnforge.machine import this_machine, tool_versions
+from attnforge.precision import Precision
+
+OPTIMIZED = "optimized.onnx"
+
+
+class Reuse:
+    """Makes parts of one bundle, or takes them from the cache.
+
+    Args:
+        cache: may keep nothing.
+        folder: of the bundle, while it is written.
+
+    Attributes:
+        reused: what was taken from the cache.
+    """
+
+    def __init__(self, cache: DeployCache, folder: Path) -> None:
+        self._cache, self._folder = cache, folder
+        self.reused: list[str] = []
+
+    def reference(
+        self, model: ReferenceModel, attention: Precision | None, data: Data, make: Callable[[], list[Case]]
+    ) -> list[Case]:
+        """The reference cases, their files written to the bundle. The graph as it was exported tells the module.
+
+        Args:
+            model: gives the outputs.
+            attention: precision of attention alone, where it is not the bundle's.
+            data: real inputs and labels.
+            make: makes the cases and writes their files.
+        """
+        if not self._cache.keeps:
+            return make()
+        about = self._about("reference", CANONICAL, PLAIN) | {
+            "of": [model.reference, model.precision.name, attention.name if attention is not None else None],
+            "inputs": _specs(model.inputs),
+            "arrays": [_digests(model.example), *map(_digests, data.inputs)],
+            "labels": [_digests({"labels": labels}) for labels in data.labels],
+        }
+        files = {Path(name).name: self._folder / name for name in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE)}
+        if (entry := self._cache.get(about)) is not None:
+            self.reused.append("reference")
+            for name, file in files.items():
+                file.parent.mkdir(exist_ok=True)
+                shutil.copyfile(entry / name, file)
+            return [Case.model_validate(case) for case in json.loads((entry / "cases.json").read_bytes())]
+        cases = make()
+        self._cache.put(about, {**files, "cases.json": _json([case.model_dump() for case in cases])})
+        return cases
+
+    def plan(self, request: Request, make: Callable[[], Answer]) -> Answer:
+        """What a builder answers, the plan written to its file. Refusals are not kept.
+
+        Args:
+            request: to the builder.
+            make: asks the builder.
+        """
+        if not self._cache.keeps:
+            return make()
+        onnx_file, plan_file = Path(request.onnx_file), Path(request.plan_file)
+        about = self._about("plan", onnx_file.relative_to(self._folder).as_posix()) | {
+            "request": request.model_dump(mode="json", exclude={"onnx_file", "plan_file", "timing_cache"}),
+        }
+        if (entry := self._cache.get(about)) is not None:
+            self.reused.append(f"plan for {request.flavour}")
+            shutil.copyfile(entry / "plan", plan_file)
+            answer = Answer.model_validate_json((entry / "answer.json").read_bytes())
+            return answer.model_copy(update={"memory": 0})
+        answer = make()
+        if answer.refusal is None:
+            self._cache.put(about, {"plan": plan_file, "answer.json": answer.model_dump_json().encode()})
+        return answer
+
+    def forms(self, sizes: Mapping[str, int]) -> dict[str, FormChoice]:
+        """The forms that were measured for the sites of the canonical graph, by site; empty where none were."""
+        entry = self._cache.get(self._forms(sizes)) if self._cache.keeps else None
+        if entry is None:
+            return {}
+        self.reused.append("forms of attention sites")
+        return {site: FormChoice(**form) for site, form in json.loads((entry / "forms.json").read_bytes()).items()}
+
+    def keep_forms(self, sizes: Mapping[str, int], forms: Mapping[str, FormChoice]) -> None:
+        """Keep the forms that were measured."""
+        if not self._cache.keeps:
+            return
+        kept = {site: asdict(form) for site, form in forms.items()}
+        self._cache.put(self._forms(sizes), {"forms.json": _json(kept)})
+
+    def _forms(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        return self._about("forms", CANONICAL) | {"sizes": dict(sizes)}
+
+    def measured(self, manifest: Manifest, measure: Callable[[], None]) -> None:
+        """Add the session's settings and the choice of a backend to a manifest, which lists all files of its bundle.
+
+        Args:
+            manifest: is changed.
+            measure: adds them by measuring.
+        """
+        if not self._cache.keeps:
+            measure()
+            return
+        about = self._about("measured") | {"files": manifest.files, "cases": [c.model_dump() for c in manifest.cases]}
+        target = manifest.targets.get("onnxruntime")
+        if (entry := self._cache.get(about)) is not None:
+            self.reused.append("measured backends")
+            kept = json.loads((entry / "measured.json").read_bytes())
+            manifest.choice = Choice.model_validate(kept["choice"]) if kept["choice"] is not None else None
+            if target is not None and kept["session"] is not None:
+                target.session = SessionSettings.model_validate(kept["session"])
+                if target.session.optimized is not None:
+                    shutil.copyfile(entry / OPTIMIZED, self._folder / target.session.optimized)
+            return
+        measure()
+        session = target.session if target is not None else None
+        files: dict[str, Path | bytes] = {
+            "measured.json": _json(
+                {
+                    "choice": manifest.choice.model_dump() if manifest.choice is not None else None,
+                    "session": session.model_dump() if session is not None else None,
+                }
+            )
+        }
+        if session is not None and session.optimized is not None:
+            files[OPTIMIZED] = self._folder / session.optimized
+        self._cache.put(about, files)
+
+    def _about(self, what: str, *files: str) -> dict[str, Any]:
+        """What decides anything that is made of some files of the bundle here."""
+        names = [name for name in (*files, WEIGHTS) if files and (self._folder / name).exists()]
+        return {
+            "what": what,
+            "machine": this_machine().model_dump(),
+            "tools": tool_versions(),
+            "content": {name: sha256(self._folder / name) for name in names},
+        }
+
+
+def _specs(inputs: list[TensorSpec]) -> list[Any]:
+    return [spec.model_dump(mode="json") for spec in inputs]
+
+
+def _digests(arrays: Mapping[str, Array]) -> dict[str, str]:
+    """The sha256 of every array, with its dtype and shape."""
+    return {
+        name: f"{array.dtype.name}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()}"
+        for name, array in arrays.items()
+    }
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document).encode()

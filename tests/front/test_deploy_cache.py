@@ -1,0 +1,136 @@
+"""What an earlier deploy of the same model made is taken from the cache, whole and unaltered, or made anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnforge
+from attnforge.deploy_cache import VARIABLE, DeployCache
+from attnforge.machine import versions
+from tests.support.bundles import small_example
+
+ABOUT = {"what": "a test"}
+HAS_RTX = "tensorrt_rtx" in versions(["tensorrt_rtx"])
+TARGETS = ["onnxruntime", *(["tensorrt_rtx"] if HAS_RTX else [])]
+ALL = [
+    "forms of attention sites", "reference", *(["plan for tensorrt_rtx"] if HAS_RTX else []), "measured backends",
+]  # fmt: skip
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a cache that is the user's."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def deployed(folder: Path, change: Callable[[torch.nn.Module], object] = lambda module: None) -> attnforge.Bundle:
+    module, args, shapes = small_example()
+    change(module)
+    return attnforge.deploy(module, args, folder, shapes, targets=TARGETS)
+
+
+def test_a_second_deploy_makes_nothing_anew(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = deployed(tmp_path / "first")
+    assert first.manifest.reused == [] and len(list(cache.iterdir())) == len(ALL)
+
+    def made(*arguments: object) -> None:
+        pytest.fail("made anew")
+
+    for name in (
+        "deploy.write_reference", "deploy._measure_backends", "lowering.tuning._measure",
+        "tensorrt.build.Builders._answer",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"attnforge.export.{name}", made)
+    second = deployed(tmp_path / "second")
+    assert sorted(second.manifest.reused) == sorted(ALL)
+    alike = {"created", "seconds", "memory", "children", "reused"}
+    before, after = (bundle.manifest.model_dump(exclude=alike) for bundle in (first, second))
+    for manifest in (before, after):
+        if (tuning := manifest["targets"]["onnxruntime"]["tuning"]) is not None:
+            tuning["seconds"] = 0
+    assert after == before
+    assert attnforge.verify(second.path, ["onnxruntime-cpu"]).passed
+
+    def change(module: torch.nn.Module) -> None:
+        with torch.no_grad():
+            next(module.parameters()).view(-1)[0] += 1
+
+    monkeypatch.undo()
+    monkeypatch.setenv(VARIABLE, str(cache))
+    monkeypatch.setattr("attnforge.export.deploy._measure_backends", lambda *arguments: None)
+    assert deployed(tmp_path / "other", change).manifest.reused == []
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path: Path, cache: Path) -> None:
+    module, args, shapes = small_example()
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, cache=False)
+    assert bundle.manifest.reused == [] and not cache.exists()
+
+
+# Entries
+
+
+def test_an_entry_is_what_was_put(tmp_path: Path) -> None:
+    cache = DeployCache(tmp_path / "cache")
+    (tmp_path / "file").write_bytes(b"content")
+    assert cache.get(ABOUT) is None
+    cache.put(ABOUT, {"file": tmp_path / "file", "bytes": b"more"})
+    entry = cache.get(ABOUT)
+    assert entry is not None
+    assert ((entry / "file").read_bytes(), (entry / "bytes").read_bytes()) == (b"content", b"more")
+    assert cache.get({"what": "another"}) is None
+    cache.put(ABOUT, {"bytes": b"kept first by another process"})
+    assert not list((tmp_path / "cache").glob(".*"))
+
+
+@pytest.mark.parametrize("damage", ["altered", "missing", "added", "no sums"])
+def test_a_damaged_entry_is_dropped(tmp_path: Path, damage: str) -> None:
+    cache = DeployCache(tmp_path / "cache")
+    cache.put(ABOUT, {"bytes": b"content"})
+    entry = cache.get(ABOUT)
+    assert entry is not None
+    if damage == "altered":
+        (entry / "bytes").write_bytes(b"contents")
+    elif damage == "missing":
+        (entry / "bytes").unlink()
+    elif damage == "added":
+        (entry / "more").touch()
+    else:
+        (entry / "sha256.json").write_text("[")
+    assert cache.get(ABOUT) is None and not entry.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="rights to write are POSIX's")
+def test_an_entry_that_others_may_write_to_is_not_read(tmp_path: Path) -> None:
+    cache = DeployCache(tmp_path / "cache")
+    cache.put(ABOUT, {"bytes": b"content"})
+    assert cache.get(ABOUT) is not None
+    (tmp_path / "cache").chmod(0o777)
+    assert cache.get(ABOUT) is None
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    cache = DeployCache(tmp_path / "cache", limit=3000)
+    for i in range(3):
+        cache.put({"what": i}, {"bytes": bytes(800)})
+        entry = cache.get({"what": i})
+        assert entry is not None
+        os.utime(entry, (i, i))
+    assert cache.get({"what": 0}) is not None  # used now
+    cache.put({"what": 3}, {"bytes": bytes(800)})
+    assert [cache.get({"what": i}) is not None for i in range(4)] == [True, False, True, True]
+    cache.put({"what": 4}, {"bytes": bytes(4000)})  # more than all of it
+    assert cache.get({"what": 4}) is None and cache.get({"what": 3}) is not None
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    cache = DeployCache(tmp_path / "cache")
+    cache.put(ABOUT, {"bytes": b"content"})
+    assert cache.get(ABOUT) is None
