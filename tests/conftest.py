@@ -6,7 +6,7 @@ import functools
 import gc
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,11 @@ from hypothesis import HealthCheck, Phase, settings
 
 import attnforge
 from attnforge.bundle import Bundle
+from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import cuda_devices
+from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
+from tests.support.quick_export import share_between_exports
 
 os.environ["ATTNFORGE_CACHE"] = "off"  # a test that deploys makes everything itself, unless it says otherwise
 
@@ -33,6 +36,7 @@ settings.load_profile("ci")
 # torch's exporter makes millions of small objects; looking for cycles among them is a fifth of an export at Python's
 # own thresholds.
 gc.set_threshold(100_000, 20, 20)
+share_between_exports()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -58,6 +62,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_builder() -> Iterator[WarmBuilder]:
+    """Builds TensorRT-RTX's plans, unless it is set `aside`."""
+    warm = WarmBuilder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Builders, "_answer", lambda *request: warm.answer(*request))
+        yield warm
+    warm.close()
 
 
 def once(folder: Path, deploy: Callable[[], Bundle]) -> Bundle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from attnforge.export.diagnosis.diagnose import Diagnosis, diagnose
 from attnforge.export.graphs.build import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering.attention import Attention
+from tests.export.conftest import DeployBroken
 from tests.support.broken import BROKEN, healthy, made
 from tests.support.bundles import rewrite
 
@@ -34,11 +36,12 @@ def deployed(make: Callable[[], nn.Module], precision: str, folder: Path) -> Bun
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_breaks_is_found_and_why(name: str, tmp_path: Path) -> None:
-    broken = BROKEN[name]
-    found = diagnose(deployed(broken.make, broken.precision, tmp_path / "b"), case="example")
+def test_what_breaks_is_found_and_why(name: str, broken: DeployBroken) -> None:
+    expected = BROKEN[name]
+    found = diagnose(broken(name, expected.precision), case="example")
     finding = found.finding
-    assert (finding.cause, finding.module, finding.operator) == (broken.cause, broken.module, broken.operator), finding
+    blamed = (expected.cause, expected.module, expected.operator)
+    assert (finding.cause, finding.module, finding.operator) == blamed, finding
     assert finding.stage == "eager" and not found.healthy
     assert found.same_function == ["plain", "canonical", *TARGETS]
     assert finding.error_without is None or (found.error is not None and finding.error_without < found.error / 2)
@@ -47,8 +50,13 @@ def test_what_breaks_is_found_and_why(name: str, tmp_path: Path) -> None:
         assert finding.line.startswith("broken.py:")
 
 
-def test_a_healthy_model_is_told_so(tmp_path: Path) -> None:
-    found = diagnose(deployed(healthy, "fp16", tmp_path / "b"))
+@pytest.fixture(scope="module")
+def of_healthy(broken: DeployBroken) -> Diagnosis:
+    return diagnose(broken("healthy", "fp16"))
+
+
+def test_a_healthy_model_is_told_so(of_healthy: Diagnosis) -> None:
+    found = of_healthy
     assert found.healthy and found.finding.cause == "rounding" and found.finding.tensor is None
     assert found.error is not None and found.eager_error is not None
     assert found.error == pytest.approx(found.eager_error, rel=0.5), "the emulated eager is the eager of torch"
@@ -68,11 +76,13 @@ def test_weights_that_the_precision_does_not_hold(tmp_path: Path) -> None:
 # A graph that is another function
 
 
-def altered(bundle: Bundle, file: str, change: Callable[[ir.Model], None]) -> Diagnosis:
-    model = ir.load(bundle.path / file)
+def altered(bundle: Bundle, copy: Path, file: str, change: Callable[[ir.Model], None]) -> Diagnosis:
+    """The diagnosis of a copy of `bundle` with one of its graphs changed."""
+    shutil.copytree(bundle.path, copy)
+    model = ir.load(copy / file)
     change(model)
-    ir.save(model, bundle.path / file)
-    return diagnose(rewrite(bundle.path))
+    ir.save(model, copy / file)
+    return diagnose(rewrite(copy))
 
 
 def another_scale(model: ir.Model) -> None:
@@ -92,8 +102,8 @@ def shown(found: Diagnosis) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_wrong_lowering_is_named(precision: str, tmp_path: Path) -> None:
-    found = altered(deployed(healthy, precision, tmp_path / "b"), "onnxruntime/model.onnx", another_scale)
+def test_a_wrong_lowering_is_named(precision: str, broken: DeployBroken, tmp_path: Path) -> None:
+    found = altered(broken("healthy", precision), tmp_path / "b", "onnxruntime/model.onnx", another_scale)
     finding = found.finding
     assert finding.cause == "rewrite" and finding.stage == "onnxruntime" and finding.module == "steps.0.attention"
     assert str(finding.rule).startswith("lowering for onnxruntime: Attention to com.microsoft::MultiHeadAttention")
@@ -121,30 +131,30 @@ def test_a_fault_in_the_lowering_itself_is_named(tmp_path: Path, monkeypatch: py
     )
 
 
-def test_a_wrong_canonical_graph_is_named(tmp_path: Path) -> None:
+def test_a_wrong_canonical_graph_is_named(broken: DeployBroken, tmp_path: Path) -> None:
     def change(model: ir.Model) -> None:
         node = [n for n in model.graph if n.op_type == "Attention"][1]
         node.attributes["scale"] = ir.AttrFloat32("scale", 0.3)
 
-    found = altered(deployed(healthy, "fp32", tmp_path / "b"), "canonical.onnx", change)
+    found = altered(broken("healthy", "fp32"), tmp_path / "b", "canonical.onnx", change)
     assert found.finding.cause == "rewrite" and found.finding.stage == "canonical"
     assert found.finding.module == "steps.1.attention"
     assert str(found.finding.rule).startswith("canonicalize: MatMul·") and found.same_function == ["plain"]
 
 
-def test_a_wrong_form_for_tensorrt_is_named_though_nothing_runs_it(tmp_path: Path) -> None:
+def test_a_wrong_form_for_tensorrt_is_named_though_nothing_runs_it(broken: DeployBroken, tmp_path: Path) -> None:
     def change(model: ir.Model) -> None:
         node = next(n for n in model.graph if n.op_type == "Softmax")
         node.attributes["axis"] = ir.AttrInt64("axis", 2)
 
-    found = altered(deployed(healthy, "fp16", tmp_path / "b"), "tensorrt/model.onnx", change)
+    found = altered(broken("healthy", "fp16"), tmp_path / "b", "tensorrt/model.onnx", change)
     assert found.failing == [] and not found.healthy
     assert found.finding.stage == "tensorrt_rtx" and found.finding.module == "steps.0.attention"
     before, after = shown(found)
     assert not np.allclose(before[0], after[0], rtol=1e-2)
 
 
-def test_altered_weights_are_named(tmp_path: Path) -> None:
+def test_altered_weights_are_named(broken: DeployBroken, tmp_path: Path) -> None:
     def change(model: ir.Model) -> None:
         weight = model.graph.initializers["steps.1.mlp.0.bias"]
         assert weight.const_value is not None
@@ -152,23 +162,25 @@ def test_altered_weights_are_named(tmp_path: Path) -> None:
         numbers[7] *= 1.5
         weight.const_value = ir.tensor(numbers, name=weight.name)
 
-    found = altered(deployed(healthy, "fp32", tmp_path / "b"), "onnxruntime/model.onnx", change)
+    found = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change)
     assert found.finding.rule == "the weights steps.1.mlp.0.bias differ at 1 of 256 places, first at [7]"
     assert found.finding.module == "steps.1.mlp.0"
 
 
-def test_another_operator_is_named(tmp_path: Path) -> None:
+def test_another_operator_is_named(broken: DeployBroken, tmp_path: Path) -> None:
     def change(model: ir.Model) -> None:
         node = next(n for n in model.graph if n.op_type == "Gelu")
         node.attributes["approximate"] = ir.AttrString("approximate", "tanh")
 
-    found = altered(deployed(healthy, "fp32", tmp_path / "b"), "onnxruntime/model.onnx", change)
+    found = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change)
     assert found.finding.module == "steps.0.mlp.1" and "Gelu (node_gelu) has other attributes" in str(
         found.finding.rule
     )
 
 
-def test_a_cast_in_the_deployed_graph_alone_is_found_in_the_backends_own_tensors(tmp_path: Path) -> None:
+def test_a_cast_in_the_deployed_graph_alone_is_found_in_the_backends_own_tensors(
+    broken: DeployBroken, tmp_path: Path
+) -> None:
     """In float64 a cast is none, so the graphs are one function: what the backend computes shows it."""
 
     def change(model: ir.Model) -> None:
@@ -184,15 +196,15 @@ def test_a_cast_in_the_deployed_graph_alone_is_found_in_the_backends_own_tensors
             user.replace_input_with(index, wide.outputs[0])
         model.graph.insert_after(node, [narrow, wide])
 
-    found = altered(deployed(healthy, "fp32", tmp_path / "b"), "onnxruntime/model.onnx", change)
+    found = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change)
     finding = found.finding
     assert found.same_function == ["plain", "canonical", *TARGETS] and found.failing == ["onnxruntime-cpu"]
     assert (finding.cause, finding.stage, finding.module) == ("operator", "onnxruntime-cpu", "steps.0.mlp.2"), finding
     assert "it is stored in float16" in finding.evidence
 
 
-def test_tensors_of_a_backend_are_beside_those_of_eager(tmp_path: Path) -> None:
-    found = diagnose(deployed(healthy, "fp16", tmp_path / "b"))
+def test_tensors_of_a_backend_are_beside_those_of_eager(of_healthy: Diagnosis) -> None:
+    found = of_healthy
     assert found.not_traced == {}
     told = [one for one in found.tensors if "onnxruntime-cpu" in one.deployed]
     assert told, "the graphs have names in common"
@@ -202,8 +214,8 @@ def test_tensors_of_a_backend_are_beside_those_of_eager(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_tensors_of_tensorrt_rtx(precision: str, tmp_path: Path) -> None:
-    found = diagnose(deployed(healthy, precision, tmp_path / "b"), ["tensorrt_rtx"])
+def test_tensors_of_tensorrt_rtx(precision: str, broken: DeployBroken) -> None:
+    found = diagnose(broken("healthy", precision), ["tensorrt_rtx"])
     assert found.healthy and found.not_traced == {}
     assert any("tensorrt_rtx" in one.deployed for one in found.tensors)
 
@@ -211,10 +223,9 @@ def test_tensors_of_tensorrt_rtx(precision: str, tmp_path: Path) -> None:
 # The command
 
 
-def test_the_command(tmp_path: Path) -> None:
-    broken = deployed(BROKEN["residual stream"].make, "fp16", tmp_path / "broken")
-    fine = deployed(healthy, "fp16", tmp_path / "fine")
-    ran = CliRunner().invoke(app, ["diagnose", str(broken.path), "--json"])
+def test_the_command(broken: DeployBroken) -> None:
+    overflowing, fine = broken("residual stream", "fp16"), broken("healthy", "fp16")
+    ran = CliRunner().invoke(app, ["diagnose", str(overflowing.path), "--json"])
     assert ran.exit_code == 1 and json.loads(ran.stdout)["finding"]["cause"] == "overflow"
     ran = CliRunner().invoke(app, ["diagnose", str(fine.path)])
     text = " ".join(ran.stdout.split())

@@ -26,7 +26,7 @@ def test_attention_alone_in_fp16(name: str, tmp_path: Path) -> None:
     idiom, target = IDIOMS[name], "tensorrt_rtx"
     bundle = attnforge.deploy(
         idiom.module(), idiom.args, tmp_path / "b", idiom.dynamic_shapes, targets=[target], attention_precision="fp16",
-        require_fused=[target],
+        require_fused=[target], tune=False,
     )  # fmt: skip
     record = bundle.manifest.targets[target]
     assert record.attention_precision == "fp16" and record.without is not None

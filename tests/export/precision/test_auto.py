@@ -24,6 +24,7 @@ from attnforge.export.precision.cost import flops_of
 from attnforge.model import build_model
 from attnforge.runtime.parity.verify import hold, stored_inputs
 from attnforge.runtime.session import Session
+from tests.export.conftest import DeployBroken
 from tests.support.broken import BROKEN, DIM, TOKENS, Block, Shifted, Stack, healthy, made
 from tests.support.emulated import Emulated
 
@@ -64,8 +65,8 @@ def holds(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("precision", ["auto", "auto-fp16"])
 @pytest.mark.parametrize("name", [name for name, broken in BROKEN.items() if broken.saved])
-def test_what_breaks_is_saved(name: str, precision: str, tmp_path: Path) -> None:
-    bundle = chosen(BROKEN[name].make, tmp_path / "b", precision)
+def test_what_breaks_is_saved(name: str, precision: str, broken: DeployBroken) -> None:
+    bundle = broken(name, precision)
     holds(bundle)
     assert of(bundle).low_flops >= 0.8
     attention = bundle.manifest.attention
@@ -78,8 +79,8 @@ def test_what_breaks_is_saved(name: str, precision: str, tmp_path: Path) -> None
         assert attention.fused["tensorrt_rtx"] == attention.sites
 
 
-def test_what_stays_in_fp32_and_why(tmp_path: Path) -> None:
-    mixed = of(chosen(BROKEN["residual stream"].make, tmp_path / "b", "auto-fp16"))
+def test_what_stays_in_fp32_and_why(broken: DeployBroken) -> None:
+    mixed = of(broken("residual stream", "auto-fp16"))
     modules = [region.module for region in mixed.regions]
     assert "steps.2" in modules and "steps.0" not in modules and "steps.0.mlp.0" not in modules
     stream = next(region for region in mixed.regions if region.module == "steps.2")
@@ -87,8 +88,8 @@ def test_what_stays_in_fp32_and_why(tmp_path: Path) -> None:
     assert mixed.steps[0].startswith("all in 16 bits: 0 of") and "numbers are lost" in mixed.steps[0]
 
 
-def test_a_healthy_model_stays_in_16_bits(tmp_path: Path) -> None:
-    bundle = chosen(healthy, tmp_path / "b")
+def test_a_healthy_model_stays_in_16_bits(broken: DeployBroken) -> None:
+    bundle = broken("healthy", "auto")
     holds(bundle)
     mixed = of(bundle)
     assert (mixed.low, mixed.regions, mixed.low_flops, mixed.trials) == ("fp16", [], 1.0, 1)
@@ -127,8 +128,8 @@ def test_an_error_that_fp32_misses_too_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_bf16(tmp_path: Path) -> None:
-    bundle = chosen(healthy, tmp_path / "b", "auto-bf16")
+def test_bf16(broken: DeployBroken) -> None:
+    bundle = broken("healthy", "auto-bf16")
     holds(bundle)
     assert of(bundle).low == bundle.manifest.precision == "bf16" and of(bundle).regions == []
 
@@ -223,9 +224,8 @@ def test_cosine_of_embeddings_without_labels(tmp_path: Path) -> None:
     assert metric is not None and metric.passed and metric.float64 == pytest.approx(1) and 1 - metric.value < 1e-5
 
 
-def test_a_metric_needs_data(tmp_path: Path) -> None:
-    module, args, _ = made(healthy)
-    bundle = attnforge.deploy(module, args, tmp_path / "b", None, "fp32", ["onnxruntime"], tune=False)
+def test_a_metric_needs_data(broken: DeployBroken) -> None:
+    bundle = broken("healthy", "fp32")
     with pytest.raises(UsageError, match="deployed without; give it to deploy"):
         attnforge.verify(bundle, metric="cosine")
     with pytest.raises(UsageError, match="none was named"):
@@ -235,10 +235,8 @@ def test_a_metric_needs_data(tmp_path: Path) -> None:
 # Types
 
 
-def test_types_of_a_mixed_graph(tmp_path: Path) -> None:
-    module, args, _ = made(healthy)
-    bundle = attnforge.deploy(module, args, tmp_path / "b", None, "fp32", ["onnxruntime"], tune=False)
-    model = ir.load(bundle.file("canonical.onnx"))
+def test_types_of_a_mixed_graph(broken: DeployBroken) -> None:
+    model = ir.load(broken("healthy", "fp32").file("canonical.onnx"))
     names = [str(node.name) for node in operators(model)]
     assert not any(node.op_type in ("Reshape", "Transpose", "Slice") for node in operators(model))
     high = next(name for name in names if "layer_norm" in name)
