@@ -205,9 +205,14 @@ def _is_text(name: str) -> bool:
 def longest(config: Any) -> int:
     """How many tokens a model takes: as many as its position table holds, and 512 at most."""
     text = config.get_text_config()
-    known = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
     padding = (getattr(text, "pad_token_id", None) or 0) + 1  # RoBERTa's positions start behind the padding's
-    return min([LONGEST, *(number - padding for number in known if isinstance(number, int) and number > padding)])
+    sizes = [getattr(text, name, None) for name in _POSITIONS]
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    return min([LONGEST, *(size - padding if size > padding else size for size in known)])
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+"""What configurations call the size of their position table."""
 
 
 def example_inputs(model: Any, batch: int, tokens: int) -> dict[str, Tensor]:

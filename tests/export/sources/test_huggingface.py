@@ -18,7 +18,7 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.deploy import deploy
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.export.sources.huggingface import around, example
+from attnforge.export.sources.huggingface import around, example, longest
 from attnforge.export.sources.sentences import Pooling, parts
 from attnforge.export.sources.torch_module import capture
 from attnforge.model import Example
@@ -198,6 +198,14 @@ def test_options_and_errors(tmp_path: Path) -> None:
     T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50).save_pretrained(tmp_path / "t5")
     assert list(shapes_of(example(tmp_path / "t5"))) == ["input_ids", "attention_mask", "decoder_input_ids"]
     assert list(shapes_of(example(tmp_path / "t5", part="encoder"))) == ["input_ids", "attention_mask"]
+
+
+def test_as_many_tokens_as_the_position_table_holds() -> None:
+    from transformers import MarianConfig, RobertaConfig, WhisperConfig
+
+    assert longest(WhisperConfig()) == 448  # of its texts; its padding's id is no position
+    assert longest(MarianConfig(max_position_embeddings=96, pad_token_id=58100)) == 96
+    assert longest(RobertaConfig(max_position_embeddings=130, pad_token_id=1)) == 128
 
 
 def test_a_main_input_of_another_kind_is_refused() -> None:
