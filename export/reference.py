@@ -36,10 +36,14 @@ from attnforge.runtime.cases import (
 )
 from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import FAR_OFF, FEW, LEAST_DRAWS, MOST_DRAWS, relative_error
+from attnforge.runtime.parity.budget import FAR_OFF, FEW, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, relative_error
 
 NEAR = 4
 """How far below the floor eager's error has to be for the floor to be the budget, however its error is drawn."""
+
+HANDFUL = 16
+"""Outputs of fewer numbers than this are drawn on ordinary inputs too: they may be near zero by chance, and eager right
+by chance."""
 
 MARGIN = 16
 """How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
@@ -67,8 +71,14 @@ class ReferenceModel(Protocol):
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name at the precision; 16-bit ones as float32, which holds every one of them."""
 
-    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name in float64."""
+    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+        """Outputs by name in float64.
+
+        Args:
+            inputs: by name.
+            peaks: gets the largest absolute number of every operator's results, in the order in which operators run,
+                where the model knows them; else it stays as it is.
+        """
 
     def at(self, precision: Precision) -> ReferenceModel:
         """The same weights rounded to another precision."""
@@ -114,23 +124,27 @@ def write_reference(
     outputs: dict[str, Array] = {}
     few = _FewNumbers()
     draws: list[_Draws] = []
+    reach = _Reach(model.precision.largest)
     steps = Steps(progress, len(cases) + 1)
     for case in cases:
         steps.begin(case.name)
-        _set_scale(case, model, low)
-        inputs, eager, exact = _run(case, model, stored)
+        _set_scale(case, model, low, reach)
+        inputs, eager, exact = _run(case, model, stored, reach)
         outputs |= _sampled(case, eager, "eager") | _sampled(case, exact, "float64")
         yardstick = eager
         if low is not None and attention is not None:
             yardstick = low.eager(at_precision(inputs, attention))
             outputs |= _sampled(case, yardstick, attention.name)
         if not case.is_ordinary:
-            draws.append(_Draws(case, inputs, model, low or model, yardstick, exact))
+            errors = {output: _Error.of(array, exact[output]) for output, array in yardstick.items()}
+            draws.append(_Draws(case, inputs, model, low or model, errors))
         few.add(case, eager, exact)
     steps.begin("draws of eager's error")
-    cost = partial(graph_flops, graph)
-    _draw(draws, _left(cases, cost), cost)
     few.widen_spreads()
+    cost = partial(graph_flops, graph)
+    left = _draw(draws, _left(cases, cost), cost)
+    handfuls = few.handfuls(model.precision)
+    _draw([_Draws(c, make_inputs(c, model.inputs, stored), model, low or model, e) for c, e in handfuls], left, cost)
     (folder / "reference").mkdir()
     save_file(outputs, folder / REFERENCE_OUTPUTS)
     save_file({name: _storable(array) for name, array in stored.items()}, folder / REFERENCE_EXAMPLE)
@@ -157,15 +171,19 @@ def stored_inputs(model: ReferenceModel, data: Data, graph: ir.Model) -> tuple[d
 
 
 def _run(
-    case: Case, model: ReferenceModel, stored: Mapping[str, Array]
+    case: Case, model: ReferenceModel, stored: Mapping[str, Array], reach: _Reach
 ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
     """Inputs, eager outputs and float64 outputs of a case. Where its inputs are large, its scale is halved until eager
-    no longer overflows: an overflow in eager says nothing about a backend."""
+    no longer overflows, and no result on the way is beyond the precision's range: an overflow says nothing about a
+    backend."""
     while True:
         inputs = make_inputs(case, model.inputs, stored)
-        eager, exact = model.eager(inputs), model.exact(inputs)
+        peaks: list[float] = []
+        eager, exact = model.eager(inputs), model.exact(inputs, peaks)
+        if case.is_ordinary:
+            reach.note(peaks)
         is_large = case.kind in ("scaled", "outliers") and case.scale > 1 / OUTLIERS
-        if not (is_large and _overflows(eager, exact, model.precision)):
+        if not (is_large and (_overflows(eager, exact, model.precision) or reach.is_left(peaks))):
             return inputs, eager, exact
         case.scale /= 2
 
@@ -199,17 +217,50 @@ def at_precision(inputs: Mapping[str, Array], precision: Precision) -> dict[str,
 # --- how large inputs may be ------------------------------------------------------------------------------------------
 
 
-def _set_scale(case: Case, model: ReferenceModel, low: ReferenceModel | None) -> None:
+class _Reach:
+    """Whether a model's results on the way stay within the range of its precision: what is beyond it overflows in one
+    order of operators and not in another. Results that are beyond it on ordinary inputs too, as a mask's numbers are,
+    do not count.
+
+    Args:
+        largest: number of the precision.
+    """
+
+    def __init__(self, largest: float) -> None:
+        self._largest = largest
+        self._usual: list[bool] | None = None
+
+    def note(self, peaks: Sequence[float]) -> None:
+        """Note the largest numbers of every operator's results on ordinary inputs."""
+        beyond = self._beyond(peaks)
+        if self._usual is None or len(self._usual) != len(beyond):
+            self._usual = beyond
+        else:
+            self._usual = [one or other for one, other in zip(self._usual, beyond, strict=True)]
+
+    def is_left(self, peaks: Sequence[float]) -> bool:
+        """Whether an operator's results are beyond the range; False of a model that runs other operators than usual."""
+        beyond = self._beyond(peaks)
+        if self._usual is None or len(self._usual) != len(beyond):
+            return False
+        return any(now and not usual for now, usual in zip(beyond, self._usual, strict=True))
+
+    def _beyond(self, peaks: Sequence[float]) -> list[bool]:
+        return [not peak <= self._largest for peak in peaks]
+
+
+def _set_scale(case: Case, model: ReferenceModel, low: ReferenceModel | None, reach: _Reach) -> None:
     """Set the scale of inputs that are as small as the precision's denormals or as large as the model bears."""
     if case.kind == "denormal":
         case.scale = model.precision.smallest_normal / _limit(model, "smallest_normal")
     if case.kind == "extremes":
-        case.scale = min(_borne(case, bearer) for bearer in (model, low) if bearer is not None)
+        case.scale = min(_borne(case, bearer, reach) for bearer in (model, low) if bearer is not None)
 
 
-def _borne(case: Case, model: ReferenceModel) -> float:
-    """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right. Where
-    eager overflows on the way, its output depends on the order of its sums, and says nothing about a backend."""
+def _borne(case: Case, model: ReferenceModel, reach: _Reach) -> float:
+    """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right and for
+    no result on the way to be beyond the range. Where eager overflows on the way, its output depends on the order of
+    its sums, and says nothing about a backend."""
     precision, largest = model.precision, _limit(model, "max")
     step = 4.0 if precision.largest < 1e5 else 256.0
     count = max(math.ceil(math.log(precision.largest, step)), 0)  # down to inputs of 1
@@ -220,8 +271,10 @@ def _borne(case: Case, model: ReferenceModel) -> float:
         eager = model.eager(at_precision(inputs, precision))
         if not any(np.isfinite(array).any() for array in eager.values()):
             return False
-        exact = model.exact(inputs)
-        return all(_is_right(array, exact[output], precision) for output, array in eager.items())
+        peaks: list[float] = []
+        exact = model.exact(inputs, peaks)
+        is_right = all(_is_right(array, exact[output], precision) for output, array in eager.items())
+        return is_right and not reach.is_left(peaks)
 
     first = bisect_left(scales, True, key=is_borne)
     return scales[first] / MARGIN if first < count else scales[-1] / step
@@ -279,17 +332,17 @@ class _Error:
 
 
 class _Draws:
-    """The errors of the yardstick's eager on one hard case, and on the same inputs moved to neighbouring numbers.
+    """The errors of the yardstick's eager on one case, and on the same inputs moved to neighbouring numbers.
 
-    On hard inputs, where two scores nearly tie, say, eager's error is one draw from a wide distribution, and a
-    backend's another; a few draws show how wide it is.
+    On hard inputs, where two scores nearly tie, say, and of a handful of numbers, eager's error is one draw from a wide
+    distribution, and a backend's another; a few draws show how wide it is.
 
     Args:
         case: whose spread to find.
         inputs: of the case.
         model: gives float64.
         yardstick: gives eager's outputs.
-        eager, exact: what these answered to the case itself.
+        errors: of the yardstick on the case itself, by the outputs to draw.
     """
 
     def __init__(
@@ -298,32 +351,33 @@ class _Draws:
         inputs: Mapping[str, Array],
         model: ReferenceModel,
         yardstick: ReferenceModel,
-        eager: Mapping[str, Array],
-        exact: Mapping[str, Array],
+        errors: Mapping[str, _Error],
     ) -> None:
         self.case = case
         self._model, self._yardstick = model, yardstick
         self._inputs = at_precision(inputs, yardstick.precision)
         self._rng = np.random.Generator(np.random.PCG64([case.seed, MOST_DRAWS]))
-        self._errors = {output: [_Error.of(array, exact[output])] for output, array in eager.items()}
+        self._errors = {output: [error] for output, error in errors.items()}
         self._count = 0
 
     def more(self) -> None:
         """Draw once more."""
         moved = {name: _neighbours(a, self._rng) if is_floating(a) else a for name, a in self._inputs.items()}
         eager, exact = self._yardstick.eager(moved), self._model.exact(moved)
-        for output, array in eager.items():
-            self._errors[output].append(_Error.of(array, exact[output]))
+        for output, errors in self._errors.items():
+            errors.append(_Error.of(eager[output], exact[output]))
         self._count += 1
 
     @property
     def is_open(self) -> bool:
         """Whether another draw may change what the budget is: it is not the floor that decides, and there are fewer
-        than :data:`LEAST_DRAWS`, or they disagree and there are fewer than :data:`MOST_DRAWS`."""
+        than :data:`LEAST_DRAWS` (:data:`LEAST_LOW_DRAWS` at 16 bits), or they disagree and there are fewer than
+        :data:`MOST_DRAWS`."""
+        least = LEAST_LOW_DRAWS if self._yardstick.precision.is_low else LEAST_DRAWS
         if self._count >= MOST_DRAWS:
             return False
-        near = [errors for errors in self._errors.values() if self._may_decide(errors)]
-        return bool(near) and (self._count < LEAST_DRAWS or not all(map(_agree, near)))
+        near = [errors for errors in self._errors.values() if self.case.is_ordinary or self._may_decide(errors)]
+        return bool(near) and (self._count < least or not all(map(_agree, near)))
 
     def _may_decide(self, errors: Sequence[_Error]) -> bool:
         """Whether eager's error on an output is not far below the floor."""
@@ -334,12 +388,16 @@ class _Draws:
             for error in errors
         )
 
-    def spread(self) -> dict[str, tuple[float, float]]:
-        """The largest relative and absolute error, by output."""
-        return {
-            output: (max(error.relative for error in errors), max(error.absolute for error in errors))
-            for output, errors in self._errors.items()
-        }
+    def widen_spread(self) -> None:
+        """Give the case at least the largest relative and absolute error, by output."""
+        for output, errors in self._errors.items():
+            _widen(self.case, output, max(e.relative for e in errors), max(e.absolute for e in errors))
+
+
+def _widen(case: Case, output: str, relative: float, absolute: float) -> None:
+    """Give an output of a case at least these errors as its spread."""
+    known = case.spread.get(output, (0.0, 0.0))
+    case.spread = {**case.spread, output: (max(known[0], relative), max(known[1], absolute))}
 
 
 def _agree(errors: Sequence[_Error]) -> bool:
@@ -350,19 +408,18 @@ def _agree(errors: Sequence[_Error]) -> bool:
     )
 
 
-def _draw(draws: Sequence[_Draws], runs: float, cost: Cost) -> None:
-    """Draw in turns, a case at a time, while draws may change a budget and their cost is within `runs`."""
-    while still := [of_case for of_case in draws if of_case.is_open]:
+def _draw(draws: Sequence[_Draws], runs: float, cost: Cost) -> float:
+    """Draw in turns, a case at a time, while draws may change a budget and their cost is within `runs`; returns what is
+    left of these."""
+    while still := [of_case for of_case in draws if of_case.is_open and cost(of_case.case.sizes) <= runs]:
         for of_case in still:
             runs -= cost(of_case.case.sizes)
             if runs < 0:
                 break
             of_case.more()
-        else:
-            continue
-        break
     for of_case in draws:
-        of_case.case.spread = of_case.spread()
+        of_case.widen_spread()
+    return max(runs, 0.0)
 
 
 def _left(cases: Sequence[Case], cost: Cost) -> float:
@@ -395,8 +452,21 @@ class _FewNumbers:
     def widen_spreads(self) -> None:
         """Give every case at least the largest error that an ordinary case has on the same output."""
         for case, output, error in self._errors:
-            alike = [other for at, name, other in self._errors if name == output and at.is_ordinary]
-            relative = max((other.relative for other in alike), default=0.0)
-            share = max((other.absolute / (other.largest or 1) for other in alike), default=0.0)
-            drawn, absolute = case.spread.get(output, (0.0, 0.0))
-            case.spread = {**case.spread, output: (max(drawn, relative), max(absolute, error.largest * share))}
+            relative, share = self._largest(output)
+            _widen(case, output, relative, error.largest * share)
+
+    def _largest(self, output: str) -> tuple[float, float]:
+        """The largest relative error that an ordinary case has on an output, and the largest share of one number."""
+        alike = [error for case, name, error in self._errors if name == output and case.is_ordinary]
+        share = max((error.absolute / (error.largest or 1) for error in alike), default=0.0)
+        return max((error.relative for error in alike), default=0.0), share
+
+    def handfuls(self, precision: Precision) -> list[tuple[Case, dict[str, _Error]]]:
+        """The ordinary cases that are made from seeds, and their errors on outputs of fewer than :data:`HANDFUL`
+        numbers, where the floor may not be the budget."""
+        errors: dict[str, tuple[Case, dict[str, _Error]]] = {}
+        for case, output, error in self._errors:
+            is_drawn = case.is_ordinary and case.kind != "data" and error.size < HANDFUL
+            if is_drawn and 2 * max(self._largest(output)) > precision.floor:
+                errors.setdefault(case.name, (case, {}))[1][output] = error
+        return list(errors.values())

@@ -6,6 +6,7 @@ Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle kee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -205,6 +206,9 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
     - `denormal`: normal times `case.scale` times a quarter of the dtype's least normal number;
     - `extremes`: normal, with one number in sixty-one `case.scale` times the dtype's largest or least.
 
+    An input of one number, such as a temperature, is normal where others are denormal or have extremes: it scales all
+    numbers, and would hide what theirs show.
+
     Whole numbers are uniform over the example's range.
 
     Masks are by the case's `masks`; True, 1 and "not excluded" are the same here:
@@ -255,6 +259,8 @@ def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
     if case.kind == "uniform":
         return np.asarray(rng.uniform(-1, 1, shape)).astype(dtype)
     limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    if math.prod(shape) == 1 and case.kind in ("denormal", "extremes"):
+        return np.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
     factor = {"denormal": case.scale * float(limits.smallest_normal) / 4, "scaled": case.scale}.get(case.kind, 1.0)
     normal = np.asarray(factor * rng.standard_normal(shape, np.float32))
     if case.kind == "outliers" and shape:

@@ -1,8 +1,9 @@
 """How often `verify` rejects what is right: models drawn at random, deployed, and held to the budget.
 
-`python -m attnforge.benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json`. Every model is
-deployed for ONNX Runtime and verified. For a 16-bit model the plan of TensorRT-RTX is judged too, emulated without a
-GPU (:mod:`attnforge.export.precision.emulation`).
+`python -m attnforge.benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json`. Models are drawn
+twice: usual ones (:mod:`attnforge.benchmarks.suites.random_models`), and ones whose inputs are hostile
+(:mod:`attnforge.benchmarks.suites.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
+model the plan of TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
 
 A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
 (:mod:`attnforge.runtime.parity.budget`). Such models are counted apart, as are models that deploy refuses.
@@ -12,10 +13,10 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -25,7 +26,9 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import attnforge
-from attnforge.benchmarks.publish import RESULTS, show, write_figures
+from attnforge.arrays import is_floating
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
+from attnforge.benchmarks.suites.hostile_models import draw_hostile, make_hostile
 from attnforge.benchmarks.suites.random_models import PRECISIONS, Recipe, draw, make
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, UnavailableError
@@ -34,6 +37,7 @@ from attnforge.export.graphs.saving import save
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.precision.emulation import emulate
 from attnforge.export.tensorrt.build import Plan, build
+from attnforge.model.registry import Example
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import judge
@@ -44,23 +48,30 @@ COMMAND = "python -m attnforge.benchmarks.suites.false_alarms"
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
+Draw = Literal["usual", "hostile"]
+
+DRAWS: Mapping[Draw, tuple[Callable[[int], Recipe], Callable[[Recipe], Example]]] = {
+    "usual": (draw, make),
+    "hostile": (draw_hostile, make_hostile),
+}
+"""By name, what draws recipes and what makes their models."""
+
+
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "false_alarms.json",
-    count: Annotated[int, typer.Option(help="How many models to deploy.")] = 200,
+    count: Annotated[int, typer.Option(help="How many models of each draw to deploy.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
 ) -> None:
     """Deploy and verify, and write the figures."""
     console = Console()
-    outcomes: list[Outcome] = []
-    for seed in range(first, first + count):
-        outcome = tried(draw(seed))
-        outcomes.append(outcome)
-        console.print(
-            outcome.text(), style="red" if outcome.rejected else "dim", markup=False, highlight=False, soft_wrap=True
-        )
-    command = f"{COMMAND} --count {count}" + (f" --first {first}" if first else "")
-    seeds = [first, first + count - 1]
-    write_figures(command, torch.get_num_threads(), results, seeds=seeds, **summary(outcomes))
+    outcomes: dict[Draw, list[Outcome]] = {}
+    for name, (recipe_of, model_of) in DRAWS.items():
+        for seed in range(first, first + count):
+            outcome = tried(recipe_of(seed), model_of)
+            outcomes.setdefault(name, []).append(outcome)
+            style = "red" if outcome.rejected else "dim"
+            console.print(f"{name} {outcome.text()}", style=style, markup=False, highlight=False, soft_wrap=True)
+    write_outcomes(outcomes, first, count, results)
     show(results, table)
 
 
@@ -103,8 +114,13 @@ class Outcome:
         return f"{name}: {margins}" + (f"; REJECTED {asdict(self.recipe)}: {reasons}" if reasons else "")
 
 
-def tried(recipe: Recipe) -> Outcome:
-    """Deploy the model of a recipe and hold it to the budget."""
+def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
+    """Deploy the model of a recipe and hold it to the budget.
+
+    Args:
+        recipe: of a model.
+        make: makes it.
+    """
     outcome = Outcome(recipe)
     with tempfile.TemporaryDirectory() as folder:
         module, args, shapes = make(recipe)
@@ -136,8 +152,8 @@ def emulated(bundle: Bundle) -> Iterator[Comparison]:
     for case in manifest.cases:
         for name, array in run(reference.make_inputs(case, manifest.inputs, stored)).items():
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
-            got = reference.sampled(array.astype(precision.dtype), case).astype(np.float64)
-            yield judge(case, name, got, eager.astype(np.float64), truth, precision)
+            stored_as = array.astype(precision.dtype) if is_floating(array) else array
+            yield judge(case, name, reference.sampled(stored_as, case), eager, truth, precision)
 
 
 def _plan(model: ir.Model, manifest: Manifest) -> Plan | None:
@@ -155,6 +171,13 @@ def margin(comparison: Comparison) -> float:
     """The share of its budget that an output takes up: above 1 it fails."""
     largest = comparison.max_error / comparison.max_budget if comparison.max_budget else float(comparison.max_error > 0)
     return max(comparison.error / comparison.budget, largest)
+
+
+def write_outcomes(outcomes: Mapping[Draw, Sequence[Outcome]], first: int, count: int, results: Path) -> None:
+    """Write what became of `count` seeds of every draw, from `first` on."""
+    command = f"{COMMAND} --count {count}" + (f" --first {first}" if first else "")
+    draws = {name: summary(of_draw) for name, of_draw in outcomes.items()}
+    write_figures(command, torch.get_num_threads(), results, seeds=[first, first + count - 1], draws=draws)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -193,19 +216,21 @@ def _quantiles(margins: Sequence[float]) -> dict[str, float]:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = ["| run by | precision | comparisons | median | p90 | p99 | max | rejected |", "|" + "---|" * 8]
-    for what, by_precision in figures["margins"].items():
-        for precision, quantiles in by_precision.items():
-            rejected = sum(r["what"] == what and r["precision"] == precision for r in figures["rejected"])
-            cells = " | ".join(f"{quantiles[name]:.3f}" for name in QUANTILES)
-            lines.append(f"| {what} | {precision} | {quantiles['comparisons']} | {cells} | {rejected} |")
-    rejected = len({recipe["seed"] for recipe in figures["rejected"]})
-    counts = ", ".join(f"{count} {kind}" for kind, count in figures["by_kind"].items())
-    summed = (
-        f"{figures['deployed']} models ({counts}), {rejected} rejected; {len(figures['not_held'])} more that their "
-        f"precision does not hold, {len(figures['refused'])} that were refused. `{figures['command']}`"
-    )
-    return "\n".join([*lines, "", summed])
+    header = ("models", "run by", "precision", "comparisons", *QUANTILES, "rejected")
+    rows, counts = [], []
+    for name, of_draw in figures["draws"].items():
+        for what, by_precision in of_draw["margins"].items():
+            for precision, quantiles in by_precision.items():
+                rejected = sum(r["what"] == what and r["precision"] == precision for r in of_draw["rejected"])
+                cells = [f"{quantiles[quantile]:.3f}" for quantile in QUANTILES]
+                rows.append((name, what, precision, quantiles["comparisons"], *cells, rejected))
+        rejected = len({recipe["seed"] for recipe in of_draw["rejected"]})
+        kinds = ", ".join(f"{count} {kind}" for kind, count in of_draw["by_kind"].items())
+        counts.append(
+            f"{of_draw['deployed']} {name} models ({kinds}), {rejected} rejected; {len(of_draw['not_held'])} more "
+            f"that their precision does not hold, {len(of_draw['refused'])} that were refused."
+        )
+    return "\n".join([markdown_table(header, rows, words=3), "", *counts, f"`{figures['command']}`"])
 
 
 if __name__ == "__main__":

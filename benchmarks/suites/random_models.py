@@ -27,6 +27,9 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 Options = dict[str, Any]
 
+Kinds = Mapping[str, tuple[Callable[[random.Random], Options], Callable[..., Example]]]
+"""By name, what draws the options of a kind of models, and what makes one of them."""
+
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
@@ -58,11 +61,16 @@ def draw(seed: int) -> Recipe:
     return Recipe(seed, kind, precision, weights, KINDS[kind][0](rng))
 
 
-def make(recipe: Recipe) -> Example:
-    """The model of a recipe, with random weights, example inputs and dynamic shapes."""
+def make(recipe: Recipe, kinds: Kinds | None = None) -> Example:
+    """The model of a recipe, with random weights, example inputs and dynamic shapes.
+
+    Args:
+        recipe: the recipe.
+        kinds: that its kind is one of; :data:`KINDS` by default.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        example = KINDS[recipe.kind][1](**recipe.options)
+        example = (kinds or KINDS)[recipe.kind][1](**recipe.options)
         with torch.no_grad():
             for parameter in example.module.parameters():
                 if parameter.ndim > 1:
@@ -70,7 +78,7 @@ def make(recipe: Recipe) -> Example:
     return Example(example.module.eval(), example.args, example.dynamic_shapes)
 
 
-def _sizes(rng: random.Random) -> Options:
+def sizes_of(rng: random.Random) -> Options:
     """Batch and tokens, each as the size of the example and the largest size; None where the size is fixed."""
     batch, tokens = rng.randint(1, 4), rng.randint(2, 40)
     return {
@@ -91,7 +99,7 @@ def _heads(rng: random.Random) -> Options:
 
 
 def _draw_attention(rng: random.Random) -> Options:
-    options = _sizes(rng) | _heads(rng)
+    options = sizes_of(rng) | _heads(rng)
     mask = rng.choice((None, "padding", "keep", "rows", "numbers", "-inf", "-10000.0"))
     cross = rng.random() < 0.4
     return options | {
@@ -105,7 +113,7 @@ def _draw_attention(rng: random.Random) -> Options:
 
 
 def _draw_encoder(rng: random.Random) -> Options:
-    options = _sizes(rng) | _heads(rng)
+    options = sizes_of(rng) | _heads(rng)
     return options | {
         "layers": rng.randint(1, 2),
         "width": rng.randint(8, 96),
@@ -120,7 +128,7 @@ def _draw_encoder(rng: random.Random) -> Options:
 
 
 def _draw_columns(rng: random.Random) -> Options:
-    options = _sizes(rng)
+    options = sizes_of(rng)
     batch, most = options["batch"]
     return options | {
         "batch": (max(batch, 2), most),  # a batch of one is a special case to torch.export
@@ -311,22 +319,22 @@ Sizes = tuple[int, int | None]
 def _attention(
     batch: Sizes, tokens: Sizes, memory: tuple[int, int] | None, width: int, mask: str | None, **options: Any
 ) -> Example:
-    x, queries = torch.randn(batch[0], tokens[0], width), _dim("queries", tokens)
-    args, shapes = [x], [{0: _dim("batch", batch), 1: queries}]
+    x, queries = torch.randn(batch[0], tokens[0], width), dim_of("queries", tokens)
+    args, shapes = [x], [{0: dim_of("batch", batch), 1: queries}]
     if memory is None:
         keys, length, memory_width = queries, tokens[0], width
     else:
         memory_width, length = memory
-        keys = _dim("keys", (length, None if tokens[1] is None else length + 7))
+        keys = dim_of("keys", (length, None if tokens[1] is None else length + 7))
         args.append(torch.randn(batch[0], length, memory_width))
-        shapes.append({0: _dim("batch", batch), 1: keys})
+        shapes.append({0: dim_of("batch", batch), 1: keys})
     if mask is not None:
         args.append(_mask(mask, batch[0], tokens[0], length))
-        shapes.append({0: queries, 1: keys} if mask == "rows" else {0: _dim("batch", batch), 1: keys})
+        shapes.append({0: queries, 1: keys} if mask == "rows" else {0: dim_of("batch", batch), 1: keys})
     kind = SelfAttention if memory is None else CrossAttention
     names = ("x", "mask") if memory is None else ("x", "memory", "mask")
     module = kind(width, memory_width, mask=mask, **options)
-    return _example(module, args, dict(zip(names, shapes, strict=False)))
+    return example_of(module, args, dict(zip(names, shapes, strict=False)))
 
 
 def _encoder(
@@ -336,9 +344,9 @@ def _encoder(
     args = [torch.randn(*size, width) if vocabulary is None else torch.randint(0, vocabulary, size)]
     if mask is not None:
         args.append(_mask(mask, batch[0], tokens[0], tokens[0]))
-    shape = {0: _dim("batch", batch), 1: _dim("tokens", tokens)}
+    shape = {0: dim_of("batch", batch), 1: dim_of("tokens", tokens)}
     module = Encoder(width=width, vocabulary=vocabulary, mask=mask, **options)
-    return _example(module, args, {name: dict(shape) for name, _ in zip(("x", "mask"), args, strict=False)})
+    return example_of(module, args, {name: dict(shape) for name, _ in zip(("x", "mask"), args, strict=False)})
 
 
 def _columns(
@@ -350,14 +358,14 @@ def _columns(
         module = GeneralAttention(feature_dim, key_dim, value_dim, score=score)
     else:
         module = GeneralMultiHeadAttention(feature_dim, key_dim, value_dim, heads, 2 * value_dim, score=score)
-    return _example(module, [features], {"features": {0: _dim("batch", batch), 2: _dim("tokens", tokens)}})
+    return example_of(module, [features], {"features": {0: dim_of("batch", batch), 2: dim_of("tokens", tokens)}})
 
 
 def _patches(
     model: str, batch: Sizes, patch: int, grid: int, grows: bool, channels: int, width: int, heads: int
 ) -> Example:
     side = patch * grid
-    shapes = {0: _dim("batch", batch)}
+    shapes = {0: dim_of("batch", batch)}
     module: nn.Module
     if model == "patches":
         module = PatchAttention(channels, patch, width, heads)
@@ -368,14 +376,14 @@ def _patches(
         module = PatchAttentionClassifier(channels, side, patch, width, heads, num_layers=1)
     else:
         module = VisionTransformer(side, patch, 10, width, heads, num_layers=1, channels=channels)
-    return _example(module, [torch.rand(batch[0], channels, side, side)], {"image": shapes})
+    return example_of(module, [torch.rand(batch[0], channels, side, side)], {"image": shapes})
 
 
-def _dim(name: str, sizes: Sizes) -> Any:
+def dim_of(name: str, sizes: Sizes) -> Any:
     return Dim(name, min=1, max=sizes[1]) if sizes[1] is not None else None
 
 
-def _example(module: nn.Module, args: Sequence[Tensor], shapes: Mapping[str, Mapping[int, Any]]) -> Example:
+def example_of(module: nn.Module, args: Sequence[Tensor], shapes: Mapping[str, Mapping[int, Any]]) -> Example:
     dynamic = {name: {i: dim for i, dim in dims.items() if dim is not None} for name, dims in shapes.items()}
     specs = {name: dims or None for name, dims in dynamic.items()} if any(dynamic.values()) else None
     return Example(module, tuple(args), specs)
@@ -399,7 +407,7 @@ def _mask(mask: str, batch: int, queries: int, keys: int) -> Tensor:
     return torch.zeros(batch, keys).masked_fill(~kept, float(mask))
 
 
-KINDS: dict[str, tuple[Callable[[random.Random], Options], Callable[..., Example]]] = {
+KINDS: Kinds = {
     "attention": (_draw_attention, _attention),
     "encoder": (_draw_encoder, _encoder),
     "columns": (_draw_columns, _columns),

@@ -50,8 +50,8 @@ class MixedReference:
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return self._low.eager(at_precision(inputs, self.precision))
 
-    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return self._whole.exact(inputs)
+    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+        return self._whole.exact(inputs, peaks)
 
     def at(self, precision: Precision) -> ReferenceModel:
         return self._whole.at(precision)

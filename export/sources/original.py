@@ -44,8 +44,8 @@ class Original:
         """Outputs at the bundle's precision; 16-bit ones as float32, which holds every one of them."""
         return self._eager(inputs)
 
-    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs in float64, of weights widened from the bundle's precision."""
+    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+        """Outputs in float64, of weights widened from the bundle's precision; `peaks` stays as it is."""
         return self._exact(inputs)
 
     def check(self, example: Mapping[str, Array]) -> None:

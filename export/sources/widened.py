@@ -7,7 +7,7 @@ parameters needs no second, doubled copy. What code casts to another floating-po
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,12 @@ WIDE: Mapping[torch.dtype, torch.dtype] = {
 LEAST = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 """Numbers that stand for minus infinity in code that was written, or exported, for a narrower type."""
 
+SQUARING = {
+    *(torch.ops.aten.std, torch.ops.aten.std_mean, torch.ops.aten.var, torch.ops.aten.var_mean),
+    *(torch.ops.aten.linalg_vector_norm, torch.ops.aten.norm),
+}
+"""Operators that sum squares in a wider type than their operand's, and are exported as products and sums."""
+
 KEPT = 1 << 30
 """Bytes of widened parameters that stay for the next operator and the next run; of others they are made anew."""
 
@@ -52,11 +58,12 @@ class Float64:
         self._module = module
         self._parameters: _Parameters | None = _Parameters()
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Tensor]:
+    def __call__(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Tensor]:
         """The outputs by the names that they have in a bundle.
 
         Args:
             inputs: in the order of the module's arguments.
+            peaks: gets the largest absolute number of every operator's results, in the order in which operators run.
 
         Raises:
             CaptureError: the module does not run in float64, or does not return tensors.
@@ -64,12 +71,20 @@ class Float64:
         inputs = {name: a.astype(np.float64) if is_floating(a) else a for name, a in inputs.items()}
         if self._parameters is not None:
             try:
-                with _wide_by_default(), _widening(self._parameters):
+                with _wide_by_default(), _noting(peaks), _widening(self._parameters):
                     return run(self._module, inputs, torch.float64)
             except CaptureError:  # code that torch runs out of sight, such as a script, has the weights as they are
                 self._module, self._parameters = doubled(self._module), None
-        with _wide_by_default():
+        with _wide_by_default(), _noting(peaks):
             return run(self._module, inputs, torch.float64)
+
+
+def _noting(peaks: list[float] | None) -> AbstractContextManager[object]:
+    """Note the largest numbers of a block's operators in `peaks`, where they are asked for."""
+    if peaks is None:
+        return nullcontext()
+    peaks.clear()
+    return _Note(peaks)
 
 
 @contextmanager
@@ -176,6 +191,31 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             attended = _attention(query, key, value, kwargs.get("attn_mask"), is_causal, kwargs.get("scale"))
             return attended, attended.new_zeros(attended.shape[:-1])
         return func(*args, **kwargs)
+
+
+class _Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the largest absolute number of every operator's results: of what was squared to make them, where torch
+    squares within the operator and other libraries may not."""
+
+    def __init__(self, peaks: list[float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._peaks = peaks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func.overloadpacket in SQUARING:
+            norm = float(torch.linalg.vector_norm(args[0]))
+            self._peaks.append(norm * norm)
+        elif not func.is_view:
+            tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor) and t.is_floating_point()]
+            self._peaks.append(max((_largest(tensor) for tensor in tensors if tensor.numel()), default=0.0))
+        return results
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute number."""
+    least, most = (float(number) for number in torch.aminmax(tensor))
+    return max(-least, most)
 
 
 def _attention(

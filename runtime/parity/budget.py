@@ -44,6 +44,9 @@ from attnforge.runtime.parity.comparison import Comparison, Element, cosine_of, 
 LEAST_DRAWS = 3
 """How often eager's rounding is drawn again on hard inputs before draws that agree are enough."""
 
+LEAST_LOW_DRAWS = 8
+"""The same of a precision of 16 bits, which rounds so coarsely that scores tie in one draw of ten or twenty."""
+
 MOST_DRAWS = 32
 """How often it is drawn at most, where the draws disagree."""
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from attnforge.benchmarks.suites.false_alarms import Outcome, summary, table, tried
-from attnforge.benchmarks.suites.random_models import KINDS, PRECISIONS, draw, make
+from attnforge.benchmarks.suites.false_alarms import DRAWS, Outcome, figures_of, summary, table, tried
+from attnforge.benchmarks.suites.hostile_models import HOSTILE, draw_hostile, make_hostile
+from attnforge.benchmarks.suites.random_models import KINDS, PRECISIONS, Recipe, draw
 from attnforge.bundle import Case
+from attnforge.model.registry import Example
 from attnforge.precision import precision_named
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 
 SEEDS = range(1000, 1016)
+
+HOSTILE_SEEDS = (16, 17, 31, 48, *range(1000, 1012))
+"""Seeds that were rejected once, and others."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -23,13 +30,22 @@ def test_what_is_right_is_not_rejected(seed: int) -> None:
     assert outcome.comparisons and outcome.rejected == {}, outcome.text()
 
 
+@pytest.mark.parametrize("seed", HOSTILE_SEEDS)
+def test_what_is_right_is_not_rejected_where_inputs_are_hostile(seed: int) -> None:
+    outcome = tried(draw_hostile(seed), make_hostile)
+    assert outcome.refused is None and not outcome.not_held, outcome.text()
+    assert outcome.comparisons and outcome.rejected == {}, outcome.text()
+
+
 def test_seeds_draw_every_kind_and_precision() -> None:
-    recipes = [draw(seed) for seed in SEEDS]
-    assert {recipe.kind for recipe in recipes} == set(KINDS)
-    assert {recipe.precision for recipe in recipes} == set(PRECISIONS)
+    for seeds, recipe_of, kinds in ((SEEDS, draw, KINDS), (HOSTILE_SEEDS, draw_hostile, HOSTILE)):
+        recipes = [recipe_of(seed) for seed in seeds]
+        assert {recipe.kind for recipe in recipes} == set(kinds)
+        assert {recipe.precision for recipe in recipes} == set(PRECISIONS)
 
 
-def test_a_seed_is_always_the_same_model() -> None:
+@pytest.mark.parametrize(("draw", "make"), DRAWS.values(), ids=DRAWS)
+def test_a_seed_is_always_the_same_model(draw: Callable[[int], Recipe], make: Callable[[Recipe], Example]) -> None:
     one, other = make(draw(7)), make(draw(7))
     assert draw(7) == draw(7) != draw(8)
     for first, second in zip(
@@ -52,8 +68,9 @@ def test_what_is_said_of_them() -> None:
         Outcome(draw(3), refused="no"),
     ]
     figures = summary(found)
+    assert figures_of({"usual": found}, 0, 4)["draws"] == {"usual": figures}
     assert figures["deployed"] == 2 and [one["seed"] for one in figures["rejected"]] == [1]
     assert figures["rejected"][0]["cases"][0].startswith("normal-opt/output: error 1e-1 is over the budget")
     assert [one["seed"] for one in figures["not_held"]] == [2] and figures["refused"][0]["why"] == "no"
-    text = table({**figures, "command": "run"})
-    assert "2 models" in text and "1 rejected" in text
+    text = table({"draws": {"usual": figures, "hostile": figures}, "command": "run"})
+    assert "2 usual models" in text and "2 hostile models" in text and text.count(", 1 rejected") == 2
