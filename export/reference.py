@@ -179,10 +179,11 @@ def _run(
     while True:
         inputs = make_inputs(case, model.inputs, stored)
         peaks: list[float] = []
-        eager, exact = model.eager(inputs), model.exact(inputs, peaks)
+        is_large = case.kind in ("scaled", "outliers") and case.scale > 1 / OUTLIERS
+        eager = model.eager(inputs)
+        exact = model.exact(inputs, peaks if case.is_ordinary or is_large else None)
         if case.is_ordinary:
             reach.note(peaks)
-        is_large = case.kind in ("scaled", "outliers") and case.scale > 1 / OUTLIERS
         if not (is_large and (_overflows(eager, exact, model.precision) or reach.is_left(peaks))):
             return inputs, eager, exact
         case.scale /= 2

@@ -87,6 +87,7 @@ class Temperature(nn.Module):
         self.where, self.scale, self.outputs = where, HOW[how], outputs
 
     def forward(self, x: Tensor, temperature: Tensor) -> Tensor | dict[str, Tensor]:
+        logits: Tensor
         if self.where == "scores":
             block = self.block
             query, key, value = (
@@ -102,7 +103,7 @@ class Temperature(nn.Module):
             return logits
         if self.outputs == "loss":
             return torch.logsumexp(logits, -1).mean()
-        probabilities = logits.softmax(-1)
+        probabilities: Tensor = logits.softmax(-1)
         if self.outputs == "probabilities":
             return probabilities
         entropy = -(probabilities * (probabilities + 1e-6).log()).sum(-1)
@@ -182,7 +183,7 @@ class Modulated(nn.Module):
         angle = time[:, None] * frequency
         embedded = torch.cat((angle.cos(), angle.sin()), -1).to(x.dtype)
         shift, scale, own = self.modulation(embedded)[:, None].chunk(3, -1)
-        y = own * self.block(self.norm(x) * (1 + scale) + shift, None)
+        y: Tensor = own * self.block(self.norm(x) * (1 + scale) + shift, None)
         if gate is not None:
             y = y * (gate.sigmoid() if self.gated == "sigmoid" else gate)
         return x + y
@@ -230,7 +231,7 @@ class Pooled(nn.Module):
         self.pooling, self.normalised, self.smallest, self.outputs = pooling, normalised, smallest, outputs
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        tokens = self.block(x, None)
+        tokens: Tensor = self.block(x, None)
         weights = mask[..., None]
         if self.pooling == "mean":
             pooled = (tokens * weights).sum(1) / weights.sum(1).clamp(min=self.smallest)
@@ -308,7 +309,7 @@ class Indexed(nn.Module):
             picked = tokens[torch.arange(ids.shape[0]), (lengths - 1).clamp(0, last)]
         else:
             picked = tokens[:, 0]
-        logits = self.head(picked)
+        logits: Tensor = self.head(picked)
         if self.outputs == "dict":
             return {"logits": logits, "class": logits.argmax(-1), "tokens": tokens}
         if self.outputs == "top":
@@ -369,7 +370,8 @@ class Decayed(nn.Module):
             mixed = (value * steps[..., None]).cumsum(1) / count
         else:
             mixed = value * torch.exp(-steps.abs().cumsum(1))[..., None]
-        return x + self.block(x, None) + mixed
+        result: Tensor = x + self.block(x, None) + mixed
+        return result
 
 
 def _draw_decayed(rng: random.Random) -> Options:
@@ -413,7 +415,7 @@ class OfInput(nn.Module):
         self.block, self.function, self.outputs = _Block(width, heads, written), OF_INPUT[function], outputs
 
     def forward(self, x: Tensor, offset: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        y = self.block(self.function(x) + offset, None)
+        y: Tensor = self.block(self.function(x) + offset, None)
         if self.outputs == "tokens":
             return y
         number = {"mean": y.mean, "energy": y.pow(2).sum, "logsumexp": y.flatten().exp().sum().log}[self.outputs]()

@@ -473,6 +473,16 @@ def test_inputs_of_every_kind(precision: str) -> None:
     assert np.abs(made("extremes", 2.0**-4)).max() == pytest.approx(p.largest / 16, rel=1e-2)
 
 
+def test_an_input_of_one_number_stays_ordinary_where_others_are_not() -> None:
+    """A temperature at its extreme would hide what the extremes of other inputs show."""
+    inputs = [spec("x", "float16", 61), spec("temperature", "float16"), spec("scale", "float16", 1, 1)]
+    for kind, x in (("extremes", 65504.0), ("denormal", 6e-5)):
+        case = Case(name="k", sizes={}, kind=kind, seed=1)  # type: ignore[arg-type]
+        made = reference.make_inputs(case, inputs, {})
+        assert np.abs(made["x"]).max() == pytest.approx(x, rel=0.6)
+        assert all(0.01 < abs(float(made[name].reshape(()))) < 4 for name in ("temperature", "scale"))
+
+
 def test_the_example_and_data_are_what_is_stored() -> None:
     inputs = [spec("x", "float32", 3)]
     stored = {"x": np.arange(3.0), "data-0/x": np.ones(3)}

@@ -1,0 +1,124 @@
+"""How large the inputs of hard cases are, and how often eager's error is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attnforge.arrays import Array
+from attnforge.bundle import Case, TensorSpec
+from attnforge.export.reference import HANDFUL, write_reference
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import Precision, precision_named
+from attnforge.runtime.cases import make_inputs
+from attnforge.runtime.parity.budget import LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS
+
+
+class Standard(nn.Module):
+    """Inputs over their deviation, or over the square root of the mean of their squares, taken after a division."""
+
+    def __init__(self, squares: bool) -> None:
+        super().__init__()
+        self.squares = squares
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        if self.squares:
+            return x / x.std((0, 1), keepdim=True)
+        return x / x.abs().amax((0, 1), keepdim=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_squared_on_the_way_to_extremes_stays_in_range(precision: str, tmp_path: Path) -> None:
+    """torch's deviation sums squares in a wider type, so eager bears more than an exported graph does."""
+    p = precision_named(precision)
+    largest = {}
+    for squares in (True, False):
+        captured = capture(Standard(squares), (torch.randn(8, 64),), None, p)
+        (tmp_path / str(squares)).mkdir()
+        cases = {case.name: case for case in write_reference(tmp_path / str(squares), captured, captured.model)}
+        inputs = make_inputs(cases["extremes"], captured.inputs, {})["x"].astype(np.float64)
+        largest[squares] = float(np.abs(inputs).max())
+        assert cases["scaled-100"].scale == 100 and cases["outliers"].scale == 1
+    assert 1e6 < largest[True] < p.largest**0.5 / 16
+    assert largest[False] > p.largest**0.5
+
+
+@dataclass
+class Noisy:
+    """Eager is off by `error`, or by a random share of it; counts its runs by the first number of its input.
+
+    Attributes:
+        size: of the output.
+        varies: whether the error does.
+    """
+
+    precision: Precision
+    size: int
+    error: float
+    varies: bool
+    runs: list[float] = field(default_factory=list)
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    reference = "a number"
+
+    @property
+    def inputs(self) -> list[TensorSpec]:
+        return [TensorSpec(name="x", dtype=self.precision.dtype.name, dims=[self.size])]
+
+    @property
+    def example(self) -> dict[str, Array]:
+        return {"x": np.ones(self.size, self.precision.dtype)}
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        self.runs.append(float(inputs["x"][0]))
+        share = self.rng.standard_normal() if self.varies else 1.0
+        return {"y": inputs["x"].astype(np.float64) * (1 + self.error * share)}
+
+    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+        return {"y": inputs["x"].astype(np.float64)}
+
+    def at(self, precision: Precision) -> Noisy:
+        raise NotImplementedError
+
+    def written(self, folder: Path) -> list[Case]:
+        return write_reference(folder, self, ir.Model(ir.Graph([], [], nodes=[]), ir_version=10))
+
+    def drawn(self, kind: str, cases: list[Case]) -> int:
+        """How often a case was run, again and at first."""
+        (case,) = (case for case in cases if case.name == kind)
+        first = float(make_inputs(case, self.inputs, self.example)["x"][0])
+        return sum(abs(run - first) <= 0.01 * abs(first) for run in self.runs)
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp32", LEAST_DRAWS), ("fp16", LEAST_LOW_DRAWS)])
+def test_draws_that_agree_are_few(precision: str, least: int, tmp_path: Path) -> None:
+    model = Noisy(precision_named(precision), 64, 2 * precision_named(precision).floor, varies=False)
+    cases = model.written(tmp_path)
+    assert model.drawn("scaled-16", cases) == 1 + least
+    assert model.drawn("normal-opt", cases) == 1
+    assert not any(np.isnan(error) for case in cases for errors in case.spread.values() for error in errors)
+
+
+def test_draws_that_decide_nothing_are_not_made(tmp_path: Path) -> None:
+    model = Noisy(precision_named("fp32"), 2048, 1e-7, varies=True)
+    cases = model.written(tmp_path)
+    assert model.drawn("scaled-16", cases) == 1
+
+
+@pytest.mark.parametrize(("size", "drawn"), [(HANDFUL - 1, MOST_DRAWS), (HANDFUL, 0)])
+def test_a_handful_of_numbers_is_drawn_on_ordinary_inputs(size: int, drawn: int, tmp_path: Path) -> None:
+    floor = precision_named("fp32").floor
+    model = Noisy(precision_named("fp32"), size, 4 * floor, varies=True)
+    cases = model.written(tmp_path)
+    assert model.drawn("normal-opt", cases) == 1 + drawn
+    assert model.drawn("scaled-16", cases) == 1 + MOST_DRAWS
+    (spread,) = {case.spread["y"][0] for case in cases if case.name == "normal-opt"}
+    assert (spread > 7 * floor) == (drawn > 0)
