@@ -407,6 +407,14 @@ OF_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
 """What is done to an input before all else."""
 
 
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda y: y.mean(),
+    "energy": lambda y: y.pow(2).sum(),
+    "logsumexp": lambda y: y.exp().sum().log(),
+}
+"""What one number is made of all others."""
+
+
 class OfInput(nn.Module):
     """Attention on a function of the input, with one number out besides, or alone."""
 
@@ -418,14 +426,13 @@ class OfInput(nn.Module):
         y: Tensor = self.block(self.function(x) + offset, None)
         if self.outputs == "tokens":
             return y
-        number = {"mean": y.mean, "energy": y.pow(2).sum, "logsumexp": y.flatten().exp().sum().log}[self.outputs]()
-        return y, number
+        return y, NUMBERS[self.outputs](y)
 
 
 def _draw_of_input(rng: random.Random) -> Options:
     return {
         "function": rng.choice(tuple(OF_INPUT)),
-        "outputs": rng.choice(("tokens", "mean", "energy", "logsumexp")),
+        "outputs": rng.choice(("tokens", *NUMBERS)),
         "offset": rng.choice(("width", "number")),
     }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from attnforge.benchmarks.suites.false_alarms import DRAWS, Outcome, figures_of, summary, table, tried
+from attnforge.benchmarks.suites.false_alarms import DRAWS, Outcome, summary, table, tried, write_outcomes
 from attnforge.benchmarks.suites.hostile_models import HOSTILE, draw_hostile, make_hostile
 from attnforge.benchmarks.suites.random_models import KINDS, PRECISIONS, Recipe, draw
 from attnforge.bundle import Case
@@ -54,7 +56,7 @@ def test_a_seed_is_always_the_same_model(draw: Callable[[int], Recipe], make: Ca
         assert torch.equal(first, second)
 
 
-def test_what_is_said_of_them() -> None:
+def test_what_is_said_of_them(tmp_path: Path) -> None:
     """A rejection comes with its recipe; what eager's precision does not hold is none, nor is what is refused."""
     truth, case = np.ones(8), Case(name="normal-opt", sizes={}, kind="normal", seed=1)
 
@@ -68,7 +70,9 @@ def test_what_is_said_of_them() -> None:
         Outcome(draw(3), refused="no"),
     ]
     figures = summary(found)
-    assert figures_of({"usual": found}, 0, 4)["draws"] == {"usual": figures}
+    write_outcomes({"usual": found}, 0, 4, tmp_path / "figures.json")
+    written = json.loads((tmp_path / "figures.json").read_bytes())
+    assert written["seeds"] == [0, 3] and table(written).count(", 1 rejected") == 1
     assert figures["deployed"] == 2 and [one["seed"] for one in figures["rejected"]] == [1]
     assert figures["rejected"][0]["cases"][0].startswith("normal-opt/output: error 1e-1 is over the budget")
     assert [one["seed"] for one in figures["not_held"]] == [2] and figures["refused"][0]["why"] == "no"

@@ -69,9 +69,8 @@ class Noisy:
 
     reference = "a number"
 
-    @property
-    def inputs(self) -> list[TensorSpec]:
-        return [TensorSpec(name="x", dtype=self.precision.dtype.name, dims=[self.size])]
+    def __post_init__(self) -> None:
+        self.inputs = [TensorSpec(name="x", dtype=self.precision.dtype.name, dims=[self.size])]
 
     @property
     def example(self) -> dict[str, Array]:
