@@ -7,7 +7,7 @@ parameters needs no second, doubled copy. What code casts to another floating-po
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,8 @@ class Float64:
 
         Args:
             inputs: in the order of the module's arguments.
-            peaks: gets the largest absolute number of every operator's results, in the order in which operators run.
+            peaks: gets the largest absolute number of every operator's results, in the order in which operators run; it
+                is empty where the module's code runs out of torch's sight.
 
         Raises:
             CaptureError: the module does not run in float64, or does not return tensors.
@@ -71,20 +72,15 @@ class Float64:
         inputs = {name: a.astype(np.float64) if is_floating(a) else a for name, a in inputs.items()}
         if self._parameters is not None:
             try:
-                with _wide_by_default(), _noting(peaks), _widening(self._parameters):
+                noting = nullcontext() if peaks is None else _Note(peaks)
+                with _wide_by_default(), noting, _widening(self._parameters):
                     return run(self._module, inputs, torch.float64)
             except CaptureError:  # code that torch runs out of sight, such as a script, has the weights as they are
                 self._module, self._parameters = doubled(self._module), None
-        with _wide_by_default(), _noting(peaks):
+        if peaks is not None:
+            peaks.clear()
+        with _wide_by_default():
             return run(self._module, inputs, torch.float64)
-
-
-def _noting(peaks: list[float] | None) -> AbstractContextManager[object]:
-    """Note the largest numbers of a block's operators in `peaks`, where they are asked for."""
-    if peaks is None:
-        return nullcontext()
-    peaks.clear()
-    return _Note(peaks)
 
 
 @contextmanager
@@ -199,6 +195,7 @@ class _Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, peaks: list[float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        peaks.clear()
         self._peaks = peaks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -62,6 +62,21 @@ def test_the_module_stays_as_it_is() -> None:
         assert tensor.dtype == torch.float32 and torch.equal(tensor, before[name]), name
 
 
+class Squared(nn.Module):
+    """Has a large number on the way, and a deviation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1e30).mT / 1e30 / x.std()
+
+
+def test_the_largest_numbers_on_the_way_are_noted() -> None:
+    """Views count for nothing, and a deviation for the squares that it sums."""
+    x = torch.tensor([[3.0, -4.0]])
+    peaks: list[float] = [7.0]
+    exact = Float64(Squared())({"x": x.numpy()}, peaks)["output"]
+    assert peaks == pytest.approx([4e30, 4.0, 25.0, float(exact.abs().max())])
+
+
 def test_a_script_has_its_weights_doubled() -> None:
     module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval())
     inputs = {"x": random(3, 4).numpy()}
