@@ -47,3 +47,38 @@ def give_back() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def available() -> int | None:
+    """Bytes that this process can still take: what the system has available, or less where a cgroup limits it; None
+    where the system does not say."""
+    left = [_of_system(), *(_of_group(*files) for files in _GROUP_FILES)]
+    return min((size for size in left if size is not None), default=None)
+
+
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "memory"),
+)
+"""The limit, the use and the statistics of a cgroup, and its controller: version 2, then version 1."""
+
+
+def _of_system() -> int | None:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return None
+
+
+def _of_group(limit: str, used: str, statistics: str, controller: str) -> int | None:
+    """What the limit of this process's cgroup leaves; files that the system may drop from memory count as free."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
+        name = next(path for _, controllers, path in groups if controller in controllers.split(","))
+        root = Path("/sys/fs/cgroup", controller)
+        folder = root / name.lstrip("/") if (root / name.lstrip("/") / limit).exists() else root  # in a container
+        most, taken = (int((folder / file).read_text(encoding="ascii")) for file in (limit, used))
+        stats = dict(line.split() for line in (folder / statistics).read_text(encoding="ascii").splitlines())
+        return max(most - taken + int(stats.get("total_inactive_file", stats.get("inactive_file", 0))), 0)
+    except (OSError, ValueError, StopIteration):  # no such controller, or no limit ("max")
+        return None

@@ -21,6 +21,7 @@ from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
 from attnforge.export.reuse import Reuse
+from attnforge.export.room import Work
 from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import DynamicShapes
@@ -92,7 +93,8 @@ def deploy(
     Raises:
         UsageError: an argument that cannot be meant, `out` exists, or a file that is no model.
         CaptureError: torch cannot export the module so.
-        UnavailableError: a target that was asked for cannot be built here.
+        UnavailableError: a target that was asked for cannot be built here, or there is too little memory.
+        BundleError: the disk is full.
         BuildError: a builder refused.
         UnfusedError: a target of `require_fused` leaves a site unfused, or the model has no site.
     """
@@ -134,6 +136,8 @@ def _made(
         stages.begin("canonicalize")
         model, plain = source.model, source.model.clone()
         sites = canonicalize(model).sites
+
+        Work.at_most(model, source.inputs, source.precision, selection.chosen, options.tune).check()
 
         reference: ReferenceModel = source
         mixed = None

@@ -99,7 +99,7 @@ class Reuse:
             answer = Answer.model_validate_json((entry / "answer.json").read_bytes())
             return answer.model_copy(update={"memory": 0})
         answer = make()
-        if answer.refusal is None:
+        if answer.refusal is None and answer.errno is None:
             self._cache.put(about, {"plan": plan_file, "answer.json": answer.model_dump_json().encode()})
         return answer
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from attnforge.bundle.schema import CANONICAL, MANIFEST, PLAIN, SCHEMA_VERSION, WEIGHTS, Manifest
 from attnforge.errors import BundleError, UsageError
-from attnforge.files import sha256
+from attnforge.files import is_full, sha256
 
 
 class Bundle:
@@ -132,6 +132,7 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
 
     Raises:
         UsageError: `out` exists and `force` is not given, or `out` is no bundle and would be lost.
+        BundleError: the disk is full.
     """
     target = Path(out).resolve()  # through a link, what it points to is replaced, and the link stays
     if target.exists():
@@ -155,6 +156,13 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             folder.rename(target)
+    except Exception as error:
+        if is_full(target.parent, error):
+            raise BundleError(
+                f"the disk of {target.parent} is full, or its quota is; nothing was written; make room, or choose "
+                "another folder"
+            ) from error
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

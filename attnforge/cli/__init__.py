@@ -7,6 +7,7 @@ light: what a command needs is imported when it runs.
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
@@ -43,9 +44,19 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def main() -> None:
-    """Run the command line; an error raised on purpose becomes one line and an exit code."""
+    """Run the command line; an error raised on purpose becomes one line and an exit code. Interrupted or told to end,
+    it leaves nothing half written and no process behind."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     try:
         app()
     except AttnforgeError as error:
         err.print(f"[red]error:[/] {escape(' '.join(str(error).split()))}", soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _end(number: int, frame: object) -> None:
+    """End by an exception, so that every block that is open cleans up; the exit code is the shell's for that signal."""
+    signal.signal(number, signal.SIG_IGN)  # once is enough, and cleaning up is not to be interrupted
+    err.print("[red]interrupted[/]")
+    sys.exit(128 + number)

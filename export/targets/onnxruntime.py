@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from attnforge.errors import BuildError
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.targets.target import Built, Finish, Job
+from attnforge.files import is_full
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import cases
 
@@ -75,6 +77,8 @@ def compiled_operators(file: Path) -> dict[str, str]:
         nodes = ir.load(optimized).graph
         return {node.name or "": f"{node.domain}::{node.op_type}".removeprefix("::") for node in nodes}
     except Exception as error:
+        if is_full(file.parent, error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(optimized)) from error
         raise BuildError(f"ONNX Runtime cannot load the lowered graph: {error}") from error
     finally:
         for left in file.parent.glob(f"{optimized.name}*"):

@@ -246,6 +246,8 @@ class Builders:
         start = time.perf_counter()
         build = partial(self._answer, request, device)
         answer = build() if self._reuse is None else self._reuse(request, build)
+        if answer.errno is not None:
+            raise OSError(answer.errno, os.strerror(answer.errno), request.plan_file)
         if answer.refusal is not None:
             raise (UsageError if answer.misuse else BuildError)(answer.refusal)
         return Plan(

@@ -84,6 +84,7 @@ class Answer(Record):
             seconds: that building took.
     XX: the builder's own words; None where it built.
             misuse: whether the request itself was wrong.
+        errno: of the error for which the plan was not written; None where it was.
     """
 
     version: str
@@ -93,6 +94,7 @@ class Answer(Record):
     memory: int = 0
     refusal: str | None = None
     misuse: bool = False
+    errno: int | None = None
 
 
 def main() -> None:
@@ -131,7 +133,10 @@ def answer(request: Request) -> Answer:
     seconds = time.perf_counter() - start
     if plan is None:
         return refuse(f"{request.flavour} cannot build {file}: {log.last_error()}")
-    Path(request.plan_file).write_bytes(plan)
+    try:
+        Path(request.plan_file).write_bytes(plan)
+    except OSError as error:
+        return Answer(version=trt.__version__, errno=error.errno)
     if request.timing_cache is not None:
         cache.write(Path(request.timing_cache), bytes(config.get_timing_cache().serialize()))
     return Answer(

@@ -1,0 +1,116 @@
+"""How much memory a deploy needs at least, held against what is left before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+
+import onnx_ir as ir
+
+from attnforge.bundle import FLAVOURS, DimSpec, TensorSpec
+from attnforge.errors import UnavailableError
+from attnforge.export.flops import Uncountable, shape_at
+from attnforge.memory import available
+from attnforge.precision import Precision
+
+BUILDER = 3
+"""How many times its weights TensorRT's builder holds (BERT-base in fp32: 1.6 GiB for 0.4)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be deployed.
+
+    Attributes:
+        model: the canonical graph.
+        inputs: of the model.
+        precision: of the bundle.
+        targets: names of targets.
+        tune: whether backends are measured.
+        sizes: of the dynamic dims, at which most memory is needed.
+    """
+
+    model: ir.Model
+    inputs: Sequence[TensorSpec]
+    precision: Precision
+    targets: Sequence[str]
+    tune: bool
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def at_most(
+        cls, model: ir.Model, inputs: Sequence[TensorSpec], precision: Precision, targets: Sequence[str], tune: bool
+    ) -> Work:
+        """The work at the largest sizes that the inputs may have."""
+        dims = [dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)]
+        sizes = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
+        return cls(model, inputs, precision, targets, tune, sizes)
+
+    def bytes(self) -> int:
+        """Bytes that are needed at least, beside what is in memory when the graph is canonical.
+
+        The reference holds the activations that live at one time in float64, while TensorRT's builder holds weights; or
+        else the backends that are measured hold theirs, and the activations at the bundle's precision. Scores are not
+        counted, because whether a form holds them shows later.
+        """
+        weights = sum(v.const_value.nbytes for v in self.model.graph.initializers.values() if v.const_value is not None)
+        live = most_alive(self.model, self.sizes)
+        builder = BUILDER * weights if not set(FLAVOURS).isdisjoint(self.targets) else 0
+        backends = 2 * weights + live * max(self.precision.dtype.itemsize, 4) if self.tune else 0
+        return max(8 * live + builder, backends)
+
+    def check(self) -> None:
+        """Refuse work for which too little memory is left.
+
+        Raises:
+            UnavailableError: says what is needed, what is left, and what would need less.
+        """
+        left, needed = available(), self.bytes()
+        if left is None or needed <= left:
+            return
+        less = {"--target onnxruntime": replace(self, targets=["onnxruntime"]), "--no-tune": replace(self, tune=False)}
+        changes = [f"{name} ({_gib(size)})" for name, work in less.items() if (size := work.bytes()) < needed]
+        halved = replace(self, sizes={symbol: max(size // 2, 1) for symbol, size in self.sizes.items()})
+        if (size := halved.bytes()) < needed:
+            changes.append(f"dims of half the maximum ({_gib(size)})")
+        sizes = ", ".join(f"{symbol} {size:,}" for symbol, size in self.sizes.items()) or "its fixed sizes"
+        raise UnavailableError(
+            f"deploying this model needs at least {_gib(needed)} of memory at {sizes}, and {_gib(left)} are left; "
+            f"free some, or deploy with less: {', or '.join(changes) or 'a smaller model'}"
+        )
+
+
+def most_alive(model: ir.Model, sizes: Mapping[str, int]) -> int:
+    """The most numbers of activations that are needed at one time when the nodes of a graph run in their order. Tensors
+    whose shapes are not known are left out.
+
+    Args:
+        model: the graph.
+        sizes: of the symbolic dims.
+    """
+    nodes = list(model.graph)
+    last: dict[ir.Value, int] = {}
+    for place, node in enumerate(nodes):
+        last |= {value: place for value in node.inputs if value is not None}
+    last |= dict.fromkeys(model.graph.outputs, len(nodes))
+    ending: dict[int, list[ir.Value]] = {}
+    for value, place in last.items():
+        ending.setdefault(place, []).append(value)
+    alive = most = sum(_numbers(value, sizes) for value in model.graph.inputs)
+    for place, node in enumerate(nodes):
+        alive += sum(_numbers(value, sizes) for value in node.outputs if value in last)
+        most = max(most, alive)
+        alive -= sum(_numbers(value, sizes) for value in ending.get(place, ()) if not value.is_initializer())
+    return most
+
+
+def _numbers(value: ir.Value, sizes: Mapping[str, int]) -> int:
+    with suppress(Uncountable):
+        return prod(shape_at(value, sizes))
+    return 0
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
