@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch._dynamo.config
 from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
 
@@ -19,7 +20,6 @@ from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import cuda_devices
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
-from tests.support.quick_export import share_between_exports
 
 os.environ["ATTNFORGE_CACHE"] = "off"  # a test that deploys makes everything itself, unless it says otherwise
 
@@ -34,9 +34,9 @@ settings.register_profile(
 settings.load_profile("ci")
 
 # torch's exporter makes millions of small objects; looking for cycles among them is a fifth of an export at Python's
-# own thresholds.
+# own thresholds. Its cache of fake tensors pays for models of many layers alike, and is a fifth of a small one's export.
 gc.set_threshold(100_000, 20, 20)
-share_between_exports()
+torch._dynamo.config.fake_tensor_cache_enabled = False
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
