@@ -34,7 +34,7 @@ settings.register_profile(
 settings.load_profile("ci")
 
 # torch's exporter makes millions of small objects; looking for cycles among them is a fifth of an export at Python's
-# own thresholds. Its cache of fake tensors pays for models of many layers alike, and is a fifth of a small one's export.
+# own thresholds. Its cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
 gc.set_threshold(100_000, 20, 20)
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
