@@ -151,6 +151,26 @@ def excluded_by(example: Array) -> float | Literal["-inf"] | None:
     return float(numbers[0]) if np.isfinite(numbers[0]) else "-inf"
 
 
+def range_of_setting(example: Array) -> tuple[float, float] | None:
+    """The numbers that a setting of the model or of every sample may have: from half of the example's to twice it.
+
+    Args:
+        example: of the input.
+
+    Returns:
+        The least and the largest; None where the input has more than one number a sample, or numbers of both signs.
+    """
+    if not example.size or math.prod(example.shape[1:]) != 1:
+        return None
+    least, most = float(example.min()), float(example.max())
+    limit = float(ml_dtypes.finfo(example.dtype).max)  # type: ignore[no-untyped-call]
+    if least > 0 and most <= limit:
+        return least / 2, min(2 * most, limit)
+    if -limit <= least and most < 0:
+        return max(2 * least, -limit), most / 2
+    return None
+
+
 def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
     """A case of normal inputs.
 
@@ -206,8 +226,8 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
     - `denormal`: normal times `case.scale` times a quarter of the dtype's least normal number;
     - `extremes`: normal, with one number in sixty-one `case.scale` times the dtype's largest or least.
 
-    An input of one number, such as a temperature, is normal where others are denormal or have extremes: it scales all
-    numbers, and would hide what theirs show.
+    A setting, such as a temperature, is uniform over its range whatever the kind, unless all inputs are settings: it
+    scales all numbers, and would hide what others show.
 
     Whole numbers are uniform over the example's range.
 
@@ -231,7 +251,12 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
     if case.kind == "data":
         return {spec.name: stored[data_key(case, spec.name)] for spec in inputs}
     rng = np.random.Generator(np.random.PCG64(case.seed))
-    return {spec.name: _drawn(case, spec, rng) for spec in inputs}
+    return {
+        spec.name: np.asarray(rng.uniform(*spec.setting, shape_of(spec, case.sizes))).astype(np.dtype(spec.dtype))
+        if spec.setting is not None and any(other.setting is None for other in inputs)
+        else _drawn(case, spec, rng)
+        for spec in inputs
+    }
 
 
 def data_key(case: Case, name: str) -> str:
@@ -259,8 +284,6 @@ def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
     if case.kind == "uniform":
         return np.asarray(rng.uniform(-1, 1, shape)).astype(dtype)
     limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    if math.prod(shape) == 1 and case.kind in ("denormal", "extremes"):
-        return np.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
     factor = {"denormal": case.scale * float(limits.smallest_normal) / 4, "scaled": case.scale}.get(case.kind, 1.0)
     normal = np.asarray(factor * rng.standard_normal(shape, np.float32))
     if case.kind == "outliers" and shape:

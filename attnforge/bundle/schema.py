@@ -60,6 +60,8 @@ class TensorSpec(Record):
         low: the least number of an integer input's example, and so of the reference inputs.
         high: the largest.
         excludes: the number that a floating-point mask adds where a key is excluded; None of other inputs.
+        setting: the least and largest number of reference inputs, where a floating-point input is a setting of the
+            model or of every sample, such as a temperature; None of other inputs.
     """
 
     name: str
@@ -68,6 +70,7 @@ class TensorSpec(Record):
     low: int | None = None
     high: int | None = None
     excludes: float | Literal["-inf"] | None = None
+    setting: tuple[float, float] | None = None
 
     def text(self) -> str:
         return f"{self.dtype}[{', '.join(str(d) if isinstance(d, int) else d.text for d in self.dims)}]"

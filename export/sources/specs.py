@@ -10,7 +10,7 @@ import onnx_ir as ir
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import UsageError
-from attnforge.runtime.cases import excluded_by
+from attnforge.runtime.cases import excluded_by, range_of_setting
 
 Dims = list[int | DimSpec]
 """The dims of a tensor: a number where one is fixed, else its symbol and range."""
@@ -46,10 +46,11 @@ def output_dims(value: ir.Value, inputs: list[TensorSpec]) -> Dims:
 
 
 def note_example(spec: TensorSpec, example: Array) -> None:
-    """Add to an input's description what reference inputs keep of its example: the range of whole numbers, and the
-    number by which a floating-point mask excludes keys."""
+    """Add to an input's description what reference inputs keep of its example: the range of whole numbers, the number
+    by which a floating-point mask excludes keys, and the range of a setting."""
     if is_floating(example):
         spec.excludes = excluded_by(example)
+        spec.setting = range_of_setting(example)
     elif example.size and example.dtype != np.bool_:
         spec.low, spec.high = int(example.min()), int(example.max())
 

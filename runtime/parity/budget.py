@@ -54,6 +54,13 @@ FEW = 1024
 """Outputs of fewer numbers than this have eager's largest error over all ordinary cases: of ten numbers, two errors of
 one distribution differ by more than twice one time in fifty."""
 
+SWAPPED = 2
+"""Whole numbers that may differ, up to half of an output's, where products round coarsely: two scores that tie to
+rounding swap their places."""
+
+COARSE = 10
+"""Bits of the mantissa up to which products round coarsely."""
+
 FAR_OFF = 10
 """How many floors eager may be off before its precision is said to drift."""
 
@@ -109,7 +116,7 @@ def judge(
     if got.shape != truth.shape:
         return incomparable(case, output, precision, f"{got.size} numbers where float64 eager has {truth.size}")
     if not is_floating(got):
-        return _judge_whole_numbers(case, output, got, eager, truth)
+        return _judge_whole_numbers(case, output, got, eager, truth, precision)
     got, eager, truth = (np.asarray(array, np.float64) for array in (got, eager, truth))
     if not case.is_ordinary:
         truth = np.where(np.abs(truth) <= precision.largest, truth, np.nan)
@@ -281,15 +288,18 @@ def _first(places: Array) -> int:
 # --- whole numbers ----------------------------------------------------------------------------------------------------
 
 
-def _judge_whole_numbers(case: Case, output: str, got: Array, eager: Array, truth: Array) -> Comparison:
+def _judge_whole_numbers(
+    case: Case, output: str, got: Array, eager: Array, truth: Array, precision: Precision
+) -> Comparison:
     """An output of whole numbers or booleans, such as indices. The errors are shares of its numbers."""
     got, eager, truth = (np.asarray(array, np.float64) for array in (got, eager, truth))
     wrong, differ = (got != truth) & (got != eager), int((eager != truth).sum())
     count, size = int(wrong.sum()), max(got.size, 1)
-    passed = count <= 2 * differ or not case.is_ordinary
+    may = max(2 * differ, min(SWAPPED, size // 2) if precision.mantissa_bits <= COARSE else 0)
+    passed = count <= may or not case.is_ordinary
     return Comparison(
         case=case.name, output=output, passed=passed, error=count / size, eager_error=differ / size,
-        budget=max(2 * differ, 1) / size, max_error=0.0, max_budget=0.0, compared=got.size,
+        budget=max(may, 1) / size, max_error=0.0, max_budget=0.0, compared=got.size,
         worst=Element.at(_first(wrong), case.name, got, eager, truth) if count else None,
-        reason=None if passed else f"{count} of {got.size} are neither eager's nor float64's, and {2 * differ} may be",
+        reason=None if passed else f"{count} of {got.size} are neither eager's nor float64's, and {may} may be",
     )  # fmt: skip

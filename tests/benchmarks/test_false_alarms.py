@@ -21,7 +21,7 @@ from attnforge.runtime.parity.comparison import Comparison
 
 SEEDS = range(1000, 1016)
 
-HOSTILE_SEEDS = (16, 17, 31, 48, *range(1000, 1012))
+HOSTILE_SEEDS = (16, 17, 31, 48, 152, 170, *range(1000, 1010))
 """Seeds that were rejected once, and others."""
 
 

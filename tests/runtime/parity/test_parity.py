@@ -473,14 +473,41 @@ def test_inputs_of_every_kind(precision: str) -> None:
     assert np.abs(made("extremes", 2.0**-4)).max() == pytest.approx(p.largest / 16, rel=1e-2)
 
 
-def test_an_input_of_one_number_stays_ordinary_where_others_are_not() -> None:
+@pytest.mark.parametrize("kind", ["normal", "extremes", "denormal", "scaled", "constant"])
+def test_a_setting_stays_what_it_is_where_other_inputs_are_hard(kind: Kind) -> None:
     """A temperature at its extreme would hide what the extremes of other inputs show."""
-    inputs = [spec("x", "float16", 61), spec("temperature", "float16"), spec("scale", "float16", 1, 1)]
-    for kind, x in (("extremes", 65504.0), ("denormal", 6e-5)):
-        case = Case(name="k", sizes={}, kind=kind, seed=1)  # type: ignore[arg-type]
-        made = reference.make_inputs(case, inputs, {})
-        assert np.abs(made["x"]).max() == pytest.approx(x, rel=0.6)
-        assert all(0.01 < abs(float(made[name].reshape(()))) < 4 for name in ("temperature", "scale"))
+    inputs = [spec("x", "float16", 61), spec("temperature", "float16", 3)]
+    case = Case(name="k", sizes={}, kind=kind, scale=1.0, seed=1)
+    before = reference.make_inputs(case, inputs, {})
+    inputs[1].setting = (0.25, 2.0)
+    made = reference.make_inputs(case, inputs, {})
+    assert made["temperature"].min() >= 0.25 and made["temperature"].max() <= 2
+    assert len(set(made["temperature"].tolist())) == 3 and made["temperature"].dtype == np.float16
+    assert np.array_equal(made["x"], before["x"])
+    alone = reference.make_inputs(case, inputs[1:], {})
+    inputs[1].setting = None
+    assert np.array_equal(alone["temperature"], reference.make_inputs(case, inputs[1:], {})["temperature"])
+
+
+def test_what_a_setting_is() -> None:
+    """One number, or one a sample, of one sign: what is data has more, or both signs, or is zero."""
+    assert reference.range_of_setting(np.array(2, np.float32)) == (1.0, 4.0)
+    assert reference.range_of_setting(np.array([0.5, 1.5], np.float32)) == (0.25, 3.0)
+    assert reference.range_of_setting(-np.ones((3, 1, 1))) == (-2.0, -0.5)
+    assert reference.range_of_setting(np.array(50_000, np.float16)) == (24_992.0, 65_504.0)
+    for example in (np.zeros(()), np.array([-1.0, 1.0]), np.ones((2, 3)), np.array(np.inf), np.array([np.nan])):
+        assert reference.range_of_setting(example) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "swapped"), [("fp32", 8, 0), ("bf16", 8, 2), ("tf32", 3, 1), ("fp16", 1, 0)]
+)
+def test_scores_that_tie_to_rounding_may_swap_places(precision: str, size: int, swapped: int) -> None:
+    truth = np.arange(size)
+    case = Case(name="normal-opt", sizes={}, kind="normal", seed=1)
+    for wrong in range(min(size, 4)):
+        got = np.where(np.arange(size) < wrong, -1, truth)
+        assert judge(case, "y", got, truth, truth, precision_named(precision)).passed == (wrong <= swapped)
 
 
 def test_the_example_and_data_are_what_is_stored() -> None:
