@@ -23,6 +23,7 @@ from attnforge.export.graphs.float64 import NoDoublePath, to_double
 from attnforge.export.graphs.parts import part_of
 from attnforge.export.graphs.saving import SHELVED, save
 from attnforge.export.graphs.types import FLOAT, cast_input, cast_output, round_results
+from attnforge.runtime.backends.onnxruntime import session_options
 
 BFLOAT16 = ir.DataType.BFLOAT16
 
@@ -39,7 +40,7 @@ def open_session(model: ir.Model, *, optimised: bool = False) -> Any:
         model: is not touched.
         optimised: whether ONNX Runtime may rewrite the graph, as it does where the graph is deployed.
     """
-    options = ort.SessionOptions()
+    options = session_options()
     options.log_severity_level = 4
     if not optimised:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -16,6 +16,7 @@ from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.files import is_full
 from attnforge.progress import Progress, Steps
+from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.cases import cases
 
 TOOK_APART = "ONNX Runtime's own optimiser took the fused node apart"
@@ -65,13 +66,12 @@ def compiled_operators(file: Path) -> dict[str, str]:
         BuildError: ONNX Runtime cannot load the model.
     """
     optimized = file.with_suffix(".optimized.onnx")
-    options = ort.SessionOptions()
+    options = session_options()
     options.optimized_model_filepath = str(optimized)
     options.add_session_config_entry(
         "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"
     )  # protobuf cannot hold a model of more than 2 GiB
     options.add_session_config_entry("session.disable_prepacking", "1")  # which copies weights, to run them faster
-    options.log_severity_level = 3
     try:
         ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         nodes = ir.load(optimized).graph

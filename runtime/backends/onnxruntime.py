@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import onnxruntime as ort
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
 from attnforge.errors import UsageError
-from attnforge.machine import this_machine
+from attnforge.machine import processors, this_machine
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -111,7 +112,8 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
     """ONNX Runtime's `SessionOptions`.
 
     Args:
-        threads: over how many a run is spread; else as the settings say, or ONNX Runtime's default.
+        threads: over how many a run is spread; else as the settings say, or ONNX Runtime's default: one a processor,
+            here of those that this process may run on (ONNX Runtime counts all of the machine's).
         settings: as they were measured; else ONNX Runtime's defaults.
     """
     options = ort.SessionOptions()
@@ -122,6 +124,8 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
         options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
         if settings.optimized is not None:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if threads is None and processors() < (os.cpu_count() or 1):
+        threads = processors()
     if threads is not None:
         options.intra_op_num_threads = threads
     return options

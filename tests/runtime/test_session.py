@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, Choice, DimSpec, Manifest, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.machine import this_machine, versions
-from attnforge.runtime.backends.onnxruntime import COPIED
+from attnforge.runtime.backends.onnxruntime import COPIED, session_options
 from attnforge.runtime.backends.registry import libraries_of, why_not_here
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.session import Session
@@ -505,8 +506,20 @@ def test_the_eager_backend_runs_the_module_at_the_bundles_precision(small: Deplo
 
 def test_threads_change_no_answer(small: DeploySmall) -> None:
     inputs = arrays()
-    with attnforge.load(small("fp32"), "onnxruntime-cpu", threads=1) as one:
-        agree(one(*inputs.values()), eager(inputs))
+    for threads in (1, 2):
+        with attnforge.load(small("fp32"), "onnxruntime-cpu", threads=threads) as session:
+            agree(session(*inputs.values()), eager(inputs))
+
+
+@pytest.mark.parametrize(("allowed", "threads"), [({0}, 1), ({1, 3}, 2), ({0, 1, 2, 3}, 0)])
+def test_a_process_that_may_use_few_processors_starts_few_threads(
+    monkeypatch: pytest.MonkeyPatch, allowed: set[int], threads: int
+) -> None:
+    """0 is ONNX Runtime's own default; it counts all processors of the machine."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: allowed, raising=False)
+    assert session_options().intra_op_num_threads == threads
+    assert session_options(3).intra_op_num_threads == 3
 
 
 @pytest.mark.parametrize("contexts", [0, -1])
