@@ -142,9 +142,10 @@ def resampled_medians(rounds: Rounds, drawn: Array) -> Array:
     round_of = np.repeat(np.arange(len(rounds)), [len(calls_of_round) for calls_of_round in rounds])[order]
     blocks = []
     for some in np.array_split(drawn, math.ceil(drawn.shape[0] * calls.size / BLOCK)):
-        up_to = np.cumsum(some[:, round_of], axis=1)  # of the sorted calls, how many there are up to each
-        half = up_to[:, -1:] / 2
-        lower, upper = np.argmax(up_to >= half, axis=1), np.argmax(up_to > half, axis=1)
+        up_to = np.cumsum(some[:, round_of], axis=1, dtype=np.int32)  # how many of the sorted calls lie up to each
+        up_to *= 2
+        count = up_to[:, -1:] // 2
+        lower, upper = np.count_nonzero(up_to < count, axis=1), np.count_nonzero(up_to <= count, axis=1)
         blocks.append((calls[lower] + calls[upper]) / 2)
     return np.concatenate(blocks)
 
@@ -198,12 +199,19 @@ def _checked(rounds: Rounds) -> list[Array]:
     arrays = [np.asarray(calls, np.float64) for calls in rounds]
     if not arrays:
         raise UsageError("there are no rounds; measure one or more")
+    if all(calls.size for calls in arrays) and _are_times(np.concatenate(arrays)):
+        return arrays
     for i, calls in enumerate(arrays):
-        if calls.size == 0 or not (np.isfinite(calls) & (calls > 0)).all():
+        if calls.size == 0 or not _are_times(calls):
             raise UsageError(
                 f"round {i} has {calls.tolist()}; every round needs a call or more, each of a positive time"
             )
     return arrays
+
+
+def _are_times(calls: Array) -> bool:
+    """Whether all numbers are finite and positive."""
+    return bool(calls.min() > 0 and calls.max() < math.inf)  # NaN is neither
 
 
 def _student(freedom: int) -> float:
