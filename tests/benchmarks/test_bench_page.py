@@ -37,8 +37,7 @@ from attnforge.benchmarks.report.bench_page import write_page
 from attnforge.benchmarks.report.tables import growth_table, table
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.machine import Machine
-from tests.report import test_verify_page as test_page
-from tests.report.test_verify_page import Parsed
+from tests.support.html_pages import Parsed
 
 pytestmark = pytest.mark.xdist_group("bench-page")
 
@@ -273,19 +272,19 @@ def test_what_a_precision_gains_and_costs(page: Parsed) -> None:
 def test_ratios_that_pair_rounds_tell_more_than_times(tmp_path: Path) -> None:
     """Intervals of the times overlap; those of the ratios do not cross 1."""
     close = model("m", {"fp32": {"onnxruntime-cpu": 10.0, "openvino": 9.9, "eager": 9.92}})
-    first = answer(parsed(results([close]), tmp_path / "a.html"), "m", "fp32")
+    first = answer(parsed(results([close], growth=[]), tmp_path / "a.html"), "m", "fp32")
     assert "ship onnxruntime-cpu" in first and "openvino is a little faster: 9.90 ms" in first
     assert "A peer is faster: eager takes 9.92 ms" in first
     for one in close.contenders[1:]:
         one.ratio = interval(0.99, 0.02)
-    second = answer(parsed(results([close]), tmp_path / "b.html"), "m", "fp32")
+    second = answer(parsed(results([close], growth=[]), tmp_path / "b.html"), "m", "fp32")
     assert "may be chance" in second and "faster:" not in second
 
 
 def test_what_is_over_its_budget_is_not_shipped(tmp_path: Path) -> None:
     found = model("m", {"fp32": {"onnxruntime-cpu": 10.0, "openvino": 20.0}, "bf16": {"eager": 30.0}})
     found.contenders[0].error = 1.1e-6
-    page = parsed(results([found]), tmp_path / "page.html")
+    page = parsed(results([found], growth=[]), tmp_path / "page.html")
     assert "ship openvino — 20.0 ms" in answer(page, "m", "fp32")
     assert "nothing to ship" in answer(page, "m", "bf16")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -298,7 +297,7 @@ def test_what_is_wrong_in_another_case_is_not_shipped(tmp_path: Path) -> None:
     for one in found.contenders[1:3]:
         one.cases = wrong
     found.contenders[3].cases = Cases(held=2, of=14)
-    page = parsed(results([found]), tmp_path / "page.html")
+    page = parsed(results([found], growth=[]), tmp_path / "page.html")
     first = answer(page, "m", "fp32")
     assert "ship onnxruntime-cpu — 10.0 ms" in first and "A peer is faster: eager takes 9.50 ms" in first
     assert "1.05× as fast, held to 2 of 14 cases." in first
@@ -309,25 +308,25 @@ def test_what_is_wrong_in_another_case_is_not_shipped(tmp_path: Path) -> None:
     )
     found.contenders[3].latency = latency(12.0)
     found.contenders[3].ratio = interval(1.2, 0.004)
-    first = answer(parsed(results([found]), tmp_path / "slower.html"), "m", "fp32")
+    first = answer(parsed(results([found], growth=[]), tmp_path / "slower.html"), "m", "fp32")
     assert "1.20× as fast as the module in PyTorch, as its author wrote it" in first and "A peer is faster" not in first
     found.contenders[0].cases = wrong
-    none = answer(parsed(results([found]), tmp_path / "none.html"), "m", "fp32")
+    none = answer(parsed(results([found], growth=[]), tmp_path / "none.html"), "m", "fp32")
     assert "nothing to ship" in none and "Not onnxruntime-cpu: it is wrong in scaled-16" in none
 
 
-def test_the_usual_peer_stays_and_the_fastest_is_one_that_is_right(tmp_path: Path) -> None:
+def test_the_usual_peer_stays_and_the_fastest_is_one_that_is_right(page: Parsed, tmp_path: Path) -> None:
     found = model(
         "m", {"fp32": {"onnxruntime-cpu": 10.0, "onnxruntime-plain": 10.01, "ort-fusions": 11.0, "eager": 24.0}}
     )
     found.contenders[1].cases = Cases(held=6, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
-    first = answer(parsed(results([found]), tmp_path / "page.html"), "m", "fp32")
+    held = parsed(results([found], growth=[]), tmp_path / "page.html")
+    first = answer(held, "m", "fp32")
     assert "1.00× as fast as ONNX Runtime on the plain export" in first
     assert "as fast as ONNX Runtime on the plain export, which is wrong in another case" in first
     assert "1.10× as fast as ort-fusions, the fastest peer not known to be wrong" in first
-    page = parsed(results([found]), tmp_path / "held.html")
-    assert "after it ours, and peers that are as fast, in every reference case" in said(page)
-    assert "in every reference case" not in said(parsed(usual(), tmp_path / "unheld.html"))
+    assert "after it ours, and peers that are as fast, in every reference case" in said(held)
+    assert "in every reference case" not in said(page)
 
 
 def test_that_what_auto_picks_is_wrong_is_a_warning(tmp_path: Path) -> None:
@@ -335,7 +334,7 @@ def test_that_what_auto_picks_is_wrong_is_a_warning(tmp_path: Path) -> None:
     for other in (8.0, 12.0):
         found = model("m", {"fp32": {"openvino": 10.0, "onnxruntime-cpu": other}})
         found.contenders[0].cases = Cases(held=14, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
-        first = answer(parsed(results([found]), tmp_path / f"{other}.html"), "m", "fp32")
+        first = answer(parsed(results([found], growth=[]), tmp_path / f"{other}.html"), "m", "fp32")
         assert f"ship onnxruntime-cpu — {other:.2f}"[:-1] in first and "Not openvino" not in first
         warning = (
             '"auto" picks openvino, which is wrong in scaled-16, output: error 2 is over the budget of 1: name onnx'
@@ -528,8 +527,6 @@ def test_plots_bear_little_and_odd_numbers() -> None:
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
-
-browser = test_page.browser
 
 SEEN = """
 const root = document.documentElement, box = e => e.getBoundingClientRect();

@@ -25,7 +25,7 @@ from attnforge.export.lowering.attention import Attention, attentions
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for, write
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
-from tests.export.lowering.test_lowering import CPU, OPT, SIZES, Attends, agree, run
+from tests.support.attends import CPU, OPT, SIZES, Attends, agree, run
 from tests.support.idioms import IDIOMS
 
 QUICK = 0.01
