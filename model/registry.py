@@ -241,9 +241,10 @@ def patch_attention(
     return Example(module, (torch.randn(1, 3, image_size, image_size),), {"image": shapes})
 
 
-def patch_attention_digits() -> Example:
+def patch_attention_digits(max_batch: int = 512) -> Example:
+    require_sizes(batch_size=(BATCH, max_batch))
     image = torch.rand(BATCH, 1, 8, 8)
-    return Example(PatchAttentionClassifier(), (image,), {"image": {0: Dim("batch", min=1, max=512)}})
+    return Example(PatchAttentionClassifier(), (image,), {"image": {0: Dim("batch", min=1, max=max_batch)}})
 
 
 def transformer_encoder(

@@ -20,6 +20,9 @@ from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import cuda_devices
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
+from tests.support.html_pages import browser, chromium
+
+__all__ = ["browser", "chromium"]
 
 os.environ["ATTNFORGE_CACHE"] = "off"  # a test that deploys makes everything itself, unless it says otherwise
 
@@ -37,6 +40,15 @@ settings.load_profile("ci")
 # own thresholds. Its cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
 gc.set_threshold(100_000, 20, 20)
 torch._dynamo.config.fake_tensor_cache_enabled = False
+
+
+def pytest_configure() -> None:
+    """Give each worker a processor of its own, so that libraries start one thread: a second one takes a worker's time
+    from another, and ONNX Runtime's spin while they wait."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker.startswith("gw") and hasattr(os, "sched_setaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {allowed[int(worker[2:]) % len(allowed)]})
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

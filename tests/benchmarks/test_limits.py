@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import attnforge
 from attnforge.benchmarks.measure import ceilings as measuring
 from attnforge.benchmarks.measure.ceilings import LIBRARIES, measure_ceilings
 from attnforge.benchmarks.measure.limits import Ceilings, Work, limit_seconds
@@ -29,6 +27,9 @@ from attnforge.model import build_model
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import why_not_here
+from tests.support.bundles import Deploy
+
+pytestmark = pytest.mark.xdist_group("limits")
 
 FEW = 512
 """Bytes of all shapes and axes in a graph, which are less than any tensor of weights here."""
@@ -124,9 +125,8 @@ def test_products_are_those_that_torch_counts(captured: Callable[[], Captured], 
     assert work.outputs == sum(array.nbytes for array in outputs.values())
 
 
-def test_a_bundles_graph_is_counted(tmp_path: Path) -> None:
-    module, args, shapes = build_model("self-attention")
-    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "fp16", targets=["onnxruntime"], tune=False)
+def test_a_bundles_graph_is_counted(registered: Deploy) -> None:
+    bundle = registered("self-attention", "fp16")
     work = work_of(ir.load(bundle.file(CANONICAL)), {"batch": 2, "tokens": 48})
     assert work.uncounted == []
     assert work.products == {"fp16": 2 * (3 * 2 * 48 * 64 * 64 + 2 * 2 * 48**2 * 64)}

@@ -39,25 +39,56 @@ from attnforge.runtime import turns
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity import verify
 from attnforge.runtime.parity.verify import stored_inputs
+from tests.support.bundles import rewrite
 
 pytestmark = pytest.mark.xdist_group("measure")
 
-SMALL: dict[str, Any] = {"embed_dim": 32, "vocab_size": 50}
+SMALL: dict[str, Any] = {"embed_dim": 32, "vocab_size": 50, "num_layers": 1}
 
 
-def deployed(folder: Path, precision: str = "fp32", **options: Any) -> Bundle:
+def deployed(folder: Path, precision: str = "fp32", data: int = 0, **options: Any) -> Bundle:
+    """A small encoder, with so many cases of data."""
     options = {**SMALL, **options}
     module, args, shapes = build_model("transformer-encoder", **options)
+    others = [build_model("transformer-encoder", **SMALL, num_tokens=9 + i).args for i in range(data)]
     source = Source(kind="registered", name="transformer-encoder", options=options)
-    name = f"encoder-{precision}-{options.get('num_layers', 2)}"
+    name = f"encoder-{precision}-{options['num_layers']}"
     return attnforge.deploy(
-        module, args, folder / name, shapes, precision, ["onnxruntime"], "encoder", tune=False, source=source
-    )
+        module, args, folder / name, shapes, precision, ["onnxruntime"], "encoder", tune=False, source=source,
+        data=others,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return deployed(tmp_path_factory.mktemp("measure"))
+    return deployed(tmp_path_factory.mktemp("measure"), data=2)
+
+
+@pytest.fixture(scope="module")
+def low(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same in bf16."""
+    return deployed(tmp_path_factory.mktemp("measure"), "bf16", data=2)
+
+
+@pytest.fixture
+def copy(bundle: Bundle, tmp_path: Path) -> Path:
+    """A copy that a test may alter."""
+    return Path(shutil.copytree(bundle.path, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """One product, at one size."""
+    out = tmp_path_factory.mktemp("measure") / "fixed"
+    return attnforge.deploy(nn.Linear(8, 4), (torch.randn(3, 8),), out, targets=["onnxruntime"], tune=False)
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Bundle]:
+    """One product for batches up to 5, and its module."""
+    module, shapes = nn.Linear(8, 4), ({0: Dim("batch", min=1, max=5)},)
+    out = tmp_path_factory.mktemp("measure") / "linear"
+    return module, attnforge.deploy(module, (torch.randn(3, 8),), out, shapes, targets=["onnxruntime"], tune=False)
 
 
 def job_of(bundle: Bundle, folder: Path, **sizes: int) -> PeerJob:
@@ -193,8 +224,8 @@ def test_who_is_as_fast_as_what_is_picked_is_held(
     assert [one.cases is not None for _, one in entries] == [True, True, held]
 
 
-def test_a_reference_file_that_is_gone_is_told_before_anything_is_timed(tmp_path: Path) -> None:
-    made = attnforge.deploy(nn.Linear(8, 4), (torch.randn(3, 8),), tmp_path / "b", targets=["onnxruntime"], tune=False)
+def test_a_reference_file_that_is_gone_is_told_before_anything_is_timed(fixed: Bundle, tmp_path: Path) -> None:
+    made = Bundle(shutil.copytree(fixed.path, tmp_path / "copy"))
     made.file(REFERENCE_EXAMPLE).unlink()
     told: list[str] = []
     with pytest.raises(BundleError, match="example"):
@@ -216,34 +247,28 @@ def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pyt
     assert ours.wrong_in == "planted" and peer.cases is not None and peer.wrong_in is None
 
 
-def test_cases_of_real_data_and_of_two_precisions_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"embed_dim": 32, "num_layers": 1}
-    made = []
-    for precision in ("fp32", "bf16"):
-        module, args, shapes = build_model("vit", **options)
-        given = (tmp_path / precision, shapes, precision, ["onnxruntime"])
-        made.append(attnforge.deploy(module, args, *given, "vit", tune=False, data=[args, args]))
-    for one, bundle in zip(held_to_all(made, [], monkeypatch), made, strict=True):
-        count = len(bundle.manifest.cases)
+def test_cases_of_real_data_and_of_two_precisions_are_held(
+    bundle: Bundle, low: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [bundle, low]
+    for one, each in zip(held_to_all(made, [], monkeypatch), made, strict=True):
+        count = len(each.manifest.cases)
         assert one.cases == found.Cases(held=count, of=count), one.cases
-    assert any(case.kind == "data" for case in made[0].manifest.cases)
+        assert sum(case.kind == "data" for case in each.manifest.cases) == 2
 
 
 def _bytes(feeds: dict[str, Array]) -> bytes:
     return b"".join(array.tobytes() for array in feeds.values())
 
 
-def test_a_wrong_backend_of_ours_has_no_time_either(tmp_path: Path) -> None:
-    from tests.support.bundles import rewrite
-
-    copy = deployed(tmp_path)
-    file = copy.path / "onnxruntime/model.onnx"
+def test_a_wrong_backend_of_ours_has_no_time_either(copy: Path) -> None:
+    file = copy / "onnxruntime/model.onnx"
     model = onnx.load(file)
     weight = max(model.graph.initializer, key=lambda one: len(one.raw_data))
     array = onnx.numpy_helper.to_array(weight) * np.float32(1.01)
     weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
     onnx.save(model, file)
-    (measured,) = attnforge.benchmark(rewrite(copy.path), ["onnxruntime-cpu"], rounds=1, quick=True).models
+    (measured,) = attnforge.benchmark(rewrite(copy), ["onnxruntime-cpu"], rounds=1, quick=True).models
     assert "onnxruntime-cpu fp32" in measured.wrong and measured.contenders == []
 
 
@@ -275,8 +300,7 @@ def test_every_peer_of_a_cpu_is_right_and_timed(bundle: Bundle) -> None:
     assert picked.name == attnforge.load(bundle).backend and picked.ratio is not None and picked.ratio.value == 1
 
 
-def test_several_precisions_in_one_run(bundle: Bundle, tmp_path: Path) -> None:
-    low = deployed(tmp_path, "bf16")
+def test_several_precisions_in_one_run(bundle: Bundle, low: Bundle) -> None:
     (model,) = attnforge.benchmark([bundle, low], ["onnxruntime-cpu"], ["eager"], rounds=2, quick=True).models
     assert {one.key for one in model.contenders} == {
         f"{name} {precision}" for name in ("onnxruntime-cpu", "eager") for precision in ("fp32", "bf16")
@@ -295,12 +319,8 @@ def test_several_sizes_are_measured_each_for_itself(bundle: Bundle) -> None:
     assert taken.models[0].inputs["tokens"] == "int64[1, 3]"
 
 
-def test_sizes_that_the_bundle_has_outputs_of_need_no_module(tmp_path: Path) -> None:
-    module = nn.Linear(8, 4)
-    x = torch.randn(3, 8)
-    made = attnforge.deploy(
-        module, (x,), tmp_path / "b", ({0: Dim("batch", min=1, max=5)},), targets=["onnxruntime"], tune=False
-    )
+def test_sizes_that_the_bundle_has_outputs_of_need_no_module(linear: tuple[nn.Module, Bundle]) -> None:
+    module, made = linear
     (model,) = attnforge.benchmark(made, rounds=1, quick=True, backends=["onnxruntime-cpu"]).models
     assert model.contenders[0].budget > 0
     with pytest.raises(UsageError, match="pass it as module"):
@@ -329,8 +349,10 @@ def test_what_cannot_be_meant(bundle: Bundle, tmp_path: Path) -> None:
         attnforge.benchmark(bundle, ["tensorrt"], quick=True)
 
 
-def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(bundle: Bundle, tmp_path: Path) -> None:
-    module = build_model("transformer-encoder", **SMALL).module.eval()
+def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(
+    bundle: Bundle, fixed: Bundle, tmp_path: Path
+) -> None:
+    module = build_model("transformer-encoder", **SMALL | {"num_layers": 2}).module.eval()
     job = job_of(bundle, tmp_path, batch=2, tokens=6)
     tensors = [torch.from_numpy(array) for array in job.feeds.values()]
     with torch.no_grad():
@@ -341,9 +363,8 @@ def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(bundle: Bund
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
         module(*tensors)
         assert len(calls) == 2
-    other = attnforge.deploy(nn.Linear(8, 4), (torch.randn(2, 8),), tmp_path / "b", targets=["onnxruntime"], tune=False)
     with ExitStack() as stack, pytest.raises(UnavailableError, match="not this library's own"):
-        job = PeerJob(other, {"input": np.zeros((2, 8), np.float32)}, 1, tmp_path, nn.Linear(8, 4))
+        job = PeerJob(fixed, {"input": np.zeros((3, 8), np.float32)}, 1, tmp_path, nn.Linear(8, 4))
         PEERS["eager-sdpa"].open(job, stack)(job.feeds)
 
 
@@ -470,6 +491,7 @@ def whole(bundle: Bundle) -> found.Results:
     against, sizes = ["onnxruntime-plain"], {"batch": 2, "tokens": 33}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "measure_ceilings", quick_ceilings)
+        patch.setattr(throughput, "BURST", 0.01)
         return attnforge.benchmark(bundle, ["onnxruntime-cpu"], against, sizes=sizes, rounds=3, threads=1)
 
 
@@ -551,24 +573,23 @@ def loaded_in(run: fresh.FreshRun, seconds: float) -> fresh.FreshRun:
     return run.model_copy(update={"cold": run.cold.model_copy(update={"load_s": seconds})})
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_what_takes_long_to_load_is_loaded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed: bool) -> None:
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_what_takes_long_to_load_is_loaded_twice(
+    fixed: Bundle, linear: tuple[nn.Module, Bundle], monkeypatch: pytest.MonkeyPatch, is_fixed: bool
+) -> None:
     """And the lesser time is taken. A model of other sizes too is loaded anew for its memory; one of fixed sizes only
     where loading takes long."""
-    module = nn.Linear(8, 4)
-    shapes = None if fixed else ({0: Dim("batch", min=1, max=5)},)
-    made = attnforge.deploy(module, (torch.randn(3, 8),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     real, seconds = fresh.measured, [4.0, 2.0, 0.1, 0.2]
     monkeypatch.setattr(fresh, "measured", lambda order: loaded_in(real(order), seconds.pop(0)))
+    made = fixed if is_fixed else linear[1]
     experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
-    for least, left in ((2.0, 2), (0.1, 1 if fixed else 0)):
+    for least, left in ((2.0, 2), (0.1, 1 if is_fixed else 0)):
         (one,) = bench.measure(experiment, {}, None).contenders
         assert one.cold is not None and one.cold.load_s == least and one.memory is not None
         assert len(seconds) == left
 
 
-def test_a_second_load_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = attnforge.deploy(nn.Linear(8, 4), (torch.randn(3, 8),), tmp_path / "b", targets=["onnxruntime"], tune=False)
+def test_a_second_load_that_fails_costs_nothing(fixed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = fresh.measured, Counter[str]()
 
     def measured(order: fresh.Order) -> fresh.FreshRun:
@@ -578,7 +599,7 @@ def test_a_second_load_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pyt
         return loaded_in(real(order), 4.0)
 
     monkeypatch.setattr(fresh, "measured", measured)
-    experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
+    experiment = Experiment([fixed], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
     (one,) = bench.measure(experiment, {}, None).contenders
     assert one.cold is not None and one.cold.load_s == 4.0 and one.memory is not None and one.notes == []
     assert calls["processes"] == 2
@@ -609,9 +630,9 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
     for one in grown.series:
         assert all(ms is not None and ms > 0 for ms in one.ms) and one.time is not None
         assert one.extra_mib == [None] * 3 and one.memory is None
-    layers: suite.Points = {n: (deployed(tmp_path, num_layers=n), {}) for n in (1, 3)}
+    layers: suite.Points = {1: (bundle, {}), 2: (deployed(tmp_path, num_layers=2), {})}
     grown = suite.measured_growth(experiment, "layers", layers)
-    assert grown.sizes == [1, 3] and len(grown.deploy_seconds) == 2
+    assert grown.sizes == [1, 2] and len(grown.deploy_seconds) == 2
     assert all(seconds["export"] > 0 for seconds in grown.deploy_seconds)
 
 
@@ -630,6 +651,7 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
         "small", "transformer-encoder", options, ["eager"], ("fp32",), throughput=False, fresh_peers=()
     )
     monkeypatch.setattr(bench, "measure_ceilings", quick_ceilings)
+    monkeypatch.setattr("attnforge.export.deploy._measure_backends", lambda *given: None)
     monkeypatch.setattr(suite, "ROUNDS", 3)
     monkeypatch.setattr(suite, "SUBJECTS", (small,))
     for along in ("tokens", "layers"):

@@ -1,8 +1,10 @@
-"""The scripts of examples/ run as a reader would run them, each in a process of its own."""
+"""The scripts of examples/ run as a reader would run them: what needs no torch in a process of its own, the others in
+this one, where torch is there already."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,10 @@ from torch.export import Dim
 import attnforge
 from tests.docs.pages import ROOT
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's exporter
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of torch's exporter
+    pytest.mark.xdist_group("examples"),
+]
 
 SCRIPTS = {
     "own_module.py": ((), "1 of 1 sites canonical"),
@@ -24,6 +29,8 @@ SCRIPTS = {
     "serving_loop.py": (("layer.bundle", "20"), "torch was not imported"),
 }
 """What each script is given, and what it has to print."""
+
+WITHOUT_TORCH = "serving_loop.py"
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +50,22 @@ def test_every_script_is_tried() -> None:
     assert {file.name for file in (ROOT / "examples").glob("*.py")} == set(SCRIPTS)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_example_runs(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", sorted({*SCRIPTS} - {WITHOUT_TORCH}))
+def test_the_example_runs(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, printed = SCRIPTS[name]
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with torch.random.fork_rng(devices=[]):
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")  # leaves by an exception where it fails
+    assert printed in capsys.readouterr().out
+
+
+def test_the_example_without_torch_runs(folder: Path) -> None:
+    arguments, printed = SCRIPTS[WITHOUT_TORCH]
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        [sys.executable, str(ROOT / "examples" / WITHOUT_TORCH), *arguments],
         cwd=folder, env={**os.environ, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,12 +105,27 @@ def test_loading_checks_what_is_run_and_no_more(copy: Path) -> None:
         attnforge.load(copy, "onnxruntime-cpu")
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Bundle]:
+    """A bundle of large weights, on the shelf or in the canonical graph."""
+
+    @functools.cache
+    def deploy(shelved: bool) -> Bundle:
+        module, args, shapes = build_model("multi-head-attention", embed_dim=128, num_heads=4)
+        out = tmp_path_factory.mktemp("wide") / "bundle"
+        with pytest.MonkeyPatch.context() as patch:
+            if shelved:
+                patch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
+            return attnforge.deploy(module, args, out, shapes, targets=["onnxruntime"], tune=False)
+
+    return deploy
+
+
+@pytest.mark.xdist_group("wide")
 def test_weights_that_graphs_share_are_checked_with_each_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide: Callable[[bool], Bundle], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
-    module, args, shapes = build_model("multi-head-attention")
-    made = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False)
+    made = Bundle(shutil.copytree(wide(True).path, tmp_path / "copy"))
     data = bytearray((made.path / "weights.data").read_bytes())
     data[-1] ^= 1
     (made.path / "weights.data").write_bytes(data)
@@ -116,13 +133,11 @@ def test_weights_that_graphs_share_are_checked_with_each_of_them(
         attnforge.load(made.path, "onnxruntime-cpu")
 
 
+@pytest.mark.xdist_group("wide")
 @pytest.mark.parametrize("shelved", [False, True])
-def test_the_plain_graph_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shelved: bool) -> None:
+def test_the_plain_graph_is_whole(wide: Callable[[bool], Bundle], tmp_path: Path, shelved: bool) -> None:
     """Any tool checks and runs it where it lies; weights stand once; a bundle that has them as inputs still loads."""
-    if shelved:
-        monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
-    module, args, shapes = build_model("multi-head-attention")
-    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    bundle = Bundle(shutil.copytree(wide(shelved).path, tmp_path / "copy"))
     plain, canonical = bundle.file("plain.onnx"), bundle.file("canonical.onnx")
     assert plain.stat().st_size < 100_000 < (bundle.file("weights.data") if shelved else canonical).stat().st_size
     onnx.checker.check_model(str(plain), full_check=True)

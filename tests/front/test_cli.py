@@ -1,16 +1,15 @@
-"""The command line, as its user runs it: a process, its output, and its exit code.
+"""The command line, as its user runs it: its output on both streams, and its exit code.
 
-What one process has shown of a command, others are shown in this one, where nothing has to be imported again.
+Most commands run in this process, where nothing has to be imported again. Processes of their own show that a process
+says and returns the same, that it finds modules where it was started, and what it does not import.
 """
 
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from attnforge.benchmarks.measure import bench as measure
-from attnforge.benchmarks.measure import ceilings
+from attnforge.benchmarks.measure import ceilings, throughput
 from attnforge.benchmarks.measure.results import read
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, write_manifest
 from attnforge.cli import main, out
@@ -36,6 +35,9 @@ pytestmark = pytest.mark.xdist_group("cli")
 
 Done = subprocess.CompletedProcess[str]
 
+DIGITS = ("patch-attention-digits", "-o", "max_batch=16", "--no-data", "--no-tune")
+"""The classifier of digits, quick to deploy."""
+
 
 def attnforge(*arguments: str | Path, cwd: Path | None = None) -> Done:
     command = [sys.executable, "-m", "attnforge", *map(str, arguments)]
@@ -47,32 +49,40 @@ Here = Callable[..., Done]
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Here:
-    """`here(*arguments)` is the same as `attnforge(*arguments)`, but for the process."""
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    """`here(*arguments)` is the same as `attnforge(*arguments)`, but for the process; what libraries and processes
+    write to its standard streams counts too."""
 
     monkeypatch.setattr(out, "width", 100)
 
     def run(*arguments: str | Path) -> Done:
         command = ["attnforge", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", command)
-        with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as warned:
-            try:
-                main()
-                code = 0
-            except SystemExit as ended:
-                assert isinstance(ended.code, int)
-                code = ended.code
-        return Done(command, code, said.getvalue(), warned.getvalue())
+        capfd.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            assert isinstance(ended.code, int)
+            code = ended.code
+        return Done(command, code, *capfd.readouterr())
 
     return run
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cli") / "digits"
-    done = attnforge("deploy", "patch-attention-digits", "--precision", "fp16", "--no-tune", "--out", folder, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["attention"]["fused"] == {"onnxruntime": 2, "tensorrt_rtx": 2}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cli") / "digits"
+
+
+@pytest.fixture
+def bundle(here: Here, folder: Path) -> Path:
+    """A bundle of two sites in fp16, deployed by the command once."""
+    if not folder.exists():
+        fused = ("--precision", "fp16", "--require-fused", "tensorrt_rtx")
+        done = here("deploy", *DIGITS, *fused, "--out", folder, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["attention"]["fused"] == {"onnxruntime": 2, "tensorrt_rtx": 2}
     return folder
 
 
@@ -91,14 +101,14 @@ def test_a_process_says_and_returns_the_same(here: Here, arguments: tuple[str, .
     assert (apart.returncode, apart.stdout, apart.stderr) == (within.returncode, within.stdout, within.stderr)
 
 
-def test_models_lists_every_registered_model() -> None:
-    listed = json.loads(attnforge("models", "--json").stdout)
+def test_models_lists_every_registered_model(here: Here) -> None:
+    listed = json.loads(here("models", "--json").stdout)
     assert list(listed) == list(MODELS)
     assert listed["general-attention"]["options"][:2] == ["score", "align"]
 
 
-def test_doctor_says_what_is_missing_and_what_to_do() -> None:
-    done = attnforge("doctor", "--json")
+def test_doctor_says_what_is_missing_and_what_to_do(here: Here) -> None:
+    done = here("doctor", "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 0
     assert report["build"]["onnxruntime"] is None
@@ -183,7 +193,7 @@ def test_diagnose_of_a_wrong_graph_is_one_document_and_exits_with_1(here: Here, 
 
 def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tmp_path: Path) -> None:
     manifest = (bundle / "manifest.json").read_bytes()
-    arguments = ("deploy", "patch-attention-digits", "--no-tune", "--require-fused", "tensorrt_rtx")
+    arguments = ("deploy", *DIGITS, "--require-fused", "tensorrt_rtx")
     done = here(*arguments, "--out", bundle, "--force", "--json")
     document = json.loads(done.stdout)
     assert_one_line(done, 1, "tensorrt_rtx does not fuse 2 of 2", "nothing was written")
@@ -197,18 +207,15 @@ def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_must_fuse_and_does_is_written(here: Here, tmp_path: Path) -> None:
-    arguments = ("--precision", "fp16", "--target", "tensorrt_rtx", "--require-fused", "tensorrt_rtx")
-    done = here("deploy", "transformer-encoder", *arguments, "--out", tmp_path / "new")
-    assert done.returncode == 0, done.stderr
-    assert Bundle(tmp_path / "new").manifest.attention.fused == {"tensorrt_rtx": 2}
+def test_what_must_fuse_and_does_is_written(bundle: Path) -> None:
+    assert Bundle(bundle).manifest.attention.fused == {"onnxruntime": 2, "tensorrt_rtx": 2}
 
 
-def test_bench_against_peers(bundle: Path, tmp_path: Path) -> None:
+def test_bench_against_peers(here: Here, bundle: Path, tmp_path: Path) -> None:
     against = ("--backend", "onnxruntime-cpu", "--against", "onnxruntime-plain")
     arguments = (*against, "--rounds", "2", "--quick", "--openings", "2")
     files = ("--out", tmp_path / "results.json", "--html", tmp_path / "page.html", "--plots", tmp_path / "plots")
-    done = attnforge("bench", bundle, *arguments, "--shapes", "batch=3", *files, "--json")
+    done = here("bench", bundle, *arguments, "--shapes", "batch=3", *files, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)["models"][0]
     assert report["sizes"] == {"batch": 3}
@@ -228,6 +235,7 @@ def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark
     monkeypatch.setattr(
         measure, "measure_ceilings", partial(ceilings.measure_ceilings, precisions=("fp32",), seconds=0.02)
     )
+    monkeypatch.setattr(throughput, "BURST", 0.01)
     module, args, shapes = build_model("vit", embed_dim=32, num_layers=1)
     made = deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     file = made.file(REFERENCE_OUTPUTS)
@@ -283,7 +291,7 @@ def test_light_commands_import_no_torch(bundle: Path, tmp_path: Path) -> None:
 def test_run_takes_arrays_and_images(here: Here, bundle: Path, tmp_path: Path) -> None:
     digit = np.random.default_rng(0).random((5, 1, 8, 8), np.float32)
     np.save(tmp_path / "digits.npy", digit)
-    done = attnforge("run", bundle, tmp_path / "digits.npy", "--out", tmp_path / "logits.npz", "--json")
+    done = here("run", bundle, tmp_path / "digits.npy", "--out", tmp_path / "logits.npz", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["outputs"]["output"] == {"shape": [5, 10], "dtype": "float16", "finite": True}
     with np.load(tmp_path / "logits.npz") as outputs:
@@ -308,7 +316,8 @@ def test_own_callable(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "def nothing():\n"
         "    return 3\n"
     )
-    done = attnforge("deploy", "mine:attention", "-o", "width=12", "--target", "onnxruntime", "--json", cwd=tmp_path)
+    targets = ("--target", "onnxruntime", "--target", "tensorrt_rtx")
+    done = attnforge("deploy", "mine:attention", "-o", "width=12", *targets, "--no-tune", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["source"] == {
@@ -335,19 +344,19 @@ def test_own_callable(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             ("tensorrt_rtx", "not among the targets to build (onnxruntime)", "add it"),
         ),
         (
-            ("deploy", "vit", "--precision", "fp16", "--attention-precision", "bf16"),
+            ("deploy", "worked-example", "--precision", "fp16", "--attention-precision", "bf16"),
             ("fp16 throughout", "leave the attention precision out"),
         ),
         (("deploy", "vit", "--attention-precision", "fp32"), ("unknown attention precision 'fp32'", "bf16, fp16")),
         (
-            ("deploy", "vit", "--attention-precision", "fp16", "--target", "onnxruntime"),
+            ("deploy", "worked-example", "--attention-precision", "fp16", "--target", "onnxruntime"),
             ("only onnxruntime is built", "add a target"),
         ),
         (("deploy", "vit", "-o", "depth=3"), ("unknown option 'depth'", "num_layers")),
         (("deploy", "vit", "-o", "num_layers"), ("name=value",)),
         (("deploy", "multi-head-self-attention", "-o", "num_heads=7"), ("7",)),
         (("deploy", "vit", "--weights", "none.safetensors"), ("none.safetensors",)),
-        (("deploy", "vit", "--compute-capability", "SM1"), ("unknown compute capability 'SM1'", "SM89")),
+        (("deploy", "worked-example", "--compute-capability", "SM1"), ("unknown compute capability 'SM1'", "SM89")),
     ],
 )
 def test_misuse_of_deploy(here: Here, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
@@ -360,7 +369,7 @@ def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
     assert_one_line(here("verify", tmp_path), 1, "no bundle", "attnforge deploy")
     assert_one_line(here("run", bundle, tmp_path / "none.npy"), 2, "no file")
     assert_one_line(here("bench", bundle, "--shapes", "tokens=3"), 2, "unknown dim 'tokens'", "batch")
-    assert_one_line(here("bench", bundle, "--shapes", "batch=9999"), 2, "9999", "512")
+    assert_one_line(here("bench", bundle, "--shapes", "batch=9999"), 2, "9999", "16")
     assert_one_line(here("bench", bundle, "--rounds", "0"), 2, "1 or more")
     assert_one_line(here("bench", bundle, "--against", "abacus"), 2, "unknown peer 'abacus'", "torch-compile")
     assert_one_line(here("bench", bundle, "--compare", tmp_path / "none.json"), 2, "no results file", "--out")

@@ -14,6 +14,8 @@ from attnforge.model.registry import build_model
 from attnforge.runtime.parity.verify import BackendReport, Report, verify
 from attnforge.runtime.session import Session
 
+pytestmark = pytest.mark.xdist_group("demo")
+
 
 def report_of(error: float, budget: float = 1e-6, passed: bool = True, eager: float = 1e-7) -> BackendReport:
     return BackendReport(

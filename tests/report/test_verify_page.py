@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import html.parser
 import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -26,6 +24,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Kind, Masks
 from attnforge.cli import app
 from attnforge.errors import UnavailableError, UsageError
+from attnforge.export.lowering.attention import Attention
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
 from attnforge.export.lowering.tuning import FormChoice
 from attnforge.model import build_model
@@ -37,7 +36,8 @@ from attnforge.report.verify_page import KINDS, MASKS, write_page
 from attnforge.runtime.parity.comparison import BINS, Comparison
 from attnforge.runtime.parity.metrics import MetricReport
 from attnforge.runtime.parity.verify import Report
-from tests.support.bundles import rewrite, small_example
+from tests.support.bundles import DeploySmall, rewrite
+from tests.support.html_pages import Parsed
 
 pytestmark = pytest.mark.xdist_group("verify-page")
 
@@ -77,20 +77,59 @@ class Attends(nn.Module):
         return np.asarray(scores.softmax(-1).detach()[0])
 
 
+class InTurn(nn.Module):
+    """One site a form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites = nn.ModuleList(Attends(form.key_heads, form.is_causal) for form in FORMS)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return tuple(site(x, mask if form.masked else None) for site, form in zip(self.sites, FORMS, strict=True))
+
+
+class Form(NamedTuple):
+    """A form of a site, and the site that it is for."""
+
+    form: str
+    key_heads: int
+    is_causal: bool
+    masked: bool
+
+
+FORMS = [
+    Form(PRODUCTS, 4, False, False),
+    Form(PRODUCTS, 4, False, True),
+    Form(PRODUCTS, 2, True, False),
+    Form(MULTI_HEAD, 4, False, False),
+    Form(MULTI_HEAD, 2, False, True),
+    Form(MULTI_HEAD, 4, True, False),
+    Form(ONE_HEAD, 4, False, False),
+    Form(ONE_HEAD, 2, True, False),
+    Form(ONE_HEAD, 4, False, True),
+    Form("Attention", 4, False, False),
+    Form("Attention", 2, False, True),
+    Form("Attention", 2, True, False),
+    Form(GROUP_QUERY, 2, True, False),
+]
+
+
 class Always:
-    """A tuner that measures nothing and chooses one form."""
+    """A tuner that measures nothing and chooses one form, or that of :data:`FORMS` for each site of `InTurn`."""
 
     form, spent = "", 0.0
 
-    def __init__(self, sizes: object, **options: object) -> None: ...
+    def __init__(self, *given: object) -> None: ...
 
-    def choose(self, attention: object, candidates: list[Any], ruled: FormChoice) -> FormChoice:
-        assert self.form in [candidate.form for candidate in candidates]
-        return FormChoice(self.form, "asked for")
+    def choose(self, attention: Attention, candidates: list[Any], ruled: FormChoice) -> FormChoice:
+        number = re.match(r"sites\.(\d+)/", attention.node.name or "")
+        form = self.form if number is None else FORMS[int(number[1])].form
+        assert form in [candidate.form for candidate in candidates]
+        return FormChoice(form, "asked for")
 
 
 def deployed_as(
-    form: str, module: Attends, masked: bool, out: Path, precision: str, patch: pytest.MonkeyPatch
+    form: str, module: nn.Module, masked: bool, out: Path, precision: str, patch: pytest.MonkeyPatch
 ) -> tuple[Bundle, tuple[Tensor, ...]]:
     patch.setattr("attnforge.export.targets.onnxruntime.Tuner", type("Chosen", (Always,), {"form": form}))
     patch.setattr("attnforge.export.deploy._measure_backends", lambda *arguments: None)
@@ -103,35 +142,27 @@ def deployed_as(
     return attnforge.deploy(module, args, out, shapes, precision, ["onnxruntime"], force=True), args
 
 
-@pytest.mark.parametrize(
-    ("form", "key_heads", "is_causal", "masked"),
-    [
-        (PRODUCTS, 4, False, False),
-        (PRODUCTS, 4, False, True),
-        (PRODUCTS, 2, True, False),
-        (MULTI_HEAD, 4, False, False),
-        (MULTI_HEAD, 2, False, True),
-        (MULTI_HEAD, 4, True, False),
-        (ONE_HEAD, 4, False, False),
-        (ONE_HEAD, 2, True, False),
-        (ONE_HEAD, 4, False, True),
-        ("Attention", 4, False, False),
-        ("Attention", 2, False, True),
-        ("Attention", 2, True, False),
-        (GROUP_QUERY, 2, True, False),
-    ],
-)
-def test_weights_are_those_of_torch(
-    form: str, key_heads: int, is_causal: bool, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> tuple[InTurn, tuple[Tensor, ...], dict[str, SiteMaps]]:
+    """A module of every form, its example, and the maps of its sites."""
     torch.manual_seed(1)
-    module = Attends(key_heads, is_causal)
-    bundle, args = deployed_as(form, module, masked, tmp_path / "bundle", "fp32", monkeypatch)
+    module, out = InTurn(), tmp_path_factory.mktemp("forms") / "bundle"
+    with pytest.MonkeyPatch.context() as patch:
+        bundle, args = deployed_as("none", module, True, out, "fp32", patch)
     found = attention_maps(bundle)
     assert (found.left_out, found.no_exact, found.case.name) == ({}, None, "example")
-    (one,) = found
-    assert (one.form, one.is_held, one.samples) == (form, form == PRODUCTS, 2)
-    truth = module.weights(*args)
+    return module, args, {one.site: one for one in found}
+
+
+@pytest.mark.parametrize("number", range(len(FORMS)), ids=["-".join(map(str, form)) for form in FORMS])
+def test_weights_are_those_of_torch(
+    number: int, in_turn: tuple[InTurn, tuple[Tensor, ...], dict[str, SiteMaps]]
+) -> None:
+    module, (x, mask), found = in_turn
+    one, form, site = found[f"sites.{number}"], FORMS[number], module.sites[number]
+    assert isinstance(site, Attends) and len(found) == len(FORMS)
+    assert (one.form, one.is_held, one.samples) == (form.form, form.form == PRODUCTS, 2)
+    truth = site.weights(x, mask if form.masked else None)
     assert one.exact is not None
     np.testing.assert_allclose(one.exact, truth, rtol=0, atol=1e-14)
     for near in (one.eager, one.deployed):
@@ -179,17 +210,15 @@ def test_a_query_without_keys_has_no_weights(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Two sites on images of 4 × 4 patches, on ONNX Runtime alone."""
-    module, args, shapes = build_model("patch-attention-digits")
+    module, args, shapes = build_model("patch-attention-digits", max_batch=16)
     out = tmp_path_factory.mktemp("page") / "digits"
     return attnforge.deploy(module, args, out, shapes, "fp16", ["onnxruntime"], name="digits", tune=False)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Two heads that attend to a padded memory, on ONNX Runtime alone."""
-    module, args, shapes = small_example()
-    out = tmp_path_factory.mktemp("page") / "small"
-    return attnforge.deploy(module, args, out, shapes, "fp32", ["onnxruntime"], name="small", tune=False)
+def small(small: DeploySmall) -> Bundle:
+    """Two heads that attend to a padded memory."""
+    return small("fp32")
 
 
 @pytest.fixture(scope="module")
@@ -270,43 +299,6 @@ def test_charts_bear_what_a_report_may_hold() -> None:
 
 
 # --- what the page says -----------------------------------------------------------------------------------------------
-
-
-class Parsed(html.parser.HTMLParser):
-    """Tags with their attributes, the text between them, and the rows of every table by its class."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.tables: dict[str, list[list[str]]] = {}
-        self._rows: list[list[str]] = []
-        self._in_cell = False
-        self.feed(text)
-        for rows in self.tables.values():
-            rows[:] = [[cell.strip() for cell in row] for row in rows]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.tags.append((tag, given))
-        if tag == "table":
-            self._rows = self.tables.setdefault(given.get("class") or "", [])
-        elif tag == "tr":
-            self._rows.append([])
-        elif tag in ("th", "td"):
-            self._rows[-1].append("")
-            self._in_cell = True
-        elif tag == "data" and self._in_cell:
-            self._rows[-1][-1] += f"={given['value']} "
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("th", "td"):
-            self._in_cell = False
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self._in_cell:
-            self._rows[-1][-1] += data
 
 
 def written(report: Report, bundle: Bundle, file: Path) -> str:
@@ -514,11 +506,6 @@ def test_the_command_takes_a_metric_and_says_reasons(
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
-CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--window-size=1280,900"),
-)
 SEEN = """
 const root = document.documentElement, verdict = document.querySelector('.verdict').getBoundingClientRect();
 return {
@@ -535,25 +522,6 @@ return {
   ground: getComputedStyle(document.body).backgroundColor,
 };
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    if CHROMIUM is None or CHROMEDRIVER is None:
-        pytest.skip("chromium and chromedriver are not installed (apt-get install chromium chromium-driver)")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
-    driver.get("about:blank")
-    driver.get_log("performance")  # type: ignore[no-untyped-call]  # what a new browser shows first
-    yield driver
-    driver.quit()
 
 
 @pytest.mark.parametrize("name", ["small", "digits", "faulty"])

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("cuda-names")
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted(file for folder in ("runtime", "attnforge", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
 PUBLIC = """
@@ -30,6 +32,8 @@ disallow_untyped_calls = False
 ignore_missing_imports = True
 [mypy-cuda.*]
 ignore_errors = True
+[mypy-torch.*,sympy.*,onnx.*,onnxscript.*,onnx_ir.*,rich.*,attnforge.export.*,attnforge.model.*,attnforge.benchmarks.*]
+follow_imports = skip
 """
 
 

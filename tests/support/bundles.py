@@ -24,9 +24,12 @@ DeploySmall = Callable[[str], Bundle]
 
 
 def example_of(name: str) -> Example:
-    """A registered model; the one of large images with small ones."""
-    options: dict[str, Any] = {"image_size": 32, "max_image_size": 64} if name == "patch-attention" else {}
-    return build_model(name, **options)
+    """A registered model; the one of large images with small ones, the one of large batches with smaller ones."""
+    options: dict[str, dict[str, Any]] = {
+        "patch-attention": {"image_size": 32, "max_image_size": 64},
+        "patch-attention-digits": {"max_batch": 32},
+    }
+    return build_model(name, **options.get(name, {}))
 
 
 class Small(nn.Module):

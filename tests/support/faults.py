@@ -1138,6 +1138,7 @@ class Bench:
                 node.outputs[0].type = ir.TensorType(ir.DataType(int(to)))
         options = ort.SessionOptions()
         options.log_severity_level = 4
+        options.intra_op_num_threads = 1
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
         for case in cases or self._inputs:

@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    module, args, shapes = build_model("transformer-encoder", embed_dim=32, vocab_size=50)
+    module, args, shapes = build_model("transformer-encoder", num_layers=1, embed_dim=32, vocab_size=50)
     folder = tmp_path_factory.mktemp("encoder") / "bundle"
     return attnforge.deploy(module, args, folder, shapes, targets=["onnxruntime"], name="encoder", tune=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +19,7 @@ from torch import nn
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import REFERENCE_OUTPUTS, Case, DimSpec, Kind, Masks, TensorSpec
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.precision import PRECISIONS, precision_named
 from attnforge.runtime import cases as reference
@@ -272,10 +274,22 @@ def test_where_a_nan_stands_that_eager_has_not() -> None:
 # Whole bundles
 
 
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Bundle]:
+    """One product of (rows, 16) by (16, 8), deployed."""
+
+    @functools.cache
+    def deploy(rows: int) -> Bundle:
+        out = tmp_path_factory.mktemp("product") / "b"
+        return attnforge.deploy(nn.Linear(16, 8), (torch.randn(rows, 16),), out, targets=["onnxruntime"], tune=False)
+
+    return deploy
+
+
+@pytest.mark.xdist_group("product")
 @pytest.mark.parametrize("rows", [7, 9001])  # of the second some numbers are compared only
-def test_the_worst_element_is_named_by_its_place_in_the_output(tmp_path: Path, rows: int) -> None:
-    module = nn.Linear(16, 8)
-    bundle = attnforge.deploy(module, (torch.randn(rows, 16),), tmp_path / "b", targets=["onnxruntime"], tune=False)
+def test_the_worst_element_is_named_by_its_place_in_the_output(product: Callable[[int], Bundle], rows: int) -> None:
+    bundle = product(rows)
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
     flat = reference.places(rows * 8, case)
     row, column = np.unravel_index(5 if flat is None else flat[5], (rows, 8))
@@ -581,12 +595,11 @@ def test_the_reference_holds_both_truths(small: DeploySmall) -> None:
             assert 0 < error < 0.02  # half precision, and no more than that
 
 
+@pytest.mark.xdist_group("product")
 @pytest.mark.parametrize("what", [100.0, np.nan])
-def test_no_number_of_a_large_output_is_left_unseen(what: float, tmp_path: Path) -> None:
+def test_no_number_of_a_large_output_is_left_unseen(what: float, product: Callable[[int], Bundle]) -> None:
     """Of an output that is kept in part, a number that is not kept is in a sum that is."""
-    bundle = attnforge.deploy(
-        nn.Linear(16, 8), (torch.randn(9001, 16),), tmp_path / "b", targets=["onnxruntime"], tune=False
-    )
+    bundle = product(9001)
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
     kept = reference.places(9001 * 8, case)
     assert kept is not None
