@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from typing import Annotated
 
 import typer
@@ -46,13 +47,16 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def main() -> None:
     """Run the command line; an error raised on purpose becomes one line and an exit code. Interrupted or told to end,
     it leaves nothing half written and no process behind."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
+    in_main = threading.current_thread() is threading.main_thread()  # which alone hears of signals
+    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
     try:
         app()
     except AttnforgeError as error:
         err.print(f"[red]error:[/] {escape(' '.join(str(error).split()))}", soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(number: int, frame: object) -> None:
