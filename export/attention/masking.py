@@ -19,6 +19,9 @@ from attnforge.export.graphs.build import Builder, broadcast_like, cast, constan
 
 BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
 
+REPEATS = ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze")
+"""Operators whose results have no other numbers than their first inputs."""
+
 NEGLIGIBLE = -9.9e3
 """A score below which a softmax gives a key no weight, where another key has an ordinary score. People write -1e4,
 which is -9984 in bfloat16."""
@@ -89,12 +92,13 @@ def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
         nothing masks the scores.
     """
     op, dtype = writer.op, writer.dtype
-    fills = scores.fills
-    if len(fills) == len(scores.masking) and all(fill.number == -np.inf for fill in fills):
+    masking = [step for step in scores.masking if not _is_idle(step)]
+    fills = [step for step in masking if isinstance(step, Fill)]
+    if len(fills) == len(masking) and all(fill.number == -np.inf for fill in fills):
         conditions = (allowed(writer, fill.condition, fill.inverted) for fill in reversed(fills))
         return all_of(op, conditions) if fills else None
     mask: ir.Value | None = None
-    for step in reversed(scores.masking):
+    for step in reversed(masking):
         if isinstance(step, Bias):
             bias = _bias(writer, step)
             mask = bias if mask is None else broadcast_like(_step(op, "Add", [mask, bias], "bias"), mask, bias)
@@ -104,6 +108,32 @@ def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
             number = constant(op, representable(step.number, dtype), dtype)
             mask = broadcast_like(_step(op, "Where", [kept, before, number], "fill"), before, kept)
     return mask
+
+
+def _is_idle(step: Bias | Fill) -> bool:
+    """Whether a step changes no score."""
+    if isinstance(step, Bias):
+        return step.floor <= 0 and masks_nothing(step.operand.value, attends=False)
+    condition, negated = without_not(step.condition)
+    return masks_nothing(condition.value, attends=negated == step.inverted)
+
+
+def masks_nothing(mask: ir.Value, *, attends: bool) -> bool:
+    """Whether a mask is made of a constant that lets every query attend to every key, or adds zero to every score.
+
+    transformers gives images such masks. Without one, kernels are faster and hold no scores.
+
+    Args:
+        mask: boolean, or added to the scores.
+        attends: whether True lets a query attend; of a mask that is added, False, for zero does.
+    """
+    value: ir.Value | None = mask
+    while value is not None and (node := value.producer()) is not None and node.op_type in REPEATS:
+        value = node.inputs[0]
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    if tensor is None:
+        return False
+    return bool(np.all(tensor.numpy().astype(bool) == attends))
 
 
 def all_of(op: Builder, conditions: Iterable[ir.Value]) -> ir.Value:

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.canonical import attention_node
 from attnforge.export.attention.layout import ONE, Size, sizes_of
-from attnforge.export.attention.masking import all_of
+from attnforge.export.attention.masking import all_of, masks_nothing
 from attnforge.export.attention.operands import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, insert, like, replace_value, typed
 
@@ -56,7 +56,8 @@ class Reading:
     more_outputs: Mapping[int, ir.Value] = field(default_factory=dict)
 
     def masked(self, *masks: ir.Value) -> Reading:
-        """The same with further masks."""
+        """The same with further masks, but for those that mask nothing."""
+        masks = tuple(mask for mask in masks if not masks_nothing(mask, attends=mask.dtype == BOOL))
         return replace(self, masks=(*self.masks, *masks))
 
 
@@ -77,9 +78,11 @@ def is_standard(node: ir.Node) -> bool:
 
 
 def _is_whole(mask: ir.Value | None, key: ir.Value | None) -> bool:
-    """Whether a mask has four dims, the last as long as the keys or one."""
+    """Whether a mask has four dims, the last as long as the keys or one, and masks something."""
     if mask is None or key is None:
         return True
+    if masks_nothing(mask, attends=mask.dtype == BOOL):
+        return False
     return mask.shape is not None and len(mask.shape) == 4 and sizes_of(mask)[3] in (ONE, sizes_of(key)[2])
 
 

@@ -165,3 +165,42 @@ def test_what_only_looks_like_an_idiom_stays_the_same(forward: Callable[..., Any
     captured = captured_over_layers(forward)
     assert all(site.node is None for site in canonicalize(captured.model).sites)
     assert as_in_float64(captured, session_of(captured.model).run(None, {"x": X.numpy()}))
+
+
+class ConstantMask(nn.Module):
+    """A mask that is made of a constant, and lets every query attend to every key, or hides one."""
+
+    def __init__(self, mask: Tensor, inverted: bool, fused: bool) -> None:
+        super().__init__()
+        self.mask, self.inverted, self.fused = mask, inverted, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, mask = x.view(*x.shape[:2], 2, 8).transpose(1, 2), self.mask.expand(x.shape[0], 1, 5, 5)
+        if self.fused:
+            return F.scaled_dot_product_attention(heads, heads, heads, mask)
+        scores = heads @ heads.mT
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(mask if self.inverted else ~mask, -torch.inf)
+        else:
+            scores = scores + mask
+        result: Tensor = scores.softmax(-1) @ heads
+        return result
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize(
+    ("idle", "inverted", "fused"),
+    [(True, False, True), (0.0, False, True), (True, False, False), (False, True, False), (0.0, False, False)],
+)
+def test_a_mask_that_hides_nothing_is_left_out(idle: float, inverted: bool, fused: bool, hides: bool) -> None:
+    mask = torch.full((1, 1, 5, 5), idle)
+    if hides:
+        mask[..., 2, 3] = -torch.inf if isinstance(idle, float) else not idle
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    shapes = {"x": {0: Dim("batch", min=1, max=4)}}
+    captured = capture(ConstantMask(mask, inverted, fused), (x,), shapes, precision_named("fp32"))
+    (site,) = canonicalize(captured.model).sites
+    (node,) = (node for node in captured.model.graph if node.name == site.node)
+    assert (len(node.inputs) > 3 and node.inputs[3] is not None) == hides
+    (result,) = session_of(captured.model).run(None, {"x": x.numpy()})
+    assert relative_error(result, captured.exact({"x": x.numpy()})["output"]) < 1e-6
