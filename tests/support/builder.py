@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import NoReturn
 
 from attnforge.export.tensorrt.build import Builders
 from attnforge.export.tensorrt.process import Answer, Request, answer
@@ -58,20 +59,31 @@ class WarmBuilder:
 def serve() -> None:
     """Answer requests until standard input ends; an empty line says that the builder crashed or failed."""
     __import__(FLAVOUR)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the libraries write to standard output, too
     for line in sys.stdin:
         source, sink = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(source)
-            built = answer(Request.model_validate_json(line)).model_copy(update={"memory": peak()})
-            with os.fdopen(sink, "w") as pipe:
-                pipe.write(built.model_dump_json())
-            os._exit(0)  # nothing of the parent's is to be closed here
+            _answer_and_exit(line, sink)
         os.close(sink)
         with os.fdopen(source) as pipe:
             result = pipe.read()
         _, status = os.waitpid(child, 0)
-        print(result if status == 0 else "", flush=True)
+        print(result if status == 0 else "", file=answers, flush=True)
+
+
+def _answer_and_exit(line: str, sink: int) -> NoReturn:
+    """Build in a process that was forked, of which nothing that the parent left open is to be closed."""
+    status = 1
+    try:
+        built = answer(Request.model_validate_json(line)).model_copy(update={"memory": peak()})
+        with os.fdopen(sink, "w") as pipe:
+            pipe.write(built.model_dump_json())
+        status = 0
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":
