@@ -37,6 +37,7 @@ from attnforge.export.graphs.build import Builder, constant, dims_of, insert, li
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
+from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.lowering.tuning import Candidate, FormChoice, Tuner, Unmeasurable, evaluated
 
@@ -81,7 +82,8 @@ def lower(
     Returns:
         the form of every canonical site, and why it was chosen.
     """
-    modified = widen(model).modified if device == "cpu" else False
+    modified = centre_group_norms(model).modified
+    modified |= widen(model).modified if device == "cpu" else False
     lowered = []
     for site, attention in attentions(model, sites):
         candidates = candidates_for(site.name, attention)

@@ -268,6 +268,20 @@ def test_a_projection_is_made_head_by_head_where_all_at_once_is_large(monkeypatc
         module.float()
 
 
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_group_norms_of_a_signal_that_hardly_varies_have_no_nan(offset: float) -> None:
+    """ONNX Runtime's own have: wav2vec2 heard a constant signal as NaN."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.GroupNorm(2, 4), nn.GroupNorm(4, 4)).eval(), torch.randn(2, 4, 3000) * 1e-3 + offset
+    shapes = ({0: torch.export.Dim("batch", min=1, max=4)},)
+    captured = capture(module, (x,), shapes, precision_named("fp32"))
+    assert sum(node.op_type == "GroupNormalization" for node in captured.model.graph) == 2
+    for_onnxruntime.lower(captured.model, [], OPT)
+    signals = torch.cat([x, torch.full_like(x, offset)])
+    exact = module.double()(signals.double()).detach().numpy()
+    agree(run(captured.model, {captured.inputs[0].name: signals.numpy()}), exact, 1e-5 if offset == 0 else 1e-2)
+
+
 def test_on_cuda_the_types_stay_those_of_the_graph() -> None:
     attends = Attends(precision="fp16")
     kinds = {}
