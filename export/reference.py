@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
+from attnforge.errors import CaptureError
 from attnforge.export.flops import graph_flops
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
@@ -30,6 +31,7 @@ from attnforge.runtime.cases import (
     data_key,
     key,
     labels_key,
+    lower_most,
     make_inputs,
     run_of_example,
     sampled,
@@ -128,8 +130,7 @@ def write_reference(
     steps = Steps(progress, len(cases) + 1)
     for case in cases:
         steps.begin(case.name)
-        _set_scale(case, model, low, reach)
-        inputs, eager, exact = _run(case, model, stored, reach)
+        inputs, eager, exact = _bounded(case, model, low, stored, reach)
         outputs |= _sampled(case, eager, "eager") | _sampled(case, exact, "float64")
         yardstick = eager
         if low is not None and attention is not None:
@@ -170,9 +171,25 @@ def stored_inputs(model: ReferenceModel, data: Data, graph: ir.Model) -> tuple[d
     return stored, cases
 
 
-def _run(
-    case: Case, model: ReferenceModel, stored: Mapping[str, Array], reach: _Reach
-) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+Results = tuple[dict[str, Array], dict[str, Array], dict[str, Array]]
+"""Inputs, eager outputs and float64 outputs of a case."""
+
+
+def _bounded(
+    case: Case, model: ReferenceModel, low: ReferenceModel | None, stored: Mapping[str, Array], reach: _Reach
+) -> Results:
+    """What :func:`_run` gives, with the scale of hard inputs set. Where eager refuses whole numbers, such as the place
+    of a token in an input that is shorter than the example, the largest is halved until eager takes them."""
+    while True:
+        try:
+            _set_scale(case, model, low, reach)
+            return _run(case, model, stored, reach)
+        except CaptureError:
+            if not lower_most(case, model.inputs):
+                raise
+
+
+def _run(case: Case, model: ReferenceModel, stored: Mapping[str, Array], reach: _Reach) -> Results:
     """Inputs, eager outputs and float64 outputs of a case. Where its inputs are large, its scale is halved until eager
     no longer overflows, and no result on the way is beyond the precision's range: an overflow says nothing about a
     backend."""

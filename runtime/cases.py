@@ -131,6 +131,24 @@ def _is_floating(spec: TensorSpec) -> bool:
     return spec.dtype not in ("bool",) and not np.issubdtype(np.dtype(spec.dtype), np.integer)
 
 
+def lower_most(case: Case, inputs: list[TensorSpec]) -> bool:
+    """Halve the largest whole number of a case's inputs.
+
+    Args:
+        case: is changed.
+        inputs: the model's.
+
+    Returns:
+        Whether there was one to halve.
+    """
+    whole = [spec.high for spec in inputs if spec.high is not None and not _is_mask(spec)]
+    most = max(whole, default=0) if case.most is None else case.most
+    if most <= 0 or case.kind in ("example", "data"):
+        return False
+    case.most = most // 2
+    return True
+
+
 def _is_mask(spec: TensorSpec) -> bool:
     """Whether an input is a mask: booleans, whole numbers from 0 to 1, or numbers that are added to scores."""
     return spec.dtype == "bool" or spec.excludes is not None or (spec.low, spec.high) == (0, 1)
@@ -229,7 +247,7 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
     A setting, such as a temperature, is uniform over its range whatever the kind, unless all inputs are settings: it
     scales all numbers, and would hide what others show.
 
-    Whole numbers are uniform over the example's range.
+    Whole numbers are uniform over the example's range, up to `case.most` where there is one.
 
     Masks are by the case's `masks`; True, 1 and "not excluded" are the same here:
 
@@ -278,7 +296,8 @@ def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
             return np.where(mask, 0.0, float(spec.excludes)).astype(dtype)
         return mask.astype(dtype)
     if not _is_floating(spec):
-        return np.asarray(rng.integers(spec.low or 0, spec.high or 0, shape, endpoint=True)).astype(dtype)
+        most = spec.high or 0 if case.most is None else min(spec.high or 0, case.most)
+        return np.asarray(rng.integers(min(spec.low or 0, most), most, shape, endpoint=True)).astype(dtype)
     if case.kind == "constant":
         return np.ones(shape, dtype)
     if case.kind == "uniform":

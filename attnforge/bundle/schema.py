@@ -212,6 +212,8 @@ class Case(Record):
         spread: by output, the largest relative and absolute error of eager's further draws of its rounding: on
             neighbouring inputs, or on other ordinary ones.
         scale: factor on floating-point inputs.
+        most: the largest whole number of inputs, where the case's sizes do not bear the example's, such as an index of
+            a token that a shorter input has not; None where they do.
         seed: of the random numbers.
     """
 
@@ -220,6 +222,7 @@ class Case(Record):
     kind: Kind
     masks: Masks = "random"
     scale: float = 1.0
+    most: int | None = None
     seed: int
     spread: dict[str, tuple[float, float]] = {}
 

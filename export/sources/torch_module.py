@@ -101,7 +101,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     with quiet(), torch.no_grad(), as_written():
         try:
             result_names = output_names(copied(*cast))
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             raise cannot_run(copied, torch_dtype(precision), error) from error
         try:
             program = torch.onnx.export(

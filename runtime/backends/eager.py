@@ -99,7 +99,7 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
     with torch.no_grad(), as_written():
         try:
             return named_outputs(module(*(_to(tensor, dtype) for tensor in tensors)))
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise cannot_run(module, dtype, error) from error
 
 

@@ -11,9 +11,12 @@ import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
+import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Case, TensorSpec
+from attnforge.errors import CaptureError
 from attnforge.export.reference import HANDFUL, write_reference
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import Precision, precision_named
@@ -49,6 +52,42 @@ def test_what_is_squared_on_the_way_to_extremes_stays_in_range(precision: str, t
         assert cases["scaled-100"].scale == 100 and cases["outliers"].scale == 1
     assert 1e6 < largest[True] < p.largest**0.5 / 16
     assert largest[False] > p.largest**0.5
+
+
+class Last(nn.Module):
+    """The token before a length, with ids besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        picked: Tensor = self.words(ids)[torch.arange(ids.shape[0]), lengths - 1]
+        return picked
+
+
+def test_whole_numbers_are_such_as_the_sizes_bear(tmp_path: Path) -> None:
+    """A length of four is no length of an input of one token."""
+    batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=16)
+    args = torch.randint(0, 20, (2, 9)), torch.tensor([4, 9])
+    module = Last().eval()
+    bundle = attnforge.deploy(
+        module,
+        args,
+        tmp_path / "b",
+        ({0: batch, 1: tokens}, {0: batch}),
+        targets=["onnxruntime"],
+        tune=False,
+        cache=False,
+    )
+    cases = {case.name: case for case in bundle.manifest.cases}
+    assert cases["normal-opt"].most is None and cases["normal-largest"].most is None
+    assert cases["normal-smallest"].most in (0, 1)
+    assert attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"].passed
+    with pytest.raises(CaptureError, match="Last does not run"):
+        attnforge.deploy(
+            module, (args[0], args[1] + 9), tmp_path / "c", targets=["onnxruntime"], tune=False, cache=False
+        )
 
 
 @dataclass
