@@ -62,7 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in grouped):
+        pytest.exit(
+            "pytest-xdist does not group tests under this pytest, so what a group shares would be made twice", 3
+        )
     gc.collect()
     gc.freeze()  # modules stay, so the collector need not look at them again
 
