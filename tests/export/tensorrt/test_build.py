@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import queue
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -195,21 +198,6 @@ def test_tensorrt_itself_is_told_from_tensorrt_rtx(tmp_path: Path) -> None:
 # Beside the caller
 
 
-def wait_for_child(before: set[int]) -> int:
-    """The process id of the one child that was not there before."""
-    for _ in range(500):
-        if new := children() - before:
-            return new.pop()
-        time.sleep(0.01)
-    raise AssertionError("no process was started")
-
-
-def children() -> set[int]:
-    """The processes that this one started, from any of its threads."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return {int(child) for file in lists for child in file.read_text().split()}
-
-
 def test_a_builder_works_beside_the_caller_and_ends_with_the_block(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     file = attention(tmp_path / "model.onnx", inputs)
@@ -221,17 +209,29 @@ def test_a_builder_works_beside_the_caller_and_ends_with_the_block(tmp_path: Pat
     assert not (tmp_path / "1.plan").exists() and second.exception() is not None
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed on Linux alone")
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be stopped here")
 def test_a_deploy_that_fails_beside_a_builder_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, seen = children(), []
+    started: queue.Queue[subprocess.Popen[str]] = queue.Queue()
+
+    class Stopped(subprocess.Popen[str]):
+        """A builder that does not end by itself."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if "attnforge.export.tensorrt.process" in args[0]:
+                self.send_signal(signal.SIGSTOP)
+                started.put(self)
+
+    builders: list[subprocess.Popen[str]] = []
 
     def fail(*arguments: object) -> None:
-        seen.append(wait_for_child(before))
+        builders.append(started.get(timeout=60))
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
     monkeypatch.setattr("attnforge.export.deploy.write_reference", fail)
     module, args, shapes = small_example()
     with pytest.raises(KeyboardInterrupt):
         attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["tensorrt_rtx"], tune=False)
-    assert seen and children() <= before
+    assert [builder.returncode for builder in builders] == [-signal.SIGKILL] and started.empty()
     assert list(tmp_path.iterdir()) == []
