@@ -48,6 +48,10 @@ class CaptureError(UsageError):
     """A module that cannot be exported as asked for."""
 
 
+class UntrustedError(UsageError):
+    """Code or a file that somebody else named, and that is imported or opened only where the caller says so."""
+
+
 class BundleError(AttnforgeError):
     """A bundle that is missing, incomplete, altered, or of another schema version."""
 

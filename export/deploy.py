@@ -89,8 +89,11 @@ def deploy(
         cache: take TensorRT plans, reference outputs and what was measured from an earlier deploy of the same model on
             this machine, and keep them for the next one (:mod:`attnforge.deploy_cache`).
         source: the manifest's record of how to make the module again; by default its class or file.
+        trust_source: of a `.pt2` file, whether you trust its maker as you would a program's: without, a file is refused
+            that holds pickles, expressions or calls which torch would run while it reads the file.
 
     Raises:
+        UntrustedError: a `.pt2` file that holds code.
         UsageError: an argument that cannot be meant, `out` exists, or a file that is no model.
         CaptureError: torch cannot export the module so.
         UnavailableError: a target that was asked for cannot be built here, or there is too little memory.
@@ -128,7 +131,7 @@ def _made(
     """The steps from a model to all files of its bundle in `folder`, and the manifest of what was made."""
     with Builders(reuse.plan) as builders:
         stages.begin("export")
-        source, origin = open_source(module, args, dynamic_shapes, options.source_precision)
+        source, origin = open_source(module, args, dynamic_shapes, options.source_precision, options.trust_source)
         attention = options.attention_at(source.precision, selection.chosen)
         data = options.real_data(source.inputs)
         profiles_of(source.inputs, options.profiles)  # refuses profiles before anything is built

@@ -39,6 +39,7 @@ class Keywords(TypedDict, total=False):
     force: bool
     cache: bool
     source: Source | None
+    trust_source: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class DeployOptions:
     force: bool = False
     cache: bool = True
     source: Source | None = None
+    trust_source: bool = False
 
     def __post_init__(self) -> None:
         self._check_precision()

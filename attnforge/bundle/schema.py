@@ -85,12 +85,15 @@ class Source(Record):
         name: of the model or callable, path of the file, or qualified name of the class.
         options: keyword arguments of the callable; of a file, the ranges of its dynamic dims.
         weights: file that the weights were loaded from; None where none was named.
+        random_weights: which weights are random, and of which seed, such as `all, seed 0`; None where none are known to
+            be, and in older bundles.
     """
 
     kind: Literal["registered", "callable", "huggingface", "module", "onnx", "program"]
     name: str
     options: dict[str, str | int | float | bool] = {}
     weights: str | None = None
+    random_weights: str | None = None
 
 
 Range = tuple[int, int, int]

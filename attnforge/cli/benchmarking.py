@@ -49,6 +49,14 @@ def bench(
             "--quick", help="Latency alone, of one opening: no throughput, starts, memory, limits or further cases."
         ),
     ] = False,
+    trust_source: Annotated[
+        bool,
+        typer.Option(
+            "--trust-source",
+            help="Let peers import, open and run what the manifest names (a callable, a folder, a file), as a program "
+            "of whoever made the bundle.",
+        ),
+    ] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write the plots to this folder, as PNG files.")] = None,
@@ -69,6 +77,8 @@ def bench(
     Example: `attnforge bench vit-fp32 vit-bf16 --against eager --against openvino-plain --shapes batch=1`
 
     Example: `attnforge bench vit-fp32 --against all --compare yesterday.json`
+
+    Example: `attnforge bench my-encoder-fp32 --against eager --trust-source`
     """
     from attnforge.benchmarks.contenders.peers import peers_here
     from attnforge.benchmarks.measure import results as files
@@ -91,6 +101,7 @@ def bench(
             openings=openings,
             threads=threads,
             quick=quick,
+            trust_source=trust_source,
             command=f"attnforge {shlex.join(sys.argv[1:])}",
             progress=progress,
         )

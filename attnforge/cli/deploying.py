@@ -71,11 +71,16 @@ def deploy(
         bool,
         typer.Option(help="Reuse plans, reference outputs and measurements of an earlier deploy of the same model."),
     ] = True,
+    trust_source: Annotated[
+        bool,
+        typer.Option("--trust-source", help="Let a .pt2 file that holds code run it, as a program of its maker."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Export a model, lower it for every target and write a bundle.
 
-    The callable of package.module:function returns `(module, args, dynamic_shapes)`.
+    The callable of package.module:function returns `(module, args, dynamic_shapes)`. It runs with all your rights, and
+    a .pt2 is to be trusted like a program, too: one that holds pickles or code is refused without --trust-source.
 
     Example: `attnforge deploy vit --precision fp16 --out vit.bundle`
 
@@ -123,6 +128,7 @@ def deploy(
                 force=force,
                 cache=cache,
                 source=source,
+                trust_source=trust_source,
                 progress=progress,
             )
         except UnfusedError as error:

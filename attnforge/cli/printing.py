@@ -63,6 +63,8 @@ def print_bundle(bundle: Bundle) -> None:
             say(f"{kind} {spec.name}: {spec.text()}", indent=2)
     for record in manifest.targets.values():
         _print_engines(record)
+    if manifest.source.random_weights is not None:
+        say(f"random weights, {manifest.source.random_weights.removeprefix('all, ')}", "yellow")
     say(f"reference: {manifest.reference}, and float64")
     if manifest.mixed is not None:
         _print_mixed(manifest.mixed)

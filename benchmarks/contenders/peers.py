@@ -29,7 +29,7 @@ from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, wide
 from attnforge.bundle import CANONICAL, DimSpec, TensorSpec
 from attnforge.errors import UnavailableError
 from attnforge.export.graphs.saving import save
-from attnforge.export.sources.named import rebuild
+from attnforge.export.sources.named import check_trusted, rebuild
 from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import cuda_devices
@@ -45,10 +45,12 @@ class PeerJob(Setup):
     Attributes:
         folder: where their files are written, once, and other processes find them.
         given: the module that was deployed, where the bundle does not say how to make it again.
+        trust_source: whether what the bundle's manifest names may be imported, opened and run.
     """
 
     folder: Path
     given: Any = None
+    trust_source: bool = False
     precision: Precision = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,13 +61,15 @@ class PeerJob(Setup):
         """The module, or the graph, that the bundle was deployed from.
 
         Raises:
+            UntrustedError: the manifest names code or a file, and nobody said that it is trusted.
             UsageError: the bundle was deployed from a module that is not given, or from a file that is gone.
         """
         if self.given is not None:
             return self.given
         manifest = self.bundle.manifest
         if manifest.source.kind != "onnx":
-            return rebuild(manifest.source).module
+            return rebuild(manifest.source, self.trust_source).module
+        check_trusted(manifest.source, self.trust_source)
         ranges = {name: tuple(map(int, str(text).split(":"))) for name, text in manifest.source.options.items()}
         return import_graph(manifest.source.name, ranges, manifest.precision)  # type: ignore[arg-type]
 
@@ -144,7 +148,7 @@ def _open_sdpa(job: PeerJob, stack: ExitStack) -> Runner:
     source = job.bundle.manifest.source
     if source.kind == "huggingface" and job.given is None:
         options = {**source.options, "attention": "sdpa"}
-        module = rebuild(source.model_copy(update={"options": options})).module
+        module = rebuild(source.model_copy(update={"options": options}), job.trust_source).module
         return torch_runner(at_precision(module, job.precision), job.precision)
     module = job.torch_module()
 

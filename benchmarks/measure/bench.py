@@ -32,6 +32,7 @@ from attnforge.benchmarks.measure.throughput import throughputs
 from attnforge.benchmarks.measure.work import work_of
 from attnforge.bundle import CANONICAL, FLAVOURS, WEIGHTS, Bundle, Case
 from attnforge.errors import UnknownNameError, UsageError
+from attnforge.export.sources.named import check_trusted
 from attnforge.machine import processors, this_machine, tool_versions
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_unavailable
@@ -51,6 +52,7 @@ def benchmark(
     threads: int | None = None,
     module: Any = None,
     quick: bool = False,
+    trust_source: bool = False,
     command: str = "attnforge.benchmark(…)",
     progress: Progress = lambda stage: None,
 ) -> Results:
@@ -70,11 +72,15 @@ def benchmark(
         module: the module that was deployed, where the bundle does not say how to make it again.
         quick: latency alone, of one opening: no throughput, starts, memory or limits, and parity on the timed inputs
             alone.
+        trust_source: whether you trust whoever made the bundles as you would a program's maker: peers run the model
+            that was deployed, so what the manifest names (a callable, a Hugging Face folder, a file) is imported,
+            opened and run with all your rights.
         command: recorded as the one that measures the results again.
         progress: called with the name of each stage as it starts.
 
     Raises:
         UnknownNameError: no such backend, peer or dim.
+        UntrustedError: a peer needs what a manifest names, and neither `module` nor `trust_source` was given.
         UsageError: fewer than one round or opening, bundles of different models, or a module is needed and not at hand.
         InputError: a size outside the profile.
         UnavailableError: a backend that was asked for by name cannot run here.
@@ -92,10 +98,20 @@ def benchmark(
             raise UsageError(f"{count} {what} were asked for; give 1 or more")
     start = time.perf_counter()
     experiment = Experiment(
-        bundles, backends, against, rounds, threads or processors(), module, openings=openings, progress=progress
+        bundles,
+        backends,
+        against,
+        rounds,
+        threads or processors(),
+        module,
+        openings=openings,
+        trust_source=trust_source,
+        progress=progress,
     )
     experiment.throughput = experiment.starts = experiment.memory = experiment.cases = not quick
     experiment.check()
+    for opened in bundles if against and module is None else ():
+        check_trusted(opened.manifest.source, trust_source)
     every_sizes = [sizes or {}] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
     for dims in every_sizes:
         case_at(bundles[0], dims)  # sizes that cannot be measured are an error before any others are

@@ -28,6 +28,7 @@ class Experiment:
         throughput, starts, memory: whether those are measured, besides latency.
         cases: whether ours, and peers that are as fast, are held to the budget in all of a bundle's reference cases.
         fresh_peers: peers whose starts and memory are measured, besides ours; None for all.
+        trust_source: whether what the bundles' manifests name may be imported, opened and run.
         seconds: after which no further round begins; shared out among the openings as the rounds are.
     """
 
@@ -44,6 +45,7 @@ class Experiment:
     fresh_peers: Sequence[str] | None = None
     seconds: float = float("inf")
     openings: int = 1
+    trust_source: bool = False
     progress: Progress = lambda stage: None
 
     @property

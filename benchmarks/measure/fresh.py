@@ -12,6 +12,7 @@ BEGUN = time.perf_counter()  # before all other imports, which count
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, open_backend
 from attnforge.benchmarks.measure.results import Cold, MemoryUse
 from attnforge.bundle import Bundle, DimSpec
+from attnforge.children import command, environment, own_folder
 from attnforge.memory import peak, reset_peak
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
@@ -41,6 +43,8 @@ class Order(Record):
         file: that the engine runs.
         folder: where peers find their files.
         any_sizes: whether it runs at other sizes than these.
+        trust_source: whether what the manifest names may be imported, opened and run.
+        stands: where the caller stands, beside whose own files a callable is looked for.
         warm: run at the least sizes first, so that what the run at `sizes` adds is its own.
     """
 
@@ -53,6 +57,8 @@ class Order(Record):
     folder: str
     any_sizes: bool
     warm: bool
+    trust_source: bool = False
+    stands: str = "."
 
 
 class FreshRun(Record):
@@ -72,11 +78,12 @@ def measured(order: Order) -> FreshRun:
     Raises:
         FailedError: it failed, or took too long.
     """
-    command = [sys.executable, "-m", "attnforge.benchmarks.measure.fresh"]
     try:
-        done = subprocess.run(
-            command, input=order.model_dump_json(), capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
+        with own_folder() as folder:
+            done = subprocess.run(
+                command("attnforge.benchmarks.measure.fresh"), input=order.model_dump_json(), capture_output=True,
+                text=True, timeout=TIMEOUT, check=False, cwd=folder, env=environment(),
+            )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise FailedError(f"its process took more than {TIMEOUT} s") from error
     lines = done.stdout.strip().splitlines()
@@ -133,7 +140,10 @@ def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
         return ENGINES[order.engine](setup, Path(order.file), stack)
     from attnforge.benchmarks.contenders.peers import PEERS, PeerJob
 
-    return PEERS[order.contender].open(PeerJob(setup.bundle, setup.feeds, setup.threads, Path(order.folder)), stack)
+    if order.trust_source:
+        os.chdir(order.stands)  # the current folder is on no path of imports, but the source's files may be beside it
+    job = PeerJob(setup.bundle, setup.feeds, setup.threads, Path(order.folder), trust_source=order.trust_source)
+    return PEERS[order.contender].open(job, stack)
 
 
 def _inputs(bundle: Bundle, sizes: dict[str, int]) -> dict[str, Array]:

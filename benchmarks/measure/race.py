@@ -122,7 +122,7 @@ class Yardstick:
         self.bundle, self.case = bundle, case_at(bundle, sizes)
         case = self.case
         feeds = reference.make_inputs(case, manifest.inputs, {})
-        self.job = PeerJob(bundle, feeds, experiment.threads, folder, experiment.module)
+        self.job = PeerJob(bundle, feeds, experiment.threads, folder, experiment.module, experiment.trust_source)
         for needed in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if experiment.cases else ():
             bundle.file(needed)  # fails before anything is timed where the file is missing or altered
         if any(case.name == stored.name for stored in manifest.cases):

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from attnforge.benchmarks.contenders.peers import PEERS
 from attnforge.benchmarks.measure import fresh
@@ -106,13 +107,15 @@ def _order(experiment: Experiment, entry: Entry, case: Case) -> fresh.Order | st
     if peer is not None and peer.file is None and bundle.manifest.source.kind in ("module", "onnx"):
         return "its start and memory are not measured: another process cannot make the module again"
     return fresh.Order(
-        bundle=str(bundle.path),
+        bundle=str(bundle.path.absolute()),
         contender=entry.name,
         engine="backend" if peer is None else peer.engine,
-        file=str(peer.file(entry.job)) if peer is not None and peer.file is not None else None,
+        file=str(peer.file(entry.job).absolute()) if peer is not None and peer.file is not None else None,
         sizes=case.sizes,
         threads=experiment.threads,
-        folder=str(entry.job.folder),
+        folder=str(entry.job.folder.absolute()),
         any_sizes=peer is None or peer.any_sizes,
         warm=False,
+        trust_source=experiment.trust_source,
+        stands=str(Path.cwd()),
     )

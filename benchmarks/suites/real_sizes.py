@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from attnforge.benchmarks.measure.statistics import fit_of
 from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
 from attnforge.benchmarks.suites.published import GROWTH, PUBLISHED, Published
 from attnforge.benchmarks.suites.real_sizes_steps import Order
+from attnforge.children import command as child_command
 from attnforge.machine import processors, tool_versions, versions
 
 COMMAND = "python -m attnforge.benchmarks.real_sizes"
@@ -103,7 +103,7 @@ def in_a_process(order: Order, seconds: float, memory: float) -> dict[str, Any]:
     """
     answer, begun, why = Path(order.answer), time.perf_counter(), None
     answer.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "attnforge.benchmarks.suites.real_sizes_steps"]
+    command = child_command("attnforge.benchmarks.suites.real_sizes_steps")
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from attnforge.errors import CaptureError, UsageError, first_line
+from attnforge.errors import CaptureError, UntrustedError, UsageError, first_line
+from attnforge.export.sources.program_check import what_it_runs
 from attnforge.export.sources.specs import check_range
 from attnforge.quiet import quiet
 
@@ -36,14 +37,28 @@ class Opened(NamedTuple):
     precision: str
 
 
-def load_program(file: Path) -> ExportedProgram:
+def load_program(file: Path, trusted: bool = False) -> ExportedProgram:
     """The program in a `.pt2` file.
 
+    Args:
+        file: is to be trusted like a program: torch was not made to read a stranger's.
+        trusted: whether the caller trusts its maker, so that pickles and code in it may run.
+
     Raises:
+        UntrustedError: torch would run code that the file holds, and nobody said that it is trusted.
         UsageError: no such file, or no program that this torch can read.
     """
     if not file.is_file():
         raise UsageError(f"no file {str(file)!r}; give the path of a program that torch.export.save wrote")
+    try:
+        runs = None if trusted else what_it_runs(file)
+    except Exception as error:
+        raise UsageError(f"{file} is no exported program that can be read: {first_line(error)}") from error
+    if runs is not None:
+        raise UntrustedError(
+            f"{file} holds {runs}; reading it runs that with all your rights, so a .pt2 is to be trusted like a "
+            "program: where you trust its maker, say --trust-source (trust_source=True)"
+        )
     try:
         with quiet():
             return torch.export.load(file)

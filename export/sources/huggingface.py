@@ -8,6 +8,7 @@ pooled and normalised as that library does.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attnforge.errors import UnavailableError, UsageError
+from attnforge.errors import UnavailableError, UsageError, first_line
 from attnforge.export.sources import sentences
+from attnforge.memory import available
 from attnforge.model.registry import Example
 from attnforge.quiet import quiet
 
@@ -36,12 +38,16 @@ class PlainTensors(nn.Module):
     Args:
         model: of transformers.
         embedding: makes sentence embeddings of its token states; they are then the only output.
+
+    Attributes:
+        random_weights: which weights are random, and of which seed; None where all were loaded.
     """
 
     def __init__(self, model: nn.Module, embedding: sentences.Embedding | None = None) -> None:
         super().__init__()
         self.model = model
         self.embedding = embedding
+        self.random_weights: str | None = None
 
     @classmethod
     def taking(cls, names: Sequence[str]) -> type[PlainTensors]:
@@ -98,11 +104,12 @@ def example(
     parts = sentences.parts(Path(path)) if architecture is None and part is None else None
     folder, embedding = parts or (Path(path), None)
     model: Any = load(folder, attention, architecture or ("AutoModel" if embedding else None), _number("seed", seed))
+    random = model.random_weights and f"{model.random_weights}, seed {seed}"
     if part is not None:
         if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
             raise UsageError(f"{type(model).__name__} has no part {part!r}; encoder-decoders have encoder and decoder")
         model = getattr(model, f"get_{part}")()
-    return around(
+    made = around(
         model,
         _number("batch", batch),
         None if tokens is None else _number("tokens", tokens),
@@ -111,6 +118,8 @@ def example(
         dynamic,
         embedding,
     )
+    made.module.random_weights = random  # type: ignore[assignment]
+    return made
 
 
 def _number(name: str, value: int | str) -> int:
@@ -126,18 +135,22 @@ def load(path: str | os.PathLike[str], attention: str | None, architecture: str 
     if not (folder.is_file() or (folder / "config.json").is_file()):
         raise UsageError(f"no Hugging Face configuration at {folder}; give a folder with config.json, or such a file")
     try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise UsageError(
-            f"{folder} holds no configuration that transformers knows: {str(error).splitlines()[0]}"
-        ) from error
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # of transformers, which has one for every kind of nonsense
+        raise UsageError(f"{folder} holds no configuration that transformers knows: {first_line(error)}") from error
     named = architecture or next(iter(config.architectures or ()), None)
-    kind = getattr(transformers, named, None) if named else transformers.AutoModel
-    if kind is None:
+    kind = getattr(transformers, str(named), None) if named else transformers.AutoModel
+    if not inspect.isclass(kind) or not (
+        issubclass(kind, transformers.PreTrainedModel) or kind.__name__.startswith("AutoModel")
+    ):
         raise UsageError(
             f"transformers {transformers.__version__} has no {named}; give a class of its own, such as "
             "architecture=BertModel"
         )
+    _check_size(folder, config)
     torch.manual_seed(seed)
     try:
         try:
@@ -146,23 +159,86 @@ def load(path: str | os.PathLike[str], attention: str | None, architecture: str 
             if attention is not None or "attention implementation" not in str(error):
                 raise
             return _build(kind, config, folder, "eager").eval()
-    except (ValueError, OSError, NotImplementedError) as error:  # a form that it lacks, weights that do not fit
+    except UsageError:
+        raise
+    except Exception as error:  # a form that it lacks, sizes that do not fit, weights of another model
+        raise UsageError(f"transformers cannot make {kind.__name__} of {folder}: {first_line(error)}") from error
+
+
+def _check_size(folder: Path, config: Any) -> None:
+    """Refuse a configuration of more layers or larger weights than can be meant, before memory or hours are spent."""
+    text = config.get_text_config()
+    layers, width, words = (getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    layers, width, words = (n if isinstance(n, int) and n > 0 else 0 for n in (layers, width, words))
+    needed, left = 4 * width * (12 * width * layers + words), available()
+    if layers > MOST_LAYERS or (left is not None and needed > left):
         raise UsageError(
-            f"transformers cannot make {kind.__name__} of {folder}: {str(error).splitlines()[0]}"
-        ) from error
+            f"the configuration in {folder} has {layers:,} layers of width {width:,}: at least {needed / 2**30:,.1f} "
+            f"GiB of weights; there may be {MOST_LAYERS:,} layers, and this machine has "
+            f"{'no limit that is known' if left is None else f'{left / 2**30:,.1f} GiB left'}"
+        )
+
+
+MOST_LAYERS = 1_000
+"""Layers that a configuration may have; making each takes time whatever its width."""
+
+_NOT_READ = ("*.h5", "*.msgpack", "*.gguf", "*.pth", "*.pt", "*.ckpt", "*.bin")
+"""Files of weights in formats that are not read here; beside such a file random weights are not what is meant."""
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder holds the weights that are to be loaded; without any, they are random.
+
+    Raises:
+        UsageError: it names or holds weights that cannot be loaded.
+    """
+    if not folder.is_dir():
+        return False
+    for index in (*folder.glob("*.safetensors.index.json"), *folder.glob("pytorch_model*.bin.index.json")):
+        try:
+            shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UsageError(f"{index} is no index of weights: {first_line(error)}") from error
+        if missing := sorted(str(name) for name in shards if not (folder / str(name)).is_file()):
+            raise UsageError(
+                f"{index} names {missing[0]!r}, which is not there ({len(missing)} of {len(shards)} are missing); "
+                "fetch them, or give config.json alone for a model with random weights"
+            )
+    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return True
+    if others := sorted(file.name for kind in _NOT_READ for file in folder.glob(kind)):
+        raise UsageError(
+            f"{folder} holds {others[0]}, a format that is not read here, and no model.safetensors; convert it, or "
+            "give config.json alone for a model with random weights"
+        )
+    return False
 
 
 def _build(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
-    if folder.is_dir() and (any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))):
+    if _has_weights(folder):
         with quiet():  # a progress bar
-            model = kind.from_pretrained(str(folder), local_files_only=True, attn_implementation=attention)
-    elif kind.__name__ == "AutoModel":
-        model = kind.from_config(config, attn_implementation=attention)
+            model, loaded = kind.from_pretrained(
+                str(folder), local_files_only=True, attn_implementation=attention, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
+        assert isinstance(model, nn.Module)
+        model.random_weights = _named(sorted(loaded["missing_keys"]))  # type: ignore[assignment]
+        return model
+    if kind.__name__ == "AutoModel":
+        model = kind.from_config(config, attn_implementation=attention, trust_remote_code=False)
     else:
         config._attn_implementation = attention
         model = kind(config)
     assert isinstance(model, nn.Module)
+    model.random_weights = "all"  # type: ignore[assignment]
     return model
+
+
+def _named(weights: Sequence[str]) -> str | None:
+    """The first of some weights, and how many others there are."""
+    if not weights:
+        return None
+    return weights[0] if len(weights) == 1 else f"{weights[0]} and {len(weights) - 1} more"
 
 
 def around(

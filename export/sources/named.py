@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from attnforge.bundle import Source
-from attnforge.errors import UnknownNameError, UsageError
-from attnforge.model.registry import MODELS, Example, build_model, load_weights
+from attnforge.errors import UnknownNameError, UntrustedError, UsageError
+from attnforge.model.registry import MODELS, SEED, Example, build_model, load_weights
 
 FILES = (".onnx", ".pt2")
 HUGGING_FACE = "hf:"
@@ -77,11 +77,18 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
         return _from_hugging_face(model, options, path)
     if ":" not in model:
         example = build_model(model, weights=weights, **options)
-        return example, Source(kind="registered", name=model, options=dict(options), weights=path)
+        random = f"all, seed {SEED}" if path is None and MODELS[model].weights is None else None
+        return example, Source(
+            kind="registered", name=model, options=dict(options), weights=path, random_weights=random
+        )
+    return _from_callable(model, options, path)
+
+
+def _from_callable(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
     example = _call(model, options)
     if weights is not None:
         load_weights(example.module, weights)
-    return example, Source(kind="callable", name=model, options=dict(options), weights=path)
+    return example, Source(kind="callable", name=model, options=dict(options), weights=weights)
 
 
 def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
@@ -93,13 +100,39 @@ def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | No
     if unknown := [name for name in options if name not in known]:
         raise UnknownNameError(f"option of {model}", unknown[0], known)
     example = huggingface.example(model.removeprefix(HUGGING_FACE), **options)
-    return example, Source(kind="huggingface", name=model, options=dict(options))
+    random = getattr(example.module, "random_weights", None)
+    return example, Source(kind="huggingface", name=model, options=dict(options), random_weights=random)
 
 
-def rebuild(source: Source) -> Example:
-    """The module that a bundle was deployed from.
+def check_trusted(source: Source, trusted: bool) -> None:
+    """Check that what a manifest names may be imported, opened and run. A registered model is this library's own code,
+    so it needs no trust unless the manifest names a file of weights.
+
+    Args:
+        source: the manifest's record.
+        trusted: whether the caller trusts whoever wrote the manifest, as one trusts a program before running it.
 
     Raises:
+        UntrustedError: it may not; says what the manifest names.
+    """
+    if trusted or source.kind == "module" or (source.kind == "registered" and source.weights is None):
+        return
+    named = repr(source.name) + (f" and {source.weights!r}" if source.weights is not None else "")
+    raise UntrustedError(
+        f"the manifest names {named} ({source.kind}), which would be opened and run with all your rights; where you "
+        "trust whoever made the bundle, say --trust-source (trust_source=True), or pass the module yourself (module=…)"
+    )
+
+
+def rebuild(source: Source, trusted: bool = False) -> Example:
+    """The module that a bundle was deployed from.
+
+    Args:
+        source: the manifest's record.
+        trusted: as :func:`check_trusted` takes it.
+
+    Raises:
+        UntrustedError: the record names code or a file, and nobody said that it is trusted.
         UsageError: it was a module in memory, which only its owner has, or an ONNX graph, which is no module.
     """
     if source.kind == "module":
@@ -108,12 +141,18 @@ def rebuild(source: Source) -> Example:
         raise UsageError(
             f"the bundle was deployed from an ONNX graph ({source.name}); there is no torch module, so no eager peer"
         )
-    if source.kind == "program":
-        from attnforge.export.sources.exported_program import as_module, load_program
+    check_trusted(source, trusted)
+    match source.kind:  # by its kind alone: what a name looks like is up to whoever wrote the manifest
+        case "program":
+            from attnforge.export.sources.exported_program import as_module, load_program
 
-        module, args = as_module(load_program(Path(source.name)))
-        return Example(module, tuple(args.values()), None)
-    return build(source.name, source.options, source.weights)[0]
+            module, args = as_module(load_program(Path(source.name), trusted))
+            return Example(module, tuple(args.values()), None)
+        case "huggingface":
+            return _from_hugging_face(source.name, source.options, source.weights)[0]
+        case "registered":
+            return build_model(source.name, weights=source.weights, **source.options)
+    return _from_callable(source.name, source.options, source.weights)[0]
 
 
 def _call(model: str, options: Mapping[str, Any]) -> Example:

@@ -21,7 +21,7 @@ Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 
 def open_source(
-    model: Model, args: Sequence[Any] | None, dynamic_shapes: Any, precision: str | None
+    model: Model, args: Sequence[Any] | None, dynamic_shapes: Any, precision: str | None, trusted: bool = False
 ) -> tuple[Captured | Imported, Source]:
     """The graph of a model, and the manifest's record of where it came from.
 
@@ -31,7 +31,10 @@ def open_source(
         dynamic_shapes: of a module, `torch.export`'s own; of the others the range of every dynamic dim by its name.
         precision: name of one; None for a graph's or program's own, and fp32 of a module.
 
+        trusted: of a `.pt2` file, whether code in it may run (:func:`load_program`).
+
     Raises:
+        UntrustedError: a `.pt2` file holds code, and nobody said that it is trusted.
         UsageError: a file of another kind, or no example inputs.
         CaptureError: torch cannot export the module so.
         BuildError: ONNX Runtime cannot run the graph.
@@ -42,7 +45,7 @@ def open_source(
             return import_graph(file, dynamic_shapes, precision, args), _record("onnx", file, dynamic_shapes)
         if file.suffix != ".pt2":
             raise UsageError(f"{str(file)!r} is no .onnx or .pt2 file; give one, or a torch.nn.Module")
-        origin, model = _record("program", file, dynamic_shapes), load_program(file)
+        origin, model = _record("program", file, dynamic_shapes), load_program(file, trusted)
     else:
         origin = Source(kind="module", name=f"{type(model).__module__}.{type(model).__qualname__}")
     if isinstance(model, ExportedProgram):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from attnforge.bundle import Cost, DimSpec, Engine, Range, TensorSpec
+from attnforge.children import command, environment, own_folder
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.tensorrt.process import Answer, Layer, Request
 
@@ -219,14 +219,14 @@ class Builders:
         load_tensorrt(flavour)
         all_profiles = profiles_of(inputs, profiles)
         request = Request(
-            onnx_file=str(onnx_file),
-            plan_file=str(plan_file),
+            onnx_file=str(onnx_file.absolute()),  # the builder stands in a folder of its own
+            plan_file=str(plan_file.absolute()),
             flavour=flavour,
             inputs=inputs,
             precision=precision,
             compute_capabilities=list(compute_capabilities),
             profiles=all_profiles,
-            timing_cache=str(timing_cache) if timing_cache is not None else None,
+            timing_cache=str(timing_cache.absolute()) if timing_cache is not None else None,
         )
         return self._thread.submit(self._built, request, device)
 
@@ -267,20 +267,22 @@ class Builders:
         Raises:
             BuildError: the process crashed or failed, or was ended.
         """
-        with self._lock:
-            if self._ended:
-                raise BuildError(f"{request.flavour}'s builder was ended")
-            self._at_work = process = subprocess.Popen(
-                [sys.executable, "-m", "attnforge.export.tensorrt.process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **_only(device)},
-            )
-        output, errors = process.communicate(request.model_dump_json())
-        with self._lock:
-            self._at_work = None
+        with own_folder() as folder:
+            with self._lock:
+                if self._ended:
+                    raise BuildError(f"{request.flavour}'s builder was ended")
+                self._at_work = process = subprocess.Popen(
+                    command("attnforge.export.tensorrt.process"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    cwd=folder,
+                    env=environment(_only(device)),
+                )
+            output, errors = process.communicate(request.model_dump_json())
+            with self._lock:
+                self._at_work = None
         if process.returncode != 0:
             last_line = (errors.strip().splitlines() or ["it said nothing"])[-1]
             how = f"crashed (signal {-process.returncode})" if process.returncode < 0 else "failed"

@@ -141,7 +141,9 @@ def test_float64_is_the_graphs_own(exported: Path) -> None:
 
 def test_benchmark_against_the_graph_as_it_was_given(exported: Path, tmp_path: Path) -> None:
     bundle = attnforge.deploy(exported, None, tmp_path / "bundle", RANGES, targets=["onnxruntime"], tune=False)
-    report = attnforge.benchmark(bundle, against=["eager", "onnxruntime-plain"], rounds=1, quick=True).models[0]
+    report = attnforge.benchmark(
+        bundle, against=["eager", "onnxruntime-plain"], rounds=1, quick=True, trust_source=True
+    ).models[0]
     assert {one.name for one in report.contenders if not one.ours} == {"onnxruntime-plain"}
     assert "ONNX graph" in report.skipped["eager fp32"]
     assert not report.wrong

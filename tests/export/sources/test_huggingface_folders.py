@@ -1,0 +1,122 @@
+"""Hugging Face folders as strangers make them: code beside the configuration, missing weights, senseless sizes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from attnforge.bundle import Source
+from attnforge.errors import UnavailableError, UsageError
+from attnforge.export.sources.huggingface import example
+from attnforge.export.sources.named import build
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the configuration of a small BERT, and no weights."""
+    config = transformers.BertConfig(**TINY, architectures=["BertModel"])
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def with_weights(folder: Path) -> Path:
+    transformers.BertModel(transformers.BertConfig(**TINY)).save_pretrained(folder)
+    return folder
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_code_in_the_folder_is_neither_run_nor_asked_about(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *text: pytest.fail(f"it asks {text}"))
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    edit(folder, model_type="ours", auto_map={"AutoConfig": "own.Config", "AutoModel": "own.Model"})
+    with pytest.raises(UsageError, match="no configuration that transformers knows"):
+        example(folder)
+    edit(folder, model_type="bert", architectures=None)
+    example(folder)  # of a kind that transformers knows itself, its own code is run
+    assert not (folder / "ran").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_that_are_named_and_not_there_are_refused(folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "gone.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"names 'gone.safetensors', which is not there \(2 of 2 are missing\)"):
+        example(folder)
+    save_file({}, folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(UsageError, match=r"\(1 of 2 are missing\)"):
+        example(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', "[" * 100_000])
+def test_an_index_that_is_none_is_refused(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UsageError, match="no index of weights"):
+        example(folder)
+
+
+@pytest.mark.parametrize("name", ["tf_model.h5", "model.gguf", "weights.bin"])
+def test_weights_of_a_format_that_is_not_read_are_not_replaced_by_random_ones(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"weights")
+    with pytest.raises(UsageError, match=f"{name}, a format that is not read here"):
+        example(folder)
+
+
+def test_random_weights_are_said_to_be_random(folder: Path) -> None:
+    assert build(f"hf:{folder}", {"seed": "3"}, None)[1].random_weights == "all, seed 3"
+    loaded = build(f"hf:{with_weights(folder)}", {}, None)[1]
+    assert loaded == Source(kind="huggingface", name=f"hf:{folder}")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.startswith("pooler")},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    assert build(f"hf:{folder}", {}, None)[1].random_weights == "pooler.dense.bias and 1 more, seed 0"
+    assert build("self-attention", {}, None)[1].random_weights == "all, seed 0"
+    assert build("patch-attention-digits", {}, None)[1].random_weights is None
+
+
+@pytest.mark.parametrize("name", ["pipeline", "AutoConfig", "BertTokenizer", "logging", "NoSuchModel"])
+def test_an_architecture_that_is_no_model_is_refused(folder: Path, name: str) -> None:
+    edit(folder, architectures=[name])
+    with pytest.raises(UsageError, match=f"has no {name}"):
+        example(folder)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 10**7},
+        {"vocab_size": 10**13},
+        {"hidden_size": 17},
+        {"num_attention_heads": 0},
+        {"hidden_size": "wide"},
+        {"hidden_act": "no such function"},
+    ],
+)
+def test_sizes_that_cannot_be_meant_are_refused_at_once(folder: Path, fields: dict[str, Any]) -> None:
+    edit(folder, **fields)
+    start = time.perf_counter()
+    with pytest.raises((UsageError, UnavailableError)) as raised:
+        example(folder)
+    assert time.perf_counter() - start < 5
+    assert "\n" not in str(raised.value)
