@@ -24,9 +24,10 @@ class Progress(Protocol):
     def stage(self, name: str, number: int, total: int) -> None:
         """The stage `name`, such as "lower and build for onnxruntime", begins, the `number`-th of `total`."""
 
-    def step(self, what: str, done: int, total: int | None) -> None:
+    def step(self, what: str, done: float, total: float | None) -> None:
         """Work on `what` begins (an attention site, a plan, a reference case, a backend, an assignment of precisions),
-        after `done` steps of this stage; of `total`, or None where nobody knows how many there will be."""
+        after `done` of the `total` work of this stage: in floating-point operations for reference cases, else in steps.
+        The total is the most that there may be; None where nobody knows."""
 
 
 class Silent:
@@ -34,7 +35,7 @@ class Silent:
 
     def stage(self, name: str, number: int, total: int) -> None: ...
 
-    def step(self, what: str, done: int, total: int | None) -> None: ...
+    def step(self, what: str, done: float, total: float | None) -> None: ...
 
 
 class StageNames:
@@ -46,7 +47,7 @@ class StageNames:
     def stage(self, name: str, number: int, total: int) -> None:
         self._hear(name)
 
-    def step(self, what: str, done: int, total: int | None) -> None: ...
+    def step(self, what: str, done: float, total: float | None) -> None: ...
 
 
 Listener = Progress | Callable[[str], None] | None
@@ -98,18 +99,24 @@ class Stages:
 
 
 class Steps:
-    """Counts the steps of one stage.
+    """Counts the steps of one stage, or the work that they are.
 
     Args:
         progress: hears of each; None where nobody does.
-        total: how many there will be, or None where that shows on the way.
+        total: how much work there will be at most, or None where that shows on the way.
     """
 
-    def __init__(self, progress: Progress | None, total: int | None = None) -> None:
-        self._progress, self._done, self._total = progress, 0, total
+    def __init__(self, progress: Progress | None, total: float | None = None) -> None:
+        self._progress, self._total = progress, total
+        self._done: float = 0
 
-    def begin(self, what: str) -> None:
-        """Begin a step, which ends the one before."""
+    def begin(self, what: str, work: float = 1) -> None:
+        """Begin a step, which ends the one before.
+
+        Args:
+            what: the step works on.
+            work: of the total that it is.
+        """
         if self._progress is not None:
             self._progress.step(what, self._done, self._total)
-        self._done += 1
+        self._done += work

@@ -5,7 +5,7 @@ This is the one counter: the search for precisions estimates costs by it, and be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import prod
 
@@ -61,6 +61,19 @@ def graph_flops(model: ir.Model, sizes: Mapping[str, int]) -> int:
         with suppress(Uncountable):
             count += product_flops(node, sizes)
     return count
+
+
+def run_cost(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
+    """:func:`graph_flops` of a graph that stays as it is, by sizes, each counted once."""
+    counts: dict[tuple[tuple[str, int], ...], int] = {}
+
+    def cost(sizes: Mapping[str, int]) -> int:
+        key = tuple(sizes.items())
+        if key not in counts:
+            counts[key] = graph_flops(model, sizes)
+        return counts[key]
+
+    return cost
 
 
 def attention_scores(node: ir.Node, sizes: Mapping[str, int]) -> int:

@@ -8,7 +8,6 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from safetensors.numpy import save_file
 from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.errors import CaptureError
-from attnforge.export.flops import graph_flops
+from attnforge.export.flops import run_cost
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import (
@@ -121,15 +120,17 @@ def write_reference(
     Returns:
         the cases, with the scale of their inputs and the spread of eager's error.
     """
-    stored, cases = stored_inputs(model, data or Data(), graph)
+    cost = run_cost(graph)
+    stored, cases = stored_inputs(model, data or Data(), cost)
     low = model.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
     few = _FewNumbers()
     draws: list[_Draws] = []
     reach = _Reach(model.precision.largest)
-    steps = Steps(progress, len(cases) + 1)
+    for_draws = _left(cases, cost)
+    steps = Steps(progress, sum(cost(case.sizes) for case in cases) + for_draws)
     for case in cases:
-        steps.begin(case.name)
+        steps.begin(case.name, cost(case.sizes))
         inputs, eager, exact = _bounded(case, model, low, stored, reach)
         outputs |= _sampled(case, eager, "eager") | _sampled(case, exact, "float64")
         yardstick = eager
@@ -140,27 +141,26 @@ def write_reference(
             errors = {output: _Error.of(array, exact[output]) for output, array in yardstick.items()}
             draws.append(_Draws(case, inputs, model, low or model, errors))
         few.add(case, eager, exact)
-    steps.begin("draws of eager's error")
     few.widen_spreads()
-    cost = partial(graph_flops, graph)
-    left = _draw(draws, _left(cases, cost), cost)
+    left = _draw(draws, for_draws, cost, steps)
     handfuls = few.handfuls(model.precision)
-    _draw([_Draws(c, make_inputs(c, model.inputs, stored), model, low or model, e) for c, e in handfuls], left, cost)
+    again = [_Draws(c, make_inputs(c, model.inputs, stored), model, low or model, e) for c, e in handfuls]
+    _draw(again, left, cost, steps)
     (folder / "reference").mkdir()
     save_file(outputs, folder / REFERENCE_OUTPUTS)
     save_file({name: _storable(array) for name, array in stored.items()}, folder / REFERENCE_EXAMPLE)
     return cases
 
 
-def stored_inputs(model: ReferenceModel, data: Data, graph: ir.Model) -> tuple[dict[str, Array], list[Case]]:
+def stored_inputs(model: ReferenceModel, data: Data, cost: Cost) -> tuple[dict[str, Array], list[Case]]:
     """The inputs that the bundle keeps (the example, and real data with its labels), and all cases.
 
     Args:
         model: the model.
         data: real inputs.
-        graph: the model's, by which the cost of a run is counted.
+        cost: of a run.
     """
-    stored, cases = dict(model.example), seeded_cases(model.inputs, partial(graph_flops, graph))
+    stored, cases = dict(model.example), seeded_cases(model.inputs, cost)
     for i, inputs in enumerate(data.inputs):
         shapes = shapes_of(model.inputs, (), *((array.shape, array.dtype) for array in inputs.values()))
         case = Case(name=f"data-{i}", sizes=dict(shapes.sizes), kind="data", seed=len(cases))
@@ -426,14 +426,16 @@ def _agree(errors: Sequence[_Error]) -> bool:
     )
 
 
-def _draw(draws: Sequence[_Draws], runs: float, cost: Cost) -> float:
+def _draw(draws: Sequence[_Draws], runs: float, cost: Cost, steps: Steps) -> float:
     """Draw in turns, a case at a time, while draws may change a budget and their cost is within `runs`; returns what is
     left of these."""
     while still := [of_case for of_case in draws if of_case.is_open and cost(of_case.case.sizes) <= runs]:
         for of_case in still:
-            runs -= cost(of_case.case.sizes)
+            work = cost(of_case.case.sizes)
+            runs -= work
             if runs < 0:
                 break
+            steps.begin(f"eager's error, {of_case.case.name}", work)
             of_case.more()
     for of_case in draws:
         of_case.widen_spread()

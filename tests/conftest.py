@@ -68,8 +68,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         pytest.exit(
             "pytest-xdist does not group tests under this pytest, so what a group shares would be made twice", 3
         )
+    keep_what_stays()
+
+
+def pytest_runtest_teardown() -> None:
+    if len(gc.get_objects(generation=2)) > 50_000:
+        keep_what_stays()
+
+
+def keep_what_stays() -> None:
+    """Let the collector, which every deploy calls, look no more at what modules and caches hold by now."""
     gc.collect()
-    gc.freeze()  # modules stay, so the collector need not look at them again
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -90,26 +91,28 @@ def _least_width(column: Column, cells: Sequence[str]) -> int:
 
 
 class StageDisplay:
-    """Shows the stage at work, and as a bar how much of the work is done; a :class:`attnforge.progress.Progress`, and a
-    function of a stage's name for work whose stages nobody counts."""
+    """Shows the stage at work, about how many seconds of it are left, and as a bar how much of all the work is done; a
+    :class:`attnforge.progress.Progress`, and a function of a stage's name for work whose stages nobody counts."""
 
     def __init__(self, bar: RichProgress | None) -> None:
         self._bar = bar
         self._task = None if bar is None else bar.add_task("", total=None, step="")
-        self._before, self._stages = 0, 0
+        self._before, self._begun = 0, time.perf_counter()
 
     def __call__(self, name: str) -> None:
         self._show(f"{name} …", step="")
 
     def stage(self, name: str, number: int, total: int) -> None:
-        self._before, self._stages = number - 1, total
+        self._before, self._begun = number - 1, time.perf_counter()
         self._show(f"{number}/{total} {name}", step="", completed=self._before, total=total)
 
-    def step(self, what: str, done: int, total: int | None) -> None:
+    def step(self, what: str, done: float, total: float | None) -> None:
         if total is None:
             self._show(step=what)
-        else:
-            self._show(step=f"{what}, {total - done} left", completed=self._before + done / max(total, 1))
+            return
+        left = (time.perf_counter() - self._begun) * (total - done) / done if done else 0.0
+        text = f"{what}, {left:.0f} s left" if left >= 1 else what
+        self._show(step=text, completed=self._before + done / max(total, 1))
 
     def _show(self, description: str | None = None, **fields: Any) -> None:
         if self._bar is not None and self._task is not None:

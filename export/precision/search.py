@@ -17,6 +17,7 @@ from attnforge.bundle import Case, Mixed, Region
 from attnforge.errors import BuildError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import module_of
+from attnforge.export.flops import run_cost
 from attnforge.export.precision.cost import cost_of, flops_of
 from attnforge.export.precision.culprits import culprits
 from attnforge.export.precision.trials import Answers, Assignment, MixedReference, Requirement, Trials
@@ -75,7 +76,7 @@ def choose(
     """
     references = [MixedReference(whole, precision_named(name)) for name in names]
     yardstick = references[0]
-    stored, cases = stored_inputs(yardstick, data, model)
+    stored, cases = stored_inputs(yardstick, data, run_cost(model))
 
     def inputs(case: Case) -> dict[str, Array]:
         return make_inputs(case, whole.inputs, stored)

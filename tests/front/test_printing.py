@@ -102,18 +102,21 @@ def test_a_terminal_shows_stage_case_and_what_is_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
+    clock = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[-1])
     with terminal.stages_shown(quiet=False) as display:
         assert isinstance(display, Progress)
         errors = io.StringIO()
         monkeypatch.setattr(sys, "stderr", errors)  # as deploy does while torch exports
         display("build vit")
         display.stage("reference", 4, 5)
-        display.step("normal-small", 0, 12)
-        display.step("scaled-16", 9, 12)
+        display.step("normal-small", 0, 12e9)
+        clock.append(1040.0)
+        display.step("scaled-16", 8e9, 12e9)
         time.sleep(0.3)  # it is drawn ten times a second
     shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", screen.getvalue())]
     last = next(line for line in reversed(shown) if line.strip())
-    assert "4/5 reference" in last and "scaled-16, 3 left" in last and max(map(len, shown)) <= 80
+    assert "4/5 reference" in last and "scaled-16, 20 s left" in last and max(map(len, shown)) <= 80
     assert errors.getvalue() == ""
 
 

@@ -18,12 +18,12 @@ class Heard:
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, int, int]] = []
-        self.steps: dict[str, list[tuple[str, int, int | None]]] = {}
+        self.steps: dict[str, list[tuple[str, float, float | None]]] = {}
 
     def stage(self, name: str, number: int, total: int) -> None:
         self.stages.append((name, number, total))
 
-    def step(self, what: str, done: int, total: int | None) -> None:
+    def step(self, what: str, done: float, total: float | None) -> None:
         self.steps.setdefault(self.stages[-1][0], []).append((what, done, total))
 
 
@@ -36,8 +36,16 @@ def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
     )
     stages = ["export", "canonicalize", "lower and build for onnxruntime", "reference"]
     assert heard.stages == [(name, i + 1, len(stages)) for i, name in enumerate(stages)]
-    names = [*(case.name for case in bundle.manifest.cases), "draws of eager's error"]
-    assert heard.steps == {"reference": [(name, i, len(names)) for i, name in enumerate(names)]}
+    (steps,) = heard.steps.values()
+    cases = [case.name for case in bundle.manifest.cases]
+    draws = [what for what, _, _ in steps[len(cases) :]]
+    assert [what for what, _, _ in steps[: len(cases)]] == cases
+    assert {draw.removeprefix("eager's error, ") for draw in draws} <= set(cases)
+    work = [done for _, done, _ in steps]
+    (most,) = {total for _, _, total in steps}
+    assert work[0] == 0 and work == sorted(set(work)) and most is not None and work[-1] < most
+    largest = next(i for i, case in enumerate(cases) if case == "normal-largest")
+    assert work[largest + 1] - work[largest] > work[1]  # by what a case costs
     assert list(bundle.manifest.seconds) == list(bundle.manifest.memory) == stages
     assert all(2**20 < size < 2**40 for size in bundle.manifest.memory.values())
     total = bundle.manifest.total

@@ -36,12 +36,12 @@ class Run:
     targets: dict[str, Outputs]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # a worker has one part after another
 def exported(part: Part) -> Exported:
     return export({name: IDIOMS[name] for name in part.names}, part.form)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # a worker has one part after another
 def runs(part: Part) -> list[Run]:
     together = exported(part)
     models = {"onnxruntime": together.for_onnxruntime(part.form), "tensorrt": together.for_tensorrt()[0]}

@@ -45,7 +45,7 @@ def every(*, fuses: bool = False) -> list[Any]:
     return params
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # a worker has one part after another
 def half(part: Part) -> Exported:
     return export({name: IDIOMS[name] for name in part.names}, part.form, "fp16")
 
@@ -59,7 +59,7 @@ class Built:
     plans: dict[str, Plan | str]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # a worker has one part after another
 def built(part: Part) -> Built:
     together = half(part)
     model, lowered = together.for_tensorrt()
@@ -133,7 +133,7 @@ class GatherElements(OpRun):
         return (np.take_along_axis(data, indices, axis),)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # a worker has one part after another
 def outputs(part: Part) -> dict[str, Outputs]:
     """ONNX Runtime, which computes in fp32; TensorRT's graph in NumPy, which rounds every result to fp16 as it says."""
     together = half(part)
