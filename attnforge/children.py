@@ -6,8 +6,10 @@ started with `-P`, which leaves it out, and in a folder of its own.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -38,6 +40,15 @@ def environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         paths.append(str(Path(__file__).resolve().parent.parent))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", **(further or {})}
+
+
+def end_with_parent() -> None:
+    """Let Linux end this process with the one that started it, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager

@@ -4,9 +4,7 @@ measurement."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from attnforge.deploy_cache import DeployCache
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused
 from attnforge.export.graphs.saving import Shelf
+from attnforge.export.measuring import MEASURING, SECONDS, measure
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
@@ -30,8 +29,7 @@ from attnforge.export.targets.target import Job
 from attnforge.export.tensorrt.build import Builders, profiles_of
 from attnforge.machine import tool_versions
 from attnforge.memory import give_back
-from attnforge.progress import Listener, Progress, Stages
-from attnforge.runtime.choose import choose_backend, tune_session
+from attnforge.progress import Listener, Stages
 
 
 def deploy(
@@ -110,8 +108,7 @@ def deploy(
         _write_manifest(folder, manifest, stages)
         if options.tune:
             give_back()  # all that the steps held, before every backend holds the weights
-            measure = partial(_measure_backends, folder, manifest, stages.begin("measure backends"))
-            reuse.measured(manifest, measure)
+            reuse.measured(manifest, partial(measure, folder, manifest, stages.begin(MEASURING)))
             manifest.reused = list(dict.fromkeys(reuse.reused))
             _write_manifest(folder, manifest, stages, only_new=True)
     return Bundle(out)
@@ -167,7 +164,7 @@ def _made(
             inputs=source.inputs,
             precision=reference.precision,
             attention=attention,
-            measuring=MEASURING / 2 if options.tune else 0.0,
+            measuring=SECONDS / 2 if options.tune else 0.0,
             compute_capabilities=options.compute_capabilities,
             profiles=options.profiles,
         )
@@ -212,7 +209,7 @@ def _stage_names(options: DeployOptions, selection: Selection) -> list[str]:
         *(_lowering(target) for target in selection.chosen),
         "reference",
         *([PLANS] if _has_plans(selection) else []),
-        *(["measure backends"] if options.tune else []),
+        *([MEASURING] if options.tune else []),
     ]
 
 
@@ -233,24 +230,3 @@ def _write_manifest(folder: Path, manifest: Manifest, stages: Stages, *, only_ne
 def _name_of(origin: Source) -> str:
     """The name of a model that the caller did not name: its file's, or its class's."""
     return origin.name.rpartition(".")[2] if origin.kind == "module" else Path(origin.name).stem
-
-
-MEASURING = 20.0
-"""Seconds for all that is measured to choose by: forms of attention sites (at most half), settings of ONNX Runtime's
-session, and backends, whose opening counts as well. What one leaves, the next may use."""
-
-SETTINGS = 4.0
-"""How many of these seconds are for settings, at most."""
-
-
-def _measure_backends(folder: Path, manifest: Manifest, progress: Progress) -> None:
-    """Add to the manifest how ONNX Runtime's session runs the model fastest here, and then which backend is fastest."""
-    left = MEASURING
-    if (target := manifest.targets.get("onnxruntime")) is not None:
-        left -= target.tuning.seconds if target.tuning is not None else 0.0
-        start = time.perf_counter()
-        with suppress(Exception):  # verify reports what ONNX Runtime does not run
-            target.session = tune_session(Bundle(folder, lazily=True), min(SETTINGS, left))
-        left -= time.perf_counter() - start
-        write_manifest(folder, manifest, only_new=True)
-    manifest.choice = choose_backend(Bundle(folder, lazily=True), left, progress)

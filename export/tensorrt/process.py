@@ -7,10 +7,8 @@ standard output; the plan goes straight to its file.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import re
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +18,7 @@ from typing import Any
 
 from attnforge import cache
 from attnforge.bundle import Range, TensorSpec
+from attnforge.children import end_with_parent
 from attnforge.memory import peak
 from attnforge.records import Record
 
@@ -27,7 +26,6 @@ _LAYER = re.compile(
     r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),.*?TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
 )
 _MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
-_PR_SET_PDEATHSIG = 1
 _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
@@ -99,15 +97,9 @@ class Answer(Record):
 
 def main() -> None:
     """Serve one request."""
-    _end_with_parent()
+    end_with_parent()
     request = Request.model_validate_json(sys.stdin.read())
     print(answer(request).model_copy(update={"memory": peak()}).model_dump_json())
-
-
-def _end_with_parent() -> None:
-    """Let Linux end this process with the one that started it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def answer(request: Request) -> Answer:

@@ -651,7 +651,7 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
         "small", "transformer-encoder", options, ["eager"], ("fp32",), throughput=False, fresh_peers=()
     )
     monkeypatch.setattr(bench, "measure_ceilings", quick_ceilings)
-    monkeypatch.setattr("attnforge.export.deploy._measure_backends", lambda *given: None)
+    monkeypatch.setattr("attnforge.export.deploy.measure", lambda *given: None)
     monkeypatch.setattr(suite, "ROUNDS", 3)
     monkeypatch.setattr(suite, "SUBJECTS", (small,))
     for along in ("tokens", "layers"):

@@ -43,7 +43,7 @@ def test_a_second_deploy_makes_nothing_anew(tmp_path: Path, cache: Path, monkeyp
         pytest.fail("made anew")
 
     for name in (
-        "deploy.write_reference", "deploy._measure_backends", "lowering.tuning._measure",
+        "deploy.write_reference", "deploy.measure", "lowering.tuning._measure",
         "tensorrt.build.Builders._answer",
     ):  # fmt: skip
         monkeypatch.setattr(f"attnforge.export.{name}", made)
@@ -63,7 +63,7 @@ def test_a_second_deploy_makes_nothing_anew(tmp_path: Path, cache: Path, monkeyp
 
     monkeypatch.undo()
     monkeypatch.setenv(VARIABLE, str(cache))
-    monkeypatch.setattr("attnforge.export.deploy._measure_backends", lambda *arguments: None)
+    monkeypatch.setattr("attnforge.export.deploy.measure", lambda *arguments: None)
     assert deployed(tmp_path / "other", change).manifest.reused == []
 
 

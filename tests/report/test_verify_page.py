@@ -132,7 +132,7 @@ def deployed_as(
     form: str, module: nn.Module, masked: bool, out: Path, precision: str, patch: pytest.MonkeyPatch
 ) -> tuple[Bundle, tuple[Tensor, ...]]:
     patch.setattr("attnforge.export.targets.onnxruntime.Tuner", type("Chosen", (Always,), {"form": form}))
-    patch.setattr("attnforge.export.deploy._measure_backends", lambda *arguments: None)
+    patch.setattr("attnforge.export.deploy.measure", lambda *arguments: None)
     args: tuple[Tensor, ...] = (torch.randn(2, 7, 32),)
     tokens: Any = Dim("tokens", min=2, max=16)
     shapes: tuple[Any, ...] = ({0: Dim("batch", min=1, max=4), 1: tokens},)

@@ -20,7 +20,7 @@ from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity import verify
 from attnforge.runtime.preference import by_preference, fastest_first
 from attnforge.runtime.turns import medians
-from tests.support.bundles import rewrite, small_example
+from tests.support.bundles import rewrite
 
 pytestmark = pytest.mark.xdist_group("choose")
 
@@ -258,20 +258,6 @@ def test_a_large_model_keeps_the_default_settings(
     (bundle.path / "weights.data").touch()
     settings = choosing.tune_session(bundle)
     assert (settings.threads, settings.spinning, settings.arena, settings.optimized) == (None, True, True, None)
-
-
-def test_a_model_that_cannot_be_measured_leaves_no_optimized_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(run: Callable[[], Any]) -> float:
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(choosing, "seconds_of", fails)
-    module, args, shapes = small_example()
-    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
-    assert bundle.manifest.targets["onnxruntime"].session is None
-    assert not any("optimized" in name for name in bundle.manifest.files)
-    assert not list(bundle.path.rglob("*optimized*"))
 
 
 def _with_processors(count: int) -> Any:

@@ -1,0 +1,56 @@
+"""What is measured beside the deploying process."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attnforge
+from attnforge.bundle import Bundle
+from attnforge.errors import BuildError
+from attnforge.export import measuring
+from attnforge.progress import Silent
+from attnforge.runtime import choose as choosing
+from tests.support.bundles import DeploySmall, small_example
+
+REFUSED = "measuring backends failed: .*; deploy without it"
+
+
+@pytest.fixture
+def bundle(small: DeploySmall, tmp_path: Path) -> Bundle:
+    return Bundle(shutil.copytree(small("fp32").path, tmp_path / "copy"))
+
+
+def test_a_model_that_cannot_be_measured_leaves_no_optimized_one(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(run: Callable[[], Any]) -> float:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(choosing, "seconds_of", fails)
+    assert measuring.measured(bundle.path, 5.0, Silent()).session is None
+    assert not any("optimized" in name for name in Bundle(bundle.path).manifest.files)
+    assert not list(bundle.path.rglob("*optimized*"))
+
+
+def test_the_process_has_neither_torch_nor_the_module(tmp_path: Path) -> None:
+    module, args, shapes = small_example()
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
+    assert attnforge.verify(bundle).passed
+    cost = bundle.manifest.children[measuring.MEASURING]
+    assert 2**20 < cost.memory < bundle.manifest.memory[measuring.MEASURING]
+    assert 0 < cost.seconds <= bundle.manifest.seconds[measuring.MEASURING]
+
+
+@pytest.mark.parametrize("program", ["import os; os.abort()", "raise SystemExit('no room')", ""])
+def test_a_process_that_fails_leaves_no_bundle(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "command", lambda *arguments: [sys.executable, "-c", program])
+    module, args, shapes = small_example()
+    with pytest.raises(BuildError, match=REFUSED):
+        attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
+    assert list(tmp_path.iterdir()) == []
