@@ -37,8 +37,8 @@ FEWEST_CALLS = 4 * FEWEST_ROUNDS
 def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | None = None) -> Choice | None:
     """Hold every backend that can run here to the budget, and time those that meet it, in shuffled turns.
 
-    Every backend is opened and held to the budget once. Where there is time they are opened and timed once more, in the
-    reverse order, because the one that is opened first may stay slower for that.
+    Every backend is held to the budget once, alone in memory. Those that meet it are opened together and timed, and
+    where there is time once more in the reverse order, because the one that is opened first may stay slower for that.
 
     Args:
         bundle: the bundle; backends are held to its reference cases, and timed on its example.
@@ -53,23 +53,23 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     able = [name for name in BACKENDS if why_unavailable(bundle, name) is None]
     if len(able) < 2:
         return None
-    steps, end = Steps(progress, len(able)), start + seconds
-    dropped: dict[str, str] = {}
-    with ExitStack() as stack:
-        runs: dict[str, Callable[[], Any]] = {}
-        for name in able:
-            steps.begin(name)
-            run, held = _opened(stack, bundle, name, dropped, to_budget=True)
-            end += held
-            if run is not None:
-                runs[name] = run
-        opening = time.perf_counter() - (end - seconds)
-        openings = [medians(runs, ROUNDS // 2, (seconds - opening) / 2)]
-    if len(runs) > 1 and time.perf_counter() + opening < end:
+    steps, dropped = Steps(progress, len(able)), dict[str, str]()
+    for name in able:
+        steps.begin(name)
+        if (reason := _why_dropped(bundle, name)) is not None:
+            dropped[name] = reason
+    names, openings = [name for name in able if name not in dropped], []
+    end = time.perf_counter() + seconds
+    for order, share in ((names, 1 / 2), (names[::-1], 1)):
+        opening = time.perf_counter()
         with ExitStack() as stack:
-            again = {name: _opened(stack, bundle, name, dropped)[0] for name in reversed(runs)}
-            runs = {name: run for name, run in again.items() if run is not None}
-            openings.append(medians(runs, ROUNDS // 2, end - time.perf_counter()))
+            opened = {name: _opened(stack, bundle, name, dropped) for name in order}
+            runs = {name: run for name, run in opened.items() if run is not None}
+            opening = time.perf_counter() - opening
+            openings.append(medians(runs, ROUNDS // 2, share * (end - time.perf_counter())))
+        names = [name for name in names if name in runs]
+        if len(names) < 2 or time.perf_counter() + opening > end:
+            break
     milliseconds = {name: round(mean(times[name] for times in openings), 4) for name in able if name not in dropped}
     return Choice(
         machine=this_machine(),
@@ -82,35 +82,33 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     )
 
 
-def _opened(
-    stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str], *, to_budget: bool = False
-) -> tuple[Callable[[], Any] | None, float]:
-    """A backend's run of the example, and the seconds that holding it to the budget took.
+def _why_dropped(bundle: Bundle, name: str) -> str | None:
+    """Why a backend fails, or misses the budget; None where it meets it. It is alone in memory, where the largest case
+    takes the most of all."""
+    try:
+        with load(bundle, name, cache=False) as session:  # the bundle has yet to be moved
+            missed = hold(bundle, name, session.run).missed
+    except Exception as error:  # of any library: a backend that fails is not chosen
+        return first_line(error)
+    return None if missed is None else f"it missed the parity budget: {missed}"
+
+
+def _opened(stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str]) -> Callable[[], Any] | None:
+    """A backend's run of the example.
 
     Args:
         stack: closes the backend.
         bundle: the bundle.
         name: of the backend.
-        dropped: gets why the backend failed, or missed the budget; it is closed then, and there is no run.
-        to_budget: whether to hold it to the budget first.
+        dropped: gets why the backend failed; there is no run then.
     """
-    held = 0.0
-    with ExitStack() as alone:
-        try:
-            session = alone.enter_context(load(bundle, name, cache=False))  # the bundle has yet to be moved
-            if to_budget:
-                start = time.perf_counter()
-                missed = hold(bundle, name, session.run).missed
-                held = time.perf_counter() - start
-                if missed is not None:
-                    dropped[name] = f"it missed the parity budget: {missed}"
-                    return None, held
-            session.warm_up()
-        except Exception as error:  # of any library: a backend that fails is not chosen
-            dropped[name] = first_line(error)
-            return None, held
-        stack.push(alone.pop_all())
-    return partial(session.run, _example(bundle)), held
+    try:
+        session = stack.enter_context(load(bundle, name, cache=False))
+        session.warm_up()
+    except Exception as error:
+        dropped[name] = first_line(error)
+        return None
+    return partial(session.run, _example(bundle))
 
 
 def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:

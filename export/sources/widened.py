@@ -40,11 +40,11 @@ SQUARING = {
 }
 """Operators that sum squares in a wider type than their operand's, and are exported as products and sums."""
 
-KEPT = 1 << 30
+KEPT = 3 << 28
 """Bytes of widened parameters that stay for the next operator and the next run; of others they are made anew."""
 
-SCORES = 1 << 24
-"""Scores of attention that are in memory at a time: 128 MiB."""
+SCORES = 1 << 22
+"""Scores of attention that are in memory at a time: 32 MiB."""
 
 
 class Float64:
@@ -164,11 +164,14 @@ class _Functions(TorchFunctionMode):
         self._widen = widen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
             return WIDE.get(func(*args), func(*args))
         if func in GETTERS:
             return func(*args)
-        return func(*self._widen(args), **self._widen(kwargs or {}))
+        if func is nn.functional.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is None:
+            return func(*args, **kwargs)  # its operator widens the rows that it takes; else it writes to its table
+        return func(*self._widen(args), **self._widen(kwargs))
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -180,6 +183,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._widen = widen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.ops.aten.embedding.default:
+            rows = func(*args, **(kwargs or {}))
+            return rows.to(WIDE.get(rows.dtype, rows.dtype))
         args, kwargs = self._widen(args), self._widen(kwargs or {})
         if func == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
             query, key, value, *rest = args
