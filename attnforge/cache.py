@@ -7,13 +7,13 @@ is not read.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
-import stat
 from pathlib import Path
 
-from attnforge.files import write_whole
+from attnforge.files import is_own, open_inside, write_whole
 
 log = logging.getLogger("attnforge")
 
@@ -48,15 +48,14 @@ def cache_folder(bundle: Path) -> Path:
 
 
 def read(file: Path) -> bytes | None:
-    """The bytes of a file of the cache; None where there is none, and where others than its owner may write to it."""
+    """The bytes of a file of the cache; None where there is none, where it or its folder is a link, and where others
+    than its owner may write to it or to its folder. What is looked at is the file that was opened."""
     try:
-        about = file.stat()
-        if os.name == "posix" and (
-            about.st_uid not in (os.getuid(), 0) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        ):
-            log.warning("%s is not read, for others may write to it; delete it or take that right away", file)
-            return None
-        return file.read_bytes()
+        with open_inside(file.parent.parent, f"{file.parent.name}/{file.name}") as stream:
+            if not is_own(os.lstat(file.parent)) or not is_own(os.fstat(stream.fileno())):
+                log.warning("%s is not read, for others may write to it; delete it or take that right away", file)
+                return None
+            return stream.read()
     except OSError:
         return None
 
@@ -68,7 +67,9 @@ def write(file: Path, data: bytes) -> bool:
         Whether it was written; where it cannot be, the log says why.
     """
     try:
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True, mode=0o700)
+        if file.parent.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file.parent))
         write_whole(file, data, mode=0o600)
     except OSError as error:
         log.info("nothing is kept in the cache %s: %s", file.parent, error)

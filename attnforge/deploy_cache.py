@@ -14,13 +14,12 @@ import json
 import logging
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnforge.files import sha256
+from attnforge.files import is_own, sha256
 
 log = logging.getLogger("attnforge")
 
@@ -147,10 +146,7 @@ def _users_caches() -> Path:
 
 def _is_own(folder: Path) -> bool:
     """Whether a folder is the user's, or root's, and nobody else may write to it."""
-    if os.name != "posix":
-        return True
-    about = folder.stat()
-    if about.st_uid in (os.getuid(), 0) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if is_own(folder.stat()):
         return True
     log.warning("%s is not read, for others may write to it; delete it or take that right away", folder)
     return False

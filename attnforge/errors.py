@@ -56,6 +56,10 @@ class BundleError(AttnforgeError):
     """A bundle that is missing, incomplete, altered, or of another schema version."""
 
 
+class ReplacedError(BundleError):
+    """A bundle that was replaced while it was read; read again, it is the new one."""
+
+
 class BuildError(AttnforgeError):
     """A TensorRT or ONNX Runtime build that failed, with the builder's own words."""
 
@@ -76,6 +80,10 @@ class UnavailableError(AttnforgeError):
     """A target or backend that this machine cannot build or run; the message says what would change that."""
 
 
+class RunError(AttnforgeError):
+    """A run that the backend's library failed, in its words."""
+
+
 class DeviceError(AttnforgeError):
     """A CUDA call or a run on the GPU that failed; the message says how, and whether this process can go on."""
 
@@ -86,3 +94,12 @@ def first_line(error: BaseException | str) -> str:
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
     otherwise = type(error).__name__ if isinstance(error, BaseException) else ""
     return next((line for line in lines if line and not line.startswith("Failed to export")), otherwise)
+
+
+LONGEST = 400
+"""Characters of a text of somebody else's that a message takes over."""
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text that may be of any length, for a message."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text):,} characters)"

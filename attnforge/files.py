@@ -6,14 +6,83 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
-from pathlib import Path
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
 
 
 def sha256(file: Path) -> str:
     """The sha256 of a file's bytes, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_BY_FOLDER = os.open in os.supports_dir_fd
+
+
+def open_regular(file: Path, *, follow: bool = False) -> BufferedReader:
+    """Open a regular file to read it: no pipe, which would wait for a writer, and no device.
+
+    Args:
+        file: to open.
+        follow: whether `file` itself may be a link.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    return _regular(os.open(file, _FLAGS | (0 if follow else _NO_LINK)), file)
+
+
+def open_inside(folder: Path, name: str) -> BufferedReader:
+    """Open a regular file below a folder, following no link on the way, whatever happens to the folder meanwhile.
+
+    Args:
+        folder: may be a link itself.
+        name: relative to it, without `..`.
+
+    Raises:
+        OSError: it cannot be opened, is no regular file, or a part of the way is a link.
+    """
+    *way, last = PurePosixPath(name).parts
+    if not _BY_FOLDER:  # Windows
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+        return open_regular(folder / name)
+    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in way:
+            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | _NO_LINK, dir_fd=here)
+            os.close(here)
+            here = below
+        return _regular(os.open(last, _FLAGS | _NO_LINK, dir_fd=here), folder / name)
+    finally:
+        os.close(here)
+
+
+def _regular(number: int, file: Path) -> BufferedReader:
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+    return open(number, "rb")
+
+
+def is_own(about: os.stat_result) -> bool:
+    """Whether a file or folder is the user's, or root's, and nobody else may write to it."""
+    return os.name != "posix" or (
+        about.st_uid in (os.getuid(), 0) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
+
+
+Identity = tuple[int, ...]
+"""What changes wherever a file or folder is replaced, altered or moved: compare two of them."""
+
+
+def identity(about: os.stat_result) -> Identity:
+    """The identity of a file or folder by its status."""
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def write_whole(file: Path, data: bytes, mode: int = 0o644) -> None:

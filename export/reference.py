@@ -3,6 +3,7 @@ every reference case."""
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from bisect import bisect_left
@@ -18,7 +19,7 @@ from safetensors.numpy import save_file
 
 from attnforge.arrays import BFLOAT16, Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
-from attnforge.errors import CaptureError
+from attnforge.errors import BuildError, CaptureError
 from attnforge.export.flops import run_cost
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
@@ -38,6 +39,8 @@ from attnforge.runtime.cases import (
 from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import FAR_OFF, FEW, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, relative_error
+
+log = logging.getLogger("attnforge")
 
 NEAR = 4
 """How far below the floor eager's error has to be for the floor to be the budget, however its error is drawn."""
@@ -127,11 +130,13 @@ def write_reference(
     few = _FewNumbers()
     draws: list[_Draws] = []
     reach = _Reach(model.precision.largest)
+    finite = _FiniteOutputs(model.precision)
     for_draws = _left(cases, cost)
     steps = Steps(progress, sum(cost(case.sizes) for case in cases) + for_draws)
     for case in cases:
         steps.begin(case.name, cost(case.sizes))
         inputs, eager, exact = _bounded(case, model, low, stored, reach)
+        finite.note(case, eager, exact)
         outputs |= _sampled(case, eager, "eager") | _sampled(case, exact, "float64")
         yardstick = eager
         if low is not None and attention is not None:
@@ -141,6 +146,7 @@ def write_reference(
             errors = {output: _Error.of(array, exact[output]) for output, array in yardstick.items()}
             draws.append(_Draws(case, inputs, model, low or model, errors))
         few.add(case, eager, exact)
+    finite.check()
     few.widen_spreads()
     left = _draw(draws, for_draws, cost, steps)
     handfuls = few.handfuls(model.precision)
@@ -317,6 +323,48 @@ def _is_right(eager: Array, exact: Array, precision: Precision) -> bool:
     )
 
 
+class _FiniteOutputs:
+    """Which outputs have any number on ordinary inputs that a backend can be held to.
+
+    Args:
+        precision: of the bundle.
+    """
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+        self._exact: dict[str, bool] = {}
+        self._eager: dict[str, bool] = {}
+
+    def note(self, case: Case, eager: Mapping[str, Array], exact: Mapping[str, Array]) -> None:
+        """Note the outputs of an ordinary case; those of hard inputs prove nothing."""
+        if case.is_ordinary:
+            for output, truth in exact.items():
+                held = _held(truth, self._precision)
+                self._exact[output] = self._exact.get(output, False) or not truth.size or bool(held.any())
+                is_finite = not truth.size or bool(np.isfinite(eager[output][held]).any())
+                self._eager[output] = self._eager.get(output, False) or is_finite
+
+    def check(self) -> None:
+        """Check that every output has such a number, and say so where eager's arithmetic loses all of them.
+
+        Raises:
+            BuildError: an output has none even in float64, so nothing could ever be proven of it.
+        """
+        name = self._precision.name
+        if lost := next((output for output, any_finite in self._exact.items() if not any_finite), None):
+            raise BuildError(
+                f"output {lost!r} has no number that {name} holds on any ordinary input, even computed in float64: it "
+                "is NaN, infinite or too large everywhere, so nothing could be proven of it; look for NaN and infinity "
+                "in the weights and in the example"
+            )
+        if lost := next((output for output, any_finite in self._eager.items() if not any_finite), None):
+            log.warning(
+                "%s does not hold this model: on ordinary inputs, eager has no finite number in output %r where "
+                "float64 has some; verification will fail, and attnforge diagnose says where it begins",
+                name, lost,
+            )  # fmt: skip
+
+
 def _held(exact: Array, precision: Precision) -> Array:
     """Where the precision holds the number: finite and within its range."""
     return np.isfinite(exact) & (np.abs(exact) <= precision.largest)
@@ -414,6 +462,8 @@ class _Draws:
 
 def _widen(case: Case, output: str, relative: float, absolute: float) -> None:
     """Give an output of a case at least these errors as its spread."""
+    if not (math.isfinite(relative) and math.isfinite(absolute)):
+        return  # of numbers whose squares overflow float64; such a spread would allow everything
     known = case.spread.get(output, (0.0, 0.0))
     case.spread = {**case.spread, output: (max(known[0], relative), max(known[1], absolute))}
 

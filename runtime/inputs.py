@@ -100,8 +100,8 @@ def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *form
 def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     try:
         return tuple(dim if isinstance(dim, int) else dim.factor * size_of(dim.symbol, sizes) for dim in spec.dims)
-    except (KeyError, NotImplementedError, ZeroDivisionError):
-        return None
+    except (KeyError, NotImplementedError, ZeroDivisionError, RecursionError, MemoryError):
+        return None  # also where an expression is nested deeper than Python goes
 
 
 def size_of(symbol: str, sizes: Mapping[str, int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attnforge.bundle import MOST_THREADS
 from attnforge.errors import UsageError
 
 
@@ -20,6 +21,17 @@ class Options:
     def __post_init__(self) -> None:
         if self.contexts < 1:
             raise UsageError(f"{self.contexts} execution contexts were asked for; give 1 or more")
+        check_threads(self.threads)
+
+
+def check_threads(threads: int | None) -> None:
+    """Check a number of threads; libraries start as many as they are told, until the machine has no more.
+
+    Raises:
+        UsageError: fewer than 1, or more than :data:`~attnforge.bundle.MOST_THREADS`.
+    """
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"{threads} threads were asked for; give 1 to {MOST_THREADS:,}")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ def chosen_here(bundle: Bundle) -> Choice | None:
     choice = bundle.manifest.choice
     if choice is None or choice.machine != this_machine():
         return None
+    if not {*choice.milliseconds, *choice.dropped} <= set(BACKENDS):  # of another version of attnforge, or nobody's
+        return None
     return choice if choice.versions == versions(libraries_of([*choice.milliseconds, *choice.dropped])) else None
 
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,15 @@ import numpy as np
 
 from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec
-from attnforge.errors import UnavailableError, UnknownNameError, UsageError
+from attnforge.errors import (
+    AttnforgeError,
+    ReplacedError,
+    RunError,
+    UnavailableError,
+    UnknownNameError,
+    UsageError,
+    first_line,
+)
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.registry import BACKENDS, open_first
@@ -242,7 +251,7 @@ class Session:
         as_torch = not plain and any(is_torch(value) for value in values)
         if out is not None:
             return self._into(out, arrays, shapes, as_torch)
-        results = self._backend.run(arrays, shapes)
+        results = self._computed(arrays, shapes)
         return [to_torch(array) for array in results] if as_torch else results
 
     def _into(self, out: Mapping[str, Any], arrays: list[Array], shapes: Shapes, as_torch: bool) -> list[Any]:
@@ -252,7 +261,7 @@ class Session:
             writable(spec, out[spec.name], shape, arrays) if spec.name in out else None
             for spec, shape in zip(self.outputs, shapes.outputs, strict=True)
         ]
-        results = self._backend.run(arrays, shapes, targets)
+        results = self._computed(arrays, shapes, targets)
         for spec, target, array in zip(self.outputs, targets, results, strict=True):
             if target is not None and target is not array:
                 if target.shape != array.shape:  # the inputs' sizes did not decide the output's shape
@@ -262,6 +271,20 @@ class Session:
             out[name] if name in out else to_torch(array) if as_torch else array
             for name, array in zip(self._names, results, strict=True)
         ]
+
+    def _computed(
+        self, arrays: list[Array], shapes: Shapes, targets: Sequence[Array | None] | None = None
+    ) -> list[Array]:
+        """What the backend answers; what its library raises, of whatever kind, becomes a RunError. A torch module's
+        errors are its author's."""
+        try:
+            return self._backend.run(arrays, shapes, targets)
+        except (AttnforgeError, MemoryError):
+            raise
+        except Exception as error:
+            if self.backend == "eager":
+                raise
+            raise RunError(f"{self.backend} cannot run {self.bundle.manifest.name}: {first_line(error)}") from error
 
     def _on_gpu(self, values: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> tuple[list[Any], Event]:
         """Enqueue a run on inputs of which some lie on the GPU; outputs in order, and the event that they are there."""
@@ -325,6 +348,17 @@ def load(
     if backend not in NAMES:
         raise UnknownNameError("backend", backend, NAMES)
     options = Options(threads, device, contexts, graphs, cache)
+    for _ in range(0 if isinstance(bundle, Bundle) else TRIES - 1):
+        with suppress(ReplacedError):  # read again, it is the new one
+            return _loaded(bundle, backend, module, options)
+    return _loaded(bundle, backend, module, options)
+
+
+TRIES = 5
+"""How often a bundle is read that is replaced while it is read."""
+
+
+def _loaded(bundle: str | os.PathLike[str] | Bundle, backend: str, module: Any, options: Options) -> Session:
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle, lazily=True)
     if backend == "eager":
         return Session(opened, _eager(opened, module), options)

@@ -1,5 +1,6 @@
 """The bundle: a folder that holds a deployed model (:mod:`.store`), and the manifest beside it (:mod:`.schema`)."""
 
+from attnforge.bundle.fields import MOST_THREADS
 from attnforge.bundle.schema import (
     CANONICAL,
     FLAVOURS,
@@ -28,13 +29,14 @@ from attnforge.bundle.schema import (
     TensorSpec,
     Tuning,
 )
-from attnforge.bundle.store import Bundle, write_manifest, writing
+from attnforge.bundle.store import Bundle, unlisted_text, used, write_manifest, writing
 from attnforge.certificate import Certificate, SiteRecord, SiteTarget, Unfused
 
 __all__ = [
     "CANONICAL",
     "FLAVOURS",
     "MANIFEST",
+    "MOST_THREADS",
     "PLAIN",
     "PORTABLE",
     "REFERENCE_EXAMPLE",
@@ -63,6 +65,8 @@ __all__ = [
     "TensorSpec",
     "Tuning",
     "Unfused",
+    "unlisted_text",
+    "used",
     "write_manifest",
     "writing",
 ]

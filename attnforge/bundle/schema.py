@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from attnforge.bundle.fields import (
+    MOST_DIMS,
+    Count,
+    DType,
+    Expression,
+    FileName,
+    Name,
+    Positive,
+    PrecisionName,
+    Seed,
+    Sha256,
+    Size,
+    StoredRecord,
+    Threads,
+)
 from attnforge.certificate import Certificate
 from attnforge.machine import Machine
-from attnforge.records import Record
 
 SCHEMA_VERSION = 1
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
@@ -28,7 +44,7 @@ REFERENCE_OUTPUTS = "reference/outputs.safetensors"
 REFERENCE_EXAMPLE = "reference/example.safetensors"
 
 
-class DimSpec(Record):
+class DimSpec(StoredRecord):
     """A dynamic dim: `factor` times a symbol.
 
     Attributes:
@@ -39,18 +55,18 @@ class DimSpec(Record):
         max: the largest size.
     """
 
-    symbol: str
-    factor: int = 1
-    min: int | None = None
-    opt: int | None = None
-    max: int | None = None
+    symbol: Expression
+    factor: Annotated[int, Field(ge=1, le=2**31)] = 1
+    min: Size | None = None
+    opt: Size | None = None
+    max: Size | None = None
 
     @property
     def text(self) -> str:
         return self.symbol if self.factor == 1 else f"{self.factor}*{self.symbol}"
 
 
-class TensorSpec(Record):
+class TensorSpec(StoredRecord):
     """An input or output.
 
     Attributes:
@@ -64,9 +80,9 @@ class TensorSpec(Record):
             model or of every sample, such as a temperature; None of other inputs.
     """
 
-    name: str
-    dtype: str
-    dims: list[int | DimSpec]
+    name: Name
+    dtype: DType
+    dims: Annotated[list[Size | DimSpec], Field(max_length=MOST_DIMS)]
     low: int | None = None
     high: int | None = None
     excludes: float | Literal["-inf"] | None = None
@@ -76,7 +92,7 @@ class TensorSpec(Record):
         return f"{self.dtype}[{', '.join(str(d) if isinstance(d, int) else d.text for d in self.dims)}]"
 
 
-class Source(Record):
+class Source(StoredRecord):
     """Where the model came from.
 
     Attributes:
@@ -90,17 +106,17 @@ class Source(Record):
     """
 
     kind: Literal["registered", "callable", "huggingface", "module", "onnx", "program"]
-    name: str
-    options: dict[str, str | int | float | bool] = {}
-    weights: str | None = None
+    name: Name
+    options: dict[Name, str | int | float | bool] = {}
+    weights: Name | None = None
     random_weights: str | None = None
 
 
-Range = tuple[int, int, int]
+Range = tuple[Size, Size, Size]
 """Least, usual and largest size of a dim: TensorRT's min, opt and max."""
 
 
-class Engine(Record):
+class Engine(StoredRecord):
     """A TensorRT plan.
 
     Attributes:
@@ -116,18 +132,18 @@ class Engine(Record):
         profiles: the optimization profiles, each the range of every symbol; the first is all that the inputs may be.
     """
 
-    file: str
+    file: FileName
     flavour: Literal["tensorrt", "tensorrt_rtx"]
-    version: str
-    compute_capabilities: list[str]
-    layers: int
-    size: int
-    build_seconds: float
-    activation_memory: int | None = None
-    profiles: list[dict[str, Range]] = []
+    version: Name
+    compute_capabilities: list[Name]
+    layers: Count
+    size: Count
+    build_seconds: Positive
+    activation_memory: Count | None = None
+    profiles: list[dict[Name, Range]] = []
 
 
-class Tuning(Record):
+class Tuning(StoredRecord):
     """How the forms of attention sites were measured.
 
     Attributes:
@@ -136,12 +152,12 @@ class Tuning(Record):
         seconds: that measuring took.
     """
 
-    processors: int
-    sizes: dict[str, int]
+    processors: Count
+    sizes: dict[Name, Size]
     seconds: float
 
 
-class SessionSettings(Record):
+class SessionSettings(StoredRecord):
     """How ONNX Runtime's CPU session ran the model fastest, on one machine and in one version.
 
     Attributes:
@@ -155,15 +171,15 @@ class SessionSettings(Record):
     """
 
     machine: Machine
-    version: str
-    threads: int | None = None
+    version: Name
+    threads: Threads | None = None
     spinning: bool = True
     arena: bool = True
-    optimized: str | None = None
+    optimized: FileName | None = None
     measured: dict[str, float] = {}
 
 
-class PlainPlan(Record):
+class PlainPlan(StoredRecord):
     """The plan that has attention at the bundle's own precision; the difference is what a lower one gains.
 
     Attributes:
@@ -172,12 +188,12 @@ class PlainPlan(Record):
         activation_memory: bytes on the device; None where the builder does not say.
     """
 
-    layers: int
-    size: int
-    activation_memory: int | None = None
+    layers: Count
+    size: Count
+    activation_memory: Count | None = None
 
 
-class TargetRecord(Record):
+class TargetRecord(StoredRecord):
     """What the bundle holds for a target.
 
     Attributes:
@@ -190,11 +206,11 @@ class TargetRecord(Record):
         engines: TensorRT plans.
     """
 
-    model: str
-    cuda_model: str | None = None
+    model: FileName
+    cuda_model: FileName | None = None
     tuning: Tuning | None = None
     session: SessionSettings | None = None
-    attention_precision: str | None = None
+    attention_precision: PrecisionName | None = None
     without: PlainPlan | None = None
     engines: list[Engine] = []
 
@@ -203,7 +219,7 @@ Kind = Literal["example", "data", "normal", "uniform", "scaled", "outliers", "co
 Masks = Literal["random", "all", "none", "one", "all but one", "ragged"]
 
 
-class Case(Record):
+class Case(StoredRecord):
     """A reference case: the inputs are made again from its seed, the outputs to compare with are in the bundle.
 
     Attributes:
@@ -220,14 +236,14 @@ class Case(Record):
         seed: of the random numbers.
     """
 
-    name: str
-    sizes: dict[str, int]
+    name: Name
+    sizes: dict[Name, Size]
     kind: Kind
     masks: Masks = "random"
-    scale: float = 1.0
-    most: int | None = None
-    seed: int
-    spread: dict[str, tuple[float, float]] = {}
+    scale: Positive = 1.0
+    most: Count | None = None
+    seed: Seed
+    spread: dict[Name, tuple[Positive, Positive]] = {}
 
     @property
     def is_ordinary(self) -> bool:
@@ -235,7 +251,7 @@ class Case(Record):
         return self.kind in ("example", "data", "normal", "uniform")
 
 
-class Region(Record):
+class Region(StoredRecord):
     """Operators of one module that stayed in fp32.
 
     Attributes:
@@ -249,7 +265,7 @@ class Region(Record):
     why: str
 
 
-class Mixed(Record):
+class Mixed(StoredRecord):
     """How precisions were chosen (`precision="auto"`): a 16-bit one, and fp32 where the budget demands it.
 
     Attributes:
@@ -263,8 +279,8 @@ class Mixed(Record):
         steps: what was tried in order, and what came of it.
     """
 
-    low: str
-    max_error: float
+    low: PrecisionName
+    max_error: Annotated[float, Field(gt=0, lt=1)]
     exactly: bool
     error: float
     regions: list[Region]
@@ -273,7 +289,7 @@ class Mixed(Record):
     steps: list[str]
 
 
-class Choice(Record):
+class Choice(StoredRecord):
     """Which backend was fastest within the parity budget, on the machine that deployed the bundle.
 
     Attributes:
@@ -288,14 +304,14 @@ class Choice(Record):
 
     machine: Machine
     versions: dict[str, str]
-    sizes: dict[str, int]
+    sizes: dict[Name, Size]
     picked: str | None
     milliseconds: dict[str, float]
     dropped: dict[str, str]
     seconds: float
 
 
-class Cost(Record):
+class Cost(StoredRecord):
     """What a piece of work took.
 
     Attributes:
@@ -311,7 +327,7 @@ class Cost(Record):
         return f"{self.seconds:.1f} s" + (f" and {self.memory / 2**20:,.0f} MiB" if self.memory else "")
 
 
-class Manifest(Record):
+class Manifest(StoredRecord):
     """What a bundle holds.
 
     Attributes:
@@ -340,17 +356,17 @@ class Manifest(Record):
     """
 
     schema_version: Annotated[int, Field(strict=True)] = SCHEMA_VERSION
-    name: str
-    precision: str
+    name: Name
+    precision: PrecisionName
     created: str
-    tools: dict[str, str]
+    tools: dict[Name, str]
     source: Source
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
     reference: str = "the torch module in eager mode"
     attention: Certificate
-    targets: dict[str, TargetRecord]
-    skipped: dict[str, str] = {}
+    targets: dict[Name, TargetRecord]
+    skipped: dict[Name, str] = {}
     cases: list[Case]
     mixed: Mixed | None = None
     metric: str | None = None
@@ -360,7 +376,7 @@ class Manifest(Record):
     memory: dict[str, int] = {}
     children: dict[str, Cost] = {}
     reused: list[str] = []
-    files: dict[str, str] = {}
+    files: dict[FileName, Sha256] = {}
 
     @property
     def stages(self) -> dict[str, Cost]:
@@ -371,3 +387,47 @@ class Manifest(Record):
     def total(self) -> Cost:
         """What deploying took in all, without the children's memory."""
         return Cost(seconds=round(sum(self.seconds.values()), 3), memory=max(self.memory.values(), default=0))
+
+    def inconsistency(self) -> str | None:
+        """What a whole manifest says that cannot be so, though every field is valid for itself; None where all fits."""
+        return next(_inconsistencies(self), None)
+
+
+def _inconsistencies(manifest: Manifest) -> Iterator[str]:
+    for name in _named_files(manifest):
+        if name not in manifest.files:
+            yield f"it has no {name}, which the manifest names: its `files` do not list it"
+    for kind, names in (
+        ("inputs", [spec.name for spec in manifest.inputs]),
+        ("outputs", [spec.name for spec in manifest.outputs]),
+        ("cases", [case.name for case in manifest.cases]),
+    ):
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            yield f"{kind}: {twice[0]} is there twice"
+    symbols: set[str] = set()
+    for spec in manifest.inputs:
+        for dim in spec.dims:
+            if isinstance(dim, DimSpec):
+                symbols.add(dim.symbol)
+                if dim.min is None or dim.opt is None or dim.max is None or not dim.min <= dim.opt <= dim.max:
+                    yield f"inputs: {spec.name} has a dim {dim.text} without min <= opt <= max"
+        if spec.low is not None and (spec.high is None or spec.low > spec.high):
+            yield f"inputs: {spec.name} has numbers from {spec.low} to {spec.high}"
+        if spec.setting is not None and spec.setting[0] > spec.setting[1]:
+            yield f"inputs: {spec.name} has a setting from {spec.setting[0]} to {spec.setting[1]}"
+    for case in manifest.cases:
+        if missing := symbols - case.sizes.keys():
+            yield f"cases: {case.name} has no size of {min(missing)}"
+    for target, record in manifest.targets.items():
+        for engine in record.engines:
+            for profile in engine.profiles:
+                if profile.keys() != symbols or any(not low <= opt <= high for low, opt, high in profile.values()):
+                    yield f"targets.{target}: a profile of {engine.file} is of other dims, or without min <= opt <= max"
+
+
+def _named_files(manifest: Manifest) -> Iterator[str]:
+    for record in manifest.targets.values():
+        yield record.model
+        yield from (engine.file for engine in record.engines)
+        optimized = record.session.optimized if record.session is not None else None
+        yield from (name for name in (record.cuda_model, optimized) if name is not None)

@@ -1,25 +1,47 @@
 """A bundle on disk: a folder that holds a deployed model and its manifest.
 
 A bundle is written to a temporary folder beside its place and renamed when it is whole. It is checked, schema first
-and then the sha256 of every file, before anything in it is parsed: a TensorRT plan is executable content.
+and then the sha256 of every file, before anything in it is parsed: a TensorRT plan is executable content. Files are
+opened without following links, and what was checked is what is used: the very bytes, or a path that is looked at again
+once it was used (:meth:`Bundle.steady`).
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import logging
+import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 from attnforge.bundle.schema import CANONICAL, MANIFEST, PLAIN, SCHEMA_VERSION, WEIGHTS, Manifest
-from attnforge.errors import BundleError, UsageError
-from attnforge.files import is_full, sha256
+from attnforge.errors import AttnforgeError, BundleError, ReplacedError, UsageError, first_line, shortened
+from attnforge.files import Identity, identity, is_full, open_inside, open_regular, sha256
+
+if TYPE_CHECKING:
+    from attnforge.arrays import Array
+
+log = logging.getLogger("attnforge")
+
+
+MOST_MANIFEST = 2**26
+"""Bytes that a manifest may have."""
+
+READ_WHOLE = 2**26
+"""Bytes of a model up to which it is read at once, so that the very bytes are run whose sha256 was checked."""
+
+_LOCATION = b"location"
+"""The key under which an ONNX model names the file of external weights; a model without these bytes names none."""
 
 
 class Bundle:
@@ -42,15 +64,25 @@ class Bundle:
             BundleError: no bundle is there, its schema is another, or a file is missing or altered.
         """
         self.path = Path(path)
-        self.manifest = _read_manifest(self.path)
-        self._checked: set[str] = set()
+        data = _manifest_data(self.path)
+        self.manifest = _parsed_manifest(self.path / MANIFEST, data)
+        self._sum = hashlib.sha256(data).digest()
+        self._checked: dict[str, Identity] = {}
         plans = {engine.file for target in self.manifest.targets.values() for engine in target.engines}
         for name in () if lazily else self.manifest.files:
             if check_plans or name not in plans:
                 self.check(name)
+        if not lazily and (others := self.unlisted()):
+            log.warning("%s", unlisted_text(self.path, others))
+
+    def unlisted(self) -> list[str]:
+        """The files in the folder that the manifest does not list: nothing of attnforge reads or runs them."""
+        names = (file.relative_to(self.path).as_posix() for file in self.path.rglob("*") if not _is_folder(file))
+        return sorted(name for name in names if name not in self.manifest.files and name != MANIFEST)
 
     def file(self, name: str) -> Path:
-        """Path of a file of the bundle, checked together with the files that its weights stand in.
+        """Path of a file of the bundle, checked together with the files that its weights stand in. Who opens it by
+        this path does so inside of :meth:`steady`; :meth:`read` and :meth:`model` need no such care.
 
         Args:
             name: as the manifest lists it.
@@ -58,14 +90,76 @@ class Bundle:
         Raises:
             BundleError: the manifest does not list the file, or the file is missing or altered.
         """
-        if name not in self.manifest.files:
-            raise BundleError(f"{self.path} has no {name}; it was deployed for {', '.join(self.manifest.targets)}")
-        beside = [WEIGHTS, f"{name}.data"] if name.endswith(".onnx") else []
-        beside += [CANONICAL] if name == PLAIN else []
-        for needed in (name, *(file for file in beside if file in self.manifest.files)):
-            if needed not in self._checked:
+        self._listed(name)
+        for needed in (name, *self._beside(name)):
+            if self._checked.get(needed) != self._identity(needed):
                 self.check(needed)
+        if name.endswith(".onnx"):
+            self._check_external(name)
         return self.path / name
+
+    def read(self, name: str) -> bytes:
+        """The content of a file of the bundle, read once and checked.
+
+        Args:
+            name: as the manifest lists it.
+
+        Raises:
+            BundleError: the manifest does not list the file, or the file is missing or altered.
+        """
+        self._listed(name)
+        with self._opened(name) as stream:
+            data = stream.read()
+        if hashlib.sha256(data).hexdigest() != self.manifest.files[name]:
+            raise self._altered(name)
+        return data
+
+    def model(self, name: str) -> bytes | Path:
+        """An ONNX model of the bundle: its content, or its path where it is large or has its weights in other files.
+        Who opens the path does so inside of :meth:`steady`.
+
+        Args:
+            name: as the manifest lists it.
+
+        Raises:
+            BundleError: the manifest does not list the file, or a file is missing, altered or outside the bundle.
+        """
+        self._listed(name)
+        with self._opened(name) as stream:
+            is_small = os.fstat(stream.fileno()).st_size <= READ_WHOLE
+        if is_small and not self._beside(name) and _LOCATION not in (data := self.read(name)):
+            return data
+        return self.file(name)
+
+    def tensors(self, name: str) -> dict[str, Array]:
+        """The arrays of a file of safetensors, by name, read once and checked.
+
+        Raises:
+            BundleError: the manifest does not list the file, or the file is missing, altered or none of safetensors.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        try:
+            return load(self.read(name))
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise BundleError(
+                f"{self.path / name} is no file of safetensors that NumPy reads: {first_line(error)}; deploy the model "
+                "again"
+            ) from error
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """A block in which files of the bundle are opened by their paths.
+
+        Raises:
+            ReplacedError: the bundle, or a file that was checked, was replaced, moved or altered meanwhile.
+        """
+        before = self._identities()
+        yield
+        after = self._identities()
+        if any(after.get(name) != was for name, was in {**before, **self._checked}.items()):
+            raise self._replaced()
 
     def check(self, name: str) -> None:
         """Check that a file of the manifest is there and unaltered.
@@ -76,37 +170,175 @@ class Bundle:
         Raises:
             BundleError: the file is missing, altered, or outside the bundle.
         """
-        file = self.path / name
-        if not file.resolve().is_relative_to(self.path.resolve()):
-            raise BundleError(f"{self.path / MANIFEST} lists {name!r}, which is outside the bundle; do not use it")
-        again = "build it again with load(…, rebuild=True)" if name.endswith(".plan") else "deploy the model again"
-        if not file.is_file():
-            raise BundleError(f"{file} is missing; copy the bundle again, or {again}")
-        if sha256(file) != self.manifest.files[name]:
-            raise BundleError(f"{file} was altered (its sha256 is not the manifest's); do not use it; {again}")
-        self._checked.add(name)
+        self._listed(name)
+        with self._opened(name) as stream:
+            before = identity(os.fstat(stream.fileno()))
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            after = identity(os.fstat(stream.fileno()))
+        if digest != self.manifest.files[name] or before != after:
+            raise self._altered(name)
+        self._checked[name] = before
 
     def __repr__(self) -> str:
         return f"Bundle({str(self.path)!r}, {self.manifest.name}, {self.manifest.precision})"
 
+    # ---
 
-def _read_manifest(path: Path) -> Manifest:
-    file = path / MANIFEST
-    if not file.is_file():
-        raise BundleError(f"no bundle at {path}: it has no {MANIFEST}; make one with attnforge deploy")
-    text = file.read_bytes()
+    def _listed(self, name: str) -> None:
+        if name not in self.manifest.files:
+            raise BundleError(f"{self.path} has no {name}; it was deployed for {', '.join(self.manifest.targets)}")
+
+    def _beside(self, name: str) -> list[str]:
+        """The files that a model's weights may stand in."""
+        beside = [WEIGHTS, f"{name}.data"] if name.endswith(".onnx") else []
+        beside += [CANONICAL] if name == PLAIN else []
+        return [file for file in beside if file in self.manifest.files]
+
+    def _check_external(self, name: str) -> None:
+        """Check every file that a model names as holding weights: a library would follow the name wherever it leads."""
+        with self._opened(name) as stream:
+            if not _names_files(stream):
+                return
+            from onnx import load_model_from_string
+            from onnx.external_data_helper import ExternalDataInfo, _get_all_tensors, uses_external_data
+
+            try:
+                tensors = _get_all_tensors(load_model_from_string(stream.read()))
+                places = {ExternalDataInfo(tensor).location for tensor in tensors if uses_external_data(tensor)}
+            except Exception as error:  # protobuf's
+                raise BundleError(f"{self.path / name} is no ONNX model: {first_line(error)}") from error
+        for place in places:
+            needed = (PurePosixPath(name).parent / place).as_posix()
+            if needed not in self.manifest.files:
+                raise BundleError(
+                    f"{self.path / name} has weights in {place!r}, which the manifest does not list; do not use it"
+                )
+            if self._checked.get(needed) != self._identity(needed):
+                self.check(needed)
+
+    def _opened(self, name: str) -> BufferedReader:
+        try:
+            return open_inside(self.path, name)
+        except OSError as error:
+            file = self.path / name
+            if self._was_replaced():
+                raise self._replaced() from error
+            if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR) or file.is_symlink():
+                raise BundleError(
+                    f"{file} is a link, or in a folder that is one, and may lead outside the bundle; do not use it, or "
+                    "copy the bundle with its links resolved (cp -rL)"
+                ) from error
+            if error.errno == errno.ENOENT:
+                raise BundleError(f"{file} is missing; copy the bundle again, or {_again(name)}") from error
+            raise BundleError(f"{file} cannot be read: {first_line(error)}") from error
+
+    def _identity(self, name: str) -> Identity | None:
+        try:
+            return identity(os.lstat(self.path / name))
+        except OSError:
+            return None
+
+    def _identities(self) -> dict[str, Identity | None]:
+        """Those of the folder, its manifest and the files that were checked: a folder that was exchanged for another
+        and back has been moved, which its own identity tells."""
+        return {name: self._identity(name) for name in (".", MANIFEST, *self._checked)}
+
+    def _altered(self, name: str) -> BundleError:
+        if self._was_replaced():
+            return self._replaced()
+        return BundleError(
+            f"{self.path / name} was altered (its sha256 is not the manifest's); do not use it; {_again(name)}"
+        )
+
+    def _was_replaced(self) -> bool:
+        """Whether another manifest stands there now."""
+        try:
+            return hashlib.sha256(_manifest_data(self.path)).digest() != self._sum
+        except BundleError:
+            return False
+
+    def _replaced(self) -> ReplacedError:
+        return ReplacedError(f"{self.path} was replaced while it was read; read it again once it is left alone")
+
+
+@contextmanager
+def used(path: Path, how: str) -> Iterator[None]:
+    """A block that computes with the content of a bundle, whose sums and schema were right. What it holds may be no
+    model all the same, which libraries say in errors of every kind.
+
+    Args:
+        path: of the bundle.
+        how: it is used, such as "verified".
+
+    Raises:
+        BundleError: in place of any error that is not attnforge's own.
+    """
     try:
-        version = _Version.model_validate_json(text).schema_version
+        yield
+    except (AttnforgeError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise BundleError(
+            f"{path} cannot be {how} ({type(error).__name__}: {shortened(first_line(error))}); its content is not what "
+            "attnforge writes, or this is a fault of attnforge's: deploy the model again, and report it if that fails"
+        ) from error
+
+
+def unlisted_text(path: Path, names: Sequence[str]) -> str:
+    """A line about files that a manifest does not list."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{path} holds files that its manifest does not list, so nobody vouches for them: {', '.join(names[:3])}{more}"
+    )
+
+
+def _names_files(stream: BufferedReader) -> bool:
+    """Whether an ONNX model may name files of weights; the stream stays at its beginning."""
+    if os.fstat(stream.fileno()).st_size == 0:
+        return False
+    with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(_LOCATION) >= 0
+
+
+def _is_folder(file: Path) -> bool:
+    return file.is_dir() and not file.is_symlink()
+
+
+def _again(name: str) -> str:
+    return "build it again with load(…, rebuild=True)" if name.endswith(".plan") else "deploy the model again"
+
+
+def _manifest_data(path: Path) -> bytes:
+    file = path / MANIFEST
+    try:
+        with open_regular(file, follow=False) as stream:
+            data = stream.read(MOST_MANIFEST + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BundleError(f"no bundle at {path}: it has no {MANIFEST}; make one with attnforge deploy") from error
+    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+        raise BundleError(f"no bundle at {path}: its {MANIFEST} cannot be read: {first_line(error)}") from error
+    if len(data) > MOST_MANIFEST:
+        raise BundleError(f"{file} is no valid manifest: it has more than {MOST_MANIFEST:,} bytes")
+    return data
+
+
+def _parsed_manifest(file: Path, data: bytes) -> Manifest:
+    try:
+        version = _Version.model_validate_json(data).schema_version
         if version != SCHEMA_VERSION:
             raise BundleError(
                 f"{file} has schema version {version}, this attnforge reads {SCHEMA_VERSION}; deploy the model again, "
                 "or use the attnforge that wrote it"
             )
-        return Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
-        first: Any = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise BundleError(f"{file} is no valid manifest: {where}: {first['msg']}; deploy the model again") from error
+        first: Any = error.errors(include_url=False, include_input=False)[0]
+        where = shortened(".".join(str(part) for part in first["loc"])) or "the document"
+        why = shortened(first["msg"].removeprefix("Value error, "))
+        raise BundleError(f"{file} is no valid manifest: {where}: {why}; deploy the model again") from error
+    if (inconsistency := manifest.inconsistency()) is not None:
+        raise BundleError(f"{file} is no valid manifest: {shortened(inconsistency)}; deploy the model again")
+    return manifest
 
 
 class _Version(BaseModel):
@@ -116,8 +348,8 @@ class _Version(BaseModel):
 def _holds_bundle(folder: Path) -> bool:
     """Whether a folder is a bundle of any schema version, and not some other folder with a file `manifest.json`."""
     try:
-        document = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError):
+        document = json.loads(_manifest_data(folder))
+    except (BundleError, ValueError, RecursionError):
         return False
     return isinstance(document, dict) and {"schema_version", "attention", "files"} <= set(document)
 

@@ -25,6 +25,7 @@ from attnforge.export.diagnosis.stages import scores_of, sites_of, written_out
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.parts import part_of, values_of
+from attnforge.export.graphs.saving import load_graph
 from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
@@ -150,7 +151,7 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
             canonical, "the bundle has no ONNX Runtime model, and a TensorRT plan does not show what it computes inside"
         )
         return maps
-    model = written_out(ir.load(bundle.file(CANONICAL)), sites_of(manifest.attention))
+    model = written_out(load_graph(bundle, CANONICAL), sites_of(manifest.attention))
     written = _written_sites(model, list(canonical))
     operands = list(dict.fromkeys(name for site in written.values() for name in site.operands))
     try:
@@ -307,7 +308,7 @@ def _deployed(
     inputs: Mapping[str, Array],
 ) -> dict[str, Operands | Array]:
     """Of every site that the deployed model has, the map, or what it is computed from."""
-    model = ir.load(bundle.file(bundle.manifest.targets[TARGET].model))
+    model = load_graph(bundle, bundle.manifest.targets[TARGET].model)
     nodes = {node.name: node for node in model.graph}
     shown: dict[str, tuple[ir.Node, dict[int, list[str]]]] = {}
     for site in sites:

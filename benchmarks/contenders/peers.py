@@ -28,7 +28,7 @@ from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, wide
 from attnforge.bundle import CANONICAL, DimSpec, TensorSpec
 from attnforge.errors import UnavailableError
-from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.sources.named import check_trusted, rebuild
 from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.torch_module import capture
@@ -297,7 +297,7 @@ def _by_optimizer(job: PeerJob) -> Path:
     file = job.folder / f"onnxruntime-optimizer-{job.precision.name}.onnx"
     if not file.exists():  # as an encoder alone, because every other kind takes seconds for a large model
         of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
-        canonical = ir.load(job.bundle.file(CANONICAL))
+        canonical = load_graph(job.bundle, CANONICAL)
         onnx.save(transformers_optimizer(_older_file(job), canonical, ("bert" if of_text else "vit",)), file)
     return file
 

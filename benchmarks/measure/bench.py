@@ -17,8 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from attnforge.benchmarks.contenders.peers import ON_GPU as GPU_PEERS
 from attnforge.benchmarks.contenders.peers import PEERS, with_threads
 from attnforge.benchmarks.measure.ceilings import measure_ceilings
@@ -32,10 +30,12 @@ from attnforge.benchmarks.measure.throughput import throughputs
 from attnforge.benchmarks.measure.work import work_of
 from attnforge.bundle import CANONICAL, FLAVOURS, WEIGHTS, Bundle, Case
 from attnforge.errors import UnknownNameError, UsageError
+from attnforge.export.graphs.saving import load_graph
 from attnforge.export.sources.named import check_trusted
 from attnforge.machine import processors, this_machine, tool_versions
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_unavailable
+from attnforge.runtime.options import check_threads
 from attnforge.runtime.preference import by_preference
 
 ROUNDS, OPENINGS = 20, 3
@@ -96,6 +96,7 @@ def benchmark(
     for count, what in ((rounds, "rounds"), (openings, "openings")):
         if count < 1:
             raise UsageError(f"{count} {what} were asked for; give 1 or more")
+    check_threads(threads)
     start = time.perf_counter()
     experiment = Experiment(
         bundles,
@@ -242,7 +243,7 @@ def _hold_to_limits(bundles: Sequence[Bundle], model: Model, ceilings: Ceilings)
     """Record the work and the least time of every precision, and which share of it each CPU contender reaches."""
     for bundle in bundles:
         precision = bundle.manifest.precision
-        work = work_of(ir.load(bundle.file(CANONICAL)), model.sizes)
+        work = work_of(load_graph(bundle, CANONICAL), model.sizes)
         model.work[precision] = work
         model.limit[precision] = limit = limit_seconds(work, ceilings)
         for contender in model.contenders:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from safetensors.numpy import load_file
-
 from attnforge.arrays import Array, is_floating
 from attnforge.benchmarks.contenders.engines import Runner, open_backend, why_no_products
 from attnforge.benchmarks.contenders.peers import PEERS, PeerJob, expected
@@ -126,7 +124,7 @@ class Yardstick:
         for needed in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if experiment.cases else ():
             bundle.file(needed)  # fails before anything is timed where the file is missing or altered
         if any(case.name == stored.name for stored in manifest.cases):
-            self._outputs: Mapping[str, Array] = load_file(bundle.file(REFERENCE_OUTPUTS))
+            self._outputs: Mapping[str, Array] = bundle.tensors(REFERENCE_OUTPUTS)
             return
         precisions = {budget_precision(manifest, name).name for name in BACKENDS} | {manifest.precision}
         self._outputs = {}
@@ -150,7 +148,7 @@ class Yardstick:
         report = hold(self.bundle, entry.name, run, [self.case], references)
         if report.error * entry.budget >= entry.error * report.budget:
             entry.error, entry.budget = report.error, report.budget
-        return next((f"{failure.output}: {failure.reason}" for failure in report.failures), None)
+        return next((f"{failure.output}: {failure.reason}" for failure in report.failures), report.reason)
 
     def in_every_case(self, entry: Entry) -> Cases:
         """How a contender does in the bundle's reference cases, at sizes that it was made for."""

@@ -23,7 +23,6 @@ import onnx_ir as ir
 import torch
 import typer
 from rich.console import Console
-from safetensors.numpy import load_file
 
 import attnforge
 from attnforge.arrays import is_floating
@@ -33,7 +32,7 @@ from attnforge.benchmarks.suites.random_models import PRECISIONS, Recipe, draw, 
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
-from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.precision.emulation import emulate
 from attnforge.export.tensorrt.build import Plan, build
@@ -143,12 +142,12 @@ def emulated(bundle: Bundle) -> Iterator[Comparison]:
     """The comparisons of a 16-bit bundle's graph as TensorRT-RTX compiles it, 16-bit storage emulated. What kernels
     store is read off the plan, which needs no GPU to be built; without TensorRT-RTX, every result counts as stored."""
     manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
-    model = ir.load(bundle.file(CANONICAL))
+    model = load_graph(bundle, CANONICAL)
     lowered = for_tensorrt.lower(model, sites_of(manifest.attention)).sites
     plan = _plan(model, manifest)
     fused = [s.site for s in lowered if (s.unfused is None if plan is None else plan.kernel_of(s.node) is not None)]
     run = emulate(model, fused, plan)
-    stored, outputs = stored_inputs(bundle), load_file(bundle.file(REFERENCE_OUTPUTS))
+    stored, outputs = stored_inputs(bundle), bundle.tensors(REFERENCE_OUTPUTS)
     for case in manifest.cases:
         for name, array in run(reference.make_inputs(case, manifest.inputs, stored)).items():
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))

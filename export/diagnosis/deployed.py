@@ -13,7 +13,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import FLAVOURS, Bundle, TargetRecord, write_manifest
 from attnforge.export.graphs.execute import Tensors, wide
 from attnforge.export.graphs.parts import computed
-from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
@@ -35,7 +35,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
     target = backend if backend in FLAVOURS else "onnxruntime"
     record = bundle.manifest.targets[target]
     file = (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model
-    model = ir.load(bundle.file(file))
+    model = load_graph(bundle, file)
     shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
     with tempfile.TemporaryDirectory(prefix="attnforge-") as folder:
         path = Path(folder)
@@ -58,7 +58,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
 def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
     """The 16-bit type that the deployed graph casts to shortly before `tensor`; None where it does not."""
     target = backend if backend in FLAVOURS else "onnxruntime"
-    model = ir.load(bundle.file(bundle.manifest.targets[target].model))
+    model = load_graph(bundle, bundle.manifest.targets[target].model)
     value = next((v for node in model.graph for v in node.outputs if v.name == tensor), None)
     todo, visited = [value.producer()] if value is not None else [], 0
     while todo and visited < _NEAR:

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
 
-from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
 from attnforge.export.diagnosis.deployed import tensors_on
 from attnforge.export.diagnosis.findings import Examination, Finding, finite, first_finding
@@ -106,6 +105,13 @@ def diagnose(
         UnavailableError: an operator of the model is not computed in float64 here.
     """
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    with used(opened.path, "diagnosed"):
+        return _diagnosed(opened, backends, case, out)
+
+
+def _diagnosed(
+    opened: Bundle, backends: Sequence[str] | None, case: str | None, out: str | os.PathLike[str] | None
+) -> Diagnosis:
     manifest = opened.manifest
     report = verify(opened, backends)
     chosen, why = _choose(manifest.cases, list(report.backends.values()), case)
@@ -173,7 +179,7 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
 def _eager_error(bundle: Bundle, case: Case) -> float | None:
     """The largest relative error of an output of the eager that the bundle was held against; None where it is not
     finite."""
-    stored = load_file(bundle.file(REFERENCE_OUTPUTS))
+    stored = bundle.tensors(REFERENCE_OUTPUTS)
     errors = []
     for spec in bundle.manifest.outputs:
         eager, truth = (stored[reference.key(case, spec.name, which)] for which in ("eager", "float64"))

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import onnx
 import onnx_ir as ir
 
-from attnforge.bundle import WEIGHTS
+from attnforge.bundle import WEIGHTS, Bundle
+from attnforge.errors import AttnforgeError, BundleError, first_line
 
 LIMIT = 2**31 - 2**26
 """Bytes of weights that one file can hold; the rest of 2 GiB is for the graph itself."""
@@ -137,12 +139,33 @@ def _weights(model: ir.Model) -> Iterator[ir.Value]:
     yield from model.graph.initializers.values()
 
 
-def load_beside(file: Path, other: ir.Model) -> ir.Model:
-    """A graph that :meth:`Shelf.save_beside` wrote, with the weights of `other` where it shares them by name.
+def load_graph(bundle: Bundle, name: str) -> ir.Model:
+    """A graph of a bundle, checked.
+
+    Args:
+        bundle: the bundle.
+        name: of the file, as the manifest lists it.
+
+    Raises:
+        BundleError: the file is missing, altered, or no ONNX model.
+    """
+    try:
+        with bundle.steady():
+            model = bundle.model(name)
+            return ir.from_proto(onnx.load_model_from_string(model)) if isinstance(model, bytes) else ir.load(model)
+    except AttnforgeError:
+        raise
+    except Exception as error:  # protobuf's, and onnx_ir's of every kind
+        raise BundleError(
+            f"{bundle.path / name} is no ONNX model: {first_line(error)}; deploy the model again"
+        ) from error
+
+
+def beside(model: ir.Model, other: ir.Model) -> ir.Model:
+    """A graph that :meth:`Shelf.save_beside` wrote, which gets the weights of `other` that it shares by name.
 
     Bundles written before it shared them as external data have them as inputs.
     """
-    model = ir.load(file)
     for value in list(model.graph.inputs):
         if str(value.name) in other.graph.initializers:
             model.graph.inputs.remove(value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import onnxruntime as ort
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
-from attnforge.errors import UsageError
+from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line
 from attnforge.machine import processors, this_machine
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
@@ -29,8 +30,28 @@ def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
     """The bundle's ONNX Runtime model on the CPU, with the settings that were measured where they hold here."""
     manifest, record = bundle.manifest, bundle.manifest.targets["onnxruntime"]
     settings = record.session if record.session is not None and _holds(record.session) else None
-    file = bundle.file(settings.optimized if settings is not None and settings.optimized else record.model)
-    return OnnxRuntime("onnxruntime-cpu", file, manifest.inputs, manifest.outputs, options.threads, settings)
+    name = settings.optimized if settings is not None and settings.optimized else record.model
+    with bundle.steady(), refusals(f"{bundle.path / name}"):
+        model = bundle.model(name)
+        return OnnxRuntime("onnxruntime-cpu", model, manifest.inputs, manifest.outputs, options.threads, settings)
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """A block in which ONNX Runtime opens a model. Its errors have no class in common, and none says which file it is.
+
+    Args:
+        what: is opened.
+
+    Raises:
+        UnavailableError: ONNX Runtime refuses the model.
+    """
+    try:
+        yield
+    except (AttnforgeError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnavailableError(f"ONNX Runtime does not take {what}: {first_line(error)}") from error
 
 
 def _holds(settings: SessionSettings) -> bool:
@@ -43,7 +64,7 @@ class OnnxRuntime:
 
     Args:
         name: of the backend.
-        file: the model.
+        model: its file, or its content.
         inputs: of the model.
         outputs: of the model.
         threads: over how many a run is spread; by default as many as the settings say, or one a processor.
@@ -55,7 +76,7 @@ class OnnxRuntime:
     def __init__(
         self,
         name: str,
-        file: Path,
+        model: Path | bytes,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         threads: int | None = None,
@@ -63,12 +84,12 @@ class OnnxRuntime:
     ) -> None:
         self.name = name
         self._session: Any = ort.InferenceSession(
-            str(file), session_options(threads, settings), providers=["CPUExecutionProvider"]
+            given(model), session_options(threads, settings), providers=["CPUExecutionProvider"]
         )
         self._inputs = [spec.name for spec in inputs]
         self._outputs = [spec.name for spec in outputs]
         self._has_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
-        self._weights = weights_of(file)
+        self._weights = weights_of(model)
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         session = self._session
@@ -131,9 +152,16 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
     return options
 
 
-def weights_of(file: Path) -> int:
+def given(model: Path | bytes) -> str | bytes:
+    """A model as the libraries take it: its content, or the name of its file."""
+    return model if isinstance(model, bytes) else str(model)
+
+
+def weights_of(file: Path | bytes) -> int:
     """Bytes of a model: its graph, which is nearly all weights, and the file of shared weights beside it where there is
     one, which may hold weights of other graphs, too."""
+    if isinstance(file, bytes):
+        return len(file)
     shelf = file.with_name(WEIGHTS)
     return file.stat().st_size + (shelf.stat().st_size if shelf.exists() else 0)
 

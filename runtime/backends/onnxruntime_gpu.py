@@ -22,7 +22,9 @@ from attnforge.runtime.backends.backend import PROVIDERS
 from attnforge.runtime.backends.onnxruntime import (
     BFLOAT16_ONNX,
     bind_host_input,
+    given,
     host_value,
+    refusals,
     session_options,
     weights_of,
 )
@@ -68,12 +70,14 @@ class OnnxRuntimeGpu:
         file = model_of(bundle, backend)
         self._weights = weights_of(bundle.file(file))
         ort.preload_dlls()  # the CUDA libraries of torch's or NVIDIA's wheels, where such are installed
-        with self.gpu.current():
+        with self.gpu.current(), bundle.steady(), refusals(f"{bundle.path / file}"):
             # a stream of its own: while ONNX Runtime captures a graph on it, nothing else may use it
             self._stream: Stream = self.gpu.device.create_stream()
             providers = provider_options(bundle, backend, options, int(self._stream.handle))
             self._session: Any = ort.InferenceSession(
-                str(bundle.file(file)), session_options(options.threads), providers=[*providers, "CPUExecutionProvider"]
+                given(bundle.model(file)),
+                session_options(options.threads),
+                providers=[*providers, "CPUExecutionProvider"],
             )
         if PROVIDERS[backend] not in self._session.get_providers():
             raise UnavailableError(

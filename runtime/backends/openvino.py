@@ -19,6 +19,7 @@ import numpy as np
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import CANONICAL, Bundle, DimSpec, Manifest
 from attnforge.errors import UnavailableError, UsageError
+from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
@@ -44,7 +45,8 @@ hand, that made patch attention in bf16 8 to 11% faster and BERT-base's size 4 t
 
 def open_bundle(bundle: Bundle, options: Options) -> OpenVino:
     """The bundle's canonical graph on the CPU."""
-    return OpenVino(bundle.manifest, bundle.file(CANONICAL), options)
+    with bundle.steady():
+        return OpenVino(bundle.manifest, bundle.model(CANONICAL), options)
 
 
 class OpenVino:
@@ -56,7 +58,7 @@ class OpenVino:
 
     Args:
         manifest: of the bundle.
-        file: the canonical graph.
+        file: the canonical graph, or its content.
         options: of the session.
 
     Raises:
@@ -66,7 +68,7 @@ class OpenVino:
     name = "openvino"
     gpu = None
 
-    def __init__(self, manifest: Manifest, file: Path, options: Options) -> None:
+    def __init__(self, manifest: Manifest, file: Path | bytes, options: Options) -> None:
         import openvino
 
         self._openvino: Any = openvino
@@ -118,17 +120,19 @@ class OpenVino:
             self._special, self._limit = {}, 0
             self._general = self._model = None
 
-    def _opened(self, file: Path, manifest: Manifest) -> tuple[Any, _Compiled]:
+    def _opened(self, file: Path | bytes, manifest: Manifest) -> tuple[Any, _Compiled]:
         """The model, rewritten where OpenVINO accepts that, and the model as compiled."""
-        model = self._core.read_model(str(file))
+        model = self._core.read_model(given(file))
         self._weights = _weights_of(model)
         if manifest.mixed is None:  # a bundle that chose its precisions keeps every type as it is
             try:
                 model = prepared(model, widen=self._weights <= WIDENED_BYTES)
                 return model, self._compile(model)
             except RuntimeError:  # as it was written, the graph is as right and only slower
-                log.warning("OpenVINO does not take %s rewritten; it is tried as it is written", file, exc_info=True)
-                model = self._core.read_model(str(file))
+                log.warning(
+                    "OpenVINO does not take %s rewritten; it is tried as it is written", manifest.name, exc_info=True
+                )
+                model = self._core.read_model(given(file))
         return model, self._compile(model)
 
     def _for_shapes(self, key: Shape) -> _Compiled | None:

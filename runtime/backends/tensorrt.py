@@ -260,7 +260,7 @@ class TensorRT:
             self._save_cache()
 
     def _deserialized(self, bundle: Bundle, record: Engine) -> Any:
-        data = bundle.file(record.file).read_bytes()
+        data = bundle.read(record.file)
         how = f"build it again with load(…, {self.name!r}, rebuild=True)"
         if self._is_rtx:
             validity, bits = self._runtime.get_engine_validity(data)

@@ -133,7 +133,8 @@ def judge(
         case=case.name, output=output, passed=reason is None, reason=reason, worst=worst,
         error=errors.error, eager_error=errors.eager_error, budget=budget.error,
         max_error=_max(errors.off), max_budget=budget.max_error,
-        compared=errors.off.size, overflowed=positions.overflowed, cosine=cosine_of(errors.got, errors.truth),
+        size=truth.size, compared=errors.off.size, overflowed=positions.overflowed,
+        cosine=cosine_of(errors.got, errors.truth),
         snr_db=-20 * math.log10(errors.error) if errors.error > 0 and errors.truth.any() else None,
         quantiles=quantiles_of(errors.off / unit),
         errors=histogram_of(errors.off / unit), eager_errors=histogram_of(errors.eager_off / unit),
@@ -144,7 +145,7 @@ def incomparable(case: Case, output: str, precision: Precision, reason: str) -> 
     """The verdict on an output that cannot be compared, because it has another shape or dtype than the reference."""
     return Comparison(
         case=case.name, output=output, passed=False, error=1.0, eager_error=0.0, budget=precision.floor,
-        max_error=0.0, max_budget=0.0, reason=reason,
+        max_error=0.0, max_budget=0.0, size=1, reason=reason,
     )  # fmt: skip
 
 
@@ -207,9 +208,9 @@ class _Budget:
 
     def exceeded(self, errors: _Errors) -> str | None:
         """Why the errors are over the budget, or None."""
-        if errors.error > self.error:
+        if not errors.error <= self.error:  # so that NaN passes nothing
             return f"error {scientific(errors.error, 3)} is over the budget of {scientific(self.error, 3)}"
-        if _max(errors.off) > self.max_error:
+        if not _max(errors.off) <= self.max_error:
             off, allowed = scientific(_max(errors.off), 3), scientific(self.max_error, 3)
             return f"one element is off by {off}, over the budget of {allowed}"
         return None
@@ -299,7 +300,7 @@ def _judge_whole_numbers(
     passed = count <= may or not case.is_ordinary
     return Comparison(
         case=case.name, output=output, passed=passed, error=count / size, eager_error=differ / size,
-        budget=max(may, 1) / size, max_error=0.0, max_budget=0.0, compared=got.size,
+        budget=max(may, 1) / size, max_error=0.0, max_budget=0.0, size=got.size, compared=got.size,
         worst=Element.at(_first(wrong), case.name, got, eager, truth) if count else None,
         reason=None if passed else f"{count} of {got.size} are neither eager's nor float64's, and {may} may be",
     )  # fmt: skip

@@ -56,7 +56,8 @@ class Comparison(Record):
 
     Attributes:
         case, output: names.
-        compared: how many numbers are finite in the backend and in float64, and so count in the errors.
+        size: how many numbers the output has, or how many the bundle keeps of it.
+        compared: how many of them are finite in the backend and in float64, and so count in the errors.
         cosine: of the angle between the output and float64's, as vectors; None where one of them is zero.
         snr_db: signal to noise, 20·log10(‖r‖ / ‖b − r‖); None where there is no noise.
         quantiles: of |b − r| / max|r|, over the output's numbers.
@@ -74,6 +75,7 @@ class Comparison(Record):
     budget: float
     max_error: float
     max_budget: float
+    size: int = 0
     compared: int = 0
     cosine: float | None = None
     snr_db: float | None = None

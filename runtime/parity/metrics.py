@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case
@@ -175,7 +174,7 @@ def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | No
         raise UsageError(
             f"{name} is measured on real data, and {bundle.path} was deployed without; give it to deploy(…, data=…)"
         )
-    stored = load_file(bundle.file(REFERENCE_EXAMPLE))
+    stored = bundle.tensors(REFERENCE_EXAMPLE)
     labels = {case.name: stored.get(reference.labels_key(case)) for case in cases}
     labelled = all(array is not None for array in labels.values())
     return Scores(name, metric_named(metric, labelled), labels, least)

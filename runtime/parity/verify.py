@@ -8,16 +8,25 @@ task's metric is measured in the same runs (:mod:`.metrics`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from attnforge.arrays import Array, is_floating
-from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case, Manifest, TensorSpec
-from attnforge.errors import UnknownNameError
+from attnforge.bundle import (
+    REFERENCE_EXAMPLE,
+    REFERENCE_OUTPUTS,
+    Bundle,
+    Case,
+    Manifest,
+    TensorSpec,
+    unlisted_text,
+    used,
+)
+from attnforge.errors import BundleError, UnknownNameError
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
@@ -167,9 +176,14 @@ def verify(
     references, reports = References.of(opened), {}
     for name in wanted:
         if name not in skipped:
-            with load(opened, name, module=module) as session:
+            foreign = name == "eager" or callable(metric)  # whose errors are their author's
+            with (
+                load(opened, name, module=module) as session,
+                nullcontext() if foreign else used(opened.path, "verified"),
+            ):
                 again = replace(scores, measured=[]) if scores is not None else None
                 reports[name] = hold(opened, name, session.run, references=references, scores=again)
+    others = opened.unlisted()
     return Report(
         passed=bool(reports) and all(report.passed for report in reports.values()),
         bundle=str(opened.path),
@@ -179,7 +193,7 @@ def verify(
         backends=reports,
         skipped=skipped,
         cases=opened.manifest.cases,
-        warnings=_warnings(opened.manifest, reports),
+        warnings=[*_warnings(opened.manifest, reports), *([unlisted_text(opened.path, others)] if others else [])],
     )
 
 
@@ -242,7 +256,15 @@ class References:
         Raises:
             BundleError: a file is missing or altered.
         """
-        return cls(stored_inputs(bundle), load_file(bundle.file(REFERENCE_OUTPUTS)))
+        outputs, manifest = bundle.tensors(REFERENCE_OUTPUTS), bundle.manifest
+        keys = [
+            reference.key(case, spec.name, which)
+            for case in manifest.cases
+            for spec in manifest.outputs
+            for which in ("eager", "float64")
+        ]
+        check_keys(bundle, REFERENCE_OUTPUTS, outputs, keys)
+        return cls(stored_inputs(bundle), outputs)
 
 
 def hold(
@@ -265,6 +287,9 @@ def hold(
         scores: a metric to measure over the cases of real data.
     """
     manifest = bundle.manifest
+    proving = [case for case in cases or manifest.cases if case.is_ordinary]
+    if cases is not None and not proving:  # a caller that tries hard inputs alone
+        proving = list(cases)
     cases = manifest.cases if cases is None else cases
     references = references or References.of(bundle)
     comparisons: list[Comparison] = []
@@ -277,16 +302,19 @@ def hold(
         shapes = shapes_of(manifest.inputs, manifest.outputs, *((feed.shape, feed.dtype) for feed in feeds.values()))
         for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
             comparisons.append(judged.comparison(spec, shape, results[spec.name]))
-    return _report(comparisons, len(cases), scores.report() if scores is not None and comparisons else None)
+    measured = scores.report() if scores is not None and comparisons else None
+    return _report(comparisons, {case.name for case in proving}, len(cases), measured)
 
 
-def _report(comparisons: Sequence[Comparison], cases: int, metric: MetricReport | None) -> BackendReport:
+def _report(
+    comparisons: Sequence[Comparison], proving: Set[str], cases: int, metric: MetricReport | None
+) -> BackendReport:
     if not comparisons:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
         )
     worst = max(comparisons, key=lambda c: (not c.passed, c.error / c.budget))
-    reason = _no_proof(comparisons) or (metric.reason if metric is not None else None)
+    reason = _no_proof(comparisons, proving) or (metric.reason if metric is not None else None)
     outputs = {c.output: None for c in comparisons}
     return BackendReport(
         passed=reason is None and all(c.passed for c in comparisons),
@@ -303,11 +331,18 @@ def _report(comparisons: Sequence[Comparison], cases: int, metric: MetricReport 
     )
 
 
-def _no_proof(comparisons: Sequence[Comparison]) -> str | None:
-    """Why the comparisons prove nothing of some output: it has no finite number in any case."""
+def _no_proof(comparisons: Sequence[Comparison], proving: Set[str]) -> str | None:
+    """Why the comparisons prove nothing of some output: no finite number of it was compared in a case that proves
+    something. An output that has no numbers at all, in any case, needs no proof.
+
+    Args:
+        comparisons: of all outputs and cases.
+        proving: names of the ordinary cases.
+    """
     for output in {c.output: None for c in comparisons}:
-        if not any(c.compared for c in comparisons if c.output == output) and any(c.max_budget for c in comparisons):
-            return f"of {output} no finite number was compared in any case"
+        of_output = [c for c in comparisons if c.output == output]
+        if any(c.size for c in of_output) and not any(c.compared for c in of_output if c.case in proving):
+            return f"of {output} no finite number was compared in any ordinary case, so nothing is proven"
     return None
 
 
@@ -381,7 +416,7 @@ def stored_inputs(bundle: Bundle) -> dict[str, Array]:
     Raises:
         BundleError: the file is missing or altered.
     """
-    stored = load_file(bundle.file(REFERENCE_EXAMPLE))
+    stored = bundle.tensors(REFERENCE_EXAMPLE)
     dtypes = {spec.name: spec.dtype for spec in bundle.manifest.inputs}
     data = {
         reference.data_key(case, name): dtype
@@ -389,4 +424,16 @@ def stored_inputs(bundle: Bundle) -> dict[str, Array]:
         if case.kind == "data"
         for name, dtype in dtypes.items()
     }
-    return {key: stored[key].astype(dtype) for key, dtype in {**dtypes, **data}.items()}
+    wanted = {**dtypes, **data}
+    check_keys(bundle, REFERENCE_EXAMPLE, stored, wanted)
+    return {key: stored[key].astype(dtype) for key, dtype in wanted.items()}
+
+
+def check_keys(bundle: Bundle, name: str, stored: Mapping[str, Array], wanted: Iterable[str]) -> None:
+    """Check that a file of the bundle holds every array that the manifest's cases need.
+
+    Raises:
+        BundleError: it lacks one.
+    """
+    if (missing := next((key for key in wanted if key not in stored), None)) is not None:
+        raise BundleError(f"{bundle.path / name} has no {missing!r}, which a case needs; deploy the model again")

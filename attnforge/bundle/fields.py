@@ -1,0 +1,85 @@
+"""What the fields of a manifest may hold. A manifest may be anybody's, so all of it is checked here, before anything
+uses it: names that are no path out of the bundle, numbers that are finite and in range, texts of a bounded length."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Annotated
+
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
+
+from attnforge.precision import PRECISIONS
+from attnforge.records import Record
+
+LONGEST_NAME, LONGEST_FILE, LONGEST_SIZE = 1024, 512, 4096
+"""Characters of a name, of a file's name, and of an expression of sizes."""
+
+LARGEST_SIZE = 2**48
+"""The largest size of a dim."""
+
+MOST_DIMS = 64
+"""Dims of a tensor, which is what NumPy takes."""
+
+MOST_THREADS = 1024
+"""Threads of one run."""
+
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
+    "float64",
+)  # fmt: skip
+"""The types of inputs and outputs."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that end a line, ring or steer a terminal, or turn the direction of writing."""
+
+
+class StoredRecord(Record):
+    """A record of the manifest: as every record, and all its numbers are finite, for JSON knows no others."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+def _plain(text: str) -> str:
+    if CONTROL.search(text):
+        raise ValueError("a name with a control character")
+    return text
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or PureWindowsPath(name).drive or ".." in path.parts:
+        raise ValueError(f"{name!r} is outside the bundle; do not use it")
+    if path.as_posix() != name or "\\" in name or name == ".":
+        raise ValueError(f"{name!r} is not how a file of the bundle is written")
+    return name
+
+
+def _one_of(kind: str, known: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"an unknown {kind}; known: {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_plain)]
+"""The name of a model, tensor, case or target."""
+
+FileName = Annotated[
+    str, StringConstraints(min_length=1, max_length=LONGEST_FILE), AfterValidator(_plain), AfterValidator(_inside)
+]
+"""The name of a file of the bundle, relative to it, with `/` between folders."""
+
+Expression = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_SIZE), AfterValidator(_plain)]
+"""A symbol, or an expression of symbols."""
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+DType = Annotated[str, _one_of("dtype", DTYPES)]
+PrecisionName = Annotated[str, _one_of("precision", tuple(PRECISIONS))]
+Size = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(ge=0)]
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]

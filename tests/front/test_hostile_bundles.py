@@ -1,0 +1,454 @@
+"""Bundles that strangers made: no name leads out of them, no link, no pipe, and what was checked is what runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+import attnforge
+from attnforge import cache
+from attnforge.bundle import CANONICAL, MANIFEST, Bundle, Manifest, store
+from attnforge.errors import AttnforgeError, BundleError, ReplacedError, UsageError
+from attnforge.export.diagnosis.stages import stages
+from attnforge.export.tensorrt.rebuild import rebuild, rebuilt
+from attnforge.files import open_inside, open_regular
+from tests.support.bundles import rewrite, small_inputs
+
+MODEL = "onnxruntime/model.onnx"
+PLAN = "tensorrt/engine.tensorrt_rtx.plan"
+MACHINE: dict[str, Any] = {"system": "", "processor": "", "processors": 1, "instructions": [], "gpus": []}
+
+
+def edit(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change the manifest's JSON, and nothing else."""
+    document = json.loads((folder / MANIFEST).read_text())
+    change(document)
+    (folder / MANIFEST).write_text(json.dumps(document))
+
+
+def refused(folder: Path, words: str = "") -> None:
+    """Loading, verifying and inspecting a bundle end in one line, and at once."""
+    for use in (attnforge.load, attnforge.verify, Bundle, attnforge.diagnose):
+        start = time.perf_counter()
+        with pytest.raises(BundleError, match=words) as raised:
+            use(folder)
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 2_000
+        assert time.perf_counter() - start < 10
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+NAMES = ["../victim.txt", "/etc/hostname", "tensorrt/../../victim.txt", "C:/victim.txt", "a\\b", "./a", "a//b", "", "."]
+NAMES += ["nul\0", "line\nbreak", "n" * 10_000]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:20]))
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda d, name: d["files"].update({name: "0" * 64}),
+        lambda d, name: d["targets"]["tensorrt_rtx"]["engines"][0].update(file=name),
+        lambda d, name: d["targets"]["onnxruntime"].update(model=name),
+        lambda d, name: d["targets"]["onnxruntime"].update(cuda_model=name),
+        lambda d, name: d["targets"]["onnxruntime"].update(
+            session={"machine": MACHINE,
+                     "version": ort.__version__, "optimized": name}
+        ),
+    ],
+    ids=["files", "engine", "model", "cuda model", "optimized model"],
+)  # fmt: skip
+def test_a_name_that_leads_out_of_the_bundle_is_refused(
+    copy: Path, name: str, place: Callable[[Any, str], object]
+) -> None:
+    victim = copy.parent / "victim.txt"
+    victim.write_text("mine")
+    edit(copy, lambda document: place(document, name))
+    with pytest.raises(BundleError, match="is no valid manifest"):
+        Bundle(copy, check_plans=False, lazily=True)
+    with pytest.raises(BundleError):
+        rebuilt(copy, "tensorrt_rtx")
+    assert victim.read_text() == "mine"
+
+
+def test_an_engine_that_files_do_not_list_is_an_error_of_the_bundle(copy: Path) -> None:
+    edit(copy, lambda document: document["files"].pop(PLAN))
+    refused(copy, f"has no {PLAN}, which the manifest names")
+    with pytest.raises(BundleError):
+        attnforge.load(copy, "tensorrt_rtx", rebuild=True)
+
+
+def test_files_that_nobody_lists_are_named(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("json.py", "onnxruntime/extra.so"):
+        (copy / name).write_text("raise SystemExit")
+    (copy / "link").symlink_to("/etc/hostname")
+    assert Bundle(copy).unlisted() == ["json.py", "link", "onnxruntime/extra.so"]
+    assert "json.py, link, onnxruntime/extra.so" in caplog.text
+    report = attnforge.verify(copy)
+    assert report.passed and any("json.py" in warning for warning in report.warnings)
+
+
+# --- links, pipes and weights elsewhere -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", [MODEL, "onnxruntime", MANIFEST, "reference/outputs.safetensors"])
+@pytest.mark.parametrize("inside", [False, True], ids=["to the outside", "within"])
+def test_no_link_is_followed(copy: Path, what: str, inside: bool) -> None:
+    moved = (copy if inside else copy.parent) / "moved"
+    (copy / what).rename(moved)
+    (copy / what).symlink_to(moved, target_is_directory=moved.is_dir())
+    with pytest.raises(BundleError):
+        attnforge.verify(copy)
+
+
+def test_a_link_to_a_bundle_is_a_bundle(copy: Path) -> None:
+    (copy.parent / "latest").symlink_to(copy, target_is_directory=True)
+    assert attnforge.verify(copy.parent / "latest").passed
+
+
+@pytest.mark.parametrize("what", [MODEL, MANIFEST, "reference/example.safetensors", PLAN])
+def test_a_pipe_is_no_file(copy: Path, what: str) -> None:
+    (copy / what).unlink()
+    os.mkfifo(copy / what)
+    for use in (Bundle, attnforge.verify):
+        with pytest.raises(BundleError, match="no regular file"):
+            use(copy)
+
+
+def test_a_manifest_of_any_length_and_depth_is_refused_at_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ('{"schema_version": 1, "name": ' + "[" * 200_000, json.dumps({"schema_version": 1, "n" * 10**7: 1})):
+        (copy / MANIFEST).write_text(text)
+        refused(copy, "is no valid manifest")
+        with pytest.raises(UsageError, match="no bundle"), store.writing(copy, force=True):
+            pytest.fail("it must not be overwritten")
+    monkeypatch.setattr(store, "MOST_MANIFEST", 1000)
+    refused(copy, "more than 1,000 bytes")
+
+
+def outsourced(folder: Path, name: str, location: str) -> onnx.ModelProto:
+    """Let the first large weight of a model of the bundle stand in another file."""
+    model = onnx.load(str(folder / name))
+    weight = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    (folder / name).parent.joinpath(location).write_bytes(weight.raw_data)
+    entry = weight.external_data.add()
+    entry.key, entry.value = "location", location
+    weight.ClearField("raw_data")
+    onnx.save(model, folder / name)
+    return model
+
+
+@pytest.mark.parametrize("name", [MODEL, CANONICAL, "tensorrt/model.onnx"])
+@pytest.mark.parametrize("location", ["hidden.bin", "../../outside.bin"])
+def test_weights_in_a_file_that_nobody_lists_are_refused(copy: Path, name: str, location: str) -> None:
+    outsourced(copy, name, "hidden.bin")
+    model = onnx.load(str(copy / name), load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = location if entry.key == "location" else entry.value
+    onnx.save(model, copy / name)
+    rewrite(copy)
+    edit(copy, lambda document: [document["files"].pop(file) for file in list(document["files"]) if "hidden" in file])
+    bundle = Bundle(copy, lazily=True)
+    for use in (bundle.file, bundle.model):
+        with pytest.raises(BundleError, match="which the manifest does not list"):
+            use(name)
+    if name == "tensorrt/model.onnx":
+        with pytest.raises(BundleError, match="which the manifest does not list"):
+            rebuild(bundle, "tensorrt_rtx", "SM80")
+
+
+def test_weights_behind_a_link_are_refused(copy: Path) -> None:
+    outsourced(copy, MODEL, "hidden.bin")
+    rewrite(copy)
+    assert attnforge.verify(copy, ["onnxruntime-cpu"]).passed  # as an older bundle may have them
+    hidden = copy / "onnxruntime/hidden.bin"
+    hidden.rename(copy.parent / "hidden.bin")
+    hidden.symlink_to(copy.parent / "hidden.bin")
+    with pytest.raises(BundleError, match="is a link"):
+        Bundle(copy, lazily=True).model(MODEL)
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("y")
+    (tmp_path / "way").symlink_to("folder", target_is_directory=True)
+    with open_inside(tmp_path, "folder/file") as stream:
+        assert stream.read() == b"y"
+    with open_regular(tmp_path / "link", follow=True) as stream:
+        assert stream.read() == b"x"
+    for name in ("link", "folder", "way/file", "absent", "file/file"):
+        with pytest.raises(OSError):
+            open_inside(tmp_path, name)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with pytest.raises(OSError):
+            open_inside(tmp_path, "way/file")
+        with pytest.raises(OSError):
+            open_regular(Path("/dev/null"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- the cache beside a bundle ----------------------------------------------------------------------------------------
+
+
+def test_the_cache_follows_no_link_and_reads_nothing_of_others(tmp_path: Path) -> None:
+    folder = tmp_path / "small.cache"
+    file = folder / "kernels"
+    assert cache.write(file, b"kernels") and cache.read(file) == b"kernels"
+    (tmp_path / "elsewhere").write_bytes(b"evil")
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    assert cache.read(file) is None
+    file.unlink()
+    os.mkfifo(file)
+    assert cache.read(file) is None
+    file.unlink()
+    cache.write(file, b"kernels")
+    folder.chmod(0o777)  # others may put their own file in its place
+    assert cache.read(file) is None
+    folder.chmod(0o700)
+    file.chmod(0o666)
+    assert cache.read(file) is None
+
+
+def test_a_cache_that_is_a_link_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/kernels").write_bytes(b"evil")
+    (tmp_path / "elsewhere/kernels").chmod(0o600)
+    (tmp_path / "small.cache").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert cache.read(tmp_path / "small.cache/kernels") is None
+    assert not cache.write(tmp_path / "small.cache/more", b"x")
+
+
+# --- what was checked is what runs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(copy: Path) -> Path:
+    """A bundle of the same inputs and outputs, and other weights."""
+    folder = Path(shutil.copytree(copy, copy.parent / "other"))
+    for name in (MODEL, CANONICAL, "plain.onnx"):
+        model = onnx.load(str(folder / name))
+        for tensor in model.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.FLOAT:
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * 2, tensor.name))
+        onnx.save(model, folder / name)
+    rewrite(folder, lambda manifest: setattr(manifest, "name", "other"))
+    return folder
+
+
+def answers(folder: Path) -> Any:
+    with attnforge.load(folder, "onnxruntime-cpu") as session:
+        return session.run(small_inputs())["output"]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["as bytes", "by its path"])
+@pytest.mark.parametrize("how", ["folder", "there and back", "file"])
+def test_a_model_that_is_replaced_after_the_check_does_not_run_under_this_manifest(
+    copy: Path, other: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, how: str
+) -> None:
+    if not whole:
+        monkeypatch.setattr(store, "READ_WHOLE", 0)
+    right = {"small": answers(copy), "other": answers(other)}
+    assert np.abs(right["small"] - right["other"]).max() > 1e-3
+    real, aside, swaps = ort.InferenceSession, copy.parent / "aside", [1]
+
+    def swapped(*args: Any, **options: Any) -> Any:
+        back = None
+        if swaps:
+            swaps.pop()
+            if how == "file":
+                shutil.copyfile(other / MODEL, copy / MODEL)
+            else:
+                copy.rename(aside)
+                other.rename(copy)
+                back = how == "there and back"
+        try:
+            return real(*args, **options)
+        finally:
+            if back:
+                copy.rename(other)
+                aside.rename(copy)
+
+    monkeypatch.setattr(ort, "InferenceSession", swapped)
+    if how == "file" and not whole:
+        with pytest.raises(BundleError, match=r"was altered|was replaced"):
+            attnforge.load(copy, "onnxruntime-cpu")
+        return
+    with attnforge.load(copy, "onnxruntime-cpu") as session:
+        np.testing.assert_allclose(session.run(small_inputs())["output"], right[session.bundle.manifest.name], 1e-5)
+
+
+def test_loads_of_a_bundle_that_is_replaced_all_the_time(copy: Path, other: Path) -> None:
+    right = {"small": answers(copy), "other": answers(other)}
+    link, ended = copy.parent / "latest", threading.Event()
+    link.symlink_to(copy, target_is_directory=True)
+
+    def replace() -> Iterator[None]:
+        for i in range(1_000_000):
+            new = copy.parent / "new"
+            new.symlink_to((copy, other)[i % 2], target_is_directory=True)
+            new.rename(link)
+            yield
+
+    def replacing() -> None:
+        for _ in replace():
+            if ended.wait(0.0005):
+                return
+
+    thread = threading.Thread(target=replacing)
+    thread.start()
+    seen: set[str] = set()
+    try:
+        for _ in range(60):
+            try:
+                with attnforge.load(link, "onnxruntime-cpu") as session:
+                    name = session.bundle.manifest.name
+                    np.testing.assert_allclose(session.run(small_inputs())["output"], right[name], 1e-5)
+                    seen.add(name)
+            except ReplacedError:
+                pass
+    finally:
+        ended.set()
+        thread.join()
+    assert seen
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def at(document: Any, *path: str | int) -> Any:
+    for part in path:
+        document = document[part]
+    return document
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("name",), "nul\0"),
+        (("name",), "n" * 50_000_000),
+        (("precision",), "fp7"),
+        (("inputs", 0, "name"), "\x1b]0;title\x07"),
+        (("inputs", 0, "dtype"), "object"),
+        (("inputs", 0, "dtype"), "float33"),
+        (("inputs", 0, "dims", 0, "factor"), 0),
+        (("inputs", 0, "dims", 0, "factor"), -1),
+        (("inputs", 0, "dims", 0, "min"), None),
+        (("inputs", 0, "dims", 0, "max"), 0),
+        (("inputs", 0, "dims", 0, "opt"), 10**6),
+        (("inputs", 0, "dims", 0, "symbol"), "(" * 100_000),
+        (("inputs", 0, "dims", 2), -16),
+        (("inputs", 0, "dims", 2), 2**60),
+        (("inputs", 0, "dims"), [1] * 100_000),
+        (("inputs", 1, "name"), "x"),
+        (("inputs", 3, "low"), 5),
+        (("outputs", 0, "dtype"), "str"),
+        (("cases", 1, "seed"), -1),
+        (("cases", 1, "seed"), 2**70),
+        (("cases", 1, "scale"), -1.0),
+        (("cases", 1, "scale"), "NaN"),
+        (("cases", 1, "kind"), "odd"),
+        (("cases", 1, "name"), "example"),
+        (("cases", 1, "sizes"), {}),
+        (("cases", 1, "sizes"), {"batch": -1, "tokens": 3, "pairs": 1}),
+        (("cases", 1, "spread"), {"output": [-1.0, 0.0]}),
+        (("targets", "tensorrt_rtx", "engines", 0, "profiles"), [{"batch": [1, 2, 4]}]),
+        (("targets", "tensorrt_rtx", "engines", 0, "profiles", 0, "batch"), [4, 2, 1]),
+        (("targets", "tensorrt_rtx", "attention_precision"), "fp7"),
+        (("files", MODEL), "abc"),
+        (("targets", "onnxruntime", "session"), {"machine": MACHINE, "version": "1", "threads": 100_000}),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_values_that_cannot_be_are_refused_before_anything_is_done(
+    copy: Path, path: tuple[str | int, ...], value: Any
+) -> None:
+    edit(copy, lambda document: at(document, *path[:-1]).__setitem__(path[-1], value))
+    refused(copy, "is no valid manifest")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused(copy: Path, value: str) -> None:
+    text = (copy / MANIFEST).read_text().replace('"scale": 16.0', f'"scale": {value}')
+    (copy / MANIFEST).write_text(text)
+    refused(copy, "is no valid manifest")
+
+
+@pytest.mark.parametrize("depth", [900, 1_300])
+def test_an_expression_of_sizes_is_no_way_to_hang(copy: Path, depth: int) -> None:
+    """A shape that cannot be worked out is not known; it is checked by what the model answers."""
+    edit(copy, lambda document: document["outputs"][0]["dims"][0].update(symbol="+".join("1" * depth)))
+    with attnforge.load(copy, "onnxruntime-cpu") as session:
+        try:
+            session.run(small_inputs())
+        except AttnforgeError as error:
+            assert "\n" not in str(error)
+
+
+def test_a_case_without_its_inputs_or_outputs_is_refused(copy: Path) -> None:
+    def renamed(manifest: Manifest) -> None:
+        manifest.cases[2].name = "another"
+
+    rewrite(copy, renamed)
+    with pytest.raises(BundleError, match=r"outputs\.safetensors has no 'another/output/eager', which a case needs"):
+        attnforge.verify(copy)
+
+    def of_data(manifest: Manifest) -> None:
+        manifest.cases[2].kind = "data"
+
+    rewrite(copy, of_data)
+    with pytest.raises(BundleError, match="which a case needs"):
+        attnforge.verify(copy)
+
+
+# --- files of another kind than they should be ------------------------------------------------------------------------
+
+JUNK = [b"", b"junk", b"\0" * 4096, b"\xff" * 100, b"\x08\x0a" * 50]
+
+
+@pytest.mark.parametrize("data", JUNK, ids=["empty", "text", "zeros", "ones", "fields"])
+@pytest.mark.parametrize(
+    "name", [MODEL, CANONICAL, "plain.onnx", "reference/outputs.safetensors", "reference/example.safetensors"]
+)
+def test_a_file_of_another_kind_is_one_line(copy: Path, name: str, data: bytes) -> None:
+    (copy / name).write_bytes(data)
+    bundle = rewrite(copy)
+    for use in (attnforge.verify, attnforge.diagnose, lambda b: attnforge.verify(b, ["openvino"]), stages):
+        try:
+            use(bundle)
+        except AttnforgeError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", [MODEL, CANONICAL, "reference/outputs.safetensors"])
+def test_a_file_with_other_bytes_is_one_line(copy: Path, name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    data = bytearray((copy / name).read_bytes())
+    if seed < 3:
+        for place in rng.integers(0, len(data), 8):
+            data[place] = rng.integers(0, 256)
+    else:
+        data = data[: int(rng.integers(1, len(data)))]
+    (copy / name).write_bytes(data)
+    bundle = rewrite(copy)
+    for use in (lambda b: attnforge.verify(b, ["onnxruntime-cpu"]), attnforge.diagnose):
+        try:
+            use(bundle)
+        except AttnforgeError as error:
+            assert "\n" not in str(error)
