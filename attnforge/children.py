@@ -11,10 +11,11 @@ import importlib.metadata
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from attnforge.scratch import temporary_folder
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -53,6 +54,6 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """An empty folder for a child to stand in, removed where the block ends."""
-    with tempfile.TemporaryDirectory(prefix="attnforge-", ignore_cleanup_errors=True) as folder:
-        yield folder
+    """An empty folder for a child to stand in, removed where the block ends, or by a later process."""
+    with temporary_folder() as folder:
+        yield str(folder)

@@ -14,12 +14,12 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from attnforge.files import is_own, sha256
+from attnforge.scratch import Scratch
 
 log = logging.getLogger("attnforge")
 
@@ -92,10 +92,11 @@ class DeployCache:
         """
         if self._folder is None or sum(map(_size, files.values())) > self._limit:
             return
-        folder: Path | None = None
+        scratch: Scratch | None = None
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=self._folder))
+            scratch = Scratch(self._folder, ".", ".partial")
+            folder = scratch.path
             for name, content in files.items():
                 if isinstance(content, bytes):
                     (folder / name).write_bytes(content)
@@ -108,8 +109,8 @@ class DeployCache:
         except OSError as error:  # a full disk, or another process that kept the same entry first
             log.info("nothing is kept in the cache %s: %s", self._folder, error)
         finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            if scratch is not None:
+                scratch.remove()
 
     def _make_room(self) -> None:
         assert self._folder is not None

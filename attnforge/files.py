@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO, cast
+
+from attnforge import scratch
+from attnforge.errors import UsageError, shortened
 
 
 def sha256(file: Path) -> str:
@@ -96,16 +103,117 @@ def write_whole(file: Path, data: bytes, mode: int = 0o644) -> None:
     Raises:
         OSError: the folder cannot be written to; no temporary file is left.
     """
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as stream:
+    with written_whole(file, mode) as stream:
+        stream.write(data)
+
+
+@contextmanager
+def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A stream whose content becomes a file where the block ends, and is gone where it raises.
+
+    Args:
+        file: to write; its folder must exist.
+        mode: its permissions.
+
+    Raises:
+        OSError: the folder cannot be written to; no temporary file is left.
+    """
+    prefix = f".{file.name[:200]}."
+    scratch.sweep(file.parent, prefix, _SUFFIX)
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=_SUFFIX, delete=False) as stream:
         temporary = Path(stream.name)
+        scratch.hold(stream.fileno())
         try:
-            stream.write(data)
-            stream.close()
+            yield cast(BinaryIO, stream)
+            stream.flush()
             temporary.chmod(mode)
             os.replace(temporary, file)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+_SUFFIX = ".unfinished"
+
+
+def check_writable(file: Path) -> None:
+    """Check that a file can be written, before the work whose result it is to hold. Nothing is left behind.
+
+    Raises:
+        UsageError: its folder is not there or cannot be written to, it is a folder itself, or its name is none.
+    """
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", suffix=_SUFFIX):
+            pass
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"{shortened(str(file))} cannot be written: {why}; choose another place") from error
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two paths exchange what they lead to, at one instant.
+
+    Returns:
+        whether it was done; the system or the file system may not know how.
+
+    Raises:
+        OSError: it cannot be done, whoever asks.
+    """
+    return _renamed(one, other, _EXCHANGE)
+
+
+def rename_new(old: Path, new: Path) -> None:
+    """Rename a folder to a name that nothing has.
+
+    Raises:
+        FileExistsError: something has that name.
+        OSError: it cannot be renamed.
+    """
+    if not _renamed(old, new, _NO_REPLACE):
+        if os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        os.rename(old, new)  # over what appears just now: an empty folder at most
+
+
+_NO_REPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux
+_AT_CWD = -100
+
+
+def _renamed(old: Path, new: Path, how: int) -> bool:
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):  # another system, or an older C library
+        return False
+    if rename(_AT_CWD, os.fsencode(old), _AT_CWD, os.fsencode(new), how) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    kind = FileExistsError if number == errno.EEXIST else OSError
+    raise kind(number, os.strerror(number), str(old), None, str(new))
+
+
+def give_modes(folder: Path) -> None:
+    """Give a folder and all that is in it the permissions that new files and folders of this user have: libraries, and
+    what makes temporary ones, make them for this user alone."""
+    mask = _umask()
+    for place, _, files in os.walk(folder):
+        for name in files:
+            if not os.path.islink(file := os.path.join(place, name)):
+                os.chmod(file, 0o666 & ~mask)
+        os.chmod(place, 0o777 & ~mask)
+
+
+def _umask() -> int:
+    """The user's mask of permissions, which Linux tells without changing it."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -9,15 +9,14 @@ once it was used (:meth:`Bundle.steady`).
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import logging
 import mmap
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +25,18 @@ from pydantic import BaseModel, Field, ValidationError
 
 from attnforge.bundle.schema import CANONICAL, MANIFEST, PLAIN, SCHEMA_VERSION, WEIGHTS, Manifest
 from attnforge.errors import AttnforgeError, BundleError, ReplacedError, UsageError, first_line, shortened
-from attnforge.files import Identity, identity, is_full, open_inside, open_regular, sha256
+from attnforge.files import (
+    Identity,
+    exchange,
+    give_modes,
+    identity,
+    is_full,
+    open_inside,
+    open_regular,
+    rename_new,
+    sha256,
+)
+from attnforge.scratch import Scratch, remove
 
 if TYPE_CHECKING:
     from attnforge.arrays import Array
@@ -345,49 +355,56 @@ class _Version(BaseModel):
     schema_version: Annotated[int, Field(strict=True)]
 
 
-def _holds_bundle(folder: Path) -> bool:
-    """Whether a folder is a bundle of any schema version, and not some other folder with a file `manifest.json`."""
+_OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")
+"""Files that file managers leave in folders, which nobody misses."""
+
+
+def _why_not_replaced(folder: Path) -> str | None:
+    """Why a folder may not be replaced by a bundle, or None: it is no bundle of any schema version, holds files that
+    are not the bundle's, or cannot be written to."""
     try:
         document = json.loads(_manifest_data(folder))
     except (BundleError, ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and {"schema_version", "attention", "files"} <= set(document)
+        document = None
+    if not isinstance(document, dict) or not {"schema_version", "attention", "files"} <= set(document):
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        return None if is_empty else "exists and is no bundle"
+    listed = {*(document["files"] if isinstance(document["files"], dict) else ()), MANIFEST}
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        for name in (*files, *links):
+            file = Path(place, name).relative_to(folder).as_posix()
+            if file not in listed and name not in _OF_THE_SYSTEM:
+                return f"holds {file!r}, which is not the bundle's"
+        if not os.access(place, os.W_OK | os.X_OK):
+            return "is a bundle that is read-only"
+    return None
 
 
 @contextmanager
 def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
     """A temporary folder that becomes `out` where the block ends, and is removed where it raises.
 
+    Where a bundle is replaced, the two exchange their places at one instant, if the system can do that. What a process
+    that was killed left behind here is removed.
+
     Args:
         out: folder of the bundle.
-        force: whether a bundle that stands there is replaced.
+        force: whether a bundle that stands there is replaced. Nothing else ever is.
 
     Raises:
-        UsageError: `out` exists and `force` is not given, or `out` is no bundle and would be lost.
+        UsageError: `out` exists and `force` is not given, or `out` is no bundle, is read-only, or holds other files
+            and would be lost; or it cannot be written.
         BundleError: the disk is full.
     """
-    target = Path(out).resolve()  # through a link, what it points to is replaced, and the link stays
-    if target.exists():
-        if not force:
-            raise UsageError(f"{target} exists; choose another folder, or overwrite it with --force (force=True)")
-        if not _holds_bundle(target) and (not target.is_dir() or any(target.iterdir())):
-            raise UsageError(f"{target} exists and is no bundle, so it is not overwritten; choose another folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    target = _resolved(Path(out))  # through a link, what it points to is replaced, and the link stays
+    _bring_back(target)
+    _check_place(target, force)
+    scratch = _beside(target)
     try:
-        yield folder
-        folder.chmod(0o755)
-        if target.exists():
-            old = folder.with_suffix(".old")
-            target.rename(old)
-            try:
-                folder.rename(target)
-            except BaseException:
-                old.rename(target)
-                raise
-            shutil.rmtree(old)
-        else:
-            folder.rename(target)
+        yield scratch.path
+        give_modes(scratch.path)
+        _put(scratch.path, target, force)
     except Exception as error:
         if is_full(target.parent, error):
             raise BundleError(
@@ -396,7 +413,62 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
             ) from error
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        scratch.remove()
+
+
+def _resolved(out: Path) -> Path:
+    try:
+        return out.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
+        raise UsageError(f"{shortened(str(out))} is no place for a bundle: {first_line(error)}") from error
+
+
+def _beside(target: Path) -> Scratch:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Scratch(target.parent, f".{target.name}.", ".partial")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"{shortened(str(target))} cannot be written: {why}; choose another folder") from error
+
+
+def _check_place(target: Path, force: bool) -> None:
+    """Check that a bundle may be put to a place."""
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise UsageError(f"{target} exists; choose another folder, or overwrite it with --force (force=True)")
+    if (why := _why_not_replaced(target)) is not None:
+        raise UsageError(f"{target} {why}, so it is not overwritten; choose another folder")
+
+
+def _put(folder: Path, target: Path, force: bool) -> None:
+    """Rename a whole bundle to its place. What stands there now is looked at once more: it may have come meanwhile."""
+    _check_place(target, force)
+    try:
+        if not os.path.lexists(target):
+            rename_new(folder, target)
+        elif not exchange(folder, target):
+            old = folder.with_suffix(".old")
+            target.rename(old)
+            try:
+                folder.rename(target)
+            except BaseException:
+                old.rename(target)
+                raise
+            remove(old)
+    except FileExistsError as error:
+        raise UsageError(f"{target} appeared while its bundle was made, and is left as it is") from error
+
+
+def _bring_back(target: Path) -> None:
+    """Undo what a process left that was killed between the two renames of a system that cannot exchange folders."""
+    with suppress(OSError):
+        for old in sorted(target.parent.glob(f".{glob.escape(target.name)}.*.old")):
+            if not os.path.lexists(target):
+                old.rename(target)
+            elif os.lstat(old).st_uid == os.getuid():
+                remove(old)
 
 
 def write_manifest(folder: Path, manifest: Manifest, *, only_new: bool = False) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -37,6 +36,7 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_unavailable
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.preference import by_preference
+from attnforge.scratch import temporary_folder
 
 ROUNDS, OPENINGS = 20, 3
 
@@ -160,7 +160,7 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
     manifest = experiment.bundles[0].manifest
     case = case_at(experiment.bundles[0], sizes)  # the sizes of the other bundles are the same
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = stack.enter_context(temporary_folder())
         with_threads(experiment.threads, stack)  # closing a contender restores torch's threads, so set them out here
         yardsticks = [Yardstick(bundle, sizes, experiment, folder) for bundle in experiment.bundles]
         raced = run_race(experiment, yardsticks, f"{manifest.name}{_at(case)}", stack)

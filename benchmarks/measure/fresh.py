@@ -24,10 +24,11 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.contenders.engines import ENGINES, Runner, Setup, open_backend
 from attnforge.benchmarks.measure.results import Cold, MemoryUse
 from attnforge.bundle import Bundle, DimSpec
-from attnforge.children import command, environment, own_folder
+from attnforge.children import command, end_with_parent, environment
 from attnforge.memory import peak, reset_peak
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
+from attnforge.scratch import temporary_folder
 
 TIMEOUT = 300
 """Seconds that a process may take."""
@@ -79,7 +80,7 @@ def measured(order: Order) -> FreshRun:
         FailedError: it failed, or took too long.
     """
     try:
-        with own_folder() as folder:
+        with temporary_folder() as folder:
             done = subprocess.run(
                 command("attnforge.benchmarks.measure.fresh"), input=order.model_dump_json(), capture_output=True,
                 text=True, timeout=TIMEOUT, check=False, cwd=folder, env=environment(),
@@ -157,4 +158,5 @@ def _least(bundle: Bundle) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     print(_main(Order.model_validate(json.load(sys.stdin))).model_dump_json())

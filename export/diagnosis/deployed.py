@@ -3,7 +3,6 @@ further outputs. The inside of an attention site is not shown, so that the site 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
 from attnforge.runtime.session import load
+from attnforge.scratch import temporary_folder
 
 
 def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:
@@ -37,7 +37,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
     file = (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model
     model = load_graph(bundle, file)
     shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
-    with tempfile.TemporaryDirectory(prefix="attnforge-") as folder:
+    with temporary_folder() as folder:
         path = Path(folder)
         changed = TargetRecord(model="model.onnx", cuda_model="model.onnx" if record.cuda_model else None)
         save(model, path / changed.model)

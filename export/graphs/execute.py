@@ -7,7 +7,6 @@ have the same names, so what one operator does to an error can be told from what
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from attnforge.export.graphs.parts import part_of
 from attnforge.export.graphs.saving import SHELVED, save
 from attnforge.export.graphs.types import FLOAT, cast_input, cast_output, round_results
 from attnforge.runtime.backends.onnxruntime import session_options
+from attnforge.scratch import temporary_folder
 
 BFLOAT16 = ir.DataType.BFLOAT16
 
@@ -44,7 +44,7 @@ def open_session(model: ir.Model, *, optimised: bool = False) -> Any:
     options.log_severity_level = 4
     if not optimised:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    with tempfile.TemporaryDirectory(prefix="attnforge-") as folder:
+    with temporary_folder() as folder:
         file = Path(folder) / "model.onnx"
         save(model, file, SHELVED)
         return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +20,10 @@ from types import TracebackType
 from typing import Any
 
 from attnforge.bundle import Cost, DimSpec, Engine, Range, TensorSpec
-from attnforge.children import command, environment, own_folder
+from attnforge.children import command, environment
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.tensorrt.process import Answer, Layer, Request
+from attnforge.scratch import temporary_folder
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ def build(
         UsageError: a compute capability that it does not know, or a profile outside what the inputs may be.
         BuildError: the parser or the builder refused, in its own words, or crashed.
     """
-    with tempfile.TemporaryDirectory() as folder, Builders() as builders:
-        file = Path(folder) / "engine.plan"
+    with temporary_folder() as folder, Builders() as builders:
+        file = folder / "engine.plan"
         plan = builders.start(
             onnx_file, file, flavour, inputs, precision, compute_capabilities, profiles, timing_cache, device
         ).result()
@@ -267,7 +267,7 @@ class Builders:
         Raises:
             BuildError: the process crashed or failed, or was ended.
         """
-        with own_folder() as folder:
+        with temporary_folder() as folder:
             with self._lock:
                 if self._ended:
                     raise BuildError(f"{request.flavour}'s builder was ended")
