@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.errors import InputError
+from attnforge.errors import InputError, first_line, shortened
+from attnforge.files import written_whole
 
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str]) -> dict[str, Array]:
-    """Read a model's inputs from files.
+    """Read a model's inputs from files. Nothing is unpickled, and no more is read than the model takes.
 
     Args:
         specs: the model's inputs.
@@ -26,46 +33,59 @@ def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str]) -> dict[str, 
         arrays by name. Floating-point arrays have the dtype that the model takes; others are as in their files.
 
     Raises:
-        InputError: a file is missing, of an unknown kind, or holds no input of the model.
+        InputError: a file is missing, of an unknown kind, damaged, or holds no input of the model.
     """
+    by_name = {spec.name: spec for spec in specs}
     if len(texts) == 1 and texts[0].endswith(".npz"):
-        with np.load(_existing(texts[0])) as stored:
-            return {name: _converted(stored[name], specs, name) for name in stored.files}
-    names = [spec.name for spec in specs]
+        file = _existing(texts[0])
+        with _read_from(file):
+            return _of_archive(file, by_name)
+    names = list(by_name)
     named = [text.partition("=") for text in texts if text.partition("=")[0] in names and "=" in text]
     if named and len(named) != len(texts):
         raise InputError("either every input is given as name=file, or none is")
     if len(texts) > len(names):
         raise InputError(f"{len(texts)} files were given; the model takes {len(names)}: {', '.join(names)}")
     pairs = [(name, file) for name, _, file in named] or list(zip(names, texts, strict=False))
-    by_name = {spec.name: spec for spec in specs}
-    return {name: _converted(_read(by_name[name], _existing(file)), specs, name) for name, file in pairs}
+    return {name: _converted(_read(by_name[name], _existing(file)), by_name[name]) for name, file in pairs}
 
 
 def write_outputs(file: Path, outputs: Mapping[str, Array]) -> None:
-    """Write outputs by name to an `.npz`; bfloat16 as float32, because the format has no such dtype."""
+    """Write outputs by name to an `.npz`, whole or not at all; bfloat16 as float32, because the format has no such
+    dtype."""
     arrays = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in outputs.items()}
-    with file.open("wb") as stream:
+    with written_whole(file) as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
 
 
 def image_to_input(spec: TensorSpec, image: Image.Image) -> Array:
-    """An image as a batch of one, `(1, C, H, W)`, values from 0 to 1, resized to what the model takes.
+    """An image as a batch of one, `(1, C, H, W)`, values from 0 to 1, as large as the model takes, turned as its
+    EXIF orientation says. Black is 0 and white is 1 in images of 8 and of 16 bits.
 
     A dynamic height or width stays the image's own, rounded down to what the model takes.
 
     Raises:
-        InputError: the model's input is no batch of images.
+        InputError: the model's input is no batch of images, or the image's numbers have no known range.
     """
     if len(spec.dims) != 4 or spec.dims[1] not in _CHANNELS or not spec.dtype.endswith(("float16", "float32")):
         raise InputError(f"input {spec.name!r} takes {spec.text()}, which is no batch of images; give an .npy or .npz")
     channels = spec.dims[1]
     assert isinstance(channels, int)
+    image = ImageOps.exif_transpose(image)
     height, width = (_fitting(dim, size) for dim, size in zip(spec.dims[2:], (image.height, image.width), strict=True))
-    image = image.convert(_CHANNELS[channels])
+    if image.mode in ("I", "F"):
+        raise InputError(
+            f"the image has numbers of 32 bits (mode {image.mode}), whose black and white nobody knows; scale them "
+            "yourself and give an .npy"
+        )
+    deep = image.mode.startswith("I;16")
+    image = Image.fromarray(np.asarray(image).astype(np.float32)) if deep else image.convert(_CHANNELS[channels])
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
-    pixels = np.asarray(image, np.float32).reshape(height, width, -1) / 255.0
+    pixels = np.asarray(image, np.float32).reshape(height, width, -1) / (65535.0 if deep else 255.0)
+    if deep:  # of one channel, and a cubic curve overshoots
+        pixels = np.repeat(np.clip(pixels, 0, 1), channels, axis=-1)
+        pixels[..., 3:] = 1.0
     return np.ascontiguousarray(pixels.transpose(2, 0, 1)[None]).astype(spec.dtype)
 
 
@@ -78,23 +98,92 @@ def _fitting(dim: int | DimSpec, size: int) -> int:
 
 def _existing(name: str) -> Path:
     file = Path(name)
-    if not file.is_file():
-        raise InputError(f"no file {name!r}; give an .npy, an .npz or an image")
+    try:
+        is_there = file.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_there = False
+    if not is_there:
+        raise InputError(f"no file {shortened(name)!r}; give an .npy, an .npz or an image")
     return file
 
 
 def _read(spec: TensorSpec, file: Path) -> Array:
-    if file.suffix == ".npy":
-        array: Array = np.load(file)
-        return array
+    with _read_from(file):
+        if file.suffix == ".npy":
+            with file.open("rb") as stream:
+                return _array(spec, stream, file.stat().st_size, str(file))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(file, formats=_formats()) as image:
+                return image_to_input(spec, image)
+
+
+_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "QOI", "DIB")
+"""Formats that Pillow reads by itself; for others, such as EPS, it starts programs."""
+
+
+@functools.cache
+def _formats() -> list[str]:
+    Image.init()  # registers what this Pillow reads
+    return [name for name in _FORMATS if name in Image.OPEN]
+
+
+@contextmanager
+def _read_from(file: Path) -> Iterator[None]:
+    """A block that reads a file; whatever a library finds wrong with it becomes an InputError."""
     try:
-        with Image.open(file) as image:
-            return image_to_input(spec, image)
+        yield
+    except (InputError, MemoryError):
+        raise
     except UnidentifiedImageError as error:
         raise InputError(f"{file} is neither .npy, .npz nor an image that can be read") from error
+    except Exception as error:  # of NumPy, zipfile, zlib and Pillow, which have many kinds of them
+        raise InputError(f"{file} cannot be read: {shortened(first_line(error))}") from error
 
 
-def _converted(array: Array, specs: Sequence[TensorSpec], name: str) -> Array:
-    wanted = next((np.dtype(spec.dtype) for spec in specs if spec.name == name), array.dtype)
+def _of_archive(file: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
+    """The model's inputs in an `.npz`; another member is refused before it is read."""
+    with zipfile.ZipFile(file) as archive:
+        members = {member.removesuffix(".npy"): member for member in archive.namelist()}
+        if unknown := next((name for name in members if name not in specs), None):
+            raise InputError(f"the model has no input {shortened(unknown)!r}; it takes {', '.join(specs)}")
+        arrays = {}
+        for name, member in members.items():
+            with archive.open(member) as stream:
+                size = archive.getinfo(member).file_size
+                arrays[name] = _converted(_array(specs[name], stream, size, f"{file}, {name}"), specs[name])
+        return arrays
+
+
+def _array(spec: TensorSpec, stream: IO[bytes], size: int, where: str) -> Array:
+    """The array of an `.npy`, read once its header says that it is there and no larger than what the model takes.
+
+    Args:
+        spec: the input that it is for.
+        stream: of the file.
+        size: bytes of the file.
+        where: it stands, for messages.
+    """
+    version = np.lib.format.read_magic(stream)
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = header(stream)
+    if dtype.hasobject:
+        raise InputError(f"{where} holds Python objects, which are not unpickled; give numbers")
+    if math.prod(shape) > (most := _most_numbers(spec)):
+        raise InputError(f"{where} is {dtype.name}{list(shape)}; input {spec.name!r} takes {spec.text()}")
+    if math.prod(shape) * dtype.itemsize > size:
+        raise InputError(f"{where} is cut short: it has {size:,} bytes, and {dtype.name}{list(shape)} takes more")
+    data = stream.read(min(math.prod(shape), most) * dtype.itemsize)
+    array = np.frombuffer(data, dtype, math.prod(shape)).reshape(shape, order="F" if is_fortran else "C")
+    return array.copy()
+
+
+def _most_numbers(spec: TensorSpec) -> int:
+    """How many numbers an input has at the most."""
+    return math.prod(dim if isinstance(dim, int) else dim.max or 0 for dim in spec.dims)
+
+
+def _converted(array: Array, spec: TensorSpec) -> Array:
+    wanted = np.dtype(spec.dtype)
     floating = np.issubdtype(array.dtype, np.floating) and (np.issubdtype(wanted, np.floating) or wanted == BFLOAT16)
     return array.astype(wanted) if floating else array

@@ -119,6 +119,21 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, onerror=again)
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A block that no two processes are in at once for one folder, where the file system has locks.
+
+    Args:
+        folder: that the block changes.
+    """
+    lock = _lock(folder.resolve(), wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
 def hold(number: int) -> None:
     """Hold a file that this process has open, so that nobody takes it for stale.
 

@@ -17,7 +17,7 @@ from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
 from attnforge.precision import PRECISIONS, Precision
 from attnforge.runtime.inputs import by_name
-from attnforge.runtime.parity.metrics import Scores, metric_named
+from attnforge.runtime.parity.metrics import Scores, check_least, metric_named
 
 AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
 """Values of `precision` that let attnforge choose every operator's precision, and the 16-bit ones that each tries."""
@@ -113,6 +113,10 @@ class DeployOptions:
     def _check_data(self) -> None:
         if self.labels and len(self.labels) != len(self.data):
             raise UsageError(f"{len(self.labels)} labels were given for {len(self.data)} inputs; give one for each")
+        if self.least is not None:
+            if self.metric is None:
+                raise UsageError(f"a metric is to reach {self.least:g}, and none was named; name accuracy or cosine")
+            check_least(self.least)
         if self.metric is not None:
             if not self.data:
                 raise UsageError(f"{self.metric} is measured on real inputs; give some as data")

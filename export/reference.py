@@ -345,22 +345,25 @@ class _FiniteOutputs:
                 self._eager[output] = self._eager.get(output, False) or is_finite
 
     def check(self) -> None:
-        """Check that every output has such a number, and say so where eager's arithmetic loses all of them.
+        """Check that every output has such a number. At 16 bits a model may be deployed to be diagnosed, so what it
+        loses there is said, and no error.
 
         Raises:
             BuildError: an output has none even in float64, so nothing could ever be proven of it.
         """
         name = self._precision.name
-        if lost := next((output for output, any_finite in self._exact.items() if not any_finite), None):
+        lost = next((output for output, any_finite in self._exact.items() if not any_finite), None)
+        if lost is not None and not self._precision.is_low:
             raise BuildError(
                 f"output {lost!r} has no number that {name} holds on any ordinary input, even computed in float64: it "
                 "is NaN, infinite or too large everywhere, so nothing could be proven of it; look for NaN and infinity "
                 "in the weights and in the example"
             )
-        if lost := next((output for output, any_finite in self._eager.items() if not any_finite), None):
+        lost = lost or next((output for output, any_finite in self._eager.items() if not any_finite), None)
+        if lost is not None:
             log.warning(
-                "%s does not hold this model: on ordinary inputs, eager has no finite number in output %r where "
-                "float64 has some; verification will fail, and attnforge diagnose says where it begins",
+                "%s does not hold this model: on ordinary inputs, output %r has no finite number; verification will "
+                "fail, and attnforge diagnose says where that begins",
                 name, lost,
             )  # fmt: skip
 

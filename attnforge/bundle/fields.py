@@ -72,7 +72,7 @@ FileName = Annotated[
 ]
 """The name of a file of the bundle, relative to it, with `/` between folders."""
 
-Expression = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_SIZE), AfterValidator(_plain)]
+Expression = Annotated[str, StringConstraints(max_length=LONGEST_SIZE), AfterValidator(_plain)]
 """A symbol, or an expression of symbols."""
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

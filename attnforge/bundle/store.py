@@ -74,7 +74,9 @@ class Bundle:
             BundleError: no bundle is there, its schema is another, or a file is missing or altered.
         """
         self.path = Path(path)
-        data = _manifest_data(self.path)
+        self._root = _root(self.path)  # a link that is set to another bundle changes nothing for this one
+        self._place = self._identity(".")
+        data = _manifest_data(self._root, self.path)
         self.manifest = _parsed_manifest(self.path / MANIFEST, data)
         self._sum = hashlib.sha256(data).digest()
         self._checked: dict[str, Identity] = {}
@@ -102,7 +104,7 @@ class Bundle:
         """
         self._listed(name)
         for needed in (name, *self._beside(name)):
-            if self._checked.get(needed) != self._identity(needed):
+            if not self._is_checked(needed):
                 self.check(needed)
         if name.endswith(".onnx"):
             self._check_external(name)
@@ -139,7 +141,8 @@ class Bundle:
             is_small = os.fstat(stream.fileno()).st_size <= READ_WHOLE
         if is_small and not self._beside(name) and _LOCATION not in (data := self.read(name)):
             return data
-        return self.file(name)
+        self.file(name)
+        return self._root / name
 
     def tensors(self, name: str) -> dict[str, Array]:
         """The arrays of a file of safetensors, by name, read once and checked.
@@ -159,16 +162,21 @@ class Bundle:
             ) from error
 
     @contextmanager
-    def steady(self) -> Iterator[None]:
+    def steady(self, *, whole: bool = True) -> Iterator[None]:
         """A block in which files of the bundle are opened by their paths.
+
+        Args:
+            whole: whether the folder and its manifest have to stay as they are as well, and not the files alone that
+                were checked.
+
+        A folder that is exchanged for another and back has been moved, which its own identity tells.
 
         Raises:
             ReplacedError: the bundle, or a file that was checked, was replaced, moved or altered meanwhile.
         """
-        before = self._identities()
+        place = {name: self._identity(name) for name in ((".", MANIFEST) if whole else ())}
         yield
-        after = self._identities()
-        if any(after.get(name) != was for name, was in {**before, **self._checked}.items()):
+        if any(self._identity(name) != was for name, was in {**place, **self._checked}.items()):
             raise self._replaced()
 
     def check(self, name: str) -> None:
@@ -223,12 +231,12 @@ class Bundle:
                 raise BundleError(
                     f"{self.path / name} has weights in {place!r}, which the manifest does not list; do not use it"
                 )
-            if self._checked.get(needed) != self._identity(needed):
+            if not self._is_checked(needed):
                 self.check(needed)
 
     def _opened(self, name: str) -> BufferedReader:
         try:
-            return open_inside(self.path, name)
+            return open_inside(self._root, name)
         except OSError as error:
             file = self.path / name
             if self._was_replaced():
@@ -242,16 +250,15 @@ class Bundle:
                 raise BundleError(f"{file} is missing; copy the bundle again, or {_again(name)}") from error
             raise BundleError(f"{file} cannot be read: {first_line(error)}") from error
 
+    def _is_checked(self, name: str) -> bool:
+        """Whether a file was checked and is still the same."""
+        return name in self._checked and self._checked[name] == self._identity(name)
+
     def _identity(self, name: str) -> Identity | None:
         try:
-            return identity(os.lstat(self.path / name))
+            return identity(os.lstat(self._root / name))
         except OSError:
             return None
-
-    def _identities(self) -> dict[str, Identity | None]:
-        """Those of the folder, its manifest and the files that were checked: a folder that was exchanged for another
-        and back has been moved, which its own identity tells."""
-        return {name: self._identity(name) for name in (".", MANIFEST, *self._checked)}
 
     def _altered(self, name: str) -> BundleError:
         if self._was_replaced():
@@ -261,9 +268,10 @@ class Bundle:
         )
 
     def _was_replaced(self) -> bool:
-        """Whether another manifest stands there now."""
+        """Whether the folder was moved or another manifest stands there now."""
         try:
-            return hashlib.sha256(_manifest_data(self.path)).digest() != self._sum
+            is_other = hashlib.sha256(_manifest_data(self.path)).digest() != self._sum
+            return is_other or self._identity(".") != self._place
         except BundleError:
             return False
 
@@ -318,8 +326,21 @@ def _again(name: str) -> str:
     return "build it again with load(…, rebuild=True)" if name.endswith(".plan") else "deploy the model again"
 
 
-def _manifest_data(path: Path) -> bytes:
-    file = path / MANIFEST
+def _root(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
+        raise BundleError(f"no bundle at {shortened(str(path))!r}: {first_line(error)}") from error
+
+
+def _manifest_data(folder: Path, shown: Path | None = None) -> bytes:
+    """The content of a bundle's manifest.
+
+    Args:
+        folder: of the bundle.
+        shown: how messages call it.
+    """
+    path, file = shown or folder, folder / MANIFEST
     try:
         with open_regular(file, follow=False) as stream:
             data = stream.read(MOST_MANIFEST + 1)

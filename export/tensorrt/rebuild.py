@@ -7,15 +7,18 @@ load; only missing and altered plans leave the manifest.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 
 from attnforge import cache
 from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, Bundle, Certificate
-from attnforge.errors import BundleError, UnavailableError
+from attnforge.errors import BundleError, ReplacedError, UnavailableError
 from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
-from attnforge.files import sha256, write_whole
+from attnforge.files import write_whole
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.runtime.plans import engine_for
+from attnforge.scratch import locked
 
 
 def rebuilt(bundle: str | os.PathLike[str] | Bundle, backend: str, device: int = 0) -> Bundle:
@@ -70,7 +73,7 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
         UnavailableError: that TensorRT is not installed.
         BuildError: the builder refused.
     """
-    trt, manifest = load_tensorrt(flavour), bundle.manifest.model_copy(deep=True)
+    trt, manifest = load_tensorrt(flavour), bundle.manifest
     record = manifest.targets[flavour]
     portable = flavour == "tensorrt_rtx" and not hasattr(trt.ComputeCapability, capability)
     wanted = () if portable or flavour == "tensorrt" else (capability,)
@@ -78,19 +81,43 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
         cache.timing_cache_file(bundle.path, trt.__version__, device_name(device)) if flavour == "tensorrt" else None
     )
     further = record.engines[0].profiles[1:] if record.engines else []
-    plan = build(
-        bundle.file(record.model), flavour, manifest.inputs, manifest.precision, wanted, further, timings, device
-    )
+    with bundle.steady(whole=False):  # plans for other devices may be added meanwhile
+        model = bundle.file(record.model)
+        plan = build(model, flavour, manifest.inputs, manifest.precision, wanted, further, timings, device)
     name = f"tensorrt/engine.{flavour}-{plan.version}-{PORTABLE if portable else capability.lower()}.plan"
+    with locked(bundle.path):  # another process may have added a plan for another device meanwhile
+        return _added(_as_it_is_now(bundle, record.model), flavour, name, plan, PORTABLE if portable else capability)
+
+
+def _as_it_is_now(bundle: Bundle, model: str) -> Bundle:
+    """The bundle with the manifest that it has now.
+
+    Raises:
+        ReplacedError: the model that a plan was built from is another one now.
+    """
+    now = Bundle(bundle.path, check_plans=False, lazily=True)
+    if now.manifest.files.get(model) != bundle.manifest.files[model]:
+        raise ReplacedError(f"{bundle.path} was replaced while a plan was built from its model; build it again")
+    return now
+
+
+def _added(bundle: Bundle, flavour: str, name: str, plan: Plan, capability: str) -> Bundle:
+    """Add a plan to a bundle, and take those out of the manifest that are missing or altered."""
+    manifest = bundle.manifest
+    record = manifest.targets[flavour]
     kept = [old for old in record.engines if _is_whole(bundle, old.file) and old.file != name]
     gone = {old.file for old in record.engines} - {old.file for old in kept} - {name}
-    record.engines = [*kept, plan.record(name, flavour, [PORTABLE if portable else capability])]
+    record.engines = [*kept, plan.record(name, flavour, [capability])]
     manifest.attention = certified(manifest.attention, flavour, plan)
     for file in gone:
         del manifest.files[file]
     try:
+        for file in (name, *gone):
+            if (folder := (bundle.path / file).parent).is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+            folder.mkdir(exist_ok=True)
         write_whole(bundle.path / name, plan.data)
-        manifest.files[name] = sha256(bundle.path / name)
+        manifest.files[name] = hashlib.sha256(plan.data).hexdigest()
         manifest.files = dict(sorted(manifest.files.items()))
         write_whole(bundle.path / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
         for file in gone:

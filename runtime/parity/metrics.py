@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -134,7 +135,7 @@ class Scores:
         if least is None:
             slack = 1 / samples if self.metric is accuracy else 1e-6 * max(abs(truth), 1e-6)
             least = truth - 2 * max(truth - eager, 0.0) - slack
-        passed = value >= least
+        passed = bool(value >= least)  # NaN reaches nothing
         reason = None if passed else f"{self.name} is {value:.6g}, under the {least:.6g} that it has to reach"
         return MetricReport(
             name=self.name, value=value, eager=eager, float64=truth, least=least, samples=samples, passed=passed,
@@ -162,6 +163,8 @@ def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | No
         UnknownNameError: no such metric.
         UsageError: the bundle has no real data, or no labels for accuracy; or a value to reach and no metric.
     """
+    if least is not None:
+        check_least(least)
     if metric is None:
         metric, least = bundle.manifest.metric, bundle.manifest.least if least is None else least
     if metric is None:
@@ -178,6 +181,16 @@ def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | No
     labels = {case.name: stored.get(reference.labels_key(case)) for case in cases}
     labelled = all(array is not None for array in labels.values())
     return Scores(name, metric_named(metric, labelled), labels, least)
+
+
+def check_least(least: float) -> None:
+    """Check a value that a metric is to reach: anything reaches one that is no number.
+
+    Raises:
+        UsageError: it is NaN or infinite.
+    """
+    if not math.isfinite(least):
+        raise UsageError(f"a metric is to reach {least}; give a number")
 
 
 def metric_named(metric: str | Metric, labelled: bool) -> Metric:

@@ -325,6 +325,7 @@ def test_own_callable(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "name": "mine:attention",
         "options": {"width": "12"},
         "weights": None,
+        "random_weights": None,
     }
     assert (tmp_path / "attention-fp32/manifest.json").is_file()
     monkeypatch.chdir(tmp_path)

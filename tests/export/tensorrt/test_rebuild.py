@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import attnforge
 from attnforge.bundle import Bundle, Manifest
 from attnforge.errors import BundleError, UnavailableError, UsageError
+from attnforge.export.tensorrt.build import build
 from attnforge.export.tensorrt.rebuild import fits, rebuild, rebuilt
 from attnforge.machine import cuda_devices
 from tests.support.bundles import rewrite, small_example
@@ -40,9 +42,34 @@ def test_a_plan_for_another_device_is_added_and_the_old_one_stays(half: Bundle) 
     assert not list(half.path.rglob(".*"))
 
 
+def test_two_devices_rebuild_at_once_and_both_plans_stay(half: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one builds, another process adds its plan."""
+    real, other = build, Bundle(half.path)
+
+    def slow(*arguments: Any) -> Any:
+        monkeypatch.setattr("attnforge.export.tensorrt.rebuild.build", real)
+        rebuild(other, RTX, "SM75")
+        return real(*arguments)
+
+    monkeypatch.setattr("attnforge.export.tensorrt.rebuild.build", slow)
+    engines = rebuild(half, RTX, "SM86").manifest.targets[RTX].engines
+    assert [engine.compute_capabilities for engine in engines] == [["portable"], ["SM75"], ["SM86"]]
+    assert len({engine.file for engine in engines}) == 3
+    Bundle(half.path)
+
+
+def test_a_plan_is_not_written_through_a_link(half: Bundle) -> None:
+    (half.path / "tensorrt").rename(half.path.parent / "elsewhere")
+    (half.path / "tensorrt").symlink_to(half.path.parent / "elsewhere", target_is_directory=True)
+    before = sorted((half.path.parent / "elsewhere").iterdir())
+    with pytest.raises(BundleError):
+        rebuild(Bundle(half.path, lazily=True), RTX, "SM86")
+    assert sorted((half.path.parent / "elsewhere").iterdir()) == before
+
+
 def test_a_device_that_the_builder_does_not_know_gets_the_portable_plan(half: Bundle) -> None:
-    half.manifest.targets[RTX].engines = []
-    engines = rebuild(half, RTX, "SM90").manifest.targets[RTX].engines
+    none = rewrite(half.path, lambda manifest: manifest.targets[RTX].engines.clear())
+    engines = rebuild(none, RTX, "SM90").manifest.targets[RTX].engines
     assert [engine.compute_capabilities for engine in engines] == [["portable"]]
 
 

@@ -134,6 +134,15 @@ def test_what_is_said_of_outputs(
     assert ("fp32 does not hold this model" in caplog.text) == warned
 
 
+@pytest.mark.parametrize("number", [math.nan, 1e30])
+def test_at_16_bits_it_is_said_and_the_model_can_be_diagnosed(caplog: pytest.LogCaptureFixture, number: float) -> None:
+    finite = _FiniteOutputs(PRECISIONS["fp16"])
+    arrays: dict[str, Array] = {"y": np.array([number])}
+    finite.note(Case(name="normal", sizes={}, kind="normal", seed=1), arrays, arrays)
+    finite.check()
+    assert "fp16 does not hold this model" in caplog.text
+
+
 def test_a_spread_that_is_no_number_allows_nothing() -> None:
     with pytest.raises(ValueError, match="finite"):
         Case(name="normal", sizes={}, kind="normal", seed=1, spread={"output": (math.inf, math.nan)})
