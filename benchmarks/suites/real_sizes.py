@@ -28,6 +28,7 @@ from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_fi
 from attnforge.benchmarks.suites.published import GROWTH, PUBLISHED, Published
 from attnforge.benchmarks.suites.real_sizes_steps import Order
 from attnforge.children import command as child_command
+from attnforge.export.measuring import MEASURING
 from attnforge.machine import processors, tool_versions, versions
 
 COMMAND = "python -m attnforge.benchmarks.real_sizes"
@@ -179,7 +180,7 @@ def _row(name: str, model: Mapping[str, Any]) -> list[str]:
     verdict = model.get("verify", {}).get("passed")
     stages = deploy.get("stages", {})
     sites = deploy.get("sites", fused.get("sites"))
-    builders = [child["memory"] for child in deploy.get("children", {}).values()]
+    builders = [child["memory"] for name, child in deploy.get("children", {}).items() if name != MEASURING]
     both = "failed" not in deploy and "failed" not in plain
     marked = "" if fused.get("precision", "fp16") == "fp16" else f" ({fused['precision']})"
     return [
@@ -195,10 +196,16 @@ def _row(name: str, model: Mapping[str, Any]) -> list[str]:
         _text(stages.get("measure backends"), ".0f"),
         *(_text(None if "failed" in step else step["seconds"], ".0f") for step in (deploy, plain)),
         *(_text(deploy[unit] / plain[unit] if both else None, ".1f") for unit in ("seconds", "cpu")),
-        _gib(deploy.get("peak")),
+        _gib(_peak(deploy)),
         _gib(max(builders, default=None)),
-        _gib(plain.get("peak")),
+        _gib(_peak(plain)),
     ]
+
+
+def _peak(step: Mapping[str, Any]) -> int | None:
+    """Bytes at the peak of a step's process, and of the one that it measures backends in."""
+    measuring = step.get("children", {}).get(MEASURING, {"memory": 0})
+    return max(step["peak"], measuring["memory"]) if "peak" in step else None
 
 
 def _text(value: float | None, form: str = "") -> str:
@@ -265,7 +272,9 @@ def _grown(along: str, records: Mapping[str, Mapping[str, Any]]) -> Iterator[lis
 
 
 def _figure(step: Mapping[str, Any], name: str) -> float | None:
-    return None if "failed" in step else step[name]
+    if "failed" in step:
+        return None
+    return _peak(step) if name == "peak" else step[name]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ def deployed(**changes: Any) -> dict[str, Any]:
     return {
         "parameters": 2_000_000, "sites": 3, "canonical": 3, "reasons": [], "skipped": {}, "seconds": 30.0, "cpu": 60.0,
         "stages": {"export": 4.6, "reference": 11.0, "measure backends": 8.0}, "peak": 2 * GIB,
-        "children": {"tensorrt_rtx": {"seconds": 2.0, "memory": GIB // 2}}, **changes,
+        "children": {
+            "tensorrt_rtx": {"seconds": 2.0, "memory": GIB // 2},
+            "measure backends": {"seconds": 8.0, "memory": 3 * GIB},
+        }, **changes,
     }  # fmt: skip
 
 
@@ -35,7 +38,7 @@ def test_a_row_and_the_reasons_below_the_table() -> None:
     failed = {"kind": "audio", "plain": PLAIN, "deploy": {"failed": "more than 9 GiB"}, "fused": {"failed": "no"}}
     text = table({"models": {"good": good, "flawed": flawed, "failed": failed}, **ABOUT})
     rows = [line.split(" | ") for line in text.splitlines()]
-    assert rows[2][2:] == ["2", "3", "3", "3", "yes", "5", "11", "8", "30", "10", "3.0", "4.0", "2.0", "0.5", "1.0 |"]
+    assert rows[2][2:] == ["2", "3", "3", "3", "yes", "5", "11", "8", "30", "10", "3.0", "4.0", "3.0", "0.5", "1.0 |"]
     assert rows[3][4:7] == ["2", "2 (bf16)", "no"]
     assert rows[4][2:] == [*9 * ["–"], "10", *4 * ["–"], "1.0 |"]
     assert "3 models: 2 are deployed, 5 of their 6 sites are canonical, and 1 are verified." in text
@@ -55,7 +58,7 @@ def test_growth_is_fitted_over_parameters() -> None:
         deploy = deployed(parameters=10**7 * 2**i, seconds=20.0 * 2**i, cpu=30.0 * 4**i)
         models[model.name] = {"kind": "growth", "plain": PLAIN, "deploy": deploy}
     lines = growth({"models": models}).splitlines()
-    assert lines[2] == "| 6 layers, 768 wide | 10 | 20 | 30 | 2.0 | 10 | 15 | 1.0 |"
+    assert lines[2] == "| 6 layers, 768 wide | 10 | 20 | 30 | 3.0 | 10 | 15 | 1.0 |"
     assert lines[6] == "| **over depth, parameters to the power of** |  | 1.00 | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 |"
     assert growth({"models": {}}) == "Not measured."
 
