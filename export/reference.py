@@ -24,6 +24,7 @@ from attnforge.export.flops import run_cost
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import (
+    LARGEST,
     OUTLIERS,
     PASSES,
     Cost,
@@ -133,7 +134,7 @@ def write_reference(
     finite = _FiniteOutputs(model.precision)
     for_draws = _left(cases, cost)
     steps = Steps(progress, sum(cost(case.sizes) for case in cases) + for_draws)
-    for case in cases:
+    for case in sorted(cases, key=lambda case: case.name != LARGEST):  # its memory is taken before other is kept
         steps.begin(case.name, cost(case.sizes))
         inputs, eager, exact = _bounded(case, model, low, stored, reach)
         finite.note(case, eager, exact)
@@ -147,7 +148,7 @@ def write_reference(
             draws.append(_Draws(case, inputs, model, low or model, errors))
         few.add(case, eager, exact)
     finite.check()
-    few.widen_spreads()
+    few.widen_spreads(model.precision.floor)
     left = _draw(draws, for_draws, cost, steps)
     handfuls = few.handfuls(model.precision)
     again = [_Draws(c, make_inputs(c, model.inputs, stored), model, low or model, e) for c, e in handfuls]
@@ -425,6 +426,7 @@ class _Draws:
         self.case = case
         self._model, self._yardstick = model, yardstick
         self._inputs = at_precision(inputs, yardstick.precision)
+        self._can_move = any(is_floating(array) and array.any() for array in self._inputs.values())
         self._rng = np.random.Generator(np.random.PCG64([case.seed, MOST_DRAWS]))
         self._errors = {output: [error] for output, error in errors.items()}
         self._count = 0
@@ -441,9 +443,9 @@ class _Draws:
     def is_open(self) -> bool:
         """Whether another draw may change what the budget is: it is not the floor that decides, and there are fewer
         than :data:`LEAST_DRAWS` (:data:`LEAST_LOW_DRAWS` at 16 bits), or they disagree and there are fewer than
-        :data:`MOST_DRAWS`."""
+        :data:`MOST_DRAWS`. Inputs of whole numbers have no neighbours."""
         least = LEAST_LOW_DRAWS if self._yardstick.precision.is_low else LEAST_DRAWS
-        if self._count >= MOST_DRAWS:
+        if self._count >= MOST_DRAWS or not self._can_move:
             return False
         near = [errors for errors in self._errors.values() if self.case.is_ordinary or self._may_decide(errors)]
         return bool(near) and (self._count < least or not all(map(_agree, near)))
@@ -499,7 +501,7 @@ def _left(cases: Sequence[Case], cost: Cost) -> float:
     """Floating-point operations that are left for draws when every case has run once, real data and the largest sizes
     aside; no fewer than :data:`LEAST_DRAWS` runs take."""
     run = run_of_example(cases[0].sizes, cost)
-    seeded = [case for case in cases if case.kind != "data" and case.name != "normal-largest"]
+    seeded = [case for case in cases if case.kind != "data" and case.name != LARGEST]
     return max(PASSES * run - sum(cost(case.sizes) for case in seeded), LEAST_DRAWS * run)
 
 
@@ -522,11 +524,24 @@ class _FewNumbers:
         errors = ((output, _Error.of(array, exact[output])) for output, array in eager.items())
         self._errors += [(case, output, error) for output, error in errors if 0 < error.size < FEW]
 
-    def widen_spreads(self) -> None:
-        """Give every case at least the largest error that an ordinary case has on the same output."""
+    def widen_spreads(self, floor: float) -> None:
+        """Give every case at least the largest error that an ordinary case has on the same output; and on ordinary
+        inputs, a handful of numbers that are near zero by chance half the floor's share of the usual size.
+
+        Args:
+            floor: of the precision.
+        """
         for case, output, error in self._errors:
             relative, share = self._largest(output)
             _widen(case, output, relative, error.largest * share)
+            usual = self._usual_size(output)
+            if case.is_ordinary and error.size < HANDFUL and 0 < error.largest < usual:
+                _widen(case, output, floor / 2 * usual / error.largest, floor / 2 * (usual - error.largest))
+
+    def _usual_size(self, output: str) -> float:
+        """The largest number of an output, in the median of ordinary cases."""
+        sizes = [error.largest for case, name, error in self._errors if name == output and case.is_ordinary]
+        return statistics.median(sizes) if sizes else 0.0
 
     def _largest(self, output: str) -> tuple[float, float]:
         """The largest relative error that an ordinary case has on an output, and the largest share of one number."""

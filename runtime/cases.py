@@ -40,6 +40,9 @@ MASKS: tuple[Masks, ...] = ("all", "none", "one", "all but one", "ragged")
 """Kinds of masks besides random ones."""
 
 
+LARGEST = "normal-largest"
+"""The name of the case of normal inputs with all dims at their maximum."""
+
 CHEAP = 1e9
 """Floating-point operations of a run up to which no case is made smaller for its cost."""
 

@@ -74,7 +74,9 @@ class Float64:
             try:
                 noting = nullcontext() if peaks is None else _Note(peaks)
                 with _wide_by_default(), noting, _widening(self._parameters):
-                    return run(self._module, inputs, torch.float64)
+                    outputs = run(self._module, inputs, torch.float64)
+                self._parameters.are_kept = True
+                return outputs
             except CaptureError:  # code that torch runs out of sight, such as a script, has the weights as they are
                 self._module, self._parameters = doubled(self._module), None
         if peaks is not None:
@@ -104,9 +106,15 @@ def _widening(parameters: _Parameters) -> Iterator[None]:
 
 
 class _Parameters:
-    """The parameters that stay widened from one run to the next, up to :data:`KEPT` bytes."""
+    """The parameters that stay widened from one run to the next, up to :data:`KEPT` bytes.
+
+    Attributes:
+        are_kept: whether they stay. In the first run, which is of the largest sizes, they do not: its own results take
+            the memory.
+    """
 
     def __init__(self) -> None:
+        self.are_kept = False
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._bytes = 0
 
@@ -114,7 +122,7 @@ class _Parameters:
         if id(parameter) in self._tensors:
             return self._tensors[id(parameter)][1]
         wide = parameter.to(WIDE[parameter.dtype])
-        if self._bytes + wide.nbytes <= KEPT:
+        if self.are_kept and self._bytes + wide.nbytes <= KEPT:
             self._tensors[id(parameter)] = parameter, wide
             self._bytes += wide.nbytes
         return wide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,3 +161,22 @@ def test_a_handful_of_numbers_is_drawn_on_ordinary_inputs(size: int, drawn: int,
     assert model.drawn("scaled-16", cases) == 1 + MOST_DRAWS
     (spread,) = {case.spread["y"][0] for case in cases if case.name == "normal-opt"}
     assert (spread > 7 * floor) == (drawn > 0)
+
+
+def test_a_handful_of_numbers_near_zero_by_chance_has_the_floor_of_the_usual_size(tmp_path: Path) -> None:
+    floor = precision_named("fp32").floor
+    sizes: dict[tuple[int, str], float] = {}
+    spreads: dict[tuple[int, str], tuple[float, float]] = {}
+    ordinary: list[float] = []
+    for size in (HANDFUL - 1, HANDFUL):
+        model = Noisy(precision_named("fp32"), size, 1e-9, varies=False)
+        (tmp_path / str(size)).mkdir()
+        for case in model.written(tmp_path / str(size)):
+            inputs = make_inputs(case, model.inputs, model.example)["x"]
+            sizes[size, case.name], spreads[size, case.name] = float(np.abs(inputs).max()), case.spread["y"]
+            ordinary += [sizes[size, case.name]] if case.is_ordinary and size < HANDFUL else []
+    few, more = (HANDFUL - 1, "example"), (HANDFUL, "example")
+    usual = statistics.median(ordinary)
+    assert sizes[few] == 1 < usual
+    assert spreads[few] == pytest.approx((floor / 2 * usual, floor / 2 * (usual - 1)), rel=1e-3)
+    assert max(spreads[more]) < 1e-8 and max(spreads[HANDFUL - 1, "scaled-0.1"]) < 1e-8
