@@ -91,7 +91,7 @@ class DeviceError(AttnforgeError):
 def first_line(error: BaseException | str) -> str:
     """The first line of an error's message, or of text about one, that says something, without terminal colours. Where
     there is none: the name of the error's type, of text nothing."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
+    lines = [plain(re.sub(r"\x1b\[[0-9;]*m", "", line)).strip() for line in str(error).splitlines()]
     otherwise = type(error).__name__ if isinstance(error, BaseException) else ""
     return next((line for line in lines if line and not line.startswith("Failed to export")), otherwise)
 
@@ -100,6 +100,15 @@ LONGEST = 400
 """Characters of a text of somebody else's that a message takes over."""
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, longest: int = LONGEST) -> str:
     """The beginning of a text that may be of any length, for a message."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text):,} characters)"
+    return text if len(text) <= longest else f"{text[:longest]} … ({len(text):,} characters)"
+
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that end a line, ring or steer a terminal, or turn the direction of writing."""
+
+
+def plain(text: str) -> str:
+    """A text of somebody else's as a terminal may show it: a replacement character for every one of control."""
+    return CONTROL.sub("\ufffd", text)

@@ -139,14 +139,20 @@ _SUFFIX = ".unfinished"
 def check_writable(file: Path) -> None:
     """Check that a file can be written, before the work whose result it is to hold. Nothing is left behind.
 
+    Args:
+        file: in a folder that is there, or can be made.
+
     Raises:
-        UsageError: its folder is not there or cannot be written to, it is a folder itself, or its name is none.
+        UsageError: its folder cannot be made or written to, it is a folder itself, or its name is none.
     """
     try:
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", suffix=_SUFFIX):
-            pass
+        folder = next(parent for parent in file.absolute().parents if parent.exists())
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=_SUFFIX) as probe:
+            Path(probe, file.name).touch()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(f"{shortened(str(file))} cannot be written: {why}; choose another place") from error

@@ -54,6 +54,7 @@ def write_outputs(file: Path, outputs: Mapping[str, Array]) -> None:
     """Write outputs by name to an `.npz`, whole or not at all; bfloat16 as float32, because the format has no such
     dtype."""
     arrays = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in outputs.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
 

@@ -3,12 +3,12 @@ uses it: names that are no path out of the bundle, numbers that are finite and i
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
+from attnforge.errors import CONTROL
 from attnforge.precision import PRECISIONS
 from attnforge.records import Record
 
@@ -29,9 +29,6 @@ DTYPES = (
     "float64",
 )  # fmt: skip
 """The types of inputs and outputs."""
-
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""Characters that end a line, ring or steer a terminal, or turn the direction of writing."""
 
 
 class StoredRecord(Record):

@@ -7,20 +7,19 @@ light: what a command needs is imported when it runs.
 
 from __future__ import annotations
 
-import signal
+import io
 import sys
-import threading
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
+from attnforge.cli import ending, terminal
 from attnforge.cli.benchmarking import bench
 from attnforge.cli.bundles import diagnose, inspect, run, verify
 from attnforge.cli.deploying import deploy
 from attnforge.cli.listing import doctor, models
-from attnforge.cli.terminal import err, out
-from attnforge.errors import AttnforgeError, UsageError
+from attnforge.cli.refusing import told
+from attnforge.cli.terminal import out
 from attnforge.version import __version__
 
 __all__ = ["app", "main", "out"]
@@ -45,22 +44,15 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def main() -> None:
-    """Run the command line; an error raised on purpose becomes one line and an exit code. Interrupted or told to end,
-    it leaves nothing half written and no process behind."""
-    in_main = threading.current_thread() is threading.main_thread()  # which alone hears of signals
-    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
+    """Run the command line. Whatever a command raises becomes one line, one exit code and, with `--json`, a document.
+    Interrupted or told to end, it leaves nothing half written and no process behind."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows fewer letters shows fewer
+    terminal.begin()
     try:
-        app()
-    except AttnforgeError as error:
-        err.print(f"[red]error:[/] {escape(' '.join(str(error).split()))}", soft_wrap=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(number: int, frame: object) -> None:
-    """End by an exception, so that every block that is open cleans up; the exit code is the shell's for that signal."""
-    signal.signal(number, signal.SIG_IGN)  # once is enough, and cleaning up is not to be interrupted
-    err.print("[red]interrupted[/]")
-    sys.exit(128 + number)
+        with ending.orderly():
+            status = app(standalone_mode=False)
+    except BaseException as error:
+        status = told(error)
+    sys.exit(status if isinstance(status, int) else 0)

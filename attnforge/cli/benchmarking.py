@@ -85,11 +85,14 @@ def bench(
     from attnforge.benchmarks.measure.compare import compare
     from attnforge.benchmarks.report.bench_page import write_page
     from attnforge.benchmarks.report.plots import save_plots
+    from attnforge.files import check_writable
     from attnforge.report.render import check_page
 
     options.check_unwritten(out_file, force)
     if html is not None:
         check_page(html, force)
+    if plots is not None:
+        check_writable(plots / "plot.png")
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     with stages_shown(as_json) as progress:
         results = attnforge.benchmark(

@@ -132,9 +132,7 @@ def deploy(
                 progress=progress,
             )
         except UnfusedError as error:
-            if as_json:
-                print_json({"error": str(error), "attention": error.certificate.model_dump()})
-            else:
+            if not as_json:
                 printing.print_sites(error.certificate)
             raise
     if as_json:

@@ -8,7 +8,7 @@ from attnforge.cli.terminal import print_json
 
 
 def models(as_json: Json = False) -> None:
-    """List the registered models, their inputs and their options.
+    """List the registered models and their options.
 
     Example: `attnforge models`
     """

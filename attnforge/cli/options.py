@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from attnforge.errors import UsageError
+from attnforge.files import check_writable
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 BundleArgument = Annotated[Path, typer.Argument(help="Folder of a bundle.", show_default=False)]
@@ -60,7 +61,10 @@ def check_unwritten(file: Path | None, force: bool) -> None:
     """Check that a file can be written before the work whose result it holds.
 
     Raises:
-        UsageError: the file exists and `force` is not given.
+        UsageError: the file exists and `force` is not given, or it cannot be written.
     """
-    if file is not None and file.exists() and not force:
+    if file is None:
+        return
+    check_writable(file)
+    if file.exists() and not force:
         raise UsageError(f"{file} exists; choose another file with --out, or overwrite it with --force")

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.table import Column
 
-from attnforge.cli.terminal import name_column, number_column, out, print_table, say, say_reasons
+from attnforge.cli.terminal import escape, name_column, number_column, out, print_table, say, say_reasons
 from attnforge.report.render import error, interval, percent, rounded, sizes_text
 from attnforge.version import __version__
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 def print_models(models: Mapping[str, Mapping[str, Any]]) -> None:
     """Print name, system, summary and options of every registered model."""
     for name, model in models.items():
-        out.print(f"[bold]{name}[/]" + (f" [dim]{escape(model['system'])}[/]" if model["system"] else ""))
+        out.print(f"[bold]{escape(name)}[/]" + (f" [dim]{escape(model['system'])}[/]" if model["system"] else ""))
         say(model["summary"], indent=2)
         if model["options"]:
             say(f"options: {', '.join(model['options'])}", "dim", indent=2)
@@ -273,7 +272,9 @@ def print_results(results: Results) -> None:
 
 def _print_model(model: Model) -> None:
     turns = f"{model.rounds} rounds" + (f" in {model.openings} openings" if model.openings > 1 else "")
-    out.print(f"[bold]{escape(model.name)}[/] at {sizes_text(model.sizes, 'fixed sizes')}, {turns}", soft_wrap=True)
+    out.print(
+        f"[bold]{escape(model.name)}[/] at {escape(sizes_text(model.sizes, 'fixed sizes'))}, {turns}", soft_wrap=True
+    )
     titles = ("median\nms", "95%", "p99", "ratio", "of\nlimit", "error", "start\ns", "extra\nMiB")
     ordered = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
     print_table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import textwrap
 import time
@@ -12,10 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as rich_escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from attnforge.cli import ending
+from attnforge.errors import plain
 from attnforge.report.render import by_reason
 
 if TYPE_CHECKING:
@@ -25,14 +28,44 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+_printed = False
+
+
+def begin() -> None:
+    """Note that a command begins, which has printed nothing yet."""
+    global _printed
+    _printed = False
+
+
+def printed() -> bool:
+    """Whether the command has printed its document."""
+    return _printed
+
+
 def print_json(document: Any) -> None:
-    """Print the one JSON document of a command with `--json` on standard output."""
-    print(json.dumps(document, indent=2))
+    """Print the one JSON document of a command with `--json` on standard output. NaN and infinity, which JSON does not
+    know, are null."""
+    global _printed
+    _printed = True
+    print(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def escape(text: str) -> str:
+    """A text of somebody else's between rich's markup: neither markup in it nor a character of control works."""
+    return rich_escape(plain(text))
 
 
 def say(text: str, style: str | None = None, indent: int = 0) -> None:
     """Print a sentence as it is, broken between words alone; its further lines are indented by two more columns."""
-    margin = " " * indent
+    margin, text = " " * indent, plain(" ".join(text.splitlines()))
     lines = textwrap.wrap(
         text, max(out.width, 40), initial_indent=margin, subsequent_indent=f"{margin}  ", break_on_hyphens=False
     )
@@ -115,6 +148,9 @@ class StageDisplay:
         self._show(step=text, completed=self._before + done / max(total, 1))
 
     def _show(self, description: str | None = None, **fields: Any) -> None:
+        ending.check()
+        if "step" in fields:
+            fields["step"] = escape(fields["step"])
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=None if description is None else escape(description), **fields)
 

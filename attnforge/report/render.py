@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnforge.errors import UnavailableError, UsageError
-from attnforge.files import write_whole
+from attnforge.files import check_writable, write_whole
 from attnforge.numbers import scientific
 
 if TYPE_CHECKING:
@@ -123,8 +123,9 @@ def check_page(path: str | os.PathLike[str], force: bool = False) -> None:
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise UnavailableError(f"a page needs {' and '.join(missing)}; pip install attnforge[report]")
-    if Path(path).is_dir():
+    if os.path.isdir(path):  # False of a name that none can have, which is said below
         raise UsageError(f"{path} is a folder; name a file, such as {Path(path) / 'verify.html'}")
+    check_writable(Path(path))
     if Path(path).exists() and not force:
         raise UsageError(f"{path} exists; choose another file with --html, or overwrite it with --force (force=True)")
 

@@ -307,7 +307,7 @@ def read(file: str | os.PathLike[str]) -> Results:
     """
     try:
         document = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{os.fspath(file)} is no results file ({error}); write one with attnforge bench --out"
         ) from None

@@ -1,0 +1,56 @@
+"""The gate of the command line: whatever a command raises becomes one line, one exit code, and with `--json` one
+document."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from rich.text import Text
+
+from attnforge.cli import ending, terminal
+from attnforge.errors import AttnforgeError, UnfusedError, UsageError, plain, shortened
+
+
+def told(error: BaseException) -> int:
+    """Say what a command raised, on standard error in one line, and with `--json` on standard output as well.
+
+    Returns:
+        The exit code: 2 for misuse, 1 for anything else, and the shell's for a signal.
+    """
+    if (code := ending.status()) is not None:
+        _print_document("Interrupted", "the command was told to end")
+        return code
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, AttnforgeError):
+        further = {"attention": error.certificate.model_dump()} if isinstance(error, UnfusedError) else {}
+        return _say(type(error).__name__, str(error), 2 if isinstance(error, UsageError) else 1, further)
+    if isinstance(error, OSError):
+        files = [str(file) for file in (error.filename, error.filename2) if file is not None]
+        return _say(type(error).__name__, ": ".join([*files[:1], error.strerror or str(error)]), 1)
+    if isinstance(error, MemoryError):
+        return _say("MemoryError", f"there is too little memory: {error or 'an allocation failed'}", 1)
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own, for arguments
+        from typer.rich_utils import rich_format_error
+
+        rich_format_error(error)  # type: ignore[arg-type]
+        _print_document("UsageError", error.format_message())
+        return int(error.exit_code)
+    if isinstance(error, typer.Abort):
+        return _say("Abort", "aborted", 1)
+    _print_document(type(error).__name__, str(error))
+    raise error  # a fault of attnforge's own, with its traceback
+
+
+def _say(kind: str, message: str, code: int, further: dict[str, Any] | None = None) -> int:
+    line = shortened(plain(" ".join(message.split())), 4_000)
+    terminal.err.print(Text.assemble(("error:", "red"), f" {line}"), soft_wrap=True)
+    _print_document(kind, line, further)
+    return code
+
+
+def _print_document(kind: str, message: str, further: dict[str, Any] | None = None) -> None:
+    if "--json" in sys.argv[1:] and not terminal.printed():
+        terminal.print_json({"error": {"kind": kind, "message": plain(message)}, **(further or {})})

@@ -1,0 +1,257 @@
+"""Whatever goes wrong on the command line is one line, one exit code, and with `--json` one document; and whatever a
+stranger's bundle says, the terminal stays the user's."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import attnforge
+from attnforge.bundle import Manifest
+from attnforge.cli import ending, main, terminal
+from attnforge.errors import BundleError, plain
+from tests.support.bundles import rewrite, small_inputs
+
+Done = tuple[int, str, str]
+Here = Callable[..., Done]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    """Exit code and both streams of a command in this process."""
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["attnforge", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capfd.readouterr()
+
+    return run
+
+
+def refused(done: Done, code: int, words: str = "") -> dict[str, str]:
+    """The document of a command that was refused in one line."""
+    status, printed, said = done
+    assert status == code
+    assert "Traceback" not in said and words in said
+    document: dict[str, dict[str, str]] = json.loads(printed)
+    assert set(document["error"]) == {"kind", "message"}
+    return document["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (("verify", "absent", "--json"), 1, "BundleError"),
+        (("inspect", "absent", "--json"), 1, "BundleError"),
+        (("diagnose", "absent", "--json"), 1, "BundleError"),
+        (("bench", "absent", "--json"), 1, "BundleError"),
+        (("run", "absent", "x.npy", "--json"), 1, "BundleError"),
+        (("deploy", "no-such-model", "--json"), 2, "UnknownNameError"),
+        (("deploy", "model.onnx", "--json"), 2, "UsageError"),
+        (("verify", "--json"), 2, "UsageError"),
+        (("verify", "absent", "--no-such-option", "--json"), 2, "UsageError"),
+        (("bench", "absent", "--rounds", "many", "--json"), 2, "UsageError"),
+        (("no-such-command", "--json"), 2, "UsageError"),
+    ],
+)
+def test_every_error_is_a_document(
+    here: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], code: int, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(here(*arguments), code)["kind"] == kind
+    status, printed, said = here(*arguments[:-1])
+    assert (status, printed) == (code, "") and said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/x"),
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere/x"),
+        OSError("of no number"),
+        MemoryError(),
+        BundleError("two\nlines \x1b[31m and a colour"),
+    ],
+    ids=["full", "forbidden", "plain", "memory", "lines"],
+)
+def test_errors_of_the_system_are_one_line(
+    here: Here, copy: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(attnforge, "verify", fails)
+    status, printed, said = here("verify", copy, "--json")
+    assert refused((status, printed, said), 1)["kind"] == type(error).__name__
+    assert len(said.strip().splitlines()) == 1 and said.startswith("error: ") and "\x1b" not in said
+
+
+def test_a_fault_of_ours_keeps_its_traceback_and_has_a_document(
+    here: Here, copy: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attnforge, "verify", lambda *arguments, **options: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["attnforge", "verify", str(copy), "--json"])
+    with pytest.raises(ZeroDivisionError):
+        main()
+    assert json.loads(capfd.readouterr().out)["error"]["kind"] == "ZeroDivisionError"
+
+
+def test_a_check_that_fails_is_no_error(here: Here, copy: Path) -> None:
+    status, printed, _ = here("verify", rewrite(copy, lambda m: setattr(m, "cases", [])).path, "--json")
+    assert status == 1 and "error" not in json.loads(printed)
+
+
+def test_numbers_that_json_does_not_know_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.print_json({"a": [math.nan, 1.0, (math.inf,)], "b": {"c": -math.inf}})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": [None, 1.0, [None]],
+        "b": {"c": None},
+    }
+
+
+# --- outputs are tried before the work --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["file/below.npz", "n" * 300 + ".npz"], ids=["below a file", "long"])
+def test_an_output_that_cannot_be_written_is_said_before(
+    here: Here, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / name
+    for kind in ("load", "verify", "benchmark"):
+        monkeypatch.setattr(attnforge, kind, lambda *arguments, **options: pytest.fail("the work has begun"))
+    commands: list[tuple[object, ...]] = [("run", copy, "x.npy", "--out", out), ("verify", copy, "--html", out)]
+    commands += [("bench", copy, option, out) for option in ("--out", "--html", "--plots")]
+    for arguments in commands:
+        assert "cannot be written" in refused(here(*arguments, "--json"), 2)["message"]
+
+
+def test_a_folder_that_is_missing_is_made(here: Here, copy: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", **small_inputs())  # type: ignore[arg-type]
+    status, _, said = here("run", copy, tmp_path / "in.npz", "--out", tmp_path / "new/er/out.npz")
+    assert status == 0, said
+    assert list((tmp_path / "new/er").iterdir()) == [tmp_path / "new/er/out.npz"]
+
+
+# --- the terminal stays the user's ------------------------------------------------------------------------------------
+
+HOSTILE = "a[/red]b [link=http://x]c[/link] \x1b]0;title\x07\x1b[31m\x9b2J\u202egnp.exe [bold"
+
+
+def hostile(folder: Path) -> Path:
+    def change(manifest: Manifest) -> None:
+        manifest.reference = HOSTILE
+        manifest.skipped = {"tensorrt": HOSTILE}
+        manifest.source.random_weights = HOSTILE
+        manifest.reused = [HOSTILE]
+        manifest.attention.details[0].reason = manifest.attention.details[0].site = HOSTILE
+        manifest.attention.details[0].written_as = HOSTILE
+        manifest.name = "a[/red]b[link=http://x]"
+        manifest.tools = {"a[/red]b": HOSTILE}
+
+    return rewrite(folder, change).path
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_nothing_of_a_manifest_steers_the_terminal(here: Here, copy: Path, command: str) -> None:
+    status, printed, said = here(command, hostile(copy))
+    assert status == 0, said
+    for text in (printed, said):
+        assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e"}
+    assert "a[/red]b" in printed
+    status, printed, _ = here(command, copy, "--json")
+    assert status == 0 and json.loads(printed)
+
+
+@pytest.mark.parametrize("name", ["a[/red]b", "a[bold]b", "a\\[red]b", "[/]", "a\x1b[31mb"])
+def test_markup_in_a_path_is_no_markup(here: Here, copy: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    moved = copy.rename(folder / "bundle")
+    np.savez(tmp_path / "in.npz", **small_inputs())  # type: ignore[arg-type]
+    for arguments in (("inspect", moved), ("verify", moved, "--html", folder / "page.html"), ("verify", folder),
+                      ("run", moved, tmp_path / "in.npz", "--out", folder / "out.npz"), ("deploy", name),
+                      ("run", moved, folder / "absent.npy")):  # fmt: skip
+        status, printed, said = here(*arguments)
+        assert "Traceback" not in said and "MarkupError" not in said
+        shown = printed + said.replace("\n", "")
+        assert plain(name) in shown or repr(name)[1:-1] in shown  # as it is, or as Python writes it
+        assert "\x1b" not in printed + said
+        assert status == (1 if arguments == ("verify", folder) else 2 if arguments[0] == "deploy" or "absent" in
+                          str(arguments[-1]) else 0)  # fmt: skip
+
+
+def test_what_is_plain() -> None:
+    assert plain("a\tb\x00\x7f\u2028") == "a\ufffdb\ufffd\ufffd\ufffd"
+    assert plain("größer → [x]") == "größer → [x]"
+
+
+def test_a_terminal_that_knows_few_letters_shows_few(copy: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    code = f"from attnforge.cli import main; import sys; sys.argv = ['attnforge', 'inspect', {str(copy)!r}]; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    done.stdout.decode("ascii")
+
+
+# --- told to end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("swallowed", ["as an error", "and forgotten", "not"])
+def test_a_signal_ends_the_command_whatever_a_library_makes_of_it(
+    here: Here, copy: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, swallowed: str
+) -> None:
+    def work(*arguments: Any, **options: Any) -> Any:
+        try:
+            os.kill(os.getpid(), number)
+            for _ in range(1_000_000):
+                pass
+        except BaseException:
+            if swallowed == "not":
+                raise
+            if swallowed == "as an error":
+                raise BundleError("torch cannot export") from None
+        with terminal.stages_shown(quiet=True) as display:
+            display("the next step")
+        pytest.fail("it goes on")
+
+    monkeypatch.setattr(attnforge, "verify", work)
+    before = signal.getsignal(number)
+    status, printed, said = here("verify", copy, "--json")
+    assert status == 128 + number and "interrupted" in said
+    assert json.loads(printed)["error"]["kind"] == "Interrupted"
+    assert signal.getsignal(number) is before
+    monkeypatch.setattr(attnforge, "verify", lambda *arguments, **options: attnforge.Bundle("absent"))
+    assert here("verify", copy)[0] == 1  # the next command was told nothing
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending.orderly():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert ending.status() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stream_that_cannot_be_told_is_left(monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert here("--version")[0] == 0
