@@ -101,6 +101,7 @@ def deploy(
     """
     options = DeployOptions(precision, targets, name, **keywords)
     selection = select(options.targets, options.require_fused)
+    options.check_effect(selection.chosen)
     stages = Stages(progress, _stage_names(options, selection))
     with writing(out, options.force) as folder:
         reuse = Reuse(DeployCache.of_user(options.cache), folder)

@@ -146,6 +146,27 @@ class DeployOptions:
             )
         return PRECISIONS[self.attention_precision]
 
+    def check_effect(self, targets: Sequence[str]) -> None:
+        """Check that every option has a target that it is for.
+
+        Args:
+            targets: that are built.
+
+        Raises:
+            UsageError: an option is for TensorRT alone, which is not built.
+        """
+        built = ", ".join(targets) or "nothing"
+        if self.compute_capabilities and "tensorrt_rtx" not in targets:
+            raise UsageError(
+                f"compute capabilities ({', '.join(self.compute_capabilities)}) are for tensorrt_rtx, and {built} is "
+                "built; add that target, or leave them out"
+            )
+        if self.profiles and not set(targets) & set(FLAVOURS):
+            raise UsageError(
+                f"further profiles are for TensorRT's plans, and {built} is built; add a target "
+                f"({', '.join(FLAVOURS)}), or leave them out"
+            )
+
     def real_data(self, inputs: list[TensorSpec]) -> Data:
         """The real inputs by name, floating-point ones in the dtypes of the model, and their labels.
 

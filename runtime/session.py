@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -87,6 +88,7 @@ class Session:
         self._shapes = functools.lru_cache(SHAPES_KEPT)(functools.partial(shapes_of, self.inputs, self.outputs))
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
+        _SESSIONS.add(self)
 
     def __call__(self, *values: Any, out: Any = None, stream: Any = None) -> Any:
         """Run on inputs by position.
@@ -228,6 +230,10 @@ class Session:
 
     # ---
 
+    def _after_fork(self) -> None:
+        """Begin without threads: a child that was forked has none of its parent's, and would wait for them."""
+        self._lock, self._threads = threading.Lock(), None
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"this session of {self.bundle.manifest.name} is closed; load the bundle again")
@@ -297,6 +303,18 @@ class Session:
     def _check_names(self, out: Mapping[str, Any]) -> None:
         if unknown := [name for name in out if name not in self._names]:
             raise UnknownNameError("output", unknown[0], self._names)
+
+
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for session in list(_SESSIONS):
+        session._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Pending:

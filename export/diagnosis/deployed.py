@@ -9,13 +9,14 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.bundle import FLAVOURS, Bundle, TargetRecord, write_manifest
+from attnforge.bundle import CANONICAL, FLAVOURS, Bundle, TargetRecord, write_manifest
 from attnforge.export.graphs.execute import Tensors, wide
 from attnforge.export.graphs.parts import computed
 from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
+from attnforge.runtime.backends.registry import WITHOUT_TARGET
 from attnforge.runtime.session import load
 from attnforge.scratch import temporary_folder
 
@@ -33,13 +34,16 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
         AttnforgeError: the backend cannot build or run the graph.
     """
     target = backend if backend in FLAVOURS else "onnxruntime"
-    record = bundle.manifest.targets[target]
-    file = (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model
-    model = load_graph(bundle, file)
+    record = bundle.manifest.targets.get(target)
+    if backend in WITHOUT_TARGET or record is None:  # it runs the canonical graph
+        record, name = TargetRecord(model=CANONICAL), CANONICAL
+    else:
+        name = "model.onnx"
+    model = load_graph(bundle, (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model)
     shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
     with temporary_folder() as folder:
         path = Path(folder)
-        changed = TargetRecord(model="model.onnx", cuda_model="model.onnx" if record.cuda_model else None)
+        changed = TargetRecord(model=name, cuda_model=name if record.cuda_model else None)
         save(model, path / changed.model)
         if target in FLAVOURS:
             manifest = bundle.manifest

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attnforge.errors import UnavailableError, UsageError, first_line
+from attnforge.errors import UnavailableError, UsageError, first_line, shortened
 from attnforge.export.sources import sentences
 from attnforge.memory import available
 from attnforge.model.registry import Example
@@ -123,8 +123,10 @@ def example(
 
 
 def _number(name: str, value: int | str) -> int:
-    if not str(value).isdecimal():
-        raise UsageError(f"{name} is {value!r}; give a whole number")
+    if not str(value).isdecimal() or len(str(value)) > 18:
+        raise UsageError(f"{name} is {shortened(str(value))!r}; give a whole number")
+    if int(value) < 1 and name != "seed":
+        raise UsageError(f"{name} is {value}; give 1 or more")
     return int(value)
 
 

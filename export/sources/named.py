@@ -160,7 +160,7 @@ def _call(model: str, options: Mapping[str, Any]) -> Example:
     sys.path.insert(0, os.getcwd())  # a user's own file, beside which the command is run
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two of ":f" and "..a:f"
         known = ", ".join(MODELS)
         raise UsageError(
             f"cannot import {model!r} ({error}); give package.module:function, or one of {known}"

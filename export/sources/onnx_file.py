@@ -22,9 +22,10 @@ from onnx_ir.passes import common
 
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, DimSpec, TensorSpec
-from attnforge.errors import CaptureError, UsageError
+from attnforge.errors import AttnforgeError, CaptureError, UsageError, first_line, shortened
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
+from attnforge.export.sources.onnx_check import check
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
@@ -95,8 +96,25 @@ def import_graph(
             be meant.
         BuildError: ONNX Runtime cannot run the graph, or no float64 reference can be computed.
     """
-    model = _read(Path(file))
-    _name_dims(model, Path(file).name, ranges or {})
+    try:
+        return _imported(Path(file), ranges, precision, example)
+    except (AttnforgeError, OSError, MemoryError):
+        raise
+    except Exception as error:  # of onnx, onnx_ir, onnxscript, sympy and protobuf: the graph is none that they know
+        raise UsageError(
+            f"{file} cannot be read as a graph ({type(error).__name__}: {shortened(first_line(error))}); onnx.checker "
+            "may say more"
+        ) from error
+
+
+def _imported(
+    file: Path,
+    ranges: Ranges | None,
+    precision: str | None,
+    example: Sequence[Any] | Mapping[str, Any] | None,
+) -> Imported:
+    model = _read(file)
+    _name_dims(model, file.name, ranges or {})
     infer_shapes(model)
     fold(model, floats=False)
     infer_shapes(model)
@@ -134,6 +152,7 @@ def _read(file: Path) -> ir.Model:
         raise UsageError(f"{file} is no ONNX model: it has no outputs")
     if missing := [t for t in _external(model) if not Path(t.path).is_file()]:
         raise UsageError(f"{file} keeps its weights in {missing[0].location!r}, which is not beside it; copy it there")
+    check(model)
     common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)
     common.NameFixPass()(model)

@@ -12,6 +12,9 @@ from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import UsageError
 from attnforge.runtime.cases import excluded_by, range_of_setting
 
+LARGEST = 2**31 - 1
+"""The largest size of a dynamic dim, which is TensorRT's."""
+
 Dims = list[int | DimSpec]
 """The dims of a tensor: a number where one is fixed, else its symbol and range."""
 
@@ -62,7 +65,8 @@ def check_range(name: str, bounds: Sequence[int]) -> None:
         UsageError: `bounds` are no least, usual and largest size.
     """
     whole = len(bounds) == 3 and all(isinstance(n, int) and not isinstance(n, bool) for n in bounds)
-    if not whole or not 1 <= bounds[0] <= bounds[1] <= bounds[2]:
+    if not whole or not 1 <= bounds[0] <= bounds[1] <= bounds[2] <= LARGEST:
         raise UsageError(
-            f"the range of {name!r} is {':'.join(map(str, bounds))}; give min:opt:max with 1 <= min <= opt <= max"
+            f"the range of {name!r} is {':'.join(map(str, bounds))}; give min:opt:max with 1 <= min <= opt <= max, up "
+            f"to {LARGEST:,}"
         )

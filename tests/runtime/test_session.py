@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -621,3 +622,30 @@ def test_tensorrt_rtx_answers_as_eager_does(small: DeploySmall) -> None:
         for batch, tokens, length in ((4, 9, 12), (1, 2, 2), (3, 7, 10), (4, 9, 12)):
             inputs = arrays(batch, tokens, length)
             agree(session(*inputs.values()), eager(inputs), tolerance=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_child_that_was_forked_starts_threads_of_its_own(small: DeploySmall) -> None:
+    """The parent's are not there, so who waits for them would wait for ever."""
+    with attnforge.load(small("fp32"), "onnxruntime-cpu", threads=1) as session:
+        feeds = arrays()
+        expected = session.run_async(feeds).result()["output"]
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                again = session.run_async(feeds).result()["output"]
+                session.close()
+                status = 0 if np.array_equal(again, expected) else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert np.array_equal(session.run_async(feeds).result()["output"], expected)
+
+
+def test_numbers_of_threads_that_cannot_be_meant(small: DeploySmall) -> None:
+    for threads in (0, -3, 100_000):
+        with pytest.raises(UsageError, match="give 1 to 1,024"):
+            attnforge.load(small("fp32"), "onnxruntime-cpu", threads=threads)

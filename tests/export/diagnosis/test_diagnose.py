@@ -23,9 +23,10 @@ from attnforge.export.diagnosis.diagnose import Diagnosis, diagnose
 from attnforge.export.graphs.build import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering.attention import Attention
+from attnforge.runtime.backends.registry import why_not_here
 from tests.export.conftest import DeployBroken
 from tests.support.broken import BROKEN, healthy, made
-from tests.support.bundles import rewrite
+from tests.support.bundles import DeploySmall, rewrite
 
 TARGETS = ("onnxruntime", "tensorrt_rtx")
 
@@ -232,3 +233,9 @@ def test_the_command(broken: DeployBroken) -> None:
     assert ran.exit_code == 0 and "no tensor is to blame" in text and "plain = canonical = onnxruntime" in text
     with pytest.raises(UnknownNameError, match="unknown case 'none'"):
         diagnose(fine, case="none")
+
+
+@pytest.mark.skipif(why_not_here("openvino") is not None, reason="no OpenVINO")
+def test_the_tensors_of_openvino_are_those_of_the_canonical_graph(small: DeploySmall) -> None:
+    diagnosis = diagnose(small("fp32"), ["openvino"])
+    assert diagnosis.healthy and diagnosis.not_traced == {}

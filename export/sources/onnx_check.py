@@ -1,0 +1,141 @@
+"""What an ONNX graph may hold before anything is done with it: names that are defined, in order; as many operators, and
+constants as large, as can be meant. Libraries follow anything else into an error of their own, or for hours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import onnx_ir as ir
+
+from attnforge.errors import UsageError
+
+MOST_NODES = 200_000
+"""Operators of a graph whose functions are written out."""
+
+DEEPEST = 8
+"""Graphs within graphs, as of branches and loops."""
+
+LARGEST_CONSTANT = 2**28
+"""Numbers that operators may make out of constants alone."""
+
+
+def check(model: ir.Model) -> None:
+    """Check a graph as its file has it, its functions not yet written out.
+
+    Raises:
+        UsageError: it is too large or too deep, or a name in it is not defined, or only later.
+    """
+    _check_functions(model)
+    deepest = max((depth for _, depth in _nodes(model.graph)), default=0)
+    if deepest > DEEPEST:
+        raise UsageError(f"the graph has graphs within graphs, {deepest} deep; there may be {DEEPEST}")
+    _check_order(model.graph)
+    for node, _ in _nodes(model.graph):
+        if (count := made_of_constants(node)) > LARGEST_CONSTANT:
+            raise UsageError(
+                f"{node.op_type} ({node.name}) makes {count:,} numbers out of constants; there may be "
+                f"{LARGEST_CONSTANT:,}"
+            )
+
+
+def made_of_constants(node: ir.Node) -> int:
+    """How many numbers an operator makes whose size constants decide; 0 of other operators."""
+    if node.domain not in ("", "ai.onnx"):
+        return 0
+    constants = [_numbers(value) for value in node.inputs]
+    match node.op_type, constants:
+        case "ConstantOfShape", [shape] if shape is not None:
+            return prod(max(int(n), 0) for n in shape)
+        case "Expand", [_, shape] if shape is not None:
+            return prod(max(int(n), 1) for n in shape)
+        case "Tile", [_, repeats] if repeats is not None:
+            return prod(max(int(n), 1) for n in repeats) * _size(node.inputs[0])
+        case "OneHot", [_, depth, _] if depth:
+            return max(int(depth[0]), 0) * _size(node.inputs[0])
+        case "Range", [[start], [limit], [step]] if step:
+            return max(int((limit - start) / step), 0)
+    return 0
+
+
+def _numbers(value: ir.Value | None) -> list[float] | None:
+    """The numbers of a small constant."""
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.size > 64 or tensor.dtype in (ir.DataType.STRING,):
+        return None
+    return [number.item() for number in tensor.numpy().reshape(-1)]
+
+
+def _size(value: ir.Value | None) -> int:
+    """How many numbers a value has, at least."""
+    shape = value.shape if value is not None else None
+    return prod(dim for dim in shape or () if isinstance(dim, int))
+
+
+def _nodes(graph: ir.Graph | ir.Function) -> Iterator[tuple[ir.Node, int]]:
+    """All nodes, with those of graphs within, and how deep each stands."""
+    todo: list[tuple[ir.Node, int]] = [(node, 0) for node in graph]
+    while todo:
+        node, depth = todo.pop()
+        yield node, depth
+        if depth <= DEEPEST:
+            for inner in _inner(node):
+                todo += [(below, depth + 1) for below in inner]
+
+
+def _inner(node: ir.Node) -> Iterator[ir.Graph]:
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def _check_functions(model: ir.Model) -> None:
+    """Count the operators that there are once functions are written out, each function once."""
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+    todo: list[ir.OperatorIdentifier] = []
+
+    def size_of(nodes: Iterator[tuple[ir.Node, int]]) -> int | None:
+        """The operators; None where a function is yet to be counted, which is put on top of `todo`."""
+        total = 0
+        for node, _ in nodes:
+            called = node.op_identifier()
+            if called not in model.functions:
+                total += 1
+            elif called in sizes:
+                total += sizes[called]
+            elif called in todo:
+                raise UsageError(f"the function {node.op_type} calls itself; export the model without functions")
+            else:
+                todo.append(called)
+                return None
+        return total
+
+    while (total := size_of(_nodes(model.graph))) is None:
+        while todo:
+            counted = size_of(_nodes(model.functions[todo[-1]]))
+            if counted is not None:
+                sizes[todo.pop()] = min(counted, MOST_NODES + 1)
+    if total > MOST_NODES:
+        raise UsageError(f"the graph has more than {MOST_NODES:,} operators once its functions are written out")
+
+
+def _check_order(graph: ir.Graph) -> None:
+    """Check that every input of an operator is an input, a constant, or what an earlier operator gives."""
+    known = {id(value) for value in (*graph.inputs, *graph.initializers.values())}
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and id(value) not in known:
+                producer = value.producer()
+                why = "which nothing defines" if producer is None else "which a later operator gives, or it itself"
+                raise UsageError(f"{node.op_type} ({node.name}) takes {value.name!r}, {why}; export the graph again")
+        known |= {id(value) for value in node.outputs}
+    _check_defined(graph.outputs, known)
+
+
+def _check_defined(outputs: Sequence[ir.Value], known: set[int]) -> None:
+    if missing := [value.name for value in outputs if id(value) not in known]:
+        raise UsageError(f"the output {missing[0]!r} is given by no operator; export the graph again")

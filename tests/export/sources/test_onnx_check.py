@@ -1,0 +1,171 @@
+"""ONNX graphs that nobody can mean are refused in one line, and at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import attnforge
+from attnforge.errors import AttnforgeError, UsageError
+from attnforge.export.sources.named import build, model_named
+from attnforge.export.sources.onnx_file import import_graph
+from attnforge.export.sources.specs import check_range
+
+FLOAT = TensorProto.FLOAT
+X, Y = (helper.make_tensor_value_info(name, FLOAT, [2]) for name in "xy")
+
+
+def saved(
+    folder: Path, nodes: list[onnx.NodeProto], functions: Sequence[onnx.FunctionProto] = (), **constants: list[int]
+) -> Path:
+    initializers = [numpy_helper.from_array(np.array(numbers, np.int64), name) for name, numbers in constants.items()]
+    graph = helper.make_graph(nodes, "graph", [X], [Y], initializers)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, functions=list(functions), ir_version=10)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    return folder / "model.onnx"
+
+
+def refused(file: Path, words: str | None = None) -> None:
+    start = time.perf_counter()
+    with pytest.raises(AttnforgeError, match=words or None) as raised:
+        import_graph(file)
+    assert time.perf_counter() - start < 10
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 2_000
+
+
+def node(op: str, *inputs: str, output: str = "y", **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(op, list(inputs), [output], name=f"the {op}", **attributes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([node("Add", "x", "z")], "takes 'z', which nothing defines"),
+        ([node("Add", "x", "y")], "or it itself"),
+        ([node("Relu", "b"), node("Relu", "x", output="b")], "which a later operator gives"),
+        ([node("Relu", "b", output="a"), node("Relu", "a", output="b"), node("Relu", "a")], "a later operator gives"),
+        ([node("Relu", "x", output="z")], "given by no operator|which nothing defines"),
+        ([node("NoSuchOperator", "x")], ""),
+        ([node("Relu")], ""),
+        ([node("Relu", "x", output="y"), node("Relu", "x", output="y")], ""),
+    ],
+    ids=["undefined", "itself", "unsorted", "cyclic", "no output", "unknown", "no input", "twice"],
+)
+def test_names_that_are_not_defined(tmp_path: Path, nodes: list[onnx.NodeProto], words: str) -> None:
+    refused(saved(tmp_path, nodes), words)
+
+
+@pytest.mark.parametrize("op", ["ConstantOfShape", "Expand", "Tile", "Range", "OneHot"])
+def test_huge_constants(tmp_path: Path, op: str) -> None:
+    huge = [node("ReduceSum", "huge", output="sum", keepdims=0), node("Cast", "sum", output="cast", to=FLOAT),
+            node("Add", "x", "cast")]  # fmt: skip
+    made = {
+        "ConstantOfShape": node("ConstantOfShape", "shape", output="huge"),
+        "Expand": node("Expand", "x", "shape", output="huge"),
+        "Tile": node("Tile", "x", "repeats", output="huge"),
+        "Range": node("Range", "zero", "many", "one", output="huge"),
+        "OneHot": node("OneHot", "row", "many", "values", output="huge"),
+    }[op]
+    file = saved(tmp_path, [made, *huge], shape=[1_000_000, 1_000_000], repeats=[10**12], zero=[0], one=[1],
+                 many=[10**12], row=[1, 2, 3], values=[0, 1])  # fmt: skip
+    refused(file, "out of constants|no ONNX model|cannot be read as a graph")
+
+
+def test_functions_that_double(tmp_path: Path) -> None:
+    functions = [
+        helper.make_function(
+            "own", f"f{i}", ["a"], ["c"],
+            [helper.make_node(f"f{i - 1}" if i else "Relu", ["a"], ["b"], domain="own" if i else ""),
+             helper.make_node(f"f{i - 1}" if i else "Relu", ["b"], ["c"], domain="own" if i else "")],
+            [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)],
+        )
+        for i in range(28)
+    ]  # fmt: skip
+    refused(
+        saved(tmp_path, [helper.make_node("f27", ["x"], ["y"], domain="own")], functions), "more than 200,000 operators"
+    )
+    assert import_graph(
+        saved(tmp_path, [helper.make_node("f3", ["x"], ["y"], domain="own")], functions[:4])
+    ).model.graph
+
+
+def test_a_function_that_calls_itself(tmp_path: Path) -> None:
+    own = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
+    both = [
+        helper.make_function("own", name, ["a"], ["b"], [helper.make_node(other, ["a"], ["b"], domain="own")], own)
+        for name, other in (("f", "g"), ("g", "f"))
+    ]
+    refused(saved(tmp_path, [helper.make_node("f", ["x"], ["y"], domain="own")], both), "calls itself|no ONNX model")
+
+
+def test_branches_within_branches(tmp_path: Path) -> None:
+    def nested(depth: int) -> onnx.GraphProto:
+        name = f"out{depth}"
+        out = helper.make_tensor_value_info(name, FLOAT, [2])
+        if depth == 0:
+            return helper.make_graph([helper.make_node("Relu", ["x"], [name])], name, [], [out])
+        other = helper.make_graph([helper.make_node("Neg", ["x"], ["n"])], "other", [], [out])
+        other.node[0].output[0] = other.output[0].name = f"neg{depth}"
+        made = helper.make_node("If", ["c"], [name], then_branch=nested(depth - 1), else_branch=other)
+        return helper.make_graph([made], name, [], [out])
+
+    true = helper.make_tensor("c", TensorProto.BOOL, [], [True])
+    nodes = [helper.make_node("Constant", [], ["c"], value=true), nested(12).node[0]]
+    nodes[1].output[0] = "y"
+    refused(saved(tmp_path, nodes), "graphs within graphs, [0-9]+ deep; there may be 8|no ONNX model")
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.7])
+def test_a_file_that_is_cut_or_altered(tmp_path: Path, cut: float) -> None:
+    file = saved(tmp_path, [node("Relu", "x")])
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * cut)])
+    refused(file)
+    if cut > 0.5:
+        return
+    for place in range(0, len(data), 7):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
+        try:
+            import_graph(file)
+        except AttnforgeError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("bounds", [(1, 4, 10**12), (1, 4, 2**31), (0, 1, 2), (2, 1, 3), (1, 2)])
+def test_ranges_that_cannot_be_meant(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="up to 2,147,483,647"):
+        check_range("n", bounds)
+
+
+@pytest.mark.parametrize("name", [":f", "..a:f", "a:", ":", "no.such.module:f", "os:no_such_function"])
+def test_callables_that_are_none(name: str) -> None:
+    with pytest.raises(UsageError, match="cannot import"):
+        build(name, {}, None)
+
+
+def test_a_file_that_is_no_file() -> None:
+    with pytest.raises(UsageError, match="no file"):
+        model_named("absent.onnx", {}, None, {})
+
+
+def test_options_that_would_have_no_effect(tmp_path: Path) -> None:
+    from tests.support.bundles import small_example
+
+    module, args, shapes = small_example()
+    for options in ({"compute_capabilities": ["garbage"]}, {"profiles": [{"batch": (1, 1, 1)}]}):
+        with pytest.raises(UsageError, match="onnxruntime is built; add"):
+            attnforge.deploy(module, args, tmp_path / "out", shapes, targets=["onnxruntime"], **options)
+    for least, words in ((float("nan"), "none was named"), (0.5, "none was named")):
+        with pytest.raises(UsageError, match=words):
+            attnforge.deploy(module, args, tmp_path / "out", shapes, targets=["onnxruntime"], least=least)
+    with pytest.raises(UsageError, match="is to reach nan; give a number"):
+        attnforge.deploy(module, args, tmp_path / "out", shapes, data=[args], metric="cosine", least=float("nan"))
+    assert list(tmp_path.iterdir()) == []
