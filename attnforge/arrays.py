@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from attnforge.errors import InputError
+from attnforge.errors import InputError, first_line
 
 Array = NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -39,7 +39,10 @@ def on_gpu(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return False
     if hasattr(value, "__dlpack_device__"):
-        return int(value.__dlpack_device__()[0]) in CUDA_DEVICES
+        try:
+            return int(value.__dlpack_device__()[0]) in CUDA_DEVICES
+        except Exception:  # of torch's tensors without memory, say, which :func:`to_numpy` refuses
+            return False
     return hasattr(value, "__cuda_array_interface__")
 
 
@@ -51,8 +54,19 @@ def to_numpy(name: str, value: Any) -> Array:
         value: a NumPy array, a torch tensor, or an array that offers DLPack.
 
     Raises:
-        InputError: it is none of these, or it lies on a GPU and is no torch tensor.
+        InputError: it is none of these, has no numbers in memory, or lies on a GPU and is no torch tensor.
     """
+    try:
+        return _shared(name, value)
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # of any library: tensors that are sparse, quantized, nested or without memory
+        raise InputError(
+            f"input {name!r} is {type(value).__name__}, which NumPy cannot read: {first_line(error)}; give a dense one"
+        ) from error
+
+
+def _shared(name: str, value: Any) -> Array:
     if isinstance(value, np.ndarray):
         return value
     if is_torch(value):

@@ -15,7 +15,9 @@ import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.bundle import Case, DimSpec, Kind, Masks, TensorSpec
-from attnforge.errors import UnknownNameError
+from attnforge.bundle.fields import LARGEST_SIZE
+from attnforge.errors import InputError, UnavailableError, UnknownNameError
+from attnforge.memory import available
 
 SAMPLED = 32_768
 """Numbers up to which an output is kept whole, and which are kept of a larger one."""
@@ -201,10 +203,13 @@ def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
 
     Raises:
         UnknownNameError: no such dim.
+        InputError: a size that is no whole number.
     """
     example = next(case for case in cases(inputs) if case.kind == "normal")
     if unknown := [name for name in sizes if name not in example.sizes]:
         raise UnknownNameError("dim", unknown[0], example.sizes)
+    if wrong := [name for name, size in sizes.items() if not isinstance(size, int) or not 0 <= size <= LARGEST_SIZE]:
+        raise InputError(f"the size of {wrong[0]} is {sizes[wrong[0]]!r}; give a whole number")
     return Case(name="at", sizes={**example.sizes, **sizes}, kind="normal", seed=1)
 
 
@@ -271,6 +276,7 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
         return {spec.name: stored[spec.name] for spec in inputs}
     if case.kind == "data":
         return {spec.name: stored[data_key(case, spec.name)] for spec in inputs}
+    _check_room(case, inputs)
     rng = np.random.Generator(np.random.PCG64(case.seed))
     return {
         spec.name: np.asarray(rng.uniform(*spec.setting, shape_of(spec, case.sizes))).astype(np.dtype(spec.dtype))
@@ -278,6 +284,24 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
         else _drawn(case, spec, rng)
         for spec in inputs
     }
+
+
+ROOM = 2**28
+"""Bytes of inputs up to which nobody asks whether there is room for them."""
+
+
+def _check_room(case: Case, inputs: list[TensorSpec]) -> None:
+    """Check that a case's inputs fit into memory: a manifest may name any sizes.
+
+    Raises:
+        UnavailableError: they do not.
+    """
+    needed = sum(math.prod(shape_of(spec, case.sizes)) * np.dtype(spec.dtype).itemsize for spec in inputs)
+    if needed > ROOM and (left := available()) is not None and needed > left:
+        raise UnavailableError(
+            f"the inputs of {case.name} take {needed / 2**30:,.1f} GiB, and this machine has {left / 2**30:,.1f} GiB "
+            "left"
+        )
 
 
 def data_key(case: Case, name: str) -> str:

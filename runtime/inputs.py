@@ -61,6 +61,9 @@ def in_order(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Any
     """
     try:
         ordered = [values[spec.name] for spec in specs]
+    except TypeError as error:
+        given = type(values).__name__
+        raise InputError(f"inputs by name are a mapping, and {given} was given; call the session for a list") from error
     except KeyError as error:
         known = ", ".join(spec.name for spec in specs)
         raise InputError(f"input {error.args[0]!r} is missing; the model takes {known}") from None

@@ -189,6 +189,8 @@ class Session:
         """
         for combination in sizes or ({},):
             case = reference.at(self.inputs, combination)
+            forms = ((reference.shape_of(spec, case.sizes), np.dtype(spec.dtype)) for spec in self.inputs)
+            shapes_of(self.inputs, (), *forms)  # refuses sizes before anything is allocated for them
             feeds = reference.make_inputs(case, self.inputs, {})
             for _ in range(RUNS_TO_WARM):
                 self.run(feeds)

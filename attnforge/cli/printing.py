@@ -50,7 +50,8 @@ def summary(bundle: Bundle) -> dict[str, Any]:
     """The manifest as `inspect --json` and `deploy --json` give it: cases are counted, and files are named."""
     manifest = bundle.manifest.model_dump(exclude={"cases", "files"})
     manifest["total"] = bundle.manifest.total.model_dump()
-    return {**manifest, "cases": len(bundle.manifest.cases), "files": list(bundle.manifest.files)}
+    files = {"files": list(bundle.manifest.files), "unlisted": bundle.unlisted()}
+    return {**manifest, "cases": len(bundle.manifest.cases), **files}
 
 
 def print_bundle(bundle: Bundle) -> None:
@@ -76,6 +77,10 @@ def print_bundle(bundle: Bundle) -> None:
         _print_choice(manifest.choice)
     say_reasons(manifest.skipped, "not built for {}", "dim")
     _print_cost(manifest)
+    if others := bundle.unlisted():
+        from attnforge.bundle import unlisted_text
+
+        say(unlisted_text(bundle.path, others), "yellow")
 
 
 def _print_cost(manifest: Manifest) -> None:

@@ -24,6 +24,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, Choice, DimSpec, Manifest, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.machine import this_machine, versions
+from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.onnxruntime import COPIED, session_options
 from attnforge.runtime.backends.registry import libraries_of, why_not_here
 from attnforge.runtime.inputs import shapes_of
@@ -649,3 +650,54 @@ def test_numbers_of_threads_that_cannot_be_meant(small: DeploySmall) -> None:
     for threads in (0, -3, 100_000):
         with pytest.raises(UsageError, match="give 1 to 1,024"):
             attnforge.load(small("fp32"), "onnxruntime-cpu", threads=threads)
+
+
+class Unreadable:
+    """An array of a library that does not give it away."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise RuntimeError("two\nlines")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise ValueError("no device")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.empty(3, 4, 16, device="meta"),
+        torch.ones(3, 4, 16).to_sparse(),
+        torch.ones(3, 4, 16).to(torch.float8_e4m3fn),
+        Unreadable(),
+        np.array([None], object),
+        "text",
+        None,
+    ],
+    ids=["meta", "sparse", "fp8", "unreadable", "objects", "text", "none"],
+)
+def test_what_is_no_array_of_numbers_is_refused(small: DeploySmall, value: Any) -> None:
+    with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
+        for values, out in (({**arrays(), "x": value}, None), (arrays(), {"output": value})):
+            with pytest.raises(InputError) as raised:
+                session.run(values, out=out)
+            assert "\n" not in str(raised.value)
+
+
+def test_inputs_that_have_no_names_are_refused(small: DeploySmall) -> None:
+    with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
+        given: Any
+        for given in (None, [1, 2], 3):
+            with pytest.raises(InputError, match="inputs by name are a mapping"):
+                session.run(given)
+            with pytest.raises(InputError, match="inputs by name are a mapping"):
+                session.run_async(given).result()
+        for sizes in ({"batch": 10**12}, {"batch": "a"}, {"batch": -1}, {"batch": 10**30}, {"batch": 9}):
+            with pytest.raises(InputError):
+                session.warm_up(sizes)  # type: ignore[arg-type]
+
+
+def test_inputs_that_no_memory_holds_are_refused_before_they_are_made(small: DeploySmall) -> None:
+    specs = [spec.model_copy(deep=True) for spec in small("fp32").manifest.inputs]
+    specs[0].dims[2] = 2**40
+    with pytest.raises(UnavailableError, match="GiB, and this machine has"):
+        reference.make_inputs(reference.at(specs, {}), specs, {})
