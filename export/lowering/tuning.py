@@ -36,8 +36,9 @@ BOOL = ir.DataType.BOOL
 ROUNDS = 9
 """How often every candidate is timed."""
 
-LARGEST_SCORES = 2**29
-"""Bytes of scores above which no form that holds them is tried, for several candidates are in memory at once."""
+LARGEST_SCORES = 2**26
+"""Bytes of scores above which no form that holds them is tried: the forms of a site, which are in memory at once, take
+about thirteen times as much."""
 
 TOLERANCE = 1e-5
 """Relative difference from the products that fp32 rounding explains, where scores are of about one."""
@@ -129,7 +130,7 @@ class Tuner:
             if len(candidates) == 1:
                 return ruled
             if scores > LARGEST_SCORES:
-                raise Unmeasurable(f"its scores are {scores / 2**30:.1f} GiB, and all but one form would hold them")
+                raise Unmeasurable(f"its scores are {scores / 2**20:,.0f} MiB, and all but one form would hold them")
             key = (_signature(a, self.sizes), tuple(candidate.form for candidate in candidates))
             if key not in self._known:
                 if self.spent >= self.seconds:

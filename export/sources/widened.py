@@ -237,7 +237,7 @@ def _attention(
     queries, keys = query.shape[-2], key.shape[-2]
     rows = max(SCORES * queries // max(query.shape[:-1].numel() * keys, 1), 1)
     grouped, blocks = query.shape[1] != key.shape[1], []
-    for start in range(0, queries, rows):
+    for start in reversed(range(0, queries, rows)):  # each fits where a larger one was
         end = min(start + rows, queries)
         seen = min(end, keys) if is_causal else keys
         part = mask
@@ -248,4 +248,4 @@ def _attention(
         block = query[..., start:end, :], key[..., :seen, :], value[..., :seen, :]
         with sdpa_kernel(SDPBackend.MATH):
             blocks.append(nn.functional.scaled_dot_product_attention(*block, part, scale=scale, enable_gqa=grouped))
-    return torch.cat(blocks, dim=-2)
+    return torch.cat(blocks[::-1], dim=-2)

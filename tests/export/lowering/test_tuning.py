@@ -170,13 +170,24 @@ def test_without_tuning_nothing_is_measured(small: Callable[[str], Bundle]) -> N
 
 def test_sizes_that_are_too_large_or_unknown_are_left_to_the_rules() -> None:
     for attends, sizes, why in (
-        (Attends(), OPT | {"n": 2**14, "m": 2**14}, "8.0 GiB"),
+        (Attends(), OPT | {"n": 2**14, "m": 2**14}, "8,192 MiB"),
         (Attends(n_q="u0"), OPT, "u0 is not known"),
     ):
         model, sites = attends.model()
         (lowered,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes)).sites
         assert "not measured" in lowered.why and why in lowered.why
         assert not lowered.measured
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device", "form"),
+    [(4096, "cpu", "com.microsoft::GroupQueryAttention"), (64, "cpu", "MatMul·Softmax·MatMul"),
+     (4096, "cuda", "MatMul·Softmax·MatMul")],
+)  # fmt: skip
+def test_many_causal_tokens_take_the_form_that_holds_no_scores(tokens: int, device: str, form: str) -> None:
+    model, sites = Attends(n_k="n", is_causal=True).model()
+    (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 1, "n": tokens}, device).sites
+    assert lowered.form == form
 
 
 def test_a_form_that_disagrees_is_dropped() -> None:
