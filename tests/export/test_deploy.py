@@ -144,7 +144,7 @@ import sys, time
 from attnforge import cli
 from attnforge.bundle import writing
 
-def work():
+def work(**options):
     with writing(sys.argv[1], force=False) as folder:
         (folder / "half").write_text("written")
         time.sleep(60)
@@ -155,7 +155,7 @@ cli.main()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", AT_WORK, str(tmp_path / "bundle")], stderr=subprocess.PIPE)
     while not list(tmp_path.glob(".*/half")):
