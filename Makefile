@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs bench bench-others gpu wheel package clean
+.PHONY: demo test kill lint docs bench bench-others gpu wheel package clean
 
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+
+# A process that writes bundles, killed at a hundred random moments: each time the old or the new bundle is whole.
+kill: .venv/ready
+	ATTNFORGE_KILLS=100 $(BIN)/python -m pytest -q tests/front/test_writing.py -k killed
 
 lint: .venv/ready
 	$(BIN)/ruff check .
