@@ -29,7 +29,7 @@ from attnforge.bundle.schema import (
     TensorSpec,
     Tuning,
 )
-from attnforge.bundle.store import Bundle, unlisted_text, used, write_manifest, writing
+from attnforge.bundle.store import Bundle, check_place, unlisted_text, used, write_manifest, writing
 from attnforge.certificate import Certificate, SiteRecord, SiteTarget, Unfused
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "TensorSpec",
     "Tuning",
     "Unfused",
+    "check_place",
     "unlisted_text",
     "used",
     "write_manifest",

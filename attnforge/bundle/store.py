@@ -418,9 +418,7 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
             and would be lost; or it cannot be written.
         BundleError: the disk is full.
     """
-    target = _resolved(Path(out))  # through a link, what it points to is replaced, and the link stays
-    _bring_back(target)
-    _check_place(target, force)
+    target = check_place(out, force)
     scratch = _beside(target)
     try:
         yield scratch.path
@@ -453,8 +451,23 @@ def _beside(target: Path) -> Scratch:
         raise UsageError(f"{shortened(str(target))} cannot be written: {why}; choose another folder") from error
 
 
-def _check_place(target: Path, force: bool) -> None:
-    """Check that a bundle may be put to a place."""
+def check_place(out: str | os.PathLike[str], force: bool) -> Path:
+    """The folder that a bundle would be put to; through a link, what it points to is replaced, and the link stays.
+
+    Args:
+        out: folder of the bundle.
+        force: whether a bundle that stands there may be replaced.
+
+    Raises:
+        UsageError: as of :func:`writing`.
+    """
+    target = _resolved(Path(out))
+    _bring_back(target)
+    _check(target, force)
+    return target
+
+
+def _check(target: Path, force: bool) -> None:
     if not os.path.lexists(target):
         return
     if not force:
@@ -465,7 +478,7 @@ def _check_place(target: Path, force: bool) -> None:
 
 def _put(folder: Path, target: Path, force: bool) -> None:
     """Rename a whole bundle to its place. What stands there now is looked at once more: it may have come meanwhile."""
-    _check_place(target, force)
+    _check(target, force)
     try:
         if not os.path.lexists(target):
             rename_new(folder, target)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from attnforge.bundle import check_place
 from attnforge.cli import printing
 from attnforge.cli.options import Json, pairs, ranges
 from attnforge.cli.terminal import print_json, stages_shown
@@ -100,6 +101,8 @@ def deploy(
     from attnforge.export.sources.named import model_named
     from attnforge.model.data import Real, real_data
 
+    if out_folder is not None:
+        check_place(out_folder, force)
     with stages_shown(as_json) as progress:
         progress(f"build {model}")
         example, source = model_named(model, pairs(option), weights, ranges(dim, "--dim"))

@@ -390,3 +390,12 @@ def test_every_command_has_help_with_an_example(here: Here) -> None:
         done = here(command, "--help")
         assert done.returncode == 0
         assert "Example" in done.stdout, command
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_made(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnforge.export.sources.named.model_named", lambda *arguments: pytest.fail("it was made"))
+    (tmp_path / "thesis.txt").touch()
+    done = here("deploy", "vit", "--out", tmp_path, "--force")
+    assert done.returncode == 2 and "is no bundle, so it is not overwritten" in " ".join(done.stderr.split())
