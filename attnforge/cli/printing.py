@@ -91,7 +91,7 @@ def _print_cost(manifest: Manifest) -> None:
     if manifest.reused:
         say(f"taken from an earlier deploy of the same model: {', '.join(manifest.reused)}", "dim")
     for name, cost in manifest.children.items():
-        say(f"{name}'s builder, beside these: {cost.text()}", "dim")
+        say(f"{name}, in a process of its own: {cost.text()}", "dim")
 
 
 def _print_engines(record: TargetRecord) -> None:
