@@ -20,13 +20,13 @@ from attnforge.version import __version__
 
 if TYPE_CHECKING:
     from attnforge.benchmarks.measure.bench import benchmark
-    from attnforge.bundle import Bundle
+    from attnforge.bundle import Bundle, Trusted, sign
     from attnforge.export.deploy import deploy
     from attnforge.export.diagnosis.diagnose import diagnose
     from attnforge.runtime.parity.verify import verify
     from attnforge.runtime.session import Session
 
-__all__ = ["Bundle", "Session", "__version__", "benchmark", "deploy", "diagnose", "load", "verify"]
+__all__ = ["Bundle", "Session", "__version__", "benchmark", "deploy", "diagnose", "load", "sign", "verify"]
 
 _HOME = {
     "Bundle": "attnforge.bundle",
@@ -34,6 +34,7 @@ _HOME = {
     "benchmark": "attnforge.benchmarks.measure.bench",
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",
+    "sign": "attnforge.bundle",
     "verify": "attnforge.runtime.parity.verify",
 }
 
@@ -49,6 +50,7 @@ def load(
     graphs: bool | None = None,
     cache: bool = True,
     rebuild: bool = False,
+    trusted: Trusted = None,
 ) -> Session:
     """Load a bundle, ready to run.
 
@@ -72,10 +74,14 @@ def load(
             again, and ONNX Runtime does not, because it has to copy inputs and outputs for that.
         cache: whether to keep what TensorRT compiles for this device on disk, in `BUNDLE.cache` beside the bundle.
         rebuild: whether to build a plan from the bundle's own model, and add it to the bundle, where the bundle has no
-            plan that this machine can load: for its version, for its device, or because the file was altered.
+            plan that this machine can load: for its version, for its device, or because the file was altered. The
+            bundle is another one then: its signature is removed, and where one is asked for, nothing is built.
+        trusted: files of public keys, one of which must have signed the bundle (:func:`sign`); by default those that
+            `ATTNFORGE_TRUSTED` names. False asks for no signature, whatever the variable says.
 
     Raises:
         BundleError: the folder holds no bundle of this schema, or a file that is needed is missing or altered.
+        SignatureError: a BundleError: a signature is asked for, and the bundle has none, another, or was altered.
         UnknownNameError: no such backend.
         UsageError: no such device, or fewer than one context.
         UnavailableError: this machine or this bundle cannot run it; says what would.
@@ -86,9 +92,17 @@ def load(
     if rebuild:
         from attnforge.export.tensorrt.rebuild import rebuilt
 
-        bundle = rebuilt(bundle, backend, device)
+        bundle, trusted = rebuilt(bundle, backend, device, trusted=trusted), None
     return session.load(
-        bundle, backend, module=module, threads=threads, device=device, contexts=contexts, graphs=graphs, cache=cache
+        bundle,
+        backend,
+        module=module,
+        threads=threads,
+        device=device,
+        contexts=contexts,
+        graphs=graphs,
+        cache=cache,
+        trusted=trusted,
     )
 
 

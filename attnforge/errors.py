@@ -60,6 +60,10 @@ class ReplacedError(BundleError):
     """A bundle that was replaced while it was read; read again, it is the new one."""
 
 
+class SignatureError(BundleError):
+    """A bundle that is not signed by whom the caller trusts, or altered since."""
+
+
 class BuildError(AttnforgeError):
     """A TensorRT or ONNX Runtime build that failed, with the builder's own words."""
 

@@ -25,6 +25,12 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def names_in(folder: Path) -> list[str]:
+    """The names of all files and links below a folder, sorted."""
+    files = (file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir())
+    return sorted(file.relative_to(folder).as_posix() for file in files)
+
+
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _BY_FOLDER = os.open in os.supports_dir_fd

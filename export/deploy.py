@@ -112,7 +112,7 @@ def deploy(
             reuse.measured(manifest, partial(measure, folder, manifest, stages.begin(MEASURING)))
             manifest.reused = list(dict.fromkeys(reuse.reused))
             _write_manifest(folder, manifest, stages, only_new=True)
-    return Bundle(out)
+    return Bundle(out, trusted=False)  # made here just now
 
 
 def _made(

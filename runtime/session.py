@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from attnforge.arrays import Array, is_torch, on_gpu, to_torch
-from attnforge.bundle import Bundle, TensorSpec
+from attnforge.bundle import Bundle, TensorSpec, Trusted, open_bundle
 from attnforge.errors import (
     AttnforgeError,
     ReplacedError,
@@ -356,6 +356,7 @@ def load(
     contexts: int = 4,
     graphs: bool | None = None,
     cache: bool = True,
+    trusted: Trusted = None,
 ) -> Session:
     """Load a bundle as :func:`attnforge.load` does, with the same arguments, except that no plan is built anew.
 
@@ -370,16 +371,18 @@ def load(
     options = Options(threads, device, contexts, graphs, cache)
     for _ in range(0 if isinstance(bundle, Bundle) else TRIES - 1):
         with suppress(ReplacedError):  # read again, it is the new one
-            return _loaded(bundle, backend, module, options)
-    return _loaded(bundle, backend, module, options)
+            return _loaded(bundle, backend, module, options, trusted)
+    return _loaded(bundle, backend, module, options, trusted)
 
 
 TRIES = 5
 """How often a bundle is read that is replaced while it is read."""
 
 
-def _loaded(bundle: str | os.PathLike[str] | Bundle, backend: str, module: Any, options: Options) -> Session:
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle, lazily=True)
+def _loaded(
+    bundle: str | os.PathLike[str] | Bundle, backend: str, module: Any, options: Options, trusted: Trusted
+) -> Session:
+    opened = open_bundle(bundle, lazily=True, trusted=trusted)
     if backend == "eager":
         return Session(opened, _eager(opened, module), options)
     return Session(opened, open_first(opened, _candidates(opened, backend), options), options)

@@ -10,6 +10,7 @@ from attnforge.bundle.schema import (
     REFERENCE_EXAMPLE,
     REFERENCE_OUTPUTS,
     SCHEMA_VERSION,
+    SIGNATURE,
     WEIGHTS,
     Case,
     Choice,
@@ -29,7 +30,18 @@ from attnforge.bundle.schema import (
     TensorSpec,
     Tuning,
 )
-from attnforge.bundle.store import Bundle, check_place, unlisted_text, used, write_manifest, writing
+from attnforge.bundle.store import (
+    TRUSTED,
+    Bundle,
+    Trusted,
+    check_place,
+    open_bundle,
+    sign,
+    unlisted_text,
+    used,
+    write_manifest,
+    writing,
+)
 from attnforge.certificate import Certificate, SiteRecord, SiteTarget, Unfused
 
 __all__ = [
@@ -42,6 +54,8 @@ __all__ = [
     "REFERENCE_EXAMPLE",
     "REFERENCE_OUTPUTS",
     "SCHEMA_VERSION",
+    "SIGNATURE",
+    "TRUSTED",
     "WEIGHTS",
     "Bundle",
     "Case",
@@ -63,9 +77,12 @@ __all__ = [
     "Source",
     "TargetRecord",
     "TensorSpec",
+    "Trusted",
     "Tuning",
     "Unfused",
     "check_place",
+    "open_bundle",
+    "sign",
     "unlisted_text",
     "used",
     "write_manifest",

@@ -32,6 +32,9 @@ PORTABLE = "portable"
 """The GPUs that a TensorRT-RTX plan is for by default: every NVIDIA GPU from Ampere on."""
 
 MANIFEST = "manifest.json"
+SIGNATURE = "model.sig"
+"""The signature of a bundle that is signed. The manifest does not list it."""
+
 CANONICAL = "canonical.onnx"
 PLAIN = "plain.onnx"
 """The graph as it was exported. The weights that the canonical graph has too are external data: they stand in its file

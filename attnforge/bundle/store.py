@@ -19,26 +19,38 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from attnforge.bundle.schema import CANONICAL, MANIFEST, PLAIN, SCHEMA_VERSION, WEIGHTS, Manifest
-from attnforge.errors import AttnforgeError, BundleError, ReplacedError, UsageError, first_line, shortened
+from attnforge.bundle.schema import CANONICAL, MANIFEST, PLAIN, SCHEMA_VERSION, SIGNATURE, WEIGHTS, Manifest
+from attnforge.errors import (
+    AttnforgeError,
+    BundleError,
+    ReplacedError,
+    UnavailableError,
+    UsageError,
+    first_line,
+    shortened,
+)
 from attnforge.files import (
     Identity,
     exchange,
     give_modes,
     identity,
     is_full,
+    names_in,
     open_inside,
     open_regular,
     rename_new,
     sha256,
+    write_whole,
 )
 from attnforge.scratch import Scratch, remove
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from attnforge.arrays import Array
 
 log = logging.getLogger("attnforge")
@@ -53,6 +65,13 @@ READ_WHOLE = 2**26
 _LOCATION = b"location"
 """The key under which an ONNX model names the file of external weights; a model without these bytes names none."""
 
+TRUSTED = "ATTNFORGE_TRUSTED"
+"""The variable of the environment with public keys, as PATH has folders."""
+
+Trusted = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Literal[False] | None
+"""Whose bundles are opened: those that are signed by one of these public keys; of None those of :data:`TRUSTED`, and
+anybody's where it is not set; of False anybody's."""
+
 
 class Bundle:
     """A bundle on disk whose manifest and files have been checked.
@@ -60,23 +79,39 @@ class Bundle:
     Attributes:
         path: the folder.
         manifest: what it holds.
+        trusted: the public keys of which one has signed it; none where no signature was asked for.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, check_plans: bool = True, lazily: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        check_plans: bool = True,
+        lazily: bool = False,
+        trusted: Trusted = None,
+    ) -> None:
         """Open and check the bundle at `path`.
 
         Args:
             path: the folder.
             check_plans: whether TensorRT's plans are checked too; a caller that is about to rebuild them skips that.
             lazily: check a file when :meth:`file` is first asked for it, so only files that are used.
+            trusted: files of public keys, one of which must have signed all that is in the folder; by default those
+                that `ATTNFORGE_TRUSTED` names. False asks for no signature, whatever the variable says.
 
         Raises:
             BundleError: no bundle is there, its schema is another, or a file is missing or altered.
+            SignatureError: a BundleError: a signature is asked for, and the bundle has none, another, or was altered.
+            UsageError: a trusted key is none.
+            UnavailableError: a signature is asked for, and `attnforge[signing]` is not installed.
         """
+        self.trusted = _keys(trusted)
         self.path = Path(path)
         self._root = _root(self.path)  # a link that is set to another bundle changes nothing for this one
         self._place = self._identity(".")
         data = _manifest_data(self._root, self.path)
+        if self.trusted:
+            _signatures().check_signed(self.path, self._root, data, self.trusted)
         self.manifest = _parsed_manifest(self.path / MANIFEST, data)
         self._sum = hashlib.sha256(data).digest()
         self._checked: dict[str, Identity] = {}
@@ -89,8 +124,7 @@ class Bundle:
 
     def unlisted(self) -> list[str]:
         """The files in the folder that the manifest does not list: nothing of attnforge reads or runs them."""
-        names = (file.relative_to(self.path).as_posix() for file in self.path.rglob("*") if not _is_folder(file))
-        return sorted(name for name in names if name not in self.manifest.files and name != MANIFEST)
+        return [name for name in names_in(self.path) if name not in self.manifest.files and name not in _UNLISTED]
 
     def file(self, name: str) -> Path:
         """Path of a file of the bundle, checked together with the files that its weights stand in. Who opens it by
@@ -279,6 +313,82 @@ class Bundle:
         return ReplacedError(f"{self.path} was replaced while it was read; read it again once it is left alone")
 
 
+_UNLISTED = (MANIFEST, SIGNATURE)
+"""The files of a bundle that its manifest does not list."""
+
+
+def open_bundle(
+    bundle: str | os.PathLike[str] | Bundle, *, check_plans: bool = True, lazily: bool = False, trusted: Trusted = None
+) -> Bundle:
+    """A bundle by its folder; one that is open already as it is, unless keys are given, for which it is opened anew.
+    Arguments and errors are those of :class:`Bundle`."""
+    if isinstance(bundle, Bundle) and trusted is None:
+        return bundle
+    path = bundle.path if isinstance(bundle, Bundle) else bundle
+    return Bundle(path, check_plans=check_plans, lazily=lazily, trusted=trusted)
+
+
+def sign(bundle: str | os.PathLike[str], key: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Sign a bundle: write `model.sig` into its folder. The bundle may be moved and renamed after that.
+
+    Args:
+        bundle: its folder.
+        key: a .pem file with a private key of an elliptic curve (P-256, P-384 or P-521).
+        force: overwrite a signature that is there.
+
+    Returns:
+        the signature's file.
+
+    Raises:
+        BundleError: no whole, unaltered bundle is there, or it holds files that its manifest does not list.
+        UsageError: the key is none, the bundle is signed already, or the folder cannot be written to.
+        UnavailableError: `attnforge[signing]` is not installed.
+    """
+    signatures, made = _signatures(), Bundle(bundle, trusted=False)
+    file = made.path / SIGNATURE
+    if os.path.lexists(file) and not force:
+        raise UsageError(f"{made.path} is signed already; overwrite {SIGNATURE} with --force (force=True)")
+    if others := made.unlisted():
+        raise BundleError(f"{unlisted_text(made.path, others)}; remove them, then sign it")
+    with made.steady():
+        data = signatures.signature_of(made._root, _manifest_data(made._root, made.path), Path(key))
+    try:
+        write_whole(made._root / SIGNATURE, data)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}; sign a copy of the bundle") from error
+    return file
+
+
+def _signatures() -> ModuleType:
+    try:
+        from attnforge.bundle import signatures
+    except ImportError as error:
+        raise UnavailableError(
+            f"signatures are made and checked by model-signing, which cannot be imported ({first_line(error)}): "
+            "pip install attnforge[signing]"
+        ) from error
+    return signatures
+
+
+def _keys(trusted: Trusted) -> tuple[Path, ...]:
+    """The files of public keys that a caller trusts, or the environment.
+
+    Raises:
+        UsageError: no key was given where keys are asked for.
+    """
+    if trusted is False:
+        return ()
+    if trusted is None:
+        if TRUSTED not in os.environ:
+            return ()
+        trusted, whose = [key for key in os.environ[TRUSTED].split(os.pathsep) if key], TRUSTED
+    else:
+        trusted, whose = [trusted] if isinstance(trusted, str | os.PathLike) else list(trusted), "trusted"
+    if not trusted:
+        raise UsageError(f"{whose} names no key, so no bundle could be opened; name the file of a public key")
+    return tuple(Path(key).absolute() for key in trusted)
+
+
 @contextmanager
 def used(path: Path, how: str) -> Iterator[None]:
     """A block that computes with the content of a bundle, whose sums and schema were right. What it holds may be no
@@ -316,10 +426,6 @@ def _names_files(stream: BufferedReader) -> bool:
         return False
     with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(_LOCATION) >= 0
-
-
-def _is_folder(file: Path) -> bool:
-    return file.is_dir() and not file.is_symlink()
 
 
 def _again(name: str) -> str:
@@ -390,7 +496,7 @@ def _why_not_replaced(folder: Path) -> str | None:
     if not isinstance(document, dict) or not {"schema_version", "attention", "files"} <= set(document):
         is_empty = folder.is_dir() and not any(folder.iterdir())
         return None if is_empty else "exists and is no bundle"
-    listed = {*(document["files"] if isinstance(document["files"], dict) else ()), MANIFEST}
+    listed = {*(document["files"] if isinstance(document["files"], dict) else ()), *_UNLISTED}
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         for name in (*files, *links):
@@ -513,8 +619,9 @@ def write_manifest(folder: Path, manifest: Manifest, *, only_new: bool = False) 
         manifest: receives `files`.
         only_new: whether files that the manifest lists already are not hashed again.
     """
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
     names = {file.relative_to(folder).as_posix(): file for file in files}
+    names = {name: file for name, file in names.items() if name not in _UNLISTED}
     known = manifest.files if only_new else {}
     manifest.files = {name: known.get(name) or sha256(file) for name, file in names.items()}
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ import typer
 
 import attnforge
 from attnforge.cli import options, printing
-from attnforge.cli.options import Backends, Json
+from attnforge.cli.options import Backends, Json, TrustedKeys
 from attnforge.cli.terminal import print_json, say, say_path, stages_shown
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def bench(
         Path | None, typer.Option("--compare", help="Results of an earlier run; exits with 1 on a regression.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the results and the page.")] = False,
+    trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
     """Measure a bundle's backends, and peers, side by side in one run. Only ratios mean anything elsewhere.
@@ -105,6 +106,7 @@ def bench(
             threads=threads,
             quick=quick,
             trust_source=trust_source,
+            trusted=trusted,
             command=f"attnforge {shlex.join(sys.argv[1:])}",
             progress=progress,
         )

@@ -1,4 +1,4 @@
-"""The commands that take one bundle: `attnforge run | verify | diagnose | inspect`."""
+"""The commands that take one bundle: `attnforge run | verify | diagnose | inspect | sign`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 import attnforge
 from attnforge.cli import printing
-from attnforge.cli.options import Backends, BundleArgument, Json, check_unwritten
+from attnforge.cli.options import Backends, BundleArgument, Json, TrustedKeys, check_unwritten
 from attnforge.cli.terminal import print_json, say_path, stages_shown
 
 
@@ -26,6 +26,7 @@ def run(
         bool, typer.Option("--rebuild", help="Build the TensorRT plan again where this machine cannot load it.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the outputs.")] = False,
+    trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
     """Run a bundle on files and write its outputs.
@@ -42,7 +43,7 @@ def run(
     from attnforge.input_files import read_inputs, write_outputs
 
     check_unwritten(out_file, force)
-    with attnforge.load(bundle, backend, rebuild=rebuild) as session:
+    with attnforge.load(bundle, backend, rebuild=rebuild, trusted=trusted) as session:
         feeds = read_inputs(session.inputs, inputs)
         start = time.perf_counter()
         outputs = session.run(feeds)
@@ -68,6 +69,7 @@ def verify(
     least: Annotated[float | None, typer.Option(help="What the metric must reach; by default about float64's.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the page.")] = False,
+    trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
     """Hold every backend that this machine can run to the parity budget, against eager in float64.
@@ -84,12 +86,12 @@ def verify(
         check_page(html, force)
     with stages_shown(as_json) as progress:
         progress(f"verify {bundle}")
-        report = attnforge.verify(bundle, backend, metric=metric, least=least)
+        report = attnforge.verify(bundle, backend, metric=metric, least=least, trusted=trusted)
         if html is not None:
             from attnforge.report.verify_page import write_page
 
             progress(f"write {html}")
-            write_page(report, bundle, html, force=force)
+            write_page(report, attnforge.Bundle(bundle, trusted=trusted), html, force=force)
     if as_json:
         print_json(report.model_dump() | ({"page": str(html)} if html is not None else {}))
     else:
@@ -109,6 +111,7 @@ def diagnose(
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="Where to write the files that reproduce a wrong rewrite.")
     ] = None,
+    trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
     """Say where a deployment first goes wrong, and why: which rewrite, or which tensor at which precision.
@@ -120,7 +123,7 @@ def diagnose(
     """
     with stages_shown(as_json) as progress:
         progress(f"diagnose {bundle}")
-        diagnosis = attnforge.diagnose(bundle, backend, case=case, out=out_folder)
+        diagnosis = attnforge.diagnose(bundle, backend, case=case, out=out_folder, trusted=trusted)
     if as_json:
         print_json(diagnosis.model_dump())
     else:
@@ -129,13 +132,33 @@ def diagnose(
         raise typer.Exit(1)
 
 
-def inspect(bundle: BundleArgument, as_json: Json = False) -> None:
+def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json = False) -> None:
     """Show what a bundle holds, and what became of every attention site.
 
     Example: `attnforge inspect vit-fp16 --json`
     """
-    opened = attnforge.Bundle(bundle)
+    opened = attnforge.Bundle(bundle, trusted=trusted)
     if as_json:
         print_json(printing.summary(opened))
     else:
         printing.print_bundle(opened)
+
+
+def sign(
+    bundle: BundleArgument,
+    key: Annotated[Path, typer.Option("--key", help="A .pem file with a private key of an elliptic curve.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a signature.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Sign a bundle, so that others can tell whose it is: writes `model.sig` into it.
+
+    `openssl ecparam -name prime256v1 -genkey -noout -out my.key` makes a key, and `openssl ec -in my.key -pubout -out
+    my.pub` the public one, which others pass as `--trusted my.pub`. Needs `attnforge[signing]`, and no network.
+
+    Example: `attnforge sign vit-fp16 --key my.key`
+    """
+    file = attnforge.sign(bundle, key, force=force)
+    if as_json:
+        print_json({"bundle": str(bundle), "signature": str(file)})
+    else:
+        say_path("signed", file)

@@ -15,6 +15,16 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on standar
 BundleArgument = Annotated[Path, typer.Argument(help="Folder of a bundle.", show_default=False)]
 Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="A backend; repeat for several.")]
 
+TrustedKeys = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--trusted",
+        metavar="KEY",
+        help="Open only what the owner of this public key has signed; repeat for several. By default those that "
+        "ATTNFORGE_TRUSTED names.",
+    ),
+]
+
 
 def pairs(texts: Iterable[str] | None) -> dict[str, str]:
     """Names and values of texts like `num_layers=6`.

@@ -27,7 +27,7 @@ from attnforge.benchmarks.measure.starts import measure_starts_and_memory
 from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
 from attnforge.benchmarks.measure.throughput import throughputs
 from attnforge.benchmarks.measure.work import work_of
-from attnforge.bundle import CANONICAL, FLAVOURS, WEIGHTS, Bundle, Case
+from attnforge.bundle import CANONICAL, FLAVOURS, WEIGHTS, Bundle, Case, Trusted, open_bundle
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.sources.named import check_trusted
@@ -53,6 +53,7 @@ def benchmark(
     module: Any = None,
     quick: bool = False,
     trust_source: bool = False,
+    trusted: Trusted = None,
     command: str = "attnforge.benchmark(…)",
     progress: Progress = lambda stage: None,
 ) -> Results:
@@ -75,6 +76,7 @@ def benchmark(
         trust_source: whether you trust whoever made the bundles as you would a program's maker: peers run the model
             that was deployed, so what the manifest names (a callable, a Hugging Face folder, a file) is imported,
             opened and run with all your rights.
+        trusted: files of public keys, one of which must have signed each bundle, as :func:`attnforge.load` takes them.
         command: recorded as the one that measures the results again.
         progress: called with the name of each stage as it starts.
 
@@ -87,7 +89,7 @@ def benchmark(
         BundleError: a bundle is not whole, or was altered.
     """
     paths = [bundle] if isinstance(bundle, str | os.PathLike | Bundle) else list(bundle)
-    bundles = [path if isinstance(path, Bundle) else Bundle(path, lazily=True) for path in paths]
+    bundles = [open_bundle(path, lazily=True, trusted=trusted) for path in paths]
     for kind, names, known in (("backend", backends or (), BACKENDS), ("peer", against, tuple(PEERS))):
         if unknown := [name for name in names if name not in known]:
             raise UnknownNameError(kind, unknown[0], known)

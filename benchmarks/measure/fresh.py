@@ -46,6 +46,7 @@ class Order(Record):
         any_sizes: whether it runs at other sizes than these.
         trust_source: whether what the manifest names may be imported, opened and run.
         stands: where the caller stands, beside whose own files a callable is looked for.
+        trusted: public keys, one of which must have signed the bundle; none where no signature is asked for.
         warm: run at the least sizes first, so that what the run at `sizes` adds is its own.
     """
 
@@ -60,6 +61,7 @@ class Order(Record):
     warm: bool
     trust_source: bool = False
     stands: str = "."
+    trusted: list[str] = []
 
 
 class FreshRun(Record):
@@ -106,7 +108,7 @@ def _main(order: Order) -> FreshRun:
     if order.engine == "torch":
         importlib.import_module("attnforge.benchmarks.contenders.peers")
     imported = time.perf_counter()
-    bundle = Bundle(order.bundle, lazily=True)
+    bundle = Bundle(order.bundle, lazily=True, trusted=order.trusted or False)
     feeds, least = _inputs(bundle, order.sizes), _inputs(bundle, _least(bundle))
     prepared = time.perf_counter()
     with ExitStack() as stack:

@@ -118,4 +118,5 @@ def _order(experiment: Experiment, entry: Entry, case: Case) -> fresh.Order | st
         warm=False,
         trust_source=experiment.trust_source,
         stands=str(Path.cwd()),
+        trusted=[str(key) for key in bundle.trusted],
     )

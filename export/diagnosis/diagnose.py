@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, used
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Trusted, open_bundle, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
 from attnforge.export.diagnosis.deployed import tensors_on
 from attnforge.export.diagnosis.findings import Examination, Finding, finite, first_finding
@@ -90,6 +90,7 @@ def diagnose(
     *,
     case: str | None = None,
     out: str | os.PathLike[str] | None = None,
+    trusted: Trusted = None,
 ) -> Diagnosis:
     """Say where a deployment first goes wrong, and why; of one that does not, what its precision costs most.
 
@@ -98,13 +99,14 @@ def diagnose(
         backends: to verify first, by default all that can run here.
         case: to examine; by default the one that fails, or is nearest to its budget.
         out: folder for the files that reproduce a wrong rewrite; by default `BUNDLE.diagnosis` beside the bundle.
+        trusted: files of public keys, one of which must have signed the bundle, as :func:`attnforge.load` takes them.
 
     Raises:
         BundleError: no whole, unaltered bundle is there.
         UnknownNameError: no such backend or case.
         UnavailableError: an operator of the model is not computed in float64 here.
     """
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened = open_bundle(bundle, trusted=trusted)
     with used(opened.path, "diagnosed"):
         return _diagnosed(opened, backends, case, out)
 

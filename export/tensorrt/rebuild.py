@@ -9,27 +9,35 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 
 from attnforge import cache
-from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, Bundle, Certificate
-from attnforge.errors import BundleError, ReplacedError, UnavailableError
+from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, SIGNATURE, Bundle, Certificate, Trusted
+from attnforge.errors import BundleError, ReplacedError, SignatureError, UnavailableError
 from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
 from attnforge.files import write_whole
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.runtime.plans import engine_for
 from attnforge.scratch import locked
 
+log = logging.getLogger("attnforge")
 
-def rebuilt(bundle: str | os.PathLike[str] | Bundle, backend: str, device: int = 0) -> Bundle:
+
+def rebuilt(
+    bundle: str | os.PathLike[str] | Bundle, backend: str, device: int = 0, *, trusted: Trusted = None
+) -> Bundle:
     """The bundle with a plan that this machine's `backend` can load, built where there is none.
 
     Raises:
         BundleError: something else than a plan is missing or altered, or the folder cannot be written to.
+        SignatureError: a signature is asked for, and a plan is needed that nobody has signed.
         UnavailableError: TensorRT was asked for by name and there is no device, or no builder.
         BuildError: the builder refused.
     """
-    opened = Bundle(bundle.path if isinstance(bundle, Bundle) else bundle, check_plans=False)
+    if isinstance(bundle, Bundle) and trusted is None:
+        trusted = bundle.trusted or False
+    opened = Bundle(bundle.path if isinstance(bundle, Bundle) else bundle, check_plans=False, trusted=trusted)
     for flavour in FLAVOURS:
         if backend not in ("auto", flavour) or flavour not in opened.manifest.targets:
             continue
@@ -73,6 +81,11 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
         UnavailableError: that TensorRT is not installed.
         BuildError: the builder refused.
     """
+    if bundle.trusted:
+        raise SignatureError(
+            f"{bundle.path} has no signed plan for this machine, and one that is built here would end its signature; "
+            "build it without a trusted key, sign the bundle with a key of yours and trust that one"
+        )
     trt, manifest = load_tensorrt(flavour), bundle.manifest
     record = manifest.targets[flavour]
     portable = flavour == "tensorrt_rtx" and not hasattr(trt.ComputeCapability, capability)
@@ -95,7 +108,7 @@ def _as_it_is_now(bundle: Bundle, model: str) -> Bundle:
     Raises:
         ReplacedError: the model that a plan was built from is another one now.
     """
-    now = Bundle(bundle.path, check_plans=False, lazily=True)
+    now = Bundle(bundle.path, check_plans=False, lazily=True, trusted=False)
     if now.manifest.files.get(model) != bundle.manifest.files[model]:
         raise ReplacedError(f"{bundle.path} was replaced while a plan was built from its model; build it again")
     return now
@@ -116,6 +129,8 @@ def _added(bundle: Bundle, flavour: str, name: str, plan: Plan, capability: str)
             if (folder := (bundle.path / file).parent).is_symlink():
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
             folder.mkdir(exist_ok=True)
+        is_signed = os.path.lexists(bundle.path / SIGNATURE)
+        (bundle.path / SIGNATURE).unlink(missing_ok=True)
         write_whole(bundle.path / name, plan.data)
         manifest.files[name] = hashlib.sha256(plan.data).hexdigest()
         manifest.files = dict(sorted(manifest.files.items()))
@@ -124,7 +139,9 @@ def _added(bundle: Bundle, flavour: str, name: str, plan: Plan, capability: str)
             (bundle.path / file).unlink(missing_ok=True)
     except OSError as error:
         raise BundleError(f"{bundle.path} cannot be written to ({error}); copy the bundle and load the copy") from error
-    return Bundle(bundle.path, check_plans=False)
+    if is_signed:
+        log.warning("%s has a new plan, so its signature is gone; sign it again: attnforge sign", bundle.path)
+    return Bundle(bundle.path, check_plans=False, trusted=False)
 
 
 def certified(certificate: Certificate, flavour: str, plan: Plan) -> Certificate:

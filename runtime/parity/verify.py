@@ -23,6 +23,8 @@ from attnforge.bundle import (
     Case,
     Manifest,
     TensorSpec,
+    Trusted,
+    open_bundle,
     unlisted_text,
     used,
 )
@@ -148,6 +150,7 @@ def verify(
     module: Any = None,
     metric: str | Metric | None = None,
     least: float | None = None,
+    trusted: Trusted = None,
 ) -> Report:
     """Run every reference case on every backend that this machine can run, and hold the outputs to the parity budget.
 
@@ -160,13 +163,14 @@ def verify(
             `cosine`, or a function from outputs by name and labels to a number, the larger the better. By default the
             bundle's own, if it has one.
         least: what the metric must reach; by default it may fall short of float64's twice as far as eager does.
+        trusted: files of public keys, one of which must have signed the bundle, as :func:`attnforge.load` takes them.
 
     Raises:
         BundleError: no whole, unaltered bundle is there.
         UnknownNameError: no such backend.
         UnavailableError: a backend that was asked for by name cannot run here.
     """
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened = open_bundle(bundle, trusted=trusted)
     for name in backends or ():
         if name not in (*BACKENDS, "eager"):
             raise UnknownNameError("backend", name, (*BACKENDS, "eager"))

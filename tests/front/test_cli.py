@@ -386,7 +386,7 @@ def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
 
 
 def test_every_command_has_help_with_an_example(here: Here) -> None:
-    for command in ("models", "deploy", "run", "verify", "diagnose", "bench", "inspect", "doctor"):
+    for command in ("models", "deploy", "run", "verify", "diagnose", "bench", "inspect", "sign", "doctor"):
         done = here(command, "--help")
         assert done.returncode == 0
         assert "Example" in done.stdout, command
