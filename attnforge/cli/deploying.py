@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from attnforge.bundle import check_place
 from attnforge.cli import printing
 from attnforge.cli.options import Json, pairs, ranges
 from attnforge.cli.terminal import print_json, stages_shown
@@ -97,6 +96,7 @@ def deploy(
 
     Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
     """
+    from attnforge.bundle import check_place
     from attnforge.export.deploy import deploy as deploy_model
     from attnforge.export.sources.named import model_named
     from attnforge.model.data import Real, real_data
