@@ -149,16 +149,29 @@ def test_what_is_checked_is_what_is_used(signed: Path, key: Path, monkeypatch: p
     (signed / MODEL).write_bytes(b"another")
     with pytest.raises(BundleError, match="altered"):
         opened.model(MODEL)
+
+
+def test_the_manifest_that_was_signed_is_the_one_that_is_parsed(
+    signed: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands in its place while the signature is checked."""
+    own = (signed / MANIFEST).read_bytes()
+    another = own.replace(b'"name": "small"', b'"name": "other"', 1)
+    assert another != own
     real = store._manifest_data
 
-    def exchanged(folder: Path, shown: Path | None = None) -> bytes:
-        data = real(folder, shown)
-        (signed / MANIFEST).write_text("{}")
-        return data
+    def then(data: bytes) -> Callable[..., bytes]:
+        def exchanged(folder: Path, shown: Path | None = None) -> bytes:
+            read = real(folder, shown)
+            (signed / MANIFEST).write_bytes(data)
+            return read
 
-    monkeypatch.setattr(store, "_manifest_data", exchanged)
-    shutil.copy(key, signed / "stray")
-    refused(inspect, signed, key.with_suffix(".pub"), "stray")
+        return exchanged
+
+    monkeypatch.setattr(store, "_manifest_data", then(another))
+    assert Bundle(signed, trusted=key.with_suffix(".pub")).manifest.name == "small"
+    monkeypatch.setattr(store, "_manifest_data", then(own))
+    refused(inspect, signed, key.with_suffix(".pub"), "was altered after it was signed .*manifest.json")
 
 
 # --- what a signature is over -----------------------------------------------------------------------------------------
