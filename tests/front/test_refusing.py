@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,18 @@ def test_a_terminal_that_knows_few_letters_shows_few(copy: Path) -> None:
 # --- told to end ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that this process hears, although whoever started it may have it ignored, as a job in the background."""
+
+    def unheard(number: int, frame: object) -> None:
+        raise AssertionError("the command did not hear the signal")
+
+    before = signal.signal(request.param, unheard)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 @pytest.mark.parametrize("swallowed", ["as an error", "and forgotten", "not"])
 def test_a_signal_ends_the_command_whatever_a_library_makes_of_it(
     here: Here, copy: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, swallowed: str
