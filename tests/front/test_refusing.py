@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,44 +212,57 @@ def test_a_terminal_that_knows_few_letters_shows_few(copy: Path) -> None:
 # --- told to end ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """A signal that this process hears, although whoever started it may have it ignored, as a job in the background."""
+TOLD = """
+import os, signal, sys
+import attnforge
+from attnforge.cli import main, terminal
+from attnforge.errors import BundleError
 
-    def unheard(number: int, frame: object) -> None:
-        raise AssertionError("the command did not hear the signal")
+number, swallowed = int(sys.argv[1]), sys.argv[2]
 
-    before = signal.signal(request.param, unheard)
-    yield request.param
-    signal.signal(request.param, before)
+def work(*arguments, **options):
+    try:
+        os.kill(os.getpid(), number)
+        for _ in range(1_000_000):
+            pass
+    except BaseException:
+        if swallowed == "not":
+            raise
+        if swallowed == "as an error":
+            raise BundleError("torch cannot export") from None
+    with terminal.stages_shown(quiet=True) as display:
+        display("the next step")
+    print("it goes on")
+
+def status():
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code
+
+def before(number, frame):
+    print("nobody heard")
+
+signal.signal(number, before)
+sys.argv[1:] = ["verify", "absent", "--json"]
+attnforge.verify = work
+first = status()
+assert signal.getsignal(number) is before
+attnforge.verify = lambda *arguments, **options: attnforge.Bundle("absent")
+sys.argv.pop()
+print(first, status())
+"""
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("swallowed", ["as an error", "and forgotten", "not"])
-def test_a_signal_ends_the_command_whatever_a_library_makes_of_it(
-    here: Here, copy: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, swallowed: str
-) -> None:
-    def work(*arguments: Any, **options: Any) -> Any:
-        try:
-            os.kill(os.getpid(), number)
-            for _ in range(1_000_000):
-                pass
-        except BaseException:
-            if swallowed == "not":
-                raise
-            if swallowed == "as an error":
-                raise BundleError("torch cannot export") from None
-        with terminal.stages_shown(quiet=True) as display:
-            display("the next step")
-        pytest.fail("it goes on")
-
-    monkeypatch.setattr(attnforge, "verify", work)
-    before = signal.getsignal(number)
-    status, printed, said = here("verify", copy, "--json")
-    assert status == 128 + number and "interrupted" in said
-    assert json.loads(printed)["error"]["kind"] == "Interrupted"
-    assert signal.getsignal(number) is before
-    monkeypatch.setattr(attnforge, "verify", lambda *arguments, **options: attnforge.Bundle("absent"))
-    assert here("verify", copy)[0] == 1  # the next command was told nothing
+def test_a_signal_ends_the_command_whatever_a_library_makes_of_it(number: signal.Signals, swallowed: str) -> None:
+    command = [sys.executable, "-c", TOLD, str(int(number)), swallowed]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
+    assert "interrupted" in done.stderr
+    document, _, codes = done.stdout.rstrip().rpartition("\n")
+    assert codes == f"{128 + number} 1", done.stderr  # the next command was told nothing
+    assert json.loads(document)["error"]["kind"] == "Interrupted"
 
 
 def test_what_is_ignored_stays_ignored() -> None:

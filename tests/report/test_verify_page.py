@@ -498,7 +498,7 @@ def test_the_command_takes_a_metric_and_says_reasons(
     given: dict[str, object] = {}
     monkeypatch.setattr(attnforge, "verify", lambda *_, **named: given.update(named) or changed, raising=False)
     done = CliRunner().invoke(app, ["verify", path, "--metric", "cosine", "--least", "0.5"])
-    assert given == {"metric": "cosine", "least": 0.5}
+    assert given == {"metric": "cosine", "least": 0.5, "trusted": None}
     said = " ".join(done.output.split())
     for text in (metric.text(), "onnxruntime-cpu too low", "fp16 drifts"):
         assert text in said

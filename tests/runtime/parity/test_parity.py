@@ -181,7 +181,7 @@ def test_numbers_beyond_the_dtype_may_be_infinite() -> None:
 
 def test_outputs_of_few_numbers_have_eagers_error_over_all_ordinary_inputs(tmp_path: Path) -> None:
     bundle = attnforge.deploy(
-        nn.Linear(16, 4), (torch.randn(2, 16),), tmp_path / "b", precision="fp16", targets=["onnxruntime"], tune=False
+        nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path / "b", precision="fp16", targets=["onnxruntime"], tune=False
     )
     stored = load_file(bundle.file(REFERENCE_OUTPUTS))
     ordinary = [case for case in bundle.manifest.cases if case.is_ordinary]
