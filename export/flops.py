@@ -50,27 +50,18 @@ def product_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
     return 2 * result * (a[0] if node.op_type == "Gemm" and node.attributes.get_int("transA") == 1 else a[-1])
 
 
-def graph_flops(model: ir.Model, sizes: Mapping[str, int]) -> int:
-    """Floating-point operations of all products in a graph; those that cannot be counted are left out.
-
-    Args:
-        sizes: of the symbolic dims.
-    """
-    count = 0
-    for node in model.graph:
-        with suppress(Uncountable):
-            count += product_flops(node, sizes)
-    return count
-
-
 def run_cost(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
-    """:func:`graph_flops` of a graph that stays as it is, by sizes, each counted once."""
+    """The floating-point operations of all products in a graph that stays as it is, by the sizes of its symbolic dims,
+    each counted once; products that cannot be counted are left out."""
     counts: dict[tuple[tuple[str, int], ...], int] = {}
 
     def cost(sizes: Mapping[str, int]) -> int:
         key = tuple(sizes.items())
         if key not in counts:
-            counts[key] = graph_flops(model, sizes)
+            counts[key] = 0
+            for node in model.graph:
+                with suppress(Uncountable):
+                    counts[key] += product_flops(node, sizes)
         return counts[key]
 
     return cost
