@@ -140,9 +140,12 @@ def test_a_small_disk_that_fills_loses_nothing(tmp_path: Path, kibibytes: int) -
 # Interruptions
 
 AT_WORK = """
-import sys, time
+import signal, sys, time
 from attnforge import cli
 from attnforge.bundle import writing
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of the background is started with some ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def work(**options):
     with writing(sys.argv[1], force=False) as folder:
