@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test kill lint docs bench bench-others gpu wheel package clean
+.PHONY: demo test kill fuzz lint docs bench bench-others gpu wheel package clean
 
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
@@ -10,9 +10,15 @@ demo: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
-# A process that writes bundles, killed at a hundred random moments: each time the old or the new bundle is whole.
+# Processes that write bundles, deploy and rebuild, killed at two hundred random moments: each time the old or the new
+# bundle is whole.
 kill: .venv/ready
-	ATTNFORGE_KILLS=100 $(BIN)/python -m pytest -q tests/front/test_writing.py -k killed
+	ATTNFORGE_KILLS=100 $(BIN)/python -m pytest -q tests/front/test_writing.py tests/front/test_killed.py -k killed
+
+# Thousands of wrong manifests, files of bundles, ONNX graphs and input files, of another seed each time.
+fuzz: .venv/ready
+	ATTNFORGE_FUZZ=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --hypothesis-show-statistics --numprocesses auto \
+		--dist loadfile tests/fuzz
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Bundle", "Session", "__version__", "benchmark", "deploy", "diagnose", "load", "sign", "verify"]
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime 1.29 and later send usage to Microsoft, unless told
+
 _HOME = {
     "Bundle": "attnforge.bundle",
     "Session": "attnforge.runtime.session",

@@ -15,7 +15,10 @@ if TYPE_CHECKING:  # the command line shows its help without pydantic, which tak
 
 
 class AttnforgeError(Exception):
-    """Base class of every error raised on purpose."""
+    """Base class of every error raised on purpose. Its message is one line, whatever texts of others are in it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(plain(message))
 
 
 class UsageError(AttnforgeError, ValueError):

@@ -59,6 +59,9 @@ log = logging.getLogger("attnforge")
 MOST_MANIFEST = 2**26
 """Bytes that a manifest may have."""
 
+MOST_VALUES = 200_000
+"""Commas that a manifest may have, and so about its values: each that is wrong costs a kilobyte to say so."""
+
 READ_WHOLE = 2**26
 """Bytes of a model up to which it is read at once, so that the very bytes are run whose sha256 was checked."""
 
@@ -456,6 +459,8 @@ def _manifest_data(folder: Path, shown: Path | None = None) -> bytes:
         raise BundleError(f"no bundle at {path}: its {MANIFEST} cannot be read: {first_line(error)}") from error
     if len(data) > MOST_MANIFEST:
         raise BundleError(f"{file} is no valid manifest: it has more than {MOST_MANIFEST:,} bytes")
+    if data.count(b",") > MOST_VALUES:
+        raise BundleError(f"{file} is no valid manifest: it has more than {MOST_VALUES:,} values")
     return data
 
 

@@ -132,6 +132,8 @@ def test_a_manifest_of_any_length_and_depth_is_refused_at_once(copy: Path, monke
         refused(copy, "is no valid manifest")
         with pytest.raises(UsageError, match="no bundle"), store.writing(copy, force=True):
             pytest.fail("it must not be overwritten")
+    (copy / MANIFEST).write_text(json.dumps({"schema_version": 1, "inputs": [[]] * 10**6}))
+    refused(copy, "more than 200,000 values")
     monkeypatch.setattr(store, "MOST_MANIFEST", 1000)
     refused(copy, "more than 1,000 bytes")
 

@@ -572,6 +572,23 @@ def test_loading_running_and_verifying_import_no_torch(small: DeploySmall, tmp_p
     assert done.stdout.strip() == "fine"
 
 
+# Nothing is sent
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_onnx_runtime_reports_to_nobody_unless_asked(tmp_path: Path, asked: bool) -> None:
+    """Its telemetry keeps an identifier of the device and what is to be sent in the user's caches."""
+    kept = {**os.environ, "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    kept.pop("ORT_DISABLE_TELEMETRY", None)
+    if asked:
+        kept["ORT_DISABLE_TELEMETRY"] = "0"
+    code = "import os, attnforge, onnxruntime; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept, timeout=60)
+    assert done.stdout.strip() == ("0" if asked else "1"), done.stderr
+    if not asked:
+        assert list(tmp_path.iterdir()) == []
+
+
 # Before a fork
 
 WITHOUT_CUDA = """

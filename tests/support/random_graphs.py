@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import onnx_ir as ir
+from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from attnforge.arrays import Array
@@ -60,6 +61,19 @@ class Choices(Protocol):
     def pick(self, options: Sequence[T]) -> T: ...
 
     def chance(self, percent: int) -> bool: ...
+
+
+class Drawn:
+    """Choices drawn by hypothesis, which shrinks them towards the first option and towards no."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data = data
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[self._data.draw(st.integers(0, len(options) - 1))]
+
+    def chance(self, percent: int) -> bool:
+        return self._data.draw(st.integers(0, 99)) >= 100 - percent
 
 
 @dataclass

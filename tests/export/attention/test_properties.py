@@ -30,6 +30,7 @@ from tests.support.random_graphs import (
     FLOAT,
     INT64,
     MUTATIONS,
+    Drawn,
     Graph,
     Invalid,
     Mutation,
@@ -42,19 +43,6 @@ DOUBLE, FLOAT16, BFLOAT16 = ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType
 
 TOLERANCE = {DOUBLE: 2e-6, FLOAT: 2e-6, FLOAT16: 2e-3, BFLOAT16: 1.6e-2}
 """Relative error in float64: a factor that is kept in the graph's type, twice rounded, may differ by that much."""
-
-
-class Drawn:
-    """Choices drawn by hypothesis, which shrinks them towards the first option and towards no."""
-
-    def __init__(self, data: st.DataObject) -> None:
-        self._data = data
-
-    def pick(self, options: Sequence[T]) -> T:
-        return options[self._data.draw(st.integers(0, len(options) - 1))]
-
-    def chance(self, percent: int) -> bool:
-        return self._data.draw(st.integers(0, 99)) >= 100 - percent
 
 
 def drawn(data: st.DataObject, flaw: str | None = None, mutations: Sequence[Mutation] = ()) -> Program:

@@ -1,0 +1,154 @@
+"""A process to which wrong things are given: what crashes it, holds it up or fills its memory is seen from outside.
+
+`python -m tests.fuzz.subject` serves requests of :mod:`.tasks`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attnforge import memory
+from attnforge.errors import AttnforgeError
+
+MOST_SECONDS = 10.0
+"""Processor seconds that one request may take: the wall's depend on what else the machine does."""
+MOST_WAITED = 120.0
+"""Seconds after which a process that waits, and so takes no processor time, hangs."""
+MOST_MEMORY = 2**30
+"""Bytes that one request may add to what the process has in memory."""
+MOST_LINE = 4_000
+
+_STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn", "subprocess.Popen",
+           "socket.connect", "socket.bind"}  # fmt: skip
+
+
+class Answer(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+        kind: `accepted`, `refused` with an error of attnforge, or `raw` with another, or with a fault of the process.
+        text: what was accepted, the error's line, or the traceback.
+    """
+
+    kind: str
+    text: str
+
+
+class Subject:
+    """The process, started again where it ended."""
+
+    def __init__(self) -> None:
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def ask(self, task: str, *arguments: Any) -> Answer:
+        """Let the process do one of :data:`.tasks.TASKS`, and judge how it went.
+
+        Raises:
+            AssertionError: it was not accepted rightly, nor refused in one line.
+        """
+        answer = self._answer(task, arguments)
+        assert answer.kind != "raw", answer.text
+        if answer.kind == "refused":
+            assert answer.text and len(answer.text) < MOST_LINE, f"no line that can be read: {answer.text[:200]!r}"
+            assert re.search(r"[\x00-\x1f\x7f-\x9f]", answer.text) is None, f"control characters in {answer.text!r}"
+        return answer
+
+    def _answer(self, task: str, arguments: tuple[Any, ...]) -> Answer:
+        if self._pipe is None:
+            self._start()
+        assert self._pipe is not None and self._process is not None
+        self._pipe.send((task, arguments))
+        waited = time.monotonic()
+        while not self._pipe.poll(1):
+            if time.monotonic() - waited > MOST_WAITED:
+                self.close()
+                return Answer("raw", f"{task} did not end within {MOST_WAITED:.0f} s")
+            if not self._process.is_alive():
+                break
+        try:
+            answer: Answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            code = self._process.exitcode
+            self.close()
+            return Answer("raw", f"{task} ended the process with {code}")
+        return answer
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        if not self._pipe.poll(300) or self._pipe.recv() != "ready":
+            self.close()
+            raise RuntimeError("the process that is tried did not start")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        self._process = self._pipe = None
+
+
+def serve(pipe: Connection) -> None:
+    """Do what is asked, and say what became of it and whether anything was started meanwhile."""
+    from tests.fuzz.tasks import TASKS
+
+    started: list[str] = []
+    at_work: list[bool] = []
+    here = Path.cwd()
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if at_work and event in _STARTS:
+            started.append(f"{event}{arguments!r:.200}")
+
+    _limit_memory()
+    sys.addaudithook(watch)
+    pipe.send("ready")
+    while True:
+        try:
+            task, arguments = pipe.recv()
+        except EOFError:
+            return
+        memory.reset_peak()
+        before, start = memory.peak(), time.process_time()
+        at_work.append(True)
+        try:
+            answer = Answer("accepted", TASKS[task](*arguments))
+        except AttnforgeError as error:
+            answer = Answer("refused", str(error))
+        except BaseException:  # a fault is what is looked for, an exit as well
+            answer = Answer("raw", traceback.format_exc(limit=-12))
+        at_work.clear()
+        seconds, grown = time.process_time() - start, memory.peak() - before
+        if started:
+            answer = Answer("raw", f"{task} started {started}")
+        elif seconds > MOST_SECONDS:
+            answer = Answer("raw", f"{task} took {seconds:.1f} s of the processor, and then: {answer}"[:MOST_LINE])
+        elif grown > MOST_MEMORY:
+            answer = Answer("raw", f"{task} took {grown:,} bytes of memory, and then: {answer}"[:MOST_LINE])
+        elif Path.cwd() != here:
+            answer = Answer("raw", f"{task} left the process in another folder")
+        started.clear()
+        pipe.send(answer)
+
+
+def _limit_memory() -> None:
+    """Let an allocation without bound fail in this process before the system ends others."""
+    if os.name == "posix":
+        import resource
+
+        most = 16 * 2**30
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

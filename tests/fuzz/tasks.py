@@ -1,0 +1,122 @@
+"""What is done with a wrong thing, in a process of its own (:mod:`.subject`). Each task returns a word on what it
+accepted, raises an error of attnforge, or fails."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, TensorSpec
+from attnforge.cli import printing, terminal
+from attnforge.errors import InputError
+from attnforge.input_files import read_inputs
+from tests.support.bundles import small_inputs
+
+BACKEND = "onnxruntime-cpu"
+
+
+def _differ(got: dict[str, Array], wanted: dict[str, Array], tolerance: float) -> str | None:
+    """How outputs differ from what they should be, by far more than any budget; None where they do not."""
+    for name, right in wanted.items():
+        answer = got[name]
+        if answer.shape != right.shape:
+            return f"{name} has shape {answer.shape}, not {right.shape}"
+        answer, right = answer.astype(np.float64), right.astype(np.float64)
+        finite = np.isfinite(right)
+        if not np.array_equal(finite, np.isfinite(answer)):
+            return f"{name} is finite elsewhere"
+        error = float(np.linalg.norm((answer - right)[finite]))
+        size = max(float(np.linalg.norm(right[finite])), 1e-30)
+        if error > tolerance * size:
+            return f"{name} is off by {error / size:.2g}"
+    return None
+
+
+def use_bundle(folder: str, truth: str) -> str:
+    """Open a bundle, show it, verify it and run it; what passes has to give the outputs of the whole one.
+
+    Args:
+        folder: the bundle.
+        truth: `.npz` of the outputs for :func:`tests.support.bundles.small_inputs`.
+    """
+    bundle = Bundle(folder)
+    _show(bundle)
+    report = attnforge.verify(folder, [BACKEND])
+    with attnforge.load(folder, BACKEND) as session:
+        try:
+            outputs = session.run(small_inputs())
+        except InputError:  # the manifest names other inputs
+            return f"passed: {report.passed}, other inputs"
+    if not report.passed:
+        return "not passed"
+    with np.load(truth) as wanted:
+        right = dict(wanted)
+    missing = right.keys() - outputs.keys()
+    assert not missing, f"it passed without the output {missing}"
+    difference = _differ(outputs, right, 1e-3)
+    assert difference is None, f"it passed, and {difference}"
+    return "passed"
+
+
+def _show(bundle: Bundle) -> None:
+    """`attnforge inspect`, as a terminal and as JSON show it."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        printing.print_bundle(bundle)
+        terminal.print_json(printing.summary(bundle))
+    control = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text.getvalue())
+    assert control is None, f"a terminal is given {control!r}"
+
+
+def deploy_source(file: str, out: str) -> str:
+    """Deploy an ONNX file; what passes has to give the outputs that ONNX Runtime gives for the file itself."""
+    bundle = attnforge.deploy(
+        file, None, out, _ranges(file), targets=["onnxruntime"], tune=False, cache=False, trust_source=False
+    )
+    report = attnforge.verify(bundle.path, [BACKEND])
+    if not report.passed:
+        return "not passed"
+    inputs = bundle.tensors(REFERENCE_EXAMPLE)
+    with attnforge.load(bundle.path, BACKEND) as session:
+        outputs = session.run(inputs)
+    difference = _differ(outputs, _original(file, inputs), 1e-2)
+    assert difference is None, f"it passed, and {difference}"
+    return "passed"
+
+
+def _ranges(file: str) -> dict[str, tuple[int, int, int]]:
+    """A range for every dim that the file's inputs name."""
+    try:
+        graph = onnx.load(file, load_external_data=False).graph
+    except Exception:  # of protobuf, which has no types: deploy has to say that it is no model
+        return {}
+    return {d.dim_param: (1, 2, 4) for v in graph.input for d in v.type.tensor_type.shape.dim if d.dim_param}
+
+
+def _original(file: str, inputs: dict[str, Array]) -> dict[str, Array]:
+    session = ort.InferenceSession(file, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_outputs()]
+    taken = [value.name for value in session.get_inputs()]
+    return dict(zip(names, session.run(names, {name: inputs[name] for name in taken}), strict=True))
+
+
+def read_files(specs: list[TensorSpec], texts: list[str]) -> str:
+    """Read input files; what is accepted has the shape, the type and the numbers of the file."""
+    arrays = read_inputs(specs, texts)
+    by_name = {spec.name: spec for spec in specs}
+    for name, array in arrays.items():
+        spec = by_name[name]
+        if np.issubdtype(array.dtype, np.floating):
+            assert array.dtype.name == spec.dtype, f"{name} has dtype {array.dtype}"
+    return ", ".join(f"{name} {array.dtype}{array.shape}" for name, array in arrays.items())
+
+
+TASKS: dict[str, Callable[..., str]] = {task.__name__: task for task in (use_bundle, deploy_source, read_files)}

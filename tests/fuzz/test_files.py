@@ -1,0 +1,49 @@
+"""Files of a bundle with other bytes, whose new hashes the manifest has: nothing but verifying can tell."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import attnforge
+from attnforge.bundle import MANIFEST
+from tests.fuzz.budget import tries
+from tests.fuzz.changes import changed_bytes
+from tests.fuzz.subject import Subject
+from tests.support.bundles import DeploySmall, small_inputs
+
+
+@pytest.fixture(scope="module")
+def folder(small: DeploySmall, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the small bundle, beside the outputs that it gives."""
+    folder = Path(shutil.copytree(small("fp32").path, tmp_path_factory.mktemp("files") / "small"))
+    with attnforge.load(folder, "onnxruntime-cpu") as session:
+        outputs: dict[str, Any] = dict(session.run(small_inputs()))
+    np.savez(folder.parent / "truth.npz", **outputs)
+    return folder
+
+
+@tries(few=30, many=2_000)
+@given(data=st.data())
+def test_a_file_is_accepted_rightly_or_refused_in_one_line(folder: Path, subject: Subject, data: st.DataObject) -> None:
+    document = json.loads((folder / MANIFEST).read_text())
+    name = data.draw(st.sampled_from(sorted(document["files"])))
+    whole, manifest = (folder / name).read_bytes(), (folder / MANIFEST).read_bytes()
+    changed = data.draw(changed_bytes(whole))
+    try:
+        (folder / name).write_bytes(changed)
+        document["files"][name] = hashlib.sha256(changed).hexdigest()
+        (folder / MANIFEST).write_text(json.dumps(document))
+        answer = subject.ask("use_bundle", str(folder), str(folder.parent / "truth.npz"))
+    finally:
+        (folder / name).write_bytes(whole)
+        (folder / MANIFEST).write_bytes(manifest)
+    event(f"{name}: {answer.kind}, {answer.text if answer.kind == 'accepted' else ''}")

@@ -1,0 +1,167 @@
+"""Manifests of which one field, or a few, hold what they should not."""
+
+from __future__ import annotations
+
+import copy as copying
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+import attnforge
+from attnforge.bundle import MANIFEST, Manifest
+from tests.fuzz.budget import tries
+from tests.fuzz.changes import neighbours, numbers, texts
+from tests.fuzz.subject import Subject
+from tests.support.bundles import DeploySmall, small_inputs
+
+Step = str | int
+Way = tuple[Step, ...]
+"""From the document to a field of it."""
+
+MACHINE = {"system": "Linux", "processor": "any", "processors": 2, "instructions": ["avx2"], "gpus": []}
+
+
+@pytest.fixture(scope="module")
+def folder(small: DeploySmall, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the small bundle whose manifest uses every field, beside the outputs that it gives."""
+    folder = Path(shutil.copytree(small("fp32").path, tmp_path_factory.mktemp("manifests") / "small"))
+    with attnforge.load(folder, "onnxruntime-cpu") as session:
+        outputs: dict[str, Any] = dict(session.run(small_inputs()))
+    np.savez(folder.parent / "truth.npz", **outputs)
+    document = json.loads((folder / MANIFEST).read_text())
+    fill(document)
+    (folder / MANIFEST).write_text(Manifest.model_validate(document).model_dump_json())
+    return folder
+
+
+def fill(document: Any) -> None:
+    """Give the manifest every record that this bundle has no need of."""
+    sizes = dict(document["cases"][0]["sizes"])
+    model = document["targets"]["onnxruntime"]["model"]
+    document["targets"]["onnxruntime"] |= {
+        "cuda_model": model,
+        "tuning": {"processors": 2, "sizes": sizes, "seconds": 1.0},
+        "session": {"machine": MACHINE, "version": "1.0", "threads": 1, "optimized": model, "measured": {"1": 1.0}},
+        "attention_precision": None,
+    }
+    document["targets"]["tensorrt_rtx"] |= {
+        "attention_precision": "fp16",
+        "without": {"layers": 1, "size": 1, "activation_memory": 1},
+    }
+    region = {"module": "layer", "nodes": ["a", "b"], "why": "its error"}
+    document |= {
+        "mixed": {"low": "fp16", "max_error": 0.01, "exactly": True, "error": 0.001, "regions": [region],
+                  "low_flops": 0.5, "trials": 2, "steps": ["all low"]},
+        "metric": None,
+        "choice": {"machine": MACHINE, "versions": {"onnxruntime": "1"}, "sizes": sizes, "picked": "onnxruntime-cpu",
+                   "milliseconds": {"onnxruntime-cpu": 1.0}, "dropped": {"openvino": "slower"}, "seconds": 1.0},
+        "skipped": {"tensorrt": "not installed"},
+        "children": {"build": {"seconds": 1.0, "memory": 1}},
+        "reused": ["references"],
+    }  # fmt: skip
+
+
+def ways(value: Any, way: Way = ()) -> Iterator[Way]:
+    """The ways to every field, whole records among them. Of long lists the first and the last are looked into."""
+    if way:
+        yield way
+    steps: list[Step] = list(value) if isinstance(value, dict) else []
+    if isinstance(value, list) and value:
+        steps = sorted({0, len(value) - 1})
+    for step in steps:
+        yield from ways(value[step], (*way, step))
+
+
+def at(document: Any, way: Way) -> Any:
+    for step in way:
+        document = document[step]
+    return document
+
+
+def test_the_manifest_that_is_changed_has_every_field(folder: Path) -> None:
+    """Else a new record would never be tried."""
+    document = json.loads((folder / MANIFEST).read_text())
+    names = {step for way in ways(document) for step in way if isinstance(step, str)}
+    seen: set[type[BaseModel]] = set()
+
+    def records(record: type[BaseModel]) -> None:
+        if record in seen:
+            return
+        seen.add(record)
+        for name, field in record.model_fields.items():
+            assert name in names, f"{record.__name__}.{name} is in no manifest here"
+            for part in _types(field.annotation):
+                if isinstance(part, type) and issubclass(part, BaseModel):
+                    records(part)
+
+    records(Manifest)
+    assert len(seen) > 10
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for part in getattr(annotation, "__args__", ()):
+        yield from _types(part)
+
+
+@st.composite
+def wrong(draw: st.DrawFn, document: Any) -> str:
+    """A manifest's text with a field, now and then three, that is not what it was."""
+    document = copying.deepcopy(document)
+    for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+        known = list(ways(document))
+        way = known[draw(st.integers(0, len(known) - 1))]
+        holder, old = at(document, way[:-1]), at(document, way)
+        how = draw(st.sampled_from(["other", "near", "elsewhere", "gone", "more", "many", "deep"]))
+        if how == "gone":
+            del holder[way[-1]]
+        elif how == "more":
+            added = draw(st.none() | numbers | texts)
+            if isinstance(holder, dict):
+                holder[draw(texts)] = added
+            else:
+                holder.append(added)
+        elif how == "elsewhere":
+            holder[way[-1]] = copying.deepcopy(at(document, known[draw(st.integers(0, len(known) - 1))]))
+        elif how == "many":
+            most = 2**22 // len(json.dumps(document))  # times, of a document that grows by three changes
+            holder[way[-1]] = [old] * min(draw(st.sampled_from([2, 100, 10_000])), 1 + most)
+        elif how == "deep":
+            value: Any = old
+            for _ in range(draw(st.sampled_from([1, 2, 200]))):
+                value = draw(st.sampled_from([[value], {"a": value}]))
+            holder[way[-1]] = value
+        else:
+            near = neighbours(old) if how == "near" else st.nothing()
+            holder[way[-1]] = draw(near | numbers | texts | st.none() | st.booleans() | st.sampled_from([[], {}, [[]]]))
+    return json.dumps(document)
+
+
+@tries(few=60, many=10_000)
+@given(data=st.data())
+def test_a_manifest_is_accepted_rightly_or_refused_in_one_line(
+    folder: Path, subject: Subject, data: st.DataObject
+) -> None:
+    manifest, truth = folder / MANIFEST, folder.parent / "truth.npz"
+    whole = manifest.read_text()
+    text = data.draw(wrong(json.loads(whole)))
+    try:
+        manifest.write_text(text)
+        answer = subject.ask("use_bundle", str(folder), str(truth))
+    finally:
+        manifest.write_text(whole)
+    event(answer.text if answer.kind == "accepted" else f"refused by {answer.text.split(':')[0][-40:]}")
+    assert not (folder.parent / "canary").exists() and not Path("canary").exists()
+    assert {path.name for path in folder.parent.iterdir()} <= {"small", "truth.npz", "small.cache"}
+
+
+def test_the_manifest_unchanged_is_accepted(folder: Path, subject: Subject) -> None:
+    assert subject.ask("use_bundle", str(folder), str(folder.parent / "truth.npz")).text == "passed"

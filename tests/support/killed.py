@@ -1,0 +1,71 @@
+"""A process that has attnforge's libraries loaded and forks others that deploy or build plans again, to be killed.
+
+`python -m tests.support.killed` serves requests, a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+
+def deploy(bundle: str, seed: int) -> None:
+    """Deploy the small model, with other weights for another seed, in place of the bundle that is there."""
+    import torch
+
+    import attnforge
+    from tests.support.bundles import small_example
+
+    module, args, shapes = small_example()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1 + seed / 10)
+    attnforge.deploy(module, args, bundle, shapes, "fp32", ["onnxruntime"], "small", tune=False, force=True)
+
+
+def rebuild(bundle: str, seed: int) -> None:
+    """Add a plan for another device, which is another for another seed."""
+    from attnforge.bundle import Bundle
+    from attnforge.export.tensorrt import rebuild
+
+    rebuild.rebuild(Bundle(bundle), "tensorrt_rtx", ("SM86", "SM89", "SM120")[seed % 3])
+
+
+WORK: dict[str, Callable[[str, int], None]] = {"deploy": deploy, "rebuild": rebuild}
+
+
+def serve() -> None:
+    """Answer every request with the process id of who did it, its exit code and its seconds."""
+    import attnforge.export.deploy
+    import tests.support.bundles
+
+    assert attnforge.export.deploy and tests.support.bundles
+    for line in sys.stdin:
+        work, bundle, seed, killed_after = json.loads(line)
+        start = time.monotonic()
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                os.setsid()
+                sys.stdout = sys.stderr
+                WORK[work](bundle, seed)
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        if killed_after is not None:
+            time.sleep(killed_after)
+            os.kill(process, signal.SIGKILL)  # ended or not, it is there until it has been waited for
+        _, status = os.waitpid(process, 0)
+        print(process, os.waitstatus_to_exitcode(status), time.monotonic() - start, flush=True)
+
+
+if __name__ == "__main__":
+    serve()
