@@ -181,6 +181,8 @@ class _Compiled:
         return self._requests.made
 
     def run(self, arrays: Sequence[Array], targets: Sequence[Array | None]) -> list[Array]:
+        # OpenVINO refuses memory that it could not write to, and holds no array whose memory it reads: this list does
+        arrays = [array if array.flags.writeable else array.copy() for array in arrays]
         with self._requests.borrow() as request:
             for name, array in zip(self._inputs, arrays, strict=True):
                 request.set_tensor(name, self._tensor(array))
@@ -194,9 +196,7 @@ class _Compiled:
             ]
 
     def _tensor(self, array: Array) -> Any:
-        """A tensor on the array's memory."""
-        if not array.flags.writeable:  # OpenVINO refuses memory that it could not write to
-            array = array.copy()
+        """A tensor on the array's memory, which must be writable."""
         if array.dtype == BFLOAT16:
             return self._openvino.Tensor(array.view(np.uint16), list(array.shape), self._openvino.Type.bf16)
         return self._openvino.Tensor(array, shared_memory=True)

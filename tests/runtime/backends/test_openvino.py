@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.backends import openvino
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.parity.verify import hold
+from tests.support.bundles import DeploySmall
 
 pytestmark = [
     pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino"))),
@@ -141,6 +144,18 @@ def test_arrays_that_may_not_be_written_to_are_read(encoder: Bundle) -> None:
         array.flags.writeable = False
     with attnforge.load(encoder, "openvino") as session, attnforge.load(encoder, "onnxruntime-cpu") as other:
         np.testing.assert_allclose(session.run(feeds)["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+
+
+def test_copies_of_them_live_until_the_run_is_done(small: DeploySmall) -> None:
+    """Of four inputs, the first copy's memory was given to the next ones before OpenVINO read it."""
+    with attnforge.load(small("fp32"), "openvino") as session:
+
+        def run(feeds: dict[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+            for array in feeds.values():
+                array.flags.writeable = False
+            return session.run(feeds)
+
+        assert hold(session.bundle, "openvino", run).missed is None
 
 
 def test_a_bundle_that_is_replaced_is_not_half_of_what_is_loaded(encoder: Bundle, tmp_path: Path) -> None:
