@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test kill fuzz lint docs bench bench-others gpu wheel package clean
+.PHONY: demo test kill fuzz lint docs bench bench-others gpu triton wheel package clean
 
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
 
-test: .venv/ready
+test: .venv/ready .venv/triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 # Processes that write bundles, deploy and rebuild, killed at two hundred random moments: each time the old or the new
@@ -45,6 +45,13 @@ bench-others: .venv/ready
 # On a machine with a GPU: its tests, parity and latency of every backend; without one it exits with 3.
 gpu: .venv/ready
 	@$(BIN)/python -m attnforge.benchmarks.gpu
+
+# A Triton server beside the environment, for models of `attnforge package --for triton`, and how to start it.
+triton: .venv/ready
+	@$(BIN)/python -m attnforge.benchmarks.triton.server
+
+.venv/triton: | .venv/ready
+	$(BIN)/python -m attnforge.benchmarks.triton.server >/dev/null
 
 wheel: .venv/ready
 	rm -rf build/lib build/wheel && $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .

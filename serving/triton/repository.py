@@ -1,0 +1,557 @@
+"""Bundles as a model repository that Triton serves.
+
+    REPOSITORY/NAME/config.pbtxt        made of the manifest
+    REPOSITORY/NAME/warmup/…            inputs of reference cases, which run before the model is ready
+    REPOSITORY/NAME/1/model.py, bundle/           for the python backend
+    REPOSITORY/NAME/1/model.onnx                  for onnxruntime; a folder where weights stand in a file of their own
+    REPOSITORY/NAME/1/engine.SM89.plan …          for tensorrt
+
+https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/model_repository.html
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from attnforge.arrays import Array
+from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, DimSpec, Engine, Manifest, Trusted, unlisted_text
+from attnforge.errors import AttnforgeError, BundleError, UnavailableError, UsageError, first_line, shortened
+from attnforge.files import give_modes, is_full, open_inside, rename_new
+from attnforge.records import Record
+from attnforge.runtime import cases as reference
+from attnforge.runtime.parity.verify import stored_inputs
+from attnforge.runtime.session import Session, load
+from attnforge.runtime.turns import ALIKE, medians, seconds_of
+from attnforge.scratch import Scratch
+from attnforge.serving.batching import batch_of, is_open, why_not_apart
+from attnforge.serving.triton import configuration
+from attnforge.serving.triton.configuration import Message, Sample, Warmup, Word
+from attnforge.serving.triton.model import FOLDER, SESSION, THREADS
+from attnforge.serving.triton.options import Options
+from attnforge.version import __version__
+
+CONFIG, WARMUP = "config.pbtxt", "warmup"
+
+MODEL = f'''"""Serves the bundle in the folder `{FOLDER}` beside this file; written by attnforge {__version__}."""
+
+from attnforge.serving.triton.model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+MOST_WARMUP = 2**24
+"""Bytes of the inputs of all warm-up requests together, in the files and in memory once they are joined."""
+
+MEASURED = 0.5
+"""Seconds of a call from which no larger batch is measured."""
+
+
+class Packaged(Record):
+    """A model that was written to a repository.
+
+    Attributes:
+        name: as clients call it.
+        version: as clients call it.
+        backend: Triton's.
+        folder: of the version.
+        max_batch: samples that Triton may join; 0 where it joins none.
+        apart: why Triton joins no requests; None where it does.
+        preferred: numbers of samples that Triton prefers to join.
+        measured: by number of samples in a call, samples a second on this machine; empty where none were measured.
+        warmups: names of the reference cases that run before the model is ready.
+        kept: whether the configuration of an earlier version was kept.
+    """
+
+    name: str
+    version: int
+    backend: str
+    folder: str
+    max_batch: int
+    apart: str | None
+    preferred: list[int]
+    measured: dict[int, float]
+    warmups: list[str]
+    kept: bool = False
+
+
+def package(
+    bundles: Sequence[str | os.PathLike[str] | Bundle],
+    out: str | os.PathLike[str],
+    options: Options | None = None,
+    *,
+    name: str | None = None,
+    trusted: Trusted = None,
+    progress: Callable[[str], object] | None = None,
+) -> list[Packaged]:
+    """Write bundles to a model repository, all of them or, where anything is wrong, none.
+
+    Args:
+        bundles: their folders; models are named after model and precision.
+        out: the repository: a new folder; or one of models, which get `options.version` beside those that they have.
+        options: how.
+        name: of the model, where there is one bundle.
+        trusted: files of public keys, one of which must have signed each bundle, as :func:`attnforge.load` takes them.
+        progress: hears of every bundle.
+
+    Raises:
+        BundleError: no whole, unaltered bundle is there; or the disk is full.
+        UsageError: the repository, or a version, is there already; two models have one name; another version of the
+            model has other inputs or outputs; the repository cannot be written.
+        UnavailableError: a bundle holds nothing that Triton's backend runs; says why.
+    """
+    options, say = options or Options(), progress or (lambda text: None)
+    if name is not None and len(bundles) > 1:
+        raise UsageError(f"{len(bundles)} bundles cannot all be named {name!r}; package one by one, or leave it out")
+    models: dict[str, Bundle] = {}
+    for folder in bundles:
+        bundle = folder if isinstance(folder, Bundle) else Bundle(folder, trusted=trusted)
+        model = name if name is not None else f"{bundle.manifest.name}-{bundle.manifest.precision}"
+        model = named(model) if name is None else checked(model)
+        if model in models:
+            raise UsageError(f"{bundle.path} and {models[model].path} are both {model!r}; package one by one, by name")
+        models[model] = bundle
+    place = Place.of(Path(out), list(models), options.version)
+    planned = []
+    for model, bundle in models.items():
+        say(f"package {model}")
+        planned.append(_plan(model, bundle, options))
+        place.check_alike(planned[-1])
+    with place.writing() as folder:
+        for plan in planned:
+            _write(plan, folder / plan.name, options)
+    return [plan.packaged(place, options) for plan in planned]
+
+
+def named(text: str) -> str:
+    """A name that Triton takes and that stands in a URL as it is, made of any text."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:200] or "model"
+
+
+def checked(name: str) -> str:
+    """A name that a caller gave.
+
+    Raises:
+        UsageError: it would not stand in a URL, or not be a folder.
+    """
+    if name != named(name):
+        raise UsageError(f"{shortened(name)!r} is no name of a model; give letters, digits, and _ . - between them")
+    return name
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model that is about to be written.
+
+    Attributes:
+        name: of the model.
+        bundle: that it is made of.
+        max_batch, apart, preferred, measured: as :class:`Packaged` has them.
+        config: the configuration.
+        files: of the version, by their names: the name of a file of the bundle.
+        warmups: the warm-up requests.
+        arrays: the inputs of warm-up requests, by their files.
+    """
+
+    name: str
+    bundle: Bundle
+    max_batch: int
+    apart: str | None
+    preferred: tuple[int, ...]
+    measured: Mapping[int, float]
+    files: Mapping[str, str]
+    warmups: Sequence[Warmup]
+    arrays: Mapping[str, Array]
+    config: Message = field(default_factory=dict)
+
+    def packaged(self, place: Place, options: Options) -> Packaged:
+        return Packaged(
+            name=self.name,
+            version=options.version,
+            backend=options.backend,
+            folder=str(place.target / self.name / str(options.version)),
+            max_batch=self.max_batch,
+            apart=self.apart,
+            preferred=list(self.preferred),
+            measured=dict(self.measured),
+            warmups=[warmup.name for warmup in self.warmups],
+            kept=self.name in place.standing,
+        )
+
+
+def _plan(name: str, bundle: Bundle, options: Options) -> Plan:
+    files, engines = _files(bundle, options)
+    batch, apart, preferred, measured = _batching(bundle, options)
+    most = (batch.max or 0) if batch is not None else 0
+    max_batch = most if options.max_batch is None else min(most, options.max_batch)
+    warmups, arrays = _warmups(bundle, batch if max_batch else None, max_batch)
+    plan = Plan(name, bundle, max_batch, apart, preferred, measured, files, warmups, arrays)
+    return replace(plan, config=_config(plan, engines, options))
+
+
+def _files(bundle: Bundle, options: Options) -> tuple[dict[str, str], list[Engine]]:
+    """The files of the version and, for TensorRT, the plans among them.
+
+    Raises:
+        UnavailableError: the bundle has none for this backend of Triton.
+    """
+    if options.backend == "python":
+        _check_session(bundle, options)
+        return {}, []
+    manifest = bundle.manifest
+    tensors = [*manifest.inputs, *manifest.outputs]
+    record = manifest.targets.get(options.backend)
+    if options.backend == "onnxruntime":
+        if any(spec.dtype == "bfloat16" for spec in tensors) or manifest.precision == "bf16":
+            raise UnavailableError(
+                f"{bundle.path} is bf16, which Triton's onnxruntime backend has no type for; use --backend python"
+            )
+        if record is None:
+            raise UnavailableError(f"{bundle.path} holds no model for onnxruntime; deploy it with --target onnxruntime")
+        own = record.cuda_model if options.kind == "gpu" and record.cuda_model is not None else record.model
+        model, *weights = bundle.model_files(own)
+        if not weights:
+            return {"model.onnx": model}, []
+        beside = {f"model.onnx/{PurePosixPath(file).name}": file for file in weights}
+        return {"model.onnx/model.onnx": model, **beside}, []
+    if record is None or not record.engines:
+        reason = "it holds no plan of TensorRT"
+        if "tensorrt_rtx" in manifest.targets:
+            reason = "its plans are TensorRT-RTX's, which no backend of Triton loads"
+        raise UnavailableError(
+            f"{bundle.path} cannot be served by the tensorrt backend: {reason}; use --backend python"
+        )
+    if data := [spec.name for spec in manifest.outputs if is_open(spec, manifest.inputs)]:
+        raise UnavailableError(
+            f"the shape of {data[0]} is decided by the inputs' values, which Triton's tensorrt backend does not allow; "
+            "use --backend python"
+        )
+    engines = _engines(bundle, record.engines, options.server_tensorrt)
+    return {PurePosixPath(engine.file).name: engine.file for engine in engines}, engines
+
+
+def _check_session(bundle: Bundle, options: Options) -> None:
+    """Check that the bundle has what its Session is to run, wherever that will be."""
+    target = "onnxruntime" if options.session.startswith("onnxruntime") else options.session
+    if target not in ("auto", "openvino", *bundle.manifest.targets):
+        raise UnavailableError(
+            f"{bundle.path} was deployed for {', '.join(bundle.manifest.targets)}, and not for {target}"
+        )
+
+
+def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> list[Engine]:
+    """The plans that one server can load, of every compute capability one."""
+    versions = sorted({engine.version for engine in engines})
+    if version is not None:
+        engines = [engine for engine in engines if f"{engine.version}.".startswith(f"{version}.")]
+        if not engines:
+            raise UnavailableError(f"the plans of {bundle.path} are TensorRT {', '.join(versions)}'s, not {version}'s")
+    elif len(versions) > 1:
+        raise UnavailableError(
+            f"the plans of {bundle.path} are TensorRT {' and '.join(versions)}'s, and a server has one; say which "
+            "(--server-tensorrt)"
+        )
+    by_capability = {capability: engine for engine in engines for capability in engine.compute_capabilities}
+    if unknown := [name for name in by_capability if not re.fullmatch(r"SM\d{2,}", name)]:
+        raise UnavailableError(f"a plan of {bundle.path} is for {unknown[0]}, which Triton cannot choose by")
+    profiles = {len(engine.profiles) for engine in by_capability.values()}
+    if len(profiles) > 1:
+        raise UnavailableError(
+            f"the plans of {bundle.path} have different numbers of profiles; package them one by one"
+        )
+    return list({engine.file: engine for engine in by_capability.values()}.values())
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+Rates = dict[int, float]
+"""Samples a second, by how many are in a call."""
+
+
+def _batching(bundle: Bundle, options: Options) -> tuple[DimSpec | None, str | None, tuple[int, ...], Rates]:
+    """The dim along which requests are joined or why they are not, which numbers of samples are preferred, and what was
+    measured for that."""
+    batch = batch_of(bundle.manifest)
+    if options.max_batch == 0:
+        batch = "max_batch is 0"
+    if isinstance(batch, str):
+        return None, batch, (), {}
+    most = min(batch.max or 0, options.max_batch or batch.max or 0)
+    try:
+        with load(bundle, options.session, threads=options.threads) as session:
+            if (reason := why_not_apart(session, batch)) is not None:
+                return None, reason, (), {}
+            if options.preferred is None and most > 1:
+                rates = _rates(session, batch, most)
+                return batch, None, (_best(rates),), rates
+    except UnavailableError as error:
+        return None, f"nothing here can run it and show that samples stay apart: {first_line(error)}", (), {}
+    preferred = tuple(sorted(set(options.preferred or ())))
+    if wrong := [number for number in preferred if not 1 <= number <= most]:
+        raise UsageError(f"{wrong[0]} samples are preferred, and {bundle.path} takes 1 to {most}")
+    return batch, None, preferred if most > 1 else (), {}
+
+
+def _rates(session: Session, batch: DimSpec, most: int, seconds: float = 2.0) -> Rates:
+    """Samples a second of batches of 1, 2, 4 … samples, the other sizes the example's, measured in turns."""
+    specs, runs = session.inputs, {}
+    for number in sorted({min(2**power, most) for power in range(most.bit_length() + 1)}):
+        feeds = reference.make_inputs(reference.at(specs, {batch.symbol: number}), specs, {})
+        runs[str(number)] = partial(session.run, feeds)
+        if min(seconds_of(runs[str(number)]) for _ in range(2)) > MEASURED:
+            break
+    return {int(number): round(1e3 * int(number) / ms, 1) for number, ms in medians(runs, 8, seconds).items()}
+
+
+def _best(rates: Rates) -> int:
+    """The least number of samples that is as fast as any."""
+    return min(number for number, rate in rates.items() if rate * ALIKE >= max(rates.values()))
+
+
+# --- warm-up ----------------------------------------------------------------------------------------------------------
+
+
+def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[Warmup], dict[str, Array]]:
+    """The ordinary reference cases as warm-up requests, as far as :data:`MOST_WARMUP` holds them, and their files.
+    Where requests are joined, a request has the case's first sample, as many times as the case has samples."""
+    specs, stored = bundle.manifest.inputs, stored_inputs(bundle)
+    warmups, files, left = list[Warmup](), dict[str, Array](), MOST_WARMUP
+    for place, case in enumerate(case for case in bundle.manifest.cases if case.is_ordinary):
+        with suppress(UnavailableError):  # more inputs than fit into memory
+            feeds = reference.make_inputs(case, specs, stored)
+            needed = sum(array.nbytes for array in feeds.values())
+            if needed > left or any(array.size == 0 for array in feeds.values()):
+                continue
+            left -= needed
+            samples = []
+            for number, spec in enumerate(specs):
+                array = feeds[spec.name] if batch is None else feeds[spec.name][0]
+                file = f"{place}.{named(case.name)}.{number}.{named(spec.name)}"
+                samples.append(Sample(spec, array.shape, file))
+                files[file] = array
+            joined = 1 if batch is None else min(case.sizes[batch.symbol], most)
+            warmups.append(Warmup(case.name, joined, samples))
+    return warmups, files
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
+
+def _config(plan: Plan, engines: Sequence[Engine], options: Options) -> Message:
+    manifest, batched = plan.bundle.manifest, plan.max_batch > 0
+    config: dict[str, Any] = {"name": plan.name, **_of_backend(engines, options)}
+    config["max_batch_size"] = plan.max_batch
+    config["input"] = [configuration.tensor(spec, batched=batched) for spec in manifest.inputs]
+    config["output"] = [configuration.tensor(spec, batched=batched) for spec in manifest.outputs]
+    config["version_policy"] = {"all": {}}  # a new version takes none away that is asked for by its number
+    if plan.max_batch > 1:
+        preferred = {"preferred_batch_size": list(plan.preferred)} if plan.preferred else {}
+        config["dynamic_batching"] = {**preferred, "max_queue_delay_microseconds": options.max_delay}
+    kind = "gpu" if options.backend == "tensorrt" else options.kind
+    config["instance_group"] = [{"count": options.instances, "kind": Word(f"KIND_{kind.upper()}")}]
+    if any(len(engine.profiles) > 1 for engine in engines):
+        config["instance_group"][0]["profile"] = [str(number) for number in range(len(engines[0].profiles))]
+    pinned = {"enable": kind != "cpu"}
+    config["optimization"] = {"input_pinned_memory": pinned, "output_pinned_memory": pinned}
+    config["parameters"] = configuration.parameters(_parameters(manifest, options))
+    if plan.warmups:
+        config["model_warmup"] = [configuration.warmup(warmup) for warmup in plan.warmups]
+    return config
+
+
+def _of_backend(engines: Sequence[Engine], options: Options) -> Message:
+    if options.backend == "python":
+        return {"backend": "python", "default_model_filename": "model.py"}
+    if options.backend == "onnxruntime":
+        return {
+            "platform": "onnxruntime_onnx", "backend": "onnxruntime", "default_model_filename": "model.onnx",
+        }  # fmt: skip
+    names = {engine.file: PurePosixPath(engine.file).name for engine in engines}
+    capabilities = {capability: names[engine.file] for engine in engines for capability in engine.compute_capabilities}
+    return {
+        "platform": "tensorrt_plan", "backend": "tensorrt", "default_model_filename": names[engines[0].file],
+        "cc_model_filenames": [
+            {"key": f"{capability[2:-1]}.{capability[-1]}", "value": file} for capability, file in capabilities.items()
+        ],
+    }  # fmt: skip
+
+
+def _parameters(manifest: Manifest, options: Options) -> dict[str, str]:
+    about = {"attnforge": __version__, "model": manifest.name, "precision": manifest.precision}
+    if options.backend == "python":
+        about[SESSION] = options.session
+        if options.threads is not None:
+            about[THREADS] = str(options.threads)
+    elif options.backend == "onnxruntime" and options.threads is not None:
+        about["intra_op_thread_count"] = str(options.threads)
+    elif options.backend == "tensorrt":
+        record = manifest.targets["tensorrt"]
+        about["tensorrt"] = record.engines[0].version
+    return about
+
+
+# --- the folders ------------------------------------------------------------------------------------------------------
+
+
+def _write(plan: Plan, folder: Path, options: Options) -> None:
+    version, warmup = folder / str(options.version), folder / WARMUP
+    version.mkdir(parents=True)
+    (folder / CONFIG).write_text(configuration.text(plan.config), encoding="utf-8")
+    with plan.bundle.steady():
+        if options.backend == "python":
+            (version / "model.py").write_text(MODEL, encoding="utf-8")
+            _copy_whole(plan.bundle, version / FOLDER)
+        for name, file in plan.files.items():
+            _copy(plan.bundle, file, version / name)
+    if plan.arrays:
+        warmup.mkdir()
+    for name, array in plan.arrays.items():
+        (warmup / name).write_bytes(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+
+
+def _copy(bundle: Bundle, name: str, to: Path) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with open_inside(bundle.path.resolve(), name) as source, to.open("wb") as copy:
+        shutil.copyfileobj(source, copy, 2**20)
+
+
+def _copy_whole(bundle: Bundle, to: Path) -> None:
+    """Copy what the manifest lists, with the signature where there is one."""
+    if (others := bundle.unlisted()) and (bundle.path / SIGNATURE).exists():
+        raise BundleError(f"{unlisted_text(bundle.path, others)}, and its signature is of other files; remove them")
+    names = [*bundle.manifest.files, MANIFEST, *([SIGNATURE] if (bundle.path / SIGNATURE).exists() else [])]
+    for name in names:
+        _copy(bundle, name, to / name)
+    Bundle(to, trusted=bundle.trusted or False)  # whole, and signed as it was
+
+
+COMPARED = ("backend", "max_batch_size", "input", "output", "default_model_filename", "cc_model_filenames")
+"""The fields of a configuration that all versions of a model share by their nature."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where models are put.
+
+    Attributes:
+        target: the repository.
+        version: of the models.
+        standing: the configurations of models that are there in other versions, by name.
+    """
+
+    target: Path
+    version: int
+    standing: Mapping[str, str]
+
+    @classmethod
+    def of(cls, out: Path, names: Sequence[str], version: int) -> Place:
+        """The place of these models.
+
+        Raises:
+            UsageError: something else is there, or this version of a model.
+        """
+        try:
+            target = out.resolve()
+            if not os.path.lexists(target):
+                return cls(target, version, {})
+            if not target.is_dir():
+                raise UsageError(f"{target} is no folder; choose another place")
+            for model in target.iterdir():
+                if not model.name.startswith(".") and not (model / CONFIG).is_file():
+                    raise UsageError(f"{target} exists and is no model repository: it holds {shortened(model.name)!r}")
+            standing = {}
+            for name in names:
+                if os.path.lexists(folder := target / name / str(version)):
+                    raise UsageError(f"{folder} exists; give the next version (--version), or choose another folder")
+                if os.path.lexists(target / name):
+                    standing[name] = (target / name / CONFIG).read_text(encoding="utf-8")
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, AttnforgeError):
+                raise
+            raise UsageError(f"{shortened(str(out))} is no place for a repository: {first_line(error)}") from error
+        return cls(target, version, standing)
+
+    def check_alike(self, plan: Plan) -> None:
+        """Check that a version fits the configuration that the model has: Triton has one for all versions.
+
+        Raises:
+            UsageError: it does not.
+        """
+        if plan.name not in self.standing:
+            return
+        has, needed = fields(self.standing[plan.name]), fields(configuration.text(plan.config))
+        for name in COMPARED:
+            if has.get(name) != needed.get(name):
+                raise UsageError(
+                    f"{plan.name} has another {name} in {self.target / plan.name / CONFIG}, which all versions share; "
+                    "package it under another name (--name)"
+                )
+
+    @contextmanager
+    def writing(self) -> Iterator[Path]:
+        """A temporary folder of models that are put to their places where the block ends, or else removed.
+
+        Raises:
+            UsageError: it cannot be written, or something appeared there meanwhile.
+            BundleError: the disk is full.
+        """
+        is_new = not os.path.lexists(self.target)
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            beside = is_new or os.stat(self.target.parent).st_dev == os.stat(self.target).st_dev
+            scratch = Scratch(self.target.parent if beside else self.target, f".{self.target.name}.", ".partial")
+        except OSError as error:
+            why = error.strerror or first_line(error)
+            raise UsageError(f"{self.target} cannot be written: {why}; choose another folder") from error
+        try:
+            yield scratch.path
+            give_modes(scratch.path)
+            if is_new:
+                rename_new(scratch.path, self.target)
+            else:
+                self._put(scratch.path)
+        except FileExistsError as error:
+            raise UsageError(f"{error.filename2 or error.filename} appeared meanwhile, and is left as it is") from error
+        except OSError as error:
+            if is_full(self.target.parent, error):
+                raise BundleError(
+                    f"the disk of {self.target.parent} is full, or its quota is; nothing was written; make room, or "
+                    "choose another folder"
+                ) from error
+            raise
+        finally:
+            scratch.remove()
+
+    def _put(self, folder: Path) -> None:
+        """Rename every model, or its version, to its place; what was put is taken back where one cannot be."""
+        put: list[tuple[Path, Path]] = []
+        try:
+            for model in sorted(folder.iterdir()):
+                part = Path(model.name, str(self.version)) if model.name in self.standing else Path(model.name)
+                rename_new(folder / part, self.target / part)
+                put.append((self.target / part, folder / part))
+        except BaseException:
+            for there, back in put:
+                there.rename(back)
+            raise
+
+
+def fields(text: str) -> dict[str, list[str]]:
+    """The fields of a configuration as :func:`~.configuration.text` writes it, by name, each with its lines."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if line and not line[0].isspace() and line != "}":
+            name = re.split(r"[\s:{]", line, maxsplit=1)[0]
+        found.setdefault(name, []).append(" ".join(line.split()))
+    return found
