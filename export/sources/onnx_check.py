@@ -26,6 +26,9 @@ def check(model: ir.Model) -> None:
     Raises:
         UsageError: it is too large or too deep, or a name in it is not defined, or only later.
     """
+    for value in model.graph.inputs:
+        if not isinstance(value.type, ir.TensorType) or value.dtype in (None, ir.DataType.UNDEFINED):
+            raise UsageError(f"the input {value.name!r} is no tensor of a known type; export the graph again")
     _check_functions(model)
     deepest = max((depth for _, depth in _nodes(model.graph)), default=0)
     if deepest > DEEPEST:

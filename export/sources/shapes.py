@@ -75,7 +75,7 @@ def infer_shapes(model: ir.Model) -> PassResult:
     def look(proto: onnx.ModelProto) -> onnx.ModelProto:
         with quiet():
             try:
-                result = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
+                result = _symbolically(proto)
             except Exception:  # an operator that it does not know; onnx's own gets as far as it can
                 result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
         inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
@@ -89,3 +89,27 @@ def infer_shapes(model: ir.Model) -> PassResult:
         if value is not None and value.shape is not None:
             output.shape = ir.Shape(list(value.shape))
     return PassResult(model, True)
+
+
+MOST_ROUNDS = 100
+"""How often sizes that turn out to be one are merged, and inference begins anew."""
+
+
+def _symbolically(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """What `SymbolicShapeInference.infer_shapes` gives, by its own steps: it goes on for ever where a round finds
+    nothing new, and writes a file to the current folder where it gives up.
+
+    Raises:
+        ValueError: the shape of some value is not found.
+    """
+    inference = SymbolicShapeInference(2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
+    inference._preprocess(proto)
+    for _ in range(MOST_ROUNDS):
+        is_complete = inference._infer_impl()
+        if not inference.run_ and is_complete:
+            inference._update_output_from_vi()
+            inferred: onnx.ModelProto = inference.out_mp_
+            return inferred
+        if not inference.run_:
+            break
+    raise ValueError("the shape of some value is not found")

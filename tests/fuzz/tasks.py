@@ -66,6 +66,11 @@ def use_bundle(folder: str, truth: str) -> str:
     return "passed"
 
 
+def explain_bundle(folder: str) -> str:
+    """Look for the stage at which a bundle's answers go wrong, which reads the graphs that no backend runs."""
+    return attnforge.diagnose(folder).finding.cause
+
+
 def _show(bundle: Bundle) -> None:
     """`attnforge inspect`, as a terminal and as JSON show it."""
     text = io.StringIO()
@@ -116,7 +121,12 @@ def read_files(specs: list[TensorSpec], texts: list[str]) -> str:
         spec = by_name[name]
         if np.issubdtype(array.dtype, np.floating):
             assert array.dtype.name == spec.dtype, f"{name} has dtype {array.dtype}"
+    if len(texts) == 1 and texts[0].endswith(".npy"):
+        right = np.load(texts[0], allow_pickle=False)
+        np.testing.assert_allclose(arrays[specs[0].name], right.astype(arrays[specs[0].name].dtype))
     return ", ".join(f"{name} {array.dtype}{array.shape}" for name, array in arrays.items())
 
 
-TASKS: dict[str, Callable[..., str]] = {task.__name__: task for task in (use_bundle, deploy_source, read_files)}
+TASKS: dict[str, Callable[..., str]] = {
+    task.__name__: task for task in (use_bundle, explain_bundle, deploy_source, read_files)
+}

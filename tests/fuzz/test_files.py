@@ -14,7 +14,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import attnforge
-from attnforge.bundle import MANIFEST
+from attnforge.bundle import CANONICAL, MANIFEST, PLAIN
 from tests.fuzz.budget import tries
 from tests.fuzz.changes import changed_bytes
 from tests.fuzz.subject import Subject
@@ -43,6 +43,8 @@ def test_a_file_is_accepted_rightly_or_refused_in_one_line(folder: Path, subject
         document["files"][name] = hashlib.sha256(changed).hexdigest()
         (folder / MANIFEST).write_text(json.dumps(document))
         answer = subject.ask("use_bundle", str(folder), str(folder.parent / "truth.npz"))
+        if name in (CANONICAL, PLAIN):
+            answer = subject.ask("explain_bundle", str(folder))
     finally:
         (folder / name).write_bytes(whole)
         (folder / MANIFEST).write_bytes(manifest)

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
 import attnforge
 from attnforge.errors import AttnforgeError, UsageError
 from attnforge.export.sources.named import build, model_named
 from attnforge.export.sources.onnx_file import import_graph
+from attnforge.export.sources.shapes import infer_shapes
 from attnforge.export.sources.specs import check_range
 
 FLOAT = TensorProto.FLOAT
@@ -61,6 +64,33 @@ def node(op: str, *inputs: str, output: str = "y", **attributes: Any) -> onnx.No
 )
 def test_names_that_are_not_defined(tmp_path: Path, nodes: list[onnx.NodeProto], words: str) -> None:
     refused(saved(tmp_path, nodes), words)
+
+
+@pytest.mark.parametrize("kind", ["undefined", "no tensor", "nothing"])
+def test_an_input_without_a_type(tmp_path: Path, kind: str) -> None:
+    """Symbolic inference of ONNX Runtime would look for it for ever."""
+    file = saved(tmp_path, [node("Relu", "x")])
+    model = onnx.load(str(file))
+    if kind == "undefined":
+        model.graph.input[0].type.tensor_type.elem_type = TensorProto.UNDEFINED
+    elif kind == "no tensor":
+        model.graph.input[0].CopyFrom(helper.make_tensor_sequence_value_info("x", FLOAT, [2]))
+    else:
+        model.graph.input[0].ClearField("type")
+    onnx.save(model, file)
+    refused(file, "input 'x' ")
+
+
+def test_inference_that_gives_up_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's own leaves a file in the current folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    model = onnx.load(str(saved(tmp_path, [node("Thing", "x", domain="own")])))
+    with pytest.raises(Exception, match="Incomplete"):
+        SymbolicShapeInference.infer_shapes(model, auto_merge=True)
+    (tmp_path / "here/sym_shape_infer_temp.onnx").unlink()
+    infer_shapes(ir.from_proto(model))
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 @pytest.mark.parametrize("op", ["ConstantOfShape", "Expand", "Tile", "Range", "OneHot"])
