@@ -94,6 +94,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_state(shared: Path) -> Iterator[None]:
+    """The key of the cache is this run's own, and not that of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(shared / "state"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def warm_builder() -> Iterator[WarmBuilder]:
     """Builds TensorRT-RTX's plans, unless it is set `aside`."""
     warm = WarmBuilder()

@@ -227,6 +227,29 @@ def test_the_cache_follows_no_link_and_reads_nothing_of_others(tmp_path: Path) -
     assert cache.read(file) is None
 
 
+def test_a_cache_that_somebody_else_wrote_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a stranger's archive holds a bundle and its cache: unpacked, both are this user's files."""
+    file = tmp_path / "small.cache/kernels"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
+    assert cache.write(file, b"evil") and cache.read(file) == b"evil"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
+    assert cache.read(file) is None
+    assert cache.write(file, b"kernels") and cache.read(file) == b"kernels"
+    whole = file.read_bytes()
+    for altered in (whole[:-1], whole[1:], whole[:-1] + bytes([whole[-1] ^ 1]), b"evil" + whole[4:], b"", whole[-32:]):
+        file.write_bytes(altered)
+        assert cache.read(file) is None
+    other = file.with_name("other kernels")
+    other.write_bytes(whole)
+    other.chmod(0o600)
+    assert cache.read(other) is None  # another plan's kernels
+    file.write_bytes(whole)
+    assert cache.read(file) == b"kernels"
+    key = tmp_path / "mine/attnforge/cache.key"
+    key.chmod(0o644)  # others have read it, and could have written the file
+    assert cache.read(file) is None and not cache.write(file, b"kernels")
+
+
 def test_a_cache_that_is_a_link_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/kernels").write_bytes(b"evil")
