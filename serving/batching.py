@@ -87,14 +87,14 @@ def why_not_apart(session: Session, batch: DimSpec) -> str | None:
     return None
 
 
-def _alike(one: Array, other: Array, least: float) -> bool:
-    if one.shape != other.shape or not is_floating(one):
-        return bool(np.array_equal(one, other))
-    first, second = one.astype(np.float64), other.astype(np.float64)
-    finite = np.isfinite(first)
-    if not np.array_equal(finite, np.isfinite(second)):
+def _alike(alone: Array, beside: Array, most: float) -> bool:
+    if alone.shape != beside.shape or not is_floating(alone):
+        return bool(np.array_equal(alone, beside))
+    alone, beside = alone.astype(np.float64), beside.astype(np.float64)
+    finite = np.isfinite(alone)
+    if not np.array_equal(finite, np.isfinite(beside)):
         return False
-    return relative_error(first[finite], second[finite]) <= least
+    return relative_error(beside[finite], alone[finite]) <= most
 
 
 class Joiner:

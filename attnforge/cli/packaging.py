@@ -51,8 +51,8 @@ def package(
     preferred: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of samples that Triton prefers to join, as 8,16; by default the least that is as fast as any "
-            "here, which is measured.",
+            help="Numbers of samples that Triton prefers to join, as 8,16; by default the largest that costs no more "
+            "a sample than any other here, which is measured.",
             show_default=False,
         ),
     ] = None,

@@ -14,10 +14,21 @@ import typer
 
 from attnforge.benchmarks.measure import results
 from attnforge.benchmarks.publish import RESULTS
-from attnforge.benchmarks.suites import false_alarms, fusion, overhead, real_sizes, scaling, suite
+from attnforge.benchmarks.suites import (
+    false_alarms,
+    fusion,
+    overhead,
+    real_sizes,
+    scaling,
+    suite,
+    triton_load,
+    triton_models,
+)
 from attnforge.files import write_whole
 
-README, RESULTS_PAGE, FAULTS_PAGE = (Path(name) for name in ("README.md", "docs/results.md", "docs/faults.md"))
+README, RESULTS_PAGE, FAULTS_PAGE, TRITON_PAGE = PAGES = tuple(
+    Path(name) for name in ("README.md", "docs/results.md", "docs/faults.md", "docs/guides/triton.md")
+)
 
 OTHERS = {
     "fusion-coverage": ("fusion_coverage.json", fusion.table),
@@ -26,6 +37,8 @@ OTHERS = {
     "real-sizes-growth": ("real_sizes.json", real_sizes.growth),
     "overhead": ("overhead.json", overhead.table),
     "scaling": ("scaling.json", scaling.table),
+    "triton-models": ("triton_models.json", triton_models.table),
+    "triton-load": ("triton_load.json", triton_load.table),
     "false-alarms": ("false_alarms.json", false_alarms.table),
 }
 
@@ -46,7 +59,7 @@ def refresh(root: Path = Path()) -> list[tuple[str, Path]]:
     Returns:
         the places, each its name and results file.
     """
-    pages = [root / page for page in (README, RESULTS_PAGE, FAULTS_PAGE)]
+    pages = [root / page for page in PAGES]
     return [(name, file) for name, file, text in tables() for page in pages if put(text, name, file, page)]
 
 

@@ -29,7 +29,7 @@ from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
 from attnforge.runtime.session import Session, load
-from attnforge.runtime.turns import ALIKE, medians, seconds_of
+from attnforge.runtime.turns import medians, seconds_of
 from attnforge.scratch import Scratch
 from attnforge.serving.batching import batch_of, is_open, why_not_apart
 from attnforge.serving.triton import configuration
@@ -313,9 +313,14 @@ def _rates(session: Session, batch: DimSpec, most: int, seconds: float = 2.0) ->
     return {int(number): round(1e3 * int(number) / ms, 1) for number, ms in medians(runs, 8, seconds).items()}
 
 
+NEAR = 1.05
+"""Ratio to the best rate within which a number of samples in a call is as good as the best."""
+
+
 def _best(rates: Rates) -> int:
-    """The least number of samples that is as fast as any."""
-    return min(number for number, rate in rates.items() if rate * ALIKE >= max(rates.values()))
+    """The largest number of samples that is as good as the best: Triton joins no more than it prefers, and the more it
+    joins, the less each request costs the server."""
+    return max(number for number, rate in rates.items() if rate * NEAR >= max(rates.values()))
 
 
 # --- warm-up ----------------------------------------------------------------------------------------------------------
@@ -467,14 +472,16 @@ class Place:
             if not target.is_dir():
                 raise UsageError(f"{target} is no folder; choose another place")
             for model in target.iterdir():
-                if not model.name.startswith(".") and not (model / CONFIG).is_file():
+                if not model.name.startswith(".") and not _is_model(model):
                     raise UsageError(f"{target} exists and is no model repository: it holds {shortened(model.name)!r}")
             standing = {}
             for name in names:
                 if os.path.lexists(folder := target / name / str(version)):
                     raise UsageError(f"{folder} exists; give the next version (--version), or choose another folder")
-                if os.path.lexists(target / name):
-                    standing[name] = (target / name / CONFIG).read_text(encoding="utf-8")
+                if os.path.lexists(file := target / name / CONFIG):
+                    standing[name] = file.read_text(encoding="utf-8")
+                elif os.path.lexists(target / name):
+                    raise UsageError(f"{target / name} has no {CONFIG} to hold this one to; choose another --name")
         except (OSError, RuntimeError, ValueError) as error:
             if isinstance(error, AttnforgeError):
                 raise
@@ -546,12 +553,17 @@ class Place:
             raise
 
 
+def _is_model(folder: Path) -> bool:
+    """Whether Triton might take a folder for a model: it has a configuration, or a version."""
+    return (folder / CONFIG).is_file() or (folder.is_dir() and any(file.name.isdecimal() for file in folder.iterdir()))
+
+
 def fields(text: str) -> dict[str, list[str]]:
     """The fields of a configuration as :func:`~.configuration.text` writes it, by name, each with its lines."""
-    found: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     name = ""
     for line in text.splitlines():
         if line and not line[0].isspace() and line != "}":
             name = re.split(r"[\s:{]", line, maxsplit=1)[0]
-        found.setdefault(name, []).append(" ".join(line.split()))
-    return found
+        lines.setdefault(name, []).append(" ".join(line.split()))
+    return lines

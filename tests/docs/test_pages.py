@@ -15,6 +15,7 @@ from tests.docs.pages import LANGUAGES, PAGES, ROOT, languages, run_page
 NOT_RUN: dict[str, list[str]] = {
     "README.md": ["it installs", "each takes minutes"],
     "docs/guides/gpu.md": ["it needs a GPU", "it needs a GPU"],
+    "docs/guides/triton.md": ["it starts a server", "it asks a server"],
 }
 """The blocks that the tests leave out, and why; each says so in the page, too."""
 
@@ -52,7 +53,7 @@ def test_the_readme_is_one_page() -> None:
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
 def test_every_file_that_is_named_is_there(page: str) -> None:
     """Paths of this repository in the text, so that prose follows files that move."""
-    rooms = "attnforge|benchmarks|docs|examples|export|model|runtime|tests"
+    rooms = "attnforge|benchmarks|docs|examples|export|model|runtime|serving|tests"
     named = set(re.findall(rf"`((?:{rooms})/[\w./-]*\w/?)`", (ROOT / page).read_text(encoding="utf-8")))
     left_open = {
         "export/lowering/TARGET.py",

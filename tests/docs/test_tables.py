@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from attnforge.benchmarks.suites import pages
-from attnforge.benchmarks.suites.pages import FAULTS_PAGE, README, RESULTS_PAGE
+from attnforge.benchmarks.suites.pages import FAULTS_PAGE, PAGES
 from tests.docs.pages import ROOT
 from tests.support import faults
 
 
 def test_every_table_is_what_its_results_file_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for page in (README, RESULTS_PAGE, FAULTS_PAGE):
-        (tmp_path / page).parent.mkdir(exist_ok=True)
+    for page in PAGES:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, tmp_path / page)
     places = pages.refresh(tmp_path)
     faults.refresh(tmp_path / FAULTS_PAGE)
-    for page in (README, RESULTS_PAGE, FAULTS_PAGE):
+    for page in PAGES:
         assert (tmp_path / page).read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
             "run python -m attnforge.benchmarks.suites.pages"
         )

@@ -298,6 +298,11 @@ PLACES: dict[str, tuple[Spoil, dict[str, Any], str]] = {
     "the version exists": (lambda place: None, {}, r"small-fp32/1 exists; give the next version"),
     "a file": (lambda place: exchanged_for_a_file(place), {}, "is no folder"),
     "another folder": (lambda place: (place / "thesis").mkdir(), {"version": 2}, "no model repository: .*'thesis'"),
+    "a model without configuration": (
+        lambda place: (place / "small-fp32" / "config.pbtxt").unlink(),
+        {"version": 2},
+        "small-fp32 has no config.pbtxt to hold this one to",
+    ),
     "other inputs": (
         lambda place: replace_in(place / "small-fp32" / "config.pbtxt", "TYPE_INT64", "TYPE_INT32"),
         {"version": 2},

@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 import attnforge
 from attnforge.arrays import Array
 from attnforge.benchmarks.triton.client import PROTOCOLS, asking, client_of, inputs_of
+from attnforge.benchmarks.triton.load import press
 from attnforge.benchmarks.triton.server import Server, why_unavailable
 from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.runtime.parity.verify import hold
@@ -162,6 +163,20 @@ def test_requests_at_once_are_joined_and_each_gets_its_own_answer(server: Server
 def _statistics(client: Any, name: str) -> dict[str, int]:
     answer = client.get_inference_statistics(name, as_json=True)
     return {key: int(answer["model_stats"][0].get(key, 0)) for key in ("inference_count", "execution_count")}
+
+
+def test_under_a_load_every_answer_is_counted_as_what_it_is(server: Server, bundles: dict[str, Bundle]) -> None:
+    inputs = [{"image": image(1, seed)} for seed in range(7)]
+    with attnforge.load(bundles[DIGITS], threads=1) as session:
+        expected = [session.run(feeds)["output"] for feeds in inputs]
+
+    def pressed(model: str, answers: list[Array]) -> tuple[int, int, int]:
+        outcome = press(server, model, inputs, answers, clients=8, requests=10, tolerance=1e-4)
+        return len(outcome.milliseconds), outcome.wrong, outcome.errors
+
+    assert pressed(DIGITS, expected) == (80, 0, 0)
+    assert pressed(DIGITS, expected[1:] + expected[:1]) == (80, 80, 0)
+    assert pressed("nobody", expected) == (0, 0, 80)
 
 
 def test_an_output_that_is_not_asked_for_is_not_sent(server: Server) -> None:

@@ -1,0 +1,194 @@
+"""A Triton server under load: requests joined and one a call, a server that is killed, a bundle that is altered.
+
+`python -m attnforge.benchmarks.suites.triton_load` writes `benchmarks/results/triton_load.json`. Thirty-two clients ask
+for the classes of scanned digits, one image a request, of a model whose requests Triton joins and of the same model
+with one request a call, in turns on one server. Every answer is compared with that of a Session. It exits with 1 where
+a request is lost or answered wrongly; times decide nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
+from attnforge.benchmarks.triton.client import client_of
+from attnforge.benchmarks.triton.load import Outcome, press
+from attnforge.benchmarks.triton.server import WHEEL, Server, unpack
+from attnforge.machine import processors
+from attnforge.model.digits import load_digits_split
+from attnforge.model.registry import build_model
+from attnforge.precision import precision_named
+from attnforge.scratch import temporary_folder
+from attnforge.serving.batching import APART
+from attnforge.serving.triton.model import FOLDER
+from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.repository import package
+
+COMMAND = "python -m attnforge.benchmarks.suites.triton_load"
+MODEL = "patch-attention-digits"
+ALONE, JOINED = "one request a call", "requests joined"
+NAMES = {ALONE: "alone", JOINED: "joined"}
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "triton_load.json",
+    clients: Annotated[int, typer.Option(help="How many ask at once.")] = 32,
+    requests: Annotated[int, typer.Option(help="How many each sends.")] = 500,
+    rounds: Annotated[int, typer.Option(help="How often each way has a turn.")] = 3,
+) -> None:
+    """Measure, and write the figures."""
+    unpack()
+    console, tolerance = Console(), APART * precision_named("fp32").floor
+    with temporary_folder() as folder:
+        console.print("deploy …")
+        module, args, shapes = build_model(MODEL)
+        bundle = attnforge.deploy(module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=MODEL)
+        repository = folder / "repository"
+        (joined,) = package([bundle], repository, Options(threads=1), name=NAMES[JOINED])
+        package([bundle], repository, Options(threads=1, max_batch=1), name=NAMES[ALONE])
+        inputs = [{"image": image[None]} for image in load_digits_split().test_images.numpy()]
+        with attnforge.load(bundle) as session:
+            backend, expected = session.backend, [session.run(feeds)["output"] for feeds in inputs]
+        with Server(repository, folder / "log") as server:
+            outcomes: dict[str, list[Outcome]] = {ALONE: [], JOINED: []}
+            batches: dict[str, float] = {}
+            for number in range(rounds):
+                for way, name in NAMES.items() if number % 2 else reversed(NAMES.items()):
+                    console.print(f"round {number + 1}: {way} …")
+                    before = _counts(server, name)
+                    load = press(server, name, inputs, expected, clients, requests, tolerance=tolerance)
+                    outcomes[way].append(load)
+                    calls = [after - was for after, was in zip(_counts(server, name), before, strict=True)]
+                    batches[way] = calls[0] / calls[1]
+            console.print("kill the server under load, and start it again …")
+            killed = _killed(server, inputs, expected, clients, requests, tolerance)
+        altered = _altered(repository, folder / "altered.log")
+    write_figures(
+        COMMAND,
+        processors(),
+        results,
+        server=WHEEL,
+        backend=backend,
+        clients=clients,
+        requests=requests,
+        preferred=joined.preferred,
+        ways={way: _summary(loads, batches[way]) for way, loads in outcomes.items()},
+        killed=killed,
+        altered=altered,
+    )
+    show(results, table)
+    every = [load for loads in outcomes.values() for load in loads]
+    sound = not any(load.errors or load.wrong for load in every)
+    if not (sound and not killed["errors"] and not killed["wrong"] and not altered["ready"]):
+        raise typer.Exit(1)
+
+
+def _counts(server: Server, name: str) -> tuple[int, int]:
+    """How many samples a model has answered, and in how many calls."""
+    with client_of(server, "grpc") as client:
+        answer = client.get_inference_statistics(name, as_json=True)["model_stats"][0]
+    return int(answer.get("inference_count", 0)), int(answer.get("execution_count", 0))
+
+
+def _summary(loads: Sequence[Outcome], batch: float) -> dict[str, Any]:
+    """The figures of one way, of every round."""
+    return {
+        "per_second": [round(load.per_second, 1) for load in loads],
+        "p50_ms": [round(load.quantile(0.5), 2) for load in loads],
+        "p99_ms": [round(load.quantile(0.99), 2) for load in loads],
+        "batch": round(batch, 1),
+        "answered": sum(len(load.milliseconds) for load in loads),
+        "errors": sum(load.errors for load in loads),
+        "wrong": sum(load.wrong for load in loads),
+    }
+
+
+def _killed(
+    server: Server,
+    inputs: Sequence[dict[str, Array]],
+    expected: Sequence[Array],
+    clients: int,
+    requests: int,
+    tolerance: float,
+) -> dict[str, Any]:
+    """What becomes of a load during which the server is killed and started again; clients send again what was lost."""
+    loads: list[Outcome] = []
+    name = NAMES[JOINED]
+    half = clients * requests // 2
+    before, _ = _counts(server, name)
+    pressing = threading.Thread(
+        target=lambda: loads.append(
+            press(server, name, inputs, expected, clients, requests, tolerance=tolerance, again=True)
+        )
+    )
+    pressing.start()
+    while pressing.is_alive() and _counts(server, name)[0] < before + half:
+        time.sleep(0.02)
+    in_the_middle = pressing.is_alive()
+    server.kill()
+    start = time.perf_counter()
+    server.start()
+    ready = time.perf_counter() - start
+    pressing.join()
+    (load,) = loads
+    return {
+        "in_the_middle": in_the_middle, "answered": len(load.milliseconds), "asked_again": load.asked_again,
+        "errors": load.errors, "wrong": load.wrong, "ready_again_s": round(ready, 1), "error": load.error,
+    }  # fmt: skip
+
+
+def _altered(repository: Path, log: Path) -> dict[str, Any]:
+    """Whether a model is ready whose bundle was altered by one bit, whether the other one is, and what the log says."""
+    file = repository / NAMES[JOINED] / "1" / FOLDER / "onnxruntime" / "model.onnx"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with Server(repository, log, ["--exit-on-error=false", "--strict-readiness=false"]) as server:
+        said = re.search(r"BundleError: \S*?/(\S+ was altered \([^)]*\))", server.text())
+        return {
+            "ready": server.is_ready(NAMES[JOINED]), "other_ready": server.is_ready(NAMES[ALONE]),
+            "log": said.group(1).rpartition("/")[2] if said is not None else None,
+        }  # fmt: skip
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    header = ("", "requests a second", "p50 ms", "p99 ms", "samples a call", "answered", "errors", "wrong")
+    rows = []
+    for way, of in figures["ways"].items():
+        rate, p50, p99 = (statistics.median(of[key]) for key in ("per_second", "p50_ms", "p99_ms"))
+        spread = f"{rate:,.0f} ({min(of['per_second']):,.0f}–{max(of['per_second']):,.0f})"
+        counts = [f"{of[key]:,}" for key in ("answered", "errors", "wrong")]
+        rows.append((way, spread, f"{p50:.1f}", f"{p99:.1f}", f"{of['batch']:.1f}", *counts))
+    by_round = zip(*(figures["ways"][way]["per_second"] for way in (JOINED, ALONE)), strict=True)
+    ratios = [joined / alone for joined, alone in by_round]
+    killed, altered = figures["killed"], figures["altered"]
+    return "\n\n".join(
+        (
+            markdown_table(header, rows, words=1),
+            f"{figures['clients']} clients × {figures['requests']} requests of one image in each of {len(ratios)} "
+            f"rounds, in turns; every answer is compared with a Session's. Joined, {statistics.median(ratios):.1f} "
+            f"times as many requests a second (by round {', '.join(f'{ratio:.1f}' for ratio in ratios)}).",
+            f"The server killed under load and started again: ready after {killed['ready_again_s']} s; "
+            f"{killed['answered']:,} of {figures['clients'] * figures['requests']:,} requests answered, "
+            f"{killed['asked_again']} of them sent again, {killed['wrong']} wrong. A bundle altered by one bit: "
+            f"{'ready' if altered['ready'] else 'not ready'}, and the log says: {altered['log']}.",
+            f"{MODEL} on {figures['backend']}, one thread, {figures['preferred'][0]} samples preferred; the server of "
+            f"{figures['server']}; {where(figures)}",
+        )
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

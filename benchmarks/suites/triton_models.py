@@ -1,0 +1,181 @@
+"""Every registered model and three of Hugging Face's, in fp32 and fp16, behind one real Triton server.
+
+`python -m attnforge.benchmarks.suites.triton_models` deploys and packages them, waits until the server is ready with
+all of them, asks every reference case over HTTP and gRPC, holds the answers to the parity budget, and sends wrong
+requests, each followed by a right one. It writes `benchmarks/results/triton_models.json`, and exits with 1 where
+anything is wrong. No figure depends on the machine's speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from tritonclient.utils import InferenceServerException
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
+from attnforge.benchmarks.suites import huggingface
+from attnforge.benchmarks.triton.client import PROTOCOLS, asking, client_of
+from attnforge.benchmarks.triton.server import WHEEL, Server, unpack
+from attnforge.bundle import Bundle
+from attnforge.model.registry import MODELS, Example, build_model
+from attnforge.runtime import cases as reference
+from attnforge.runtime.parity.verify import Run, hold, stored_inputs
+from attnforge.scratch import temporary_folder
+from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.repository import Packaged, package
+
+COMMAND = "python -m attnforge.benchmarks.suites.triton_models"
+
+SMALLER: dict[str, dict[str, Any]] = {
+    "patch-attention": {"image_size": 32, "max_image_size": 64},
+    "patch-attention-digits": {"max_batch": 32},
+}
+"""Options of models whose largest case would take minutes in float64."""
+
+HUGGING_FACE = (("bert", "sdpa"), ("vit", "eager"), ("gpt2", "sdpa"))
+
+PRECISIONS = ("fp32", "fp16")
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "triton_models.json",
+    only: Annotated[list[str] | None, typer.Option(help="A model by name; repeat for several.")] = None,
+) -> None:
+    """Ask every model, and write what came of it."""
+    unpack()
+    console = Console()
+    made = {name: make for name, make in models().items() if not only or name in only}
+    with temporary_folder() as folder, ExitStack() as stack:
+        bundles = dict(deployed(made, folder, console))
+        options = Options(preferred=(), threads=1, kind="cpu")
+        packaged = package(list(bundles.values()), folder / "repository", options, progress=console.print)
+        console.print("start the server …")
+        server = stack.enter_context(Server(folder / "repository", folder / "log", timeout=600))
+        figures = {}
+        for model, bundle in zip(packaged, bundles.values(), strict=True):
+            console.print(f"ask {model.name} …")
+            figures[model.name] = asked(server, model, bundle)
+        if "Traceback" in server.text():
+            console.print(server.text(), markup=False)
+            raise typer.Exit(1)
+    write_figures(COMMAND, 1, results, server=WHEEL, models=figures)
+    show(results, table)
+    if wrong := [name for name, figure in figures.items() if figure["wrong"]]:
+        console.print(f"wrong: {', '.join(wrong)}")
+        raise typer.Exit(1)
+
+
+def models() -> dict[str, Callable[[], Example]]:
+    """The models by name, each with a function that makes it."""
+    made: dict[str, Callable[[], Example]] = {
+        name: lambda name=name: build_model(name, **SMALLER.get(name, {}))  # type: ignore[misc]
+        for name in MODELS
+    }
+    for name, form in HUGGING_FACE:
+        made[f"hf-{name}-{form}"] = lambda name=name, form=form: huggingface.build(name, form)  # type: ignore[misc]
+    return made
+
+
+def deployed(made: Mapping[str, Callable[[], Example]], folder: Path, console: Console) -> Iterator[tuple[str, Bundle]]:
+    """Every model at every precision, deployed for ONNX Runtime."""
+    for name, make in made.items():
+        for precision in PRECISIONS:
+            console.print(f"deploy {name} {precision} …")
+            module, args, shapes = make()
+            to = folder / f"{name}-{precision}"
+            yield (
+                to.name,
+                attnforge.deploy(
+                    module, args, to, shapes, precision, ["onnxruntime"], name=name, tune=False, cache=False
+                ),
+            )
+
+
+def asked(server: Server, model: Packaged, bundle: Bundle) -> dict[str, Any]:
+    """What came of a model: of the reference cases, by protocol, how many were within the budget; of wrong requests,
+    how many got an error and were followed by a right answer; and what went wrong."""
+    figure: dict[str, Any] = {
+        "max_batch": model.max_batch, "apart": model.apart, "warmups": len(model.warmups),
+        "cases": len(bundle.manifest.cases), "wrong": [],
+    }  # fmt: skip
+    feeds = reference.make_inputs(bundle.manifest.cases[0], bundle.manifest.inputs, stored_inputs(bundle))
+    for protocol in PROTOCOLS:
+        with client_of(server, protocol) as client:
+            run = asking(client, protocol, model.name)
+            report = hold(bundle, "onnxruntime-cpu", run)
+            figure[protocol] = {"error": report.error, "budget": report.budget, "passed": report.passed}
+            if report.missed is not None:
+                figure["wrong"].append(f"{protocol}: {report.missed}")
+            before, refused = run(feeds), 0
+            for what, request in wrong_requests(feeds, bundle, model.max_batch).items():
+                reason = _refused(run, request) or _same(run(feeds), before)
+                refused += reason is None
+                if reason is not None:
+                    figure["wrong"].append(f"{protocol}, {what}: {reason}")
+            figure[protocol]["refused"] = refused
+    return figure
+
+
+def wrong_requests(feeds: Mapping[str, Array], bundle: Bundle, max_batch: int) -> dict[str, dict[str, Array]]:
+    """Requests that the model does not take, by what is wrong with them."""
+    name, array = next(iter(feeds.items()))
+    rest = {other: value for other, value in feeds.items() if other != name}
+    kind = np.float64 if array.dtype != np.float64 else np.float32
+    requests = {
+        "name": {"nobody": array, **rest},
+        "type": {name: array.astype(kind), **rest},
+        "rank": {name: array[..., None], **rest},
+        "one more": {**feeds, "nobody": array},
+        "none": {},
+    }
+    lengths = bundle.manifest.inputs[0].dims
+    if fixed := [place for place, dim in enumerate(lengths) if isinstance(dim, int)]:
+        shape = [size + (place == fixed[-1]) for place, size in enumerate(array.shape)]
+        requests["size"] = {name: np.zeros(shape, array.dtype), **rest}
+    if max_batch:
+        requests["an empty batch"] = {other: value[:0] for other, value in feeds.items()}
+        requests["beyond the largest batch"] = {
+            other: np.repeat(value[:1], max_batch + 1, axis=0) for other, value in feeds.items()
+        }
+    return requests
+
+
+def _refused(run: Run, request: dict[str, Array]) -> str | None:
+    try:
+        run(request)
+    except InferenceServerException:
+        return None
+    return "it was answered"
+
+
+def _same(got: Mapping[str, Array], before: Mapping[str, Array]) -> str | None:
+    same = all(np.array_equal(got[name], array, equal_nan=array.dtype.kind == "f") for name, array in before.items())
+    return None if same and got.keys() == before.keys() else "the next request got another answer than the first"
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    header = ("model", "requests", "warm-up", "cases", "HTTP, error of budget", "gRPC", "wrong requests refused")
+    rows = []
+    for name, of in figures["models"].items():
+        joins = f"up to {of['max_batch']} samples joined" if of["max_batch"] else "one a call"
+        errors = [f"{of[protocol]['error']:.1e} of {of[protocol]['budget']:.1e}" for protocol in PROTOCOLS]
+        refused = " and ".join(str(of[protocol]["refused"]) for protocol in PROTOCOLS)
+        rows.append((name, joins, of["warmups"], of["cases"], *errors, refused))
+    failed = sum(bool(of["wrong"]) for of in figures["models"].values())
+    return (
+        f"{markdown_table(header, rows)}\n\n{len(rows)} models, {failed} with anything wrong; the server of "
+        f"{figures['server']}; {where(figures)}"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
