@@ -72,7 +72,7 @@ def tensor(spec: TensorSpec, *, batched: bool) -> Message:
     if 0 in dims:
         raise UnavailableError(f"{spec.name} is {spec.text()}, and Triton knows no dim of size 0")
     message: dict[str, Any] = {"name": spec.name, "data_type": Word(f"TYPE_{TYPES[spec.dtype]}"), "dims": dims or [1]}
-    if not dims:  # Triton wants a dim, and takes it away again
+    if batched and not dims:  # Triton wants a dim, and takes it away again; without a batch it would not
         message["reshape"] = {}
     return message
 

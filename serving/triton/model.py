@@ -46,13 +46,13 @@ class TritonPythonModel:
             threads=int(settings[THREADS]) if THREADS in settings else None,
             device=int(args["model_instance_device_id"]) if on_gpu else 0,
         )
-        self._dtypes = {spec.name: spec.dtype for spec in self._session.inputs}
+        self._inputs = {spec.name: spec for spec in self._session.inputs}
         self._joiner = Joiner(self._session, join=config["max_batch_size"] > 0)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer the requests that Triton gathered, by one call where they can be joined."""
         feeds = [
-            {tensor.name(): array_of(tensor, self._dtypes[tensor.name()]) for tensor in request.inputs()}
+            {tensor.name(): array_of(tensor, self._inputs[tensor.name()]) for tensor in request.inputs()}
             for request in requests
         ]
         answers = self._joiner.answers(feeds)

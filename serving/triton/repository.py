@@ -211,6 +211,8 @@ def _files(bundle: Bundle, options: Options) -> tuple[dict[str, str], list[Engin
     manifest = bundle.manifest
     tensors = [*manifest.inputs, *manifest.outputs]
     record = manifest.targets.get(options.backend)
+    if scalars := [spec.name for spec in tensors if not spec.dims]:
+        raise UnavailableError(f"{scalars[0]} has no dims, and Triton knows no such tensor; use --backend python")
     if options.backend == "onnxruntime":
         if any(spec.dtype == "bfloat16" for spec in tensors) or manifest.precision == "bf16":
             raise UnavailableError(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array
+from attnforge.bundle import TensorSpec
 
 NEW, USED = b"dltensor", b"used_dltensor"
 """DLPack's names of a capsule whose tensor is still to be taken over, and of one whose tensor was."""
@@ -57,16 +58,16 @@ def _retyped(capsule: Any, code: int) -> Any:
     return capsule
 
 
-def array_of(tensor: Any, dtype: str) -> Array:
+def array_of(tensor: Any, spec: TensorSpec) -> Array:
     """A tensor of a request as an array on its memory, which must not be written to.
 
     Args:
         tensor: the backend's, on the CPU.
-        dtype: as the manifest names it.
+        spec: the input.
     """
-    if dtype == BFLOAT16.name:
-        return np.from_dlpack(_AsInt16(tensor)).view(BFLOAT16)
-    return np.from_dlpack(tensor)
+    is_bfloat = spec.dtype == BFLOAT16.name
+    array = np.from_dlpack(_AsInt16(tensor)).view(BFLOAT16) if is_bfloat else np.from_dlpack(tensor)
+    return array if spec.dims else array.reshape(())  # Triton knows no tensor without dims
 
 
 def tensor_of(name: str, array: Array, make: Any) -> Any:
@@ -74,10 +75,10 @@ def tensor_of(name: str, array: Array, make: Any) -> Any:
 
     Args:
         name: of the output.
-        array: of any dtype that a bundle's output may have.
+        array: of any dtype that a bundle's output may have; without dims it gets one.
         make: the backend's `Tensor.from_dlpack`.
     """
-    array = np.asarray(array, order="C")
+    array = np.ascontiguousarray(array)  # of one dim where it has none
     if not array.flags.writeable:  # which DLPack cannot say in the version that the backend reads
         array = array.copy()
     capsule = _retyped(array.view(np.int16).__dlpack__(), BFLOAT) if array.dtype == BFLOAT16 else array.__dlpack__()

@@ -132,8 +132,9 @@ def test_numbers_of_one_dim_or_none_are_reshaped() -> None:
         "output": [configuration.tensor(scale, batched=False)],
     }
     text_format.Parse(configuration.text(message), config)
-    for tensor in (config.input[0], config.output[0]):
-        assert list(tensor.dims) == [1] and tensor.HasField("reshape") and not tensor.reshape.shape
+    assert list(config.input[0].dims) == list(config.output[0].dims) == [1]
+    assert config.input[0].HasField("reshape") and not config.input[0].reshape.shape
+    assert not config.output[0].HasField("reshape")  # which Triton refuses without a batch
     assert config.input[0].name == scores.name
     with pytest.raises(UnavailableError, match="no dim of size 0"):
         configuration.tensor(TensorSpec(name="x", dtype="bool", dims=[0]), batched=False)
@@ -234,13 +235,18 @@ def test_what_a_backend_of_triton_cannot_have_is_refused_in_one_line(
     def open_output(manifest: Manifest) -> None:
         manifest.outputs[0].dims = [DimSpec(symbol="u0"), 16]
 
+    def scalar_output(manifest: Manifest) -> None:
+        manifest.outputs[0].dims = []
+
     with_plans(copy, ("SM80", "10.7.0"))
+    other = Path(shutil.copytree(copy, tmp_path / "other"))
+    refused.append((rewrite(other, scalar_output), Options("onnxruntime"), "output has no dims, and Triton knows no"))
     refused.append((rewrite(copy, open_output), Options("tensorrt"), "the shape of output is decided by the inputs'"))
     for bundle, options, words in refused:
         with pytest.raises(UnavailableError, match=words) as raised:
             package([bundle], tmp_path / "repository", options)
         assert "\n" not in str(raised.value)
-    assert {path.name for path in tmp_path.iterdir()} == {"copy"}
+    assert {path.name for path in tmp_path.iterdir()} == {"copy", "other"}
 
 
 # --- places -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
 import attnforge
@@ -43,12 +46,13 @@ by_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.fixture(scope="module")
 def bundles(registered: Deploy, small: DeploySmall) -> dict[str, Bundle]:
     """Bundles by the names of their models: one with a batch, one in fp16 with a mask, a static one, and one with an
-    input that has no batch."""
+    input that has no batch, in fp32 and bf16."""
     return {
         DIGITS: registered("patch-attention-digits", "fp32"),
         "cross-attention-fp16": registered("cross-attention", "fp16"),
         "worked-example-fp32": registered("worked-example", "fp32"),
         "small-fp32": small("fp32"),
+        "small-bf16": small("bf16"),
     }
 
 
@@ -76,6 +80,41 @@ def test_every_reference_case_is_answered_within_the_budget(
             report = hold(bundle, "onnxruntime-cpu", asking(client, protocol, name))
             assert report.passed, report.missed
             assert report.cases == len(bundle.manifest.cases)
+
+
+class Scored(nn.Module):
+    """Attention whose outputs are a number a sample and, where it is asked, one number."""
+
+    def __init__(self, in_all: bool) -> None:
+        super().__init__()
+        self.in_all = in_all
+
+    def forward(self, x: Tensor, gain: Tensor) -> tuple[Tensor, ...]:
+        scores = ((x @ x.transpose(1, 2)).softmax(-1) @ x).mean((1, 2)) * gain
+        return (scores, scores.sum()) if self.in_all else (scores,)
+
+
+@pytest.mark.parametrize(("in_all", "shapes"), [(False, [(3, 1)]), (True, [(3,), (1,)])])
+def test_numbers_without_further_dims_keep_their_shape(
+    server: Server, tmp_path: Path, repository: Path, in_all: bool, shapes: list[tuple[int, ...]]
+) -> None:
+    """Triton wants a dim of every tensor: a sample's number has one for its clients, and so has a number alone."""
+    batch = Dim("batch", min=1, max=4)
+    bundle = attnforge.deploy(
+        Scored(in_all), (torch.randn(2, 5, 8), torch.rand(2)), tmp_path / "bundle",
+        {"x": {0: batch}, "gain": {0: batch}}, targets=["onnxruntime"], tune=False,
+    )  # fmt: skip
+    name = f"scored-{in_all}"
+    package([bundle], repository, QUICK, name=name)
+    feeds = {"x": np.ones((3, 5, 8), np.float32), "gain": np.arange(3, dtype=np.float32)}
+    with client_of(server, "http") as client, attnforge.load(bundle, threads=1) as session:
+        client.load_model(name)
+        run = asking(client, "http", name)
+        given = feeds if in_all else {**feeds, "gain": feeds["gain"][:, None]}
+        answers, expected = run(given), session.run(feeds)
+    for (output, array), shape in zip(expected.items(), shapes, strict=True):
+        assert answers[output].shape == shape
+        np.testing.assert_allclose(answers[output].reshape(array.shape), array, rtol=1e-5)
 
 
 def image(batch: int = 1, seed: int = 0) -> Array:
