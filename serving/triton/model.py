@@ -48,6 +48,7 @@ class TritonPythonModel:
         )
         self._inputs = {spec.name: spec for spec in self._session.inputs}
         self._joiner = Joiner(self._session, join=config["max_batch_size"] > 0)
+        self._memory = self._measured(args)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer the requests that Triton gathered, by one call where they can be joined."""
@@ -61,6 +62,23 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Free everything."""
         self._session.close()
+
+    def _measured(self, args: Mapping[str, str]) -> list[Any]:
+        """The memory of this instance's Session once it is loaded, among the server's own metrics. Triton drops what
+        nobody holds, hence the list."""
+        family = self._backend.MetricFamily(
+            name="attnforge_memory_bytes",
+            description="Bytes that a Session of attnforge holds",
+            kind=self._backend.MetricFamily.GAUGE,
+        )
+        metrics: list[Any] = [family]
+        about = {"model": args["model_name"], "version": args["model_version"], "instance": args["model_instance_name"]}
+        for what in ("weights", "activations", "buffers", "pinned"):
+            if (size := getattr(self._session.memory, what)) is not None:
+                metric = family.Metric(labels={**about, "backend": self._session.backend, "what": what})
+                metric.set(size)
+                metrics.append(metric)
+        return metrics
 
     def _response(self, request: Any, answer: Answer) -> Any:
         if isinstance(answer, BaseException):

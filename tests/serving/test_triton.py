@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -232,6 +233,16 @@ def test_warm_up_ran_before_the_model_was_ready(server: Server, bundles: dict[st
     assert [sample["name"] for sample in config["model_warmup"]] == ordinary
     assert config["max_batch_size"] == 32
     assert "Traceback" not in server.text()
+
+
+def test_the_servers_metrics_have_the_memory_of_every_model(server: Server, bundles: dict[str, Bundle]) -> None:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    with attnforge.load(bundles[DIGITS], "onnxruntime-cpu") as session:
+        weights = session.memory.weights
+    (line,) = [line for line in lines if line.startswith("attnforge_memory") and DIGITS in line and '"weights"' in line]
+    assert 'backend="onnxruntime-cpu"' in line and float(line.split()[-1]) == weights
+    assert any(line.startswith(f'nv_inference_exec_count{{model="{DIGITS}"') for line in lines)
 
 
 # --- versions, and what keeps a model from being ready ----------------------------------------------------------------

@@ -1,0 +1,146 @@
+"""What a Session does, for Prometheus (`pip install 'attnforge[metrics]'`).
+
+    session = observed(attnforge.load("bundle/"))
+    prometheus_client.start_http_server(9000)
+
+Every call is counted where it is made, so on a GPU a call that returns once its work is enqueued takes as long as that.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from attnforge.bundle import DimSpec
+from attnforge.errors import UsageError
+from attnforge.runtime.session import Session
+from attnforge.serving.batching import batch_of
+
+LABELS = ("model", "precision", "backend")
+SECONDS = tuple(base * 10**power for power in (-4.0, -3.0, -2.0, -1.0, 0.0) for base in (1, 2.5, 5))
+"""Upper ends of the histogram's buckets: 0.1 ms to 5 s."""
+
+SAMPLES = tuple(2**power for power in range(11))
+
+
+class Metrics(Collector):
+    """The metrics of any number of Sessions.
+
+    - `attnforge_calls_total`, and `attnforge_errors_total` by the error's class;
+    - `attnforge_call_seconds`, a histogram of calls that gave an answer;
+    - `attnforge_call_samples`, a histogram of their batches, of models that have a batch;
+    - `attnforge_memory_bytes`, what sessions that are open hold, as far as their backends say.
+
+    Args:
+        registry: of prometheus_client.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._calls = Counter("attnforge_calls", "Calls of a Session.", LABELS, registry=registry)
+        self._errors = Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error"), registry=registry)
+        self._seconds = Histogram(
+            "attnforge_call_seconds", "Seconds of a call.", LABELS, registry=registry, buckets=SECONDS
+        )
+        self._samples = Histogram(
+            "attnforge_call_samples", "Samples in a call.", LABELS, registry=registry, buckets=SAMPLES
+        )
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        registry.register(self)
+
+    def observe(self, session: Session) -> Observed:
+        """The session with its calls counted."""
+        manifest = session.bundle.manifest
+        labels = manifest.name, manifest.precision, session.backend
+        self._sessions.add(session)
+        calls, seconds = self._calls.labels(*labels), self._seconds.labels(*labels)
+        samples = self._samples.labels(*labels)
+        batch = batch_of(manifest)
+
+        def count(took: float | None, size: int | None, error: BaseException | None) -> None:
+            calls.inc()
+            if error is not None:
+                self._errors.labels(*labels, type(error).__name__).inc()
+            if took is not None:
+                seconds.observe(took)
+            if size is not None and isinstance(batch, DimSpec):
+                samples.observe(size)
+
+        return Observed(session, count)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The memory of the sessions that are open, added up where several are of one model and backend."""
+        held: dict[tuple[str, str, str, str], int] = {}
+        for session in list(self._sessions):
+            try:
+                memory = session.memory
+            except UsageError:  # it is closed
+                continue
+            manifest = session.bundle.manifest
+            for what in ("weights", "activations", "buffers", "pinned"):
+                if (size := getattr(memory, what)) is not None:
+                    labels = manifest.name, manifest.precision, session.backend, what
+                    held[labels] = held.get(labels, 0) + size
+        family = GaugeMetricFamily("attnforge_memory_bytes", "Bytes that a Session holds.", labels=(*LABELS, "what"))
+        for labels, size in held.items():
+            family.add_metric(labels, size)
+        yield family
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Nothing is read before the first question."""
+        return []
+
+
+class Observed:
+    """A Session whose calls are counted, called as the Session is; its other methods are those of `session`.
+
+    Attributes:
+        session: the Session.
+    """
+
+    def __init__(
+        self, session: Session, count: Callable[[float | None, int | None, BaseException | None], None]
+    ) -> None:
+        self.session, self._count = session, count
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        """As :meth:`attnforge.Session.__call__`."""
+        return self._counted(lambda: self.session(*values, **options), next(iter(values), None))
+
+    def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """As :meth:`attnforge.Session.run`."""
+        first = self.session.inputs[0].name if self.session.inputs else ""
+        given = values.get(first) if isinstance(values, Mapping) else None
+        answer: dict[str, Any] = self._counted(lambda: self.session.run(values, **options), given)
+        return answer
+
+    def _counted(self, call: Callable[[], Any], first: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            answer = call()
+        except BaseException as error:
+            self._count(None, None, error)
+            raise
+        shape: Any = getattr(first, "shape", ())
+        self._count(time.perf_counter() - start, int(shape[0]) if len(shape) else None, None)
+        return answer
+
+
+_METRICS: weakref.WeakKeyDictionary[CollectorRegistry, Metrics] = weakref.WeakKeyDictionary()
+
+
+def observed(session: Session, registry: CollectorRegistry = REGISTRY) -> Observed:
+    """A Session whose calls, errors, seconds, samples and memory Prometheus can read.
+
+    Args:
+        session: to observe.
+        registry: of prometheus_client; all sessions of one share its metrics.
+    """
+    if registry not in _METRICS:
+        _METRICS[registry] = Metrics(registry)
+    return _METRICS[registry].observe(session)
