@@ -8,6 +8,7 @@ from math import prod
 
 import onnx_ir as ir
 
+from attnforge.bundle.fields import MOST_DIMS
 from attnforge.errors import UsageError
 
 MOST_NODES = 200_000
@@ -34,12 +35,52 @@ def check(model: ir.Model) -> None:
     if deepest > DEEPEST:
         raise UsageError(f"the graph has graphs within graphs, {deepest} deep; there may be {DEEPEST}")
     _check_order(model.graph)
+    _check_joined(model.graph)
     for node, _ in _nodes(model.graph):
         if (count := made_of_constants(node)) > LARGEST_CONSTANT:
-            raise UsageError(
-                f"{node.op_type} ({node.name}) makes {count:,} numbers out of constants; there may be "
-                f"{LARGEST_CONSTANT:,}"
-            )
+            raise UsageError(_too_large(node, count))
+
+
+MOST_REPEATED = 8
+"""How often a graph may join its constants into one, on the average."""
+
+
+def _check_joined(graph: ir.Graph) -> None:
+    """Check how long lists of numbers grow that are joined over and over: inference keeps the numbers of each."""
+    counts: dict[ir.Value, int] = {value: _size_of(value) for value in graph.initializers.values()}
+    for node in graph:
+        own = [_size_of(value) if node.op_type in ("Constant", "Shape") else 0 for value in node.outputs]
+        inputs = [counts.get(value, 0) for value in node.inputs if value is not None]
+        count = max([*own, sum(inputs) if node.op_type == "Concat" else max(inputs, default=0)])
+        counts.update(dict.fromkeys(node.outputs, count))
+    most = MOST_REPEATED * sum(counts[value] for value in graph.initializers.values()) + 2**20
+    for node in graph:
+        if node.op_type == "Concat" and (count := counts[node.outputs[0]]) > most:
+            raise UsageError(_too_large(node, count, most))
+
+
+def _size_of(value: ir.Value) -> int:
+    tensor = ir.convenience.get_const_tensor(value)
+    return MOST_DIMS if tensor is None else tensor.size
+
+
+def check_constants(model: ir.Model) -> None:
+    """Check what several operators make out of constants, once shapes are inferred.
+
+    Raises:
+        UsageError: it is too large.
+    """
+    constants = set(model.graph.initializers.values())
+    for node in model.graph:
+        if any(value is not None and value not in constants for value in node.inputs):
+            continue
+        constants |= set(node.outputs)
+        if (count := max(map(_size, node.outputs), default=0)) > LARGEST_CONSTANT:
+            raise UsageError(_too_large(node, count))
+
+
+def _too_large(node: ir.Node, count: int, most: int = LARGEST_CONSTANT) -> str:
+    return f"{node.op_type} ({node.name}) makes {count:,} numbers out of constants; there may be {most:,}"
 
 
 def made_of_constants(node: ir.Node) -> int:

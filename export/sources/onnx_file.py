@@ -25,7 +25,7 @@ from attnforge.bundle import Case, DimSpec, TensorSpec
 from attnforge.errors import AttnforgeError, CaptureError, UsageError, first_line, shortened
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
-from attnforge.export.sources.onnx_check import check
+from attnforge.export.sources.onnx_check import check, check_constants
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
@@ -116,6 +116,7 @@ def _imported(
     model = _read(file)
     _name_dims(model, file.name, ranges or {})
     infer_shapes(model)
+    check_constants(model)
     fold(model, floats=False)
     infer_shapes(model)
     _refuse(model)

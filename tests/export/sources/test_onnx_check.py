@@ -109,6 +109,31 @@ def test_huge_constants(tmp_path: Path, op: str) -> None:
     refused(file, "out of constants|no ONNX model|cannot be read as a graph")
 
 
+@pytest.mark.parametrize("op", ["Concat", "Tile", "Expand", "Outer"])
+def test_a_chain_of_operators_makes_a_huge_constant(tmp_path: Path, op: str) -> None:
+    nodes, name = [node("Cast", "row", output="c0", to=FLOAT)], "c0"
+    for i in range(1, 14):
+        following = f"c{i}"
+        nodes.append(
+            {
+                "Concat": node("Concat", *[name] * 8, output=following, axis=0),
+                "Tile": node("Tile", name, "eight", output=following),
+                "Expand": node("Unsqueeze", name, "first", output=f"u{i}"),
+                "Outer": node("Unsqueeze", name, "last", output=f"u{i}"),
+            }[op]
+        )
+        if op in ("Expand", "Outer"):
+            other = "many" if op == "Expand" else "shape"
+            nodes += [
+                node("Expand", f"u{i}", other, output=f"e{i}"),
+                node("Reshape", f"e{i}", "flat", output=following),
+            ]
+        name = following
+    nodes += [node("ReduceSum", name, output="sum", keepdims=0), node("Add", "x", "sum")]
+    file = saved(tmp_path, nodes, row=[1, 2, 3], eight=[8], first=[0], last=[1], many=[8, 1], shape=[1, 8], flat=[-1])
+    refused(file, "out of constants")
+
+
 def test_functions_that_double(tmp_path: Path) -> None:
     functions = [
         helper.make_function(
