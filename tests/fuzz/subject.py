@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -20,7 +21,7 @@ from attnforge.errors import AttnforgeError
 
 MOST_SECONDS = 10.0
 """Processor seconds that one request may take: the wall's depend on what else the machine does."""
-MOST_WAITED = 120.0
+MOST_WAITED = 60.0
 """Seconds after which a process that waits, and so takes no processor time, hangs."""
 MOST_MEMORY = 2**30
 """Bytes that one request may add to what the process has in memory."""
@@ -124,12 +125,14 @@ def serve(pipe: Connection) -> None:
         memory.reset_peak()
         before, start = memory.peak(), time.process_time()
         at_work.append(True)
+        faulthandler.dump_traceback_later(0.8 * MOST_WAITED)  # where it hangs
         try:
             answer = Answer("accepted", TASKS[task](*arguments))
         except AttnforgeError as error:
             answer = Answer("refused", str(error))
         except BaseException:  # a fault is what is looked for, an exit as well
             answer = Answer("raw", traceback.format_exc(limit=-12))
+        faulthandler.cancel_dump_traceback_later()
         at_work.clear()
         seconds, grown = time.process_time() - start, memory.peak() - before
         if started:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, note
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -68,6 +69,8 @@ def test_a_file_is_accepted_rightly_or_refused_in_one_line(
     spec, whole = FILES[name]
     kind = data.draw(st.sampled_from([name] * 4 + list(FILES)))  # now and then under another's name
     file = tmp_path_factory.getbasetemp() / f"wrong{Path(kind).suffix}"
-    file.write_bytes(data.draw(changed_bytes(whole)))
+    changed = data.draw(changed_bytes(whole))
+    note(f"base64: {b64encode(changed).decode()}")
+    file.write_bytes(changed)
     answer = subject.ask("read_files", [spec], [str(file)])
     event(f"{name}: {answer.kind}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from base64 import b64encode
 
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import assume, event, given
+from hypothesis import assume, event, given, note
 from hypothesis import strategies as st
 from onnx import TensorProto
 
@@ -157,6 +158,7 @@ def test_a_graph_is_accepted_rightly_or_refused_in_one_line(
     text = model.SerializeToString()
     if data.draw(st.integers(0, 4)) == 4:
         text = data.draw(changed_bytes(text))
+    note(f"base64: {b64encode(text).decode()}")
     folder = tmp_path_factory.getbasetemp() / "source"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
