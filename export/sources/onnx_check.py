@@ -30,12 +30,14 @@ def check(model: ir.Model) -> None:
     for value in model.graph.inputs:
         if not isinstance(value.type, ir.TensorType) or value.dtype in (None, ir.DataType.UNDEFINED):
             raise UsageError(f"the input {value.name!r} is no tensor of a known type; export the graph again")
+    for tensor in tensors(model):
+        _check_tensor(tensor)
     _check_functions(model)
     deepest = max((depth for _, depth in _nodes(model.graph)), default=0)
     if deepest > DEEPEST:
         raise UsageError(f"the graph has graphs within graphs, {deepest} deep; there may be {DEEPEST}")
     _check_order(model.graph)
-    _check_joined(model.graph)
+    _check_lists(model.graph)
     for node, _ in _nodes(model.graph):
         if (count := made_of_constants(node)) > LARGEST_CONSTANT:
             raise UsageError(_too_large(node, count))
@@ -44,24 +46,52 @@ def check(model: ir.Model) -> None:
 MOST_REPEATED = 8
 """How often a graph may join its constants into one, on the average."""
 
+_TAKES_SHAPE = ("Reshape", "Expand", "ConstantOfShape", "Tile", "RandomNormal", "RandomUniform", "CenterCropPad")
 
-def _check_joined(graph: ir.Graph) -> None:
-    """Check how long lists of numbers grow that are joined over and over: inference keeps the numbers of each."""
-    counts: dict[ir.Value, int] = {value: _size_of(value) for value in graph.initializers.values()}
+
+def _check_lists(graph: ir.Graph) -> None:
+    """Check how long lists of numbers get that are joined over and over, or say a shape: inference keeps each."""
+    counts = {value: _size(value) for value in graph.inputs if value.dtype is not None and value.dtype.is_integer()}
+    counts |= {value: _size_of(value) for value in graph.initializers.values()}
+    most = MOST_REPEATED * sum(counts.values()) + 2**20
     for node in graph:
         own = [_size_of(value) if node.op_type in ("Constant", "Shape") else 0 for value in node.outputs]
         inputs = [counts.get(value, 0) for value in node.inputs if value is not None]
-        count = max([*own, sum(inputs) if node.op_type == "Concat" else max(inputs, default=0)])
+        most += MOST_REPEATED * sum(own)
+        count = max([*own, sum(inputs) if node.op_type == "Concat" else max(inputs, default=0)], default=0)
         counts.update(dict.fromkeys(node.outputs, count))
-    most = MOST_REPEATED * sum(counts[value] for value in graph.initializers.values()) + 2**20
-    for node in graph:
-        if node.op_type == "Concat" and (count := counts[node.outputs[0]]) > most:
+        if node.op_type == "Concat" and count > most:
             raise UsageError(_too_large(node, count, most))
+        if node.op_type in _TAKES_SHAPE and inputs and inputs[-1] > 2**20:
+            raise UsageError(f"{node.op_type} ({node.name}) is given a shape of very many dims; export the graph again")
 
 
 def _size_of(value: ir.Value) -> int:
     tensor = ir.convenience.get_const_tensor(value)
     return MOST_DIMS if tensor is None else tensor.size
+
+
+def tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """The constants of a model: of its graphs, within its operators, and of its functions."""
+    yield from (value.const_value for value in model.graph.initializers.values() if value.const_value is not None)
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for graph in graphs:
+        for node, _ in _nodes(graph):
+            yield from (a.as_tensor() for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR)
+
+
+def _check_tensor(tensor: ir.TensorProtocol) -> None:
+    """Check that a constant holds as many numbers as its dims say."""
+    if not isinstance(tensor, ir.serde.TensorProtoTensor):  # external data are checked where they are read
+        return
+    proto = tensor.raw
+    count = prod(proto.dims)
+    lists = (proto.float_data, proto.int32_data, proto.int64_data, proto.double_data, proto.uint64_data)
+    held = 4 * len(proto.raw_data) or max(4 * max(map(len, lists)), len(proto.string_data))  # of 2 bits, four a byte
+    if any(dim < 0 for dim in proto.dims) or count > held:
+        raise UsageError(
+            f"the constant {tensor.name!r} is cut short: its dims are {list(proto.dims)}; export the graph again"
+        )
 
 
 def check_constants(model: ir.Model) -> None:

@@ -25,7 +25,7 @@ from attnforge.bundle import Case, DimSpec, TensorSpec
 from attnforge.errors import AttnforgeError, CaptureError, UsageError, first_line, shortened
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
-from attnforge.export.sources.onnx_check import check, check_constants
+from attnforge.export.sources.onnx_check import check, check_constants, tensors
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
@@ -151,7 +151,7 @@ def _read(file: Path) -> ir.Model:
         raise UsageError(f"{file} is no ONNX model that can be read: {str(error).splitlines()[0]}") from error
     if not inner[1] or not model.opset_imports:
         raise UsageError(f"{file} is no ONNX model: it has no outputs")
-    if missing := [t for t in _external(model) if not Path(t.path).is_file()]:
+    if missing := [t for t in tensors(model) if isinstance(t, ir.ExternalTensor) and not Path(t.path).is_file()]:
         raise UsageError(f"{file} keeps its weights in {missing[0].location!r}, which is not beside it; copy it there")
     check(model)
     common.InlinePass()(model)
@@ -160,11 +160,6 @@ def _read(file: Path) -> ir.Model:
     if (model.opset_imports.get("") or 0) < FIRST_OPSET:
         at_opset(model)
     return model
-
-
-def _external(model: ir.Model) -> list[ir.ExternalTensor]:
-    tensors = (value.const_value for value in model.graph.initializers.values())
-    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
 
 
 _QUANTIZED = (

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from attnforge.arrays import Array
-from attnforge.errors import BuildError, first_line
+from attnforge.errors import AttnforgeError, BuildError, CaptureError, first_line, shortened
 from attnforge.export.graphs.execute import Runner, as_it_is, at_own_precision, in_float64, wide
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
@@ -41,12 +41,16 @@ class Original:
         self._precision = precision
 
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs at the bundle's precision; 16-bit ones as float32, which holds every one of them."""
-        return self._eager(inputs)
+        """Outputs at the bundle's precision; 16-bit ones as float32, which holds every one of them.
+
+        Raises:
+            CaptureError: the graph does not take inputs of these sizes or numbers, though its dims do.
+        """
+        return _run(self._eager, inputs)
 
     def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
         """Outputs in float64, of weights widened from the bundle's precision; `peaks` stays as it is."""
-        return self._exact(inputs)
+        return _run(self._exact, inputs)
 
     def check(self, example: Mapping[str, Array]) -> None:
         """Check that float64 computes the same function as the graph. A backend may err twice as much as the graph, so
@@ -98,6 +102,19 @@ class Original:
         model = self.model.clone()
         retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
         return ReferenceEvaluator(ir.to_proto(model))
+
+
+def _run(runner: Callable[[Mapping[str, Array]], dict[str, Array]], inputs: Mapping[str, Array]) -> dict[str, Array]:
+    try:
+        return runner(inputs)
+    except (AttnforgeError, MemoryError):
+        raise
+    except Exception as error:  # ONNX Runtime's own, of many kinds
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+        raise CaptureError(
+            f"the graph does not run with {shortened(shapes)}, which its dims allow: {shortened(first_line(error))}; "
+            "give ranges that it takes"
+        ) from error
 
 
 def _evaluate(evaluator: ReferenceEvaluator, inputs: Mapping[str, Array], reason: str) -> dict[str, Array]:

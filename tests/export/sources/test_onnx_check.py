@@ -66,6 +66,38 @@ def test_names_that_are_not_defined(tmp_path: Path, nodes: list[onnx.NodeProto],
     refused(saved(tmp_path, nodes), words)
 
 
+@pytest.mark.parametrize("where", ["absent", "../outside", "/etc/hostname"])
+@pytest.mark.parametrize("of", ["initializer", "constant"])
+def test_weights_elsewhere(tmp_path: Path, where: str, of: str) -> None:
+    (tmp_path / "outside").write_bytes(bytes(1000))
+    (tmp_path / "model").mkdir()
+    tensor = TensorProto(dims=[2], data_type=FLOAT, name="weight", data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value=where)
+    file = saved(tmp_path / "model", [node("Add", "x", "weight")])
+    model = onnx.load(str(file))
+    if of == "initializer":
+        model.graph.initializer.append(tensor)
+    else:
+        model.graph.node.insert(0, helper.make_node("Constant", [], ["weight"], value=tensor))
+    file.write_bytes(model.SerializeToString())
+    refused(file, "which is not beside it" if where == "absent" else "outside the base directory")
+
+
+@pytest.mark.parametrize("dims", [[2**40], [3, -1], [4]])
+@pytest.mark.parametrize("of", ["initializer", "constant"])
+def test_a_constant_that_is_cut_short(tmp_path: Path, of: str, dims: list[int]) -> None:
+    tensor = numpy_helper.from_array(np.array([1, 2, 1], np.int64), "shape")
+    tensor.dims[:] = dims
+    file = saved(tmp_path, [node("Reshape", "x", "shape")])
+    model = onnx.load(str(file))
+    if of == "initializer":
+        model.graph.initializer.append(tensor)
+    else:
+        model.graph.node.insert(0, helper.make_node("Constant", [], ["shape"], value=tensor))
+    file.write_bytes(model.SerializeToString())
+    refused(file)
+
+
 @pytest.mark.parametrize("kind", ["undefined", "no tensor", "nothing"])
 def test_an_input_without_a_type(tmp_path: Path, kind: str) -> None:
     """Symbolic inference of ONNX Runtime would look for it for ever."""
@@ -132,6 +164,20 @@ def test_a_chain_of_operators_makes_a_huge_constant(tmp_path: Path, op: str) -> 
     nodes += [node("ReduceSum", name, output="sum", keepdims=0), node("Add", "x", "sum")]
     file = saved(tmp_path, nodes, row=[1, 2, 3], eight=[8], first=[0], last=[1], many=[8, 1], shape=[1, 8], flat=[-1])
     refused(file, "out of constants")
+
+
+def test_a_graph_that_does_not_take_what_its_dims_say(tmp_path: Path) -> None:
+    file = saved(tmp_path, [node("Reshape", "x", "shape", output="twice"), node("ReduceSum", "twice", keepdims=0)],
+                 shape=[2, 2])  # fmt: skip
+    model = onnx.load(str(file))
+    model.graph.input[0].CopyFrom(helper.make_tensor_value_info("x", FLOAT, ["n"]))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", FLOAT, []))
+    onnx.save(model, file)
+    with pytest.raises(
+        UsageError, match=r"does not run with x \[\d+\], which its dims allow: .*; give ranges"
+    ) as raised:
+        attnforge.deploy(str(file), None, tmp_path / "out", {"n": (1, 4, 8)}, targets=["onnxruntime"], tune=False)
+    assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
 
 
 def test_functions_that_double(tmp_path: Path) -> None:
