@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,6 +366,36 @@ def test_a_full_disk_leaves_nothing(small: DeploySmall, tmp_path: Path, monkeypa
     with pytest.raises(BundleError, match=r"the disk of .* is full"):
         package([small("fp32")], tmp_path / "repository", QUICK)
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.repository import package
+bundle, repository, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+print("ready", flush=True)
+for version in range(first, first + 1000):
+    package([bundle], repository, Options(preferred=(), max_batch=0, version=version))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is swept there")
+def test_killed_at_any_moment_every_version_is_whole_and_nothing_stays(small: DeploySmall, tmp_path: Path) -> None:
+    place, rng = tmp_path / "repository", random.Random(0)
+    for start in (1, 2001, 4001, 6001):
+        command = [sys.executable, "-c", KILLED, str(small("fp32").path), str(place), str(start)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(0.05 + 0.4 * rng.random())
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        for version in (place / "small-fp32").glob("[0-9]*"):
+            Bundle(version / FOLDER)
+            assert (version / "model.py").is_file() and parsed(place, "small-fp32").name == "small-fp32"
+    package([small("fp32")], place, Options(preferred=(), max_batch=0, version=9000))
+    assert {path.name for path in tmp_path.iterdir()} == {"repository"}
+    assert {path.name for path in place.iterdir()} == {"small-fp32"}
 
 
 def test_an_altered_bundle_is_not_packaged(copy: Path, tmp_path: Path) -> None:
