@@ -17,7 +17,7 @@ from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
 from attnforge.precision import PRECISIONS, Precision
 from attnforge.runtime.inputs import by_name
-from attnforge.runtime.parity.metrics import Scores, check_least, metric_named
+from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
 
 AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
 """Values of `precision` that let attnforge choose every operator's precision, and the 16-bit ones that each tries."""
@@ -187,4 +187,4 @@ class DeployOptions:
             return Requirement(self.max_error)
         labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}
         metric = metric_named(self.metric, bool(data.labels))
-        return Requirement(self.max_error, partial(Scores, self.metric, metric, labels, self.least))
+        return Requirement(self.max_error, partial(MeasuredMetric, self.metric, metric, labels, self.least))

@@ -22,7 +22,7 @@ from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.environment import environment, tests
 from attnforge.benchmarks.gpu.parity import parity, parity_of
 from attnforge.benchmarks.gpu.processes import TAKE, supervise
-from attnforge.benchmarks.gpu.running import Run, Task, read, step, write
+from attnforge.benchmarks.gpu.running import GpuRun, Task, read, step, write
 from attnforge.benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
 from attnforge.benchmarks.gpu.timings import attention, ceilings, latency, overhead
 from attnforge.benchmarks.publish import RESULTS
@@ -96,7 +96,7 @@ def _earlier_steps(out: Path, results: GpuResults) -> dict[str, Step]:
 def run_step(name: str, settings: Settings) -> None:
     """Run a step, or one model's part of it, in this process, and end the process."""
     faulthandler.enable(all_threads=False)
-    run = Run(settings, read(settings.out))
+    run = GpuRun(settings, read(settings.out))
     kind, _, model = name.partition(":")
     device = Device(run)
     step(run, name, partial(parity_of, device, model) if kind == "model" else partial(STEPS[name], device))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnforge.arrays import to_numpy
-from attnforge.benchmarks.gpu.running import Run
+from attnforge.benchmarks.gpu.running import GpuRun
 from attnforge.benchmarks.gpu.steps import Item, why_broken
 from attnforge.precision import Precision
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_here
@@ -34,7 +34,7 @@ class Device:
         name: of the device that torch computes on, as torch writes it.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: GpuRun) -> None:
         import torch
 
         self.run, self.settings = run, run.settings

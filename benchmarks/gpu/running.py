@@ -55,7 +55,7 @@ def write(results: GpuResults, folder: str | Path) -> None:
 
 
 @dataclass
-class Run:
+class GpuRun:
     """One process of the run: its settings, and the results so far."""
 
     settings: Settings
@@ -71,7 +71,7 @@ class Run:
         write(self.results, self.settings.out)
 
 
-def step(run: Run, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
+def step(run: GpuRun, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
     """Run a step's tasks in turn while there is time, and record each as it is done.
 
     Tasks that an earlier process recorded are passed over. A task that raises is recorded in its own words, and the

@@ -271,7 +271,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Layer(nn.Module):
+class Block(nn.Module):
     """Attention and a feed-forward layer, each with a residual and a norm before or behind it."""
 
     def __init__(self, width: int, norm: str, norm_first: bool, activation: str, **attention: Any) -> None:
@@ -303,7 +303,7 @@ class Encoder(nn.Module):
     def __init__(self, layers: int, width: int, vocabulary: int | None, outputs: int, **layer: Any) -> None:
         super().__init__()
         self.embedding = nn.Identity() if vocabulary is None else nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width, **layer) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, **layer) for _ in range(layers))
         self.outputs = outputs
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

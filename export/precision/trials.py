@@ -20,7 +20,7 @@ from attnforge.precision import Precision
 from attnforge.progress import Steps
 from attnforge.runtime.cases import key
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge
-from attnforge.runtime.parity.metrics import Scores
+from attnforge.runtime.parity.metrics import MeasuredMetric
 
 Assignment = frozenset[str]
 """The names of the operators that compute in fp32; all others compute in 16 bits."""
@@ -67,7 +67,7 @@ class Requirement:
     """
 
     max_error: float | None = None
-    metric: Callable[[], Scores] | None = None
+    metric: Callable[[], MeasuredMetric] | None = None
 
     @property
     def is_metric(self) -> bool:

@@ -76,12 +76,14 @@ class Request(Record):
 class Answer(Record):
     """What was built, or why nothing was.
 
-        Attributes:
-            version: of the TensorRT.
-            layers: of the plan, as the builder lists them.
-            seconds: that building took.
-    XX: the builder's own words; None where it built.
-            misuse: whether the request itself was wrong.
+    Attributes:
+        version: of the TensorRT.
+        layers: of the plan, as the builder lists them.
+        seconds: that building took.
+        activation_memory: bytes on the device, at the largest sizes; None where the builder does not say.
+        memory: bytes that the process had in memory at its peak.
+        refusal: the builder's own words; None where it built.
+        misuse: whether the request itself was wrong.
         errno: of the error for which the plan was not written; None where it was.
     """
 

@@ -78,7 +78,7 @@ METRICS: dict[str, Metric] = {"accuracy": accuracy, "cosine": cosine}
 
 
 @dataclass
-class Scores:
+class MeasuredMetric:
     """A metric, and its values for the cases that were run.
 
     Attributes:
@@ -151,7 +151,7 @@ class Scores:
         return kept.reshape(like.shape)
 
 
-def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | None) -> Scores | None:
+def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | None) -> MeasuredMetric | None:
     """The metric that was asked for, else the bundle's own; None where neither is.
 
     Args:
@@ -180,7 +180,7 @@ def chosen_metric(bundle: Bundle, metric: str | Metric | None, least: float | No
     stored = bundle.tensors(REFERENCE_EXAMPLE)
     labels = {case.name: stored.get(reference.labels_key(case)) for case in cases}
     labelled = all(array is not None for array in labels.values())
-    return Scores(name, metric_named(metric, labelled), labels, least)
+    return MeasuredMetric(name, metric_named(metric, labelled), labels, least)
 
 
 def check_least(least: float) -> None:

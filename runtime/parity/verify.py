@@ -37,7 +37,7 @@ from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_un
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, budget_precision, incomparable, judge
 from attnforge.runtime.parity.comparison import QUANTILES, Comparison, Element
-from attnforge.runtime.parity.metrics import Metric, MetricReport, Scores, chosen_metric
+from attnforge.runtime.parity.metrics import MeasuredMetric, Metric, MetricReport, chosen_metric
 from attnforge.runtime.preference import chosen_here
 from attnforge.runtime.session import load
 
@@ -277,7 +277,7 @@ def hold(
     run: Run,
     cases: Sequence[Case] | None = None,
     references: References | None = None,
-    scores: Scores | None = None,
+    scores: MeasuredMetric | None = None,
 ) -> BackendReport:
     """Hold whatever runs a bundle's model to the parity budget.
 

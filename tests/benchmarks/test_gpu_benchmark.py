@@ -29,7 +29,7 @@ from attnforge.benchmarks.gpu import (
     timings,
 )
 from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.running import LOST, OutOfTime, Run, read, step, write
+from attnforge.benchmarks.gpu.running import LOST, GpuRun, OutOfTime, read, step, write
 from attnforge.benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
@@ -54,13 +54,13 @@ without_gpu = pytest.mark.skipif(cuda_devices() > 0, reason="there is a CUDA dev
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> GpuRun:
     """On the CPU, with time."""
     settings = Settings(
         out=str(tmp_path / "out"), scratch=str(tmp_path), ends=time.time() + 300, place="cpu",
         backends=["onnxruntime-cpu"], quick=True,
     )  # fmt: skip
-    return Run(settings, GpuResults())
+    return GpuRun(settings, GpuResults())
 
 
 def alike(ms: float, noise: float = 0.0) -> Latency:
@@ -111,7 +111,7 @@ def test_an_unknown_step_is_refused() -> None:
 # One task after the other
 
 
-def test_a_task_that_raises_is_recorded_and_the_next_one_taken(run: Run) -> None:
+def test_a_task_that_raises_is_recorded_and_the_next_one_taken(run: GpuRun) -> None:
     def bad(item: Item) -> None:
         item.values["so far"] = 1
         raise ValueError("\x1b[31mno such kernel\x1b[0m")
@@ -127,7 +127,7 @@ def test_a_task_that_raises_is_recorded_and_the_next_one_taken(run: Run) -> None
     assert "no such kernel" in (Path(run.settings.out) / "gpu.md").read_text(encoding="utf-8")
 
 
-def test_what_there_is_no_time_for_is_listed(run: Run) -> None:
+def test_what_there_is_no_time_for_is_listed(run: GpuRun) -> None:
     def slow(item: Item) -> None:
         run.settings.ends = time.time() + running.LEAST / 2
 
@@ -140,7 +140,7 @@ def test_what_there_is_no_time_for_is_listed(run: Run) -> None:
     assert "- latency: no time was left (second; third)" in gpu_page.page(run.results)
 
 
-def test_a_task_may_say_that_its_time_is_over(run: Run) -> None:
+def test_a_task_may_say_that_its_time_is_over(run: GpuRun) -> None:
     def late(item: Item) -> None:
         raise OutOfTime("it was under way")
 
@@ -148,7 +148,7 @@ def test_a_task_may_say_that_its_time_is_over(run: Run) -> None:
     assert taken.items == {} and taken.left_out == {"vit, fp16": "it was under way"}
 
 
-def test_a_step_that_cannot_begin_is_recorded(run: Run) -> None:
+def test_a_step_that_cannot_begin_is_recorded(run: GpuRun) -> None:
     def tasks() -> list[running.Task]:
         raise ImportError("no module named 'torch'")
 
@@ -156,7 +156,7 @@ def test_a_step_that_cannot_begin_is_recorded(run: Run) -> None:
     assert taken.failed == {WHOLE: "ImportError: no module named 'torch'"} and taken.items == {}
 
 
-def test_what_a_process_before_this_one_did_is_not_done_again(run: Run) -> None:
+def test_what_a_process_before_this_one_did_is_not_done_again(run: GpuRun) -> None:
     run.results.steps["latency"] = Step(items={"a": Item(failed={FATAL: "its process died of SIGSEGV"})})
     taken: list[str] = []
 
@@ -189,7 +189,7 @@ def test_what_libraries_print_is_kept_beside_the_error(tmp_path: Path) -> None:
     assert done.stdout == "RuntimeError: no provider\nIts log: libcublas.so.13: cannot open\n"
 
 
-def test_a_process_that_dies_takes_one_task_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_takes_one_task_with_it(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies of a signal in the first task, loses the device in the second, and ends well."""
     deaths = iter([(-signal.SIGSEGV, "first"), (LOST, None), (0, None)])
 
@@ -215,7 +215,7 @@ def test_a_process_that_dies_takes_one_task_with_it(run: Run, monkeypatch: pytes
 
 @pytest.mark.parametrize(("code", "failed", "left_out"), [(1, [WHOLE], []), (None, [], [WHOLE])])
 def test_a_process_that_never_began(
-    run: Run, monkeypatch: pytest.MonkeyPatch, code: int | None, failed: list[str], left_out: list[str]
+    run: GpuRun, monkeypatch: pytest.MonkeyPatch, code: int | None, failed: list[str], left_out: list[str]
 ) -> None:
     calls: list[str] = []
 
@@ -230,7 +230,7 @@ def test_a_process_that_never_began(
     assert calls == ["parity"] and (list(taken.failed), list(taken.left_out)) == (failed, left_out)
 
 
-def test_what_a_process_did_not_come_to_is_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_did_not_come_to_is_listed(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def process(settings: Settings, name: str, log: Path, group: bool) -> None:
         half = Step(planned=["a", "b", "c"], items={"a": Item(), "b": Item(values={"n": 1})}, doing="b")
         write(GpuResults(steps={name: half}), settings.out)
@@ -269,7 +269,7 @@ def test_the_tests_that_need_a_gpu_are_found() -> None:
 # What can be computed on the CPU
 
 
-def test_one_model_is_held_to_the_budget(run: Run) -> None:
+def test_one_model_is_held_to_the_budget(run: GpuRun) -> None:
     tasks = dict(parity.parity_of(Device(run), "multi-head-attention"))
     assert list(tasks) == [
         f"multi-head-attention, {which}" for which in ("fp16", "fp32", "fp16, torch", "fp32, torch")
@@ -279,7 +279,7 @@ def test_one_model_is_held_to_the_budget(run: Run) -> None:
     assert not item.failed and item.checks["onnxruntime-cpu"].passed and item.checks["onnxruntime-cpu"].cases > 10
 
 
-def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_timed_once_they_are_right(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         timings,
         "peers_of",
@@ -298,7 +298,7 @@ def test_large_models_are_timed_once_they_are_right(run: Run, monkeypatch: pytes
     assert ratio.value == pytest.approx(ours.wall.median.value / eager.wall.median.value)
 
 
-def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_path: Path) -> None:
+def test_a_large_model_is_exported_small_and_built_at_one_size(run: GpuRun, tmp_path: Path) -> None:
     """12,544 tokens, of which not one is computed on the CPU."""
     item = Item()
     point = models.PatchPoint("fp16", 448, 8)
@@ -312,7 +312,7 @@ def test_a_large_model_is_exported_small_and_built_at_one_size(run: Run, tmp_pat
     assert bundle.manifest.targets["tensorrt_rtx"].engines[0].compute_capabilities == ["portable"]
 
 
-def test_a_wrong_answer_has_no_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_has_no_time(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(run)
     x = torch.linspace(-1, 1, 12).reshape(1, 3, 4)
     truth = models.truth_of(device, "case", precision_named("fp32"), torch.sin, torch.sin, [x])
@@ -325,7 +325,7 @@ def test_a_wrong_answer_has_no_time(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert not item.checks["wrong"].passed and item.skipped == {"wrong": "not timed, for its answer is wrong"}
 
 
-def test_the_truth_of_a_batch_is_that_of_its_samples(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_truth_of_a_batch_is_that_of_its_samples(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "PLACES", 50)
     seen: list[tuple[int, ...]] = []
 

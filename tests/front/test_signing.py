@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
-    PublicFormat,
 )
 
 import attnforge
@@ -29,20 +28,12 @@ from attnforge.cli import main
 from attnforge.errors import BundleError, SignatureError, UnavailableError, UsageError
 from attnforge.export.tensorrt.rebuild import rebuild
 from tests.support.bundles import small_inputs
+from tests.support.keys import new_key
 
 MODEL = "onnxruntime/model.onnx"
 PLAN = "tensorrt/engine.tensorrt_rtx.plan"
 
 Use = Callable[[Path, Path | None], object]
-
-
-def new_key(file: Path, curve: ec.EllipticCurve | None = None) -> Path:
-    """A private key in a file, and the public one beside it, as FILE.pub."""
-    private = ec.generate_private_key(curve or ec.SECP256R1())
-    file.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()))
-    public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    file.with_suffix(".pub").write_bytes(public)
-    return file
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from attnforge.serving.triton import configuration
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Options
 from attnforge.serving.triton.repository import Packaged, named, package
-from tests.front.test_signing import new_key
 from tests.support.bundles import Deploy, DeploySmall, rewrite, small_example
+from tests.support.keys import new_key
 
 QUICK = Options(preferred=())
 """Nothing is measured."""

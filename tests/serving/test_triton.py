@@ -28,8 +28,8 @@ from attnforge.runtime.parity.verify import hold
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Options
 from attnforge.serving.triton.repository import package
-from tests.front.test_signing import new_key
 from tests.support.bundles import Deploy, DeploySmall, small_inputs
+from tests.support.keys import new_key
 
 pytestmark = [
     pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),

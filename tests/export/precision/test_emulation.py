@@ -9,7 +9,7 @@ from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.precision.emulation import emulate
 from attnforge.export.tensorrt.build import Plan
 from attnforge.export.tensorrt.process import Layer
-from tests.export.graphs.test_execute import inputs, linear
+from tests.support.linear_graph import inputs, linear
 
 
 def plan(*kernels: list[str]) -> Plan:
