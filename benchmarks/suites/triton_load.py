@@ -8,6 +8,7 @@ a request is lost or answered wrongly; times decide nothing.
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import threading
@@ -45,10 +46,11 @@ def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "triton_load.json",
     clients: Annotated[int, typer.Option(help="How many ask at once.")] = 32,
     requests: Annotated[int, typer.Option(help="How many each sends.")] = 500,
-    rounds: Annotated[int, typer.Option(help="How often each way has a turn.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often each way has a turn.")] = 5,
 ) -> None:
     """Measure, and write the figures."""
     unpack()
+    busy = os.getloadavg()[0]
     console, tolerance = Console(), APART * precision_named("fp32").floor
     with temporary_folder() as folder:
         console.print("deploy …")
@@ -82,6 +84,7 @@ def main(
         backend=backend,
         clients=clients,
         requests=requests,
+        busy=round(busy, 1),
         preferred=joined.preferred,
         ways={way: _summary(loads, batches[way]) for way, loads in outcomes.items()},
         killed=killed,
@@ -179,7 +182,8 @@ def table(figures: dict[str, Any]) -> str:
             markdown_table(header, rows, words=1),
             f"{figures['clients']} clients × {figures['requests']} requests of one image in each of {len(ratios)} "
             f"rounds, in turns; every answer is compared with a Session's. Joined, {statistics.median(ratios):.1f} "
-            f"times as many requests a second (by round {', '.join(f'{ratio:.1f}' for ratio in ratios)}).",
+            f"times as many requests a second (by round {', '.join(f'{ratio:.1f}' for ratio in ratios)}). Other work "
+            f"on the machine had a load average of {figures['busy']} before.",
             f"The server killed under load and started again: ready after {killed['ready_again_s']} s; "
             f"{killed['answered']:,} of {figures['clients'] * figures['requests']:,} requests answered, "
             f"{killed['asked_again']} of them sent again, {killed['wrong']} wrong. A bundle altered by one bit: "
