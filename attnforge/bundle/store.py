@@ -125,6 +125,13 @@ class Bundle:
         if not lazily and (others := self.unlisted()):
             log.warning("%s", unlisted_text(self.path, others))
 
+    @property
+    def signature(self) -> Literal["none", "not checked", "of a trusted key"]:
+        """Whether the bundle is signed, and whether that was checked: only where trusted keys were given."""
+        if self.trusted:
+            return "of a trusted key"
+        return "not checked" if os.path.lexists(self.path / SIGNATURE) else "none"
+
     def unlisted(self) -> list[str]:
         """The files in the folder that the manifest does not list: nothing of attnforge reads or runs them."""
         return [name for name in names_in(self.path) if name not in self.manifest.files and name not in _UNLISTED]

@@ -51,7 +51,7 @@ def summary(bundle: Bundle) -> dict[str, Any]:
     manifest = bundle.manifest.model_dump(exclude={"cases", "files"})
     manifest["total"] = bundle.manifest.total.model_dump()
     files = {"files": list(bundle.manifest.files), "unlisted": bundle.unlisted()}
-    return {**manifest, "cases": len(bundle.manifest.cases), **files}
+    return {**manifest, "cases": len(bundle.manifest.cases), **files, "signature": bundle.signature}
 
 
 def print_bundle(bundle: Bundle) -> None:
@@ -66,6 +66,8 @@ def print_bundle(bundle: Bundle) -> None:
     if manifest.source.random_weights is not None:
         say(f"random weights, {manifest.source.random_weights.removeprefix('all, ')}", "yellow")
     say(f"reference: {manifest.reference}, and float64")
+    if bundle.signature != "none":
+        say(f"signature: {bundle.signature}{'' if bundle.trusted else '; --trusted KEY checks it'}")
     if manifest.mixed is not None:
         _print_mixed(manifest.mixed)
     print_sites(manifest.attention)

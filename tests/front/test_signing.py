@@ -371,7 +371,10 @@ def test_commands(copy: Path, key: Path, monkeypatch: pytest.MonkeyPatch, capfd:
             assert code == 1 and document["error"]["kind"] == "SignatureError" and said.count("\n") == 1, command
 
     all_refused("--trusted", public)
+    assert here("inspect", copy)[1]["signature"] == "none"
     assert here("sign", copy, "--key", key)[:2] == (0, {"bundle": str(copy), "signature": str(copy / SIGNATURE)})
+    assert here("inspect", copy)[1]["signature"] == "not checked"
+    assert here("inspect", copy, "--trusted", public)[1]["signature"] == "of a trusted key"
     for command in commands:
         for keys in ((public,), (other, public), ()):
             assert here(*command, *(word for key in keys for word in ("--trusted", key)))[0] == 0, command
