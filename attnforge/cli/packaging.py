@@ -76,12 +76,12 @@ def package(
     """
     if form not in FORMS:
         raise UnknownNameError("form", form, FORMS)
-    from attnforge.serving.triton.options import Options
+    from attnforge.serving.triton.options import Packaging
     from attnforge.serving.triton.repository import package as package_for_triton
 
     if version is None and out_folder.exists():
         raise UsageError(f"{out_folder} exists; choose another folder, or say which version is added (--version 2)")
-    options = Options(
+    options = Packaging(
         backend, 1 if version is None else version, session, threads, max_batch, _numbers(preferred),
         max_delay, instances, kind, server_tensorrt,
     )  # fmt: skip

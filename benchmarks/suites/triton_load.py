@@ -24,7 +24,7 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
 from attnforge.benchmarks.triton.client import client_of
-from attnforge.benchmarks.triton.load import Outcome, press
+from attnforge.benchmarks.triton.load import Load, press
 from attnforge.benchmarks.triton.server import WHEEL, Server, unpack
 from attnforge.machine import processors
 from attnforge.model.digits import load_digits_split
@@ -33,7 +33,7 @@ from attnforge.precision import precision_named
 from attnforge.scratch import temporary_folder
 from attnforge.serving.batching import APART
 from attnforge.serving.triton.model import FOLDER
-from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
 
 COMMAND = "python -m attnforge.benchmarks.suites.triton_load"
@@ -57,13 +57,13 @@ def main(
         module, args, shapes = build_model(MODEL)
         bundle = attnforge.deploy(module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=MODEL)
         repository = folder / "repository"
-        (joined,) = package([bundle], repository, Options(threads=1), name=NAMES[JOINED])
-        package([bundle], repository, Options(threads=1, max_batch=1), name=NAMES[ALONE])
+        (joined,) = package([bundle], repository, Packaging(threads=1), name=NAMES[JOINED])
+        package([bundle], repository, Packaging(threads=1, max_batch=1), name=NAMES[ALONE])
         inputs = [{"image": image[None]} for image in load_digits_split().test_images.numpy()]
         with attnforge.load(bundle) as session:
             backend, expected = session.backend, [session.run(feeds)["output"] for feeds in inputs]
         with Server(repository, folder / "log") as server:
-            outcomes: dict[str, list[Outcome]] = {ALONE: [], JOINED: []}
+            outcomes: dict[str, list[Load]] = {ALONE: [], JOINED: []}
             batches: dict[str, float] = {}
             for number in range(rounds):
                 for way, name in NAMES.items() if number % 2 else reversed(NAMES.items()):
@@ -104,7 +104,7 @@ def _counts(server: Server, name: str) -> tuple[int, int]:
     return int(answer.get("inference_count", 0)), int(answer.get("execution_count", 0))
 
 
-def _summary(loads: Sequence[Outcome], batch: float) -> dict[str, Any]:
+def _summary(loads: Sequence[Load], batch: float) -> dict[str, Any]:
     """The figures of one way, of every round."""
     return {
         "per_second": [round(load.per_second, 1) for load in loads],
@@ -126,7 +126,7 @@ def _killed(
     tolerance: float,
 ) -> dict[str, Any]:
     """What becomes of a load during which the server is killed and started again; clients send again what was lost."""
-    loads: list[Outcome] = []
+    loads: list[Load] = []
     name = NAMES[JOINED]
     half = clients * requests // 2
     before, _ = _counts(server, name)

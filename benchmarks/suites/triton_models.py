@@ -29,7 +29,7 @@ from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import Run, hold, stored_inputs
 from attnforge.scratch import temporary_folder
-from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import Packaged, package
 
 COMMAND = "python -m attnforge.benchmarks.suites.triton_models"
@@ -38,7 +38,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "patch-attention": {"image_size": 32, "max_image_size": 64},
     "patch-attention-digits": {"max_batch": 32},
 }
-"""Options of models whose largest case would take minutes in float64."""
+"""Packaging of models whose largest case would take minutes in float64."""
 
 HUGGING_FACE = (("bert", "sdpa"), ("vit", "eager"), ("gpt2", "sdpa"))
 
@@ -55,7 +55,7 @@ def main(
     made = {name: make for name, make in models().items() if not only or name in only}
     with temporary_folder() as folder, ExitStack() as stack:
         bundles = dict(deployed(made, folder, console))
-        options = Options(preferred=(), threads=1, kind="cpu")
+        options = Packaging(preferred=(), threads=1, kind="cpu")
         packaged = package(list(bundles.values()), folder / "repository", options, progress=console.print)
         console.print("start the server …")
         server = stack.enter_context(Server(folder / "repository", folder / "log", timeout=600))

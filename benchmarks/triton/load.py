@@ -34,7 +34,7 @@ _HEADER_LENGTH = re.compile(rb"\r\nInference-Header-Content-Length: (\d+)\r\n", 
 
 
 @dataclass
-class Outcome:
+class Load:
     """What came of a load.
 
     Attributes:
@@ -151,7 +151,7 @@ def press(
     *,
     tolerance: float,
     again: bool = False,
-) -> Outcome:
+) -> Load:
     """Let clients ask a model at once.
 
     Args:
@@ -173,7 +173,7 @@ def press(
         thread.start()
     for thread in threads:
         thread.join()
-    outcome = Outcome(seconds=time.perf_counter() - start)
+    outcome = Load(seconds=time.perf_counter() - start)
     for client, own in zip(asking, places, strict=True):
         outcome.milliseconds += client.milliseconds
         outcome.asked_again += client.asked_again

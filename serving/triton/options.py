@@ -16,7 +16,7 @@ KINDS = ("auto", "cpu", "gpu")
 
 
 @dataclass(frozen=True)
-class Options:
+class Packaging:
     """How bundles are packaged.
 
     Attributes:

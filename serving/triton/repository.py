@@ -35,7 +35,7 @@ from attnforge.serving.batching import batch_of, is_open, why_not_apart
 from attnforge.serving.triton import configuration
 from attnforge.serving.triton.configuration import Message, Sample, Warmup, Word
 from attnforge.serving.triton.model import FOLDER, SESSION, THREADS
-from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.options import Packaging
 from attnforge.version import __version__
 
 CONFIG, WARMUP = "config.pbtxt", "warmup"
@@ -85,7 +85,7 @@ class Packaged(Record):
 def package(
     bundles: Sequence[str | os.PathLike[str] | Bundle],
     out: str | os.PathLike[str],
-    options: Options | None = None,
+    options: Packaging | None = None,
     *,
     name: str | None = None,
     trusted: Trusted = None,
@@ -107,7 +107,7 @@ def package(
             model has other inputs or outputs; the repository cannot be written.
         UnavailableError: a bundle holds nothing that Triton's backend runs; says why.
     """
-    options, say = options or Options(), progress or (lambda text: None)
+    options, say = options or Packaging(), progress or (lambda text: None)
     if name is not None and len(bundles) > 1:
         raise UsageError(f"{len(bundles)} bundles cannot all be named {name!r}; package one by one, or leave it out")
     models: dict[str, Bundle] = {}
@@ -150,7 +150,7 @@ def checked(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Planned:
     """A model that is about to be written.
 
     Attributes:
@@ -174,7 +174,7 @@ class Plan:
     arrays: Mapping[str, Array]
     config: Message = field(default_factory=dict)
 
-    def packaged(self, place: Place, options: Options) -> Packaged:
+    def packaged(self, place: Place, options: Packaging) -> Packaged:
         return Packaged(
             name=self.name,
             version=options.version,
@@ -189,17 +189,17 @@ class Plan:
         )
 
 
-def _plan(name: str, bundle: Bundle, options: Options) -> Plan:
+def _plan(name: str, bundle: Bundle, options: Packaging) -> Planned:
     files, engines = _files(bundle, options)
     batch, apart, preferred, measured = _batching(bundle, options)
     most = (batch.max or 0) if batch is not None else 0
     max_batch = most if options.max_batch is None else min(most, options.max_batch)
     warmups, arrays = _warmups(bundle, batch if max_batch else None, max_batch)
-    plan = Plan(name, bundle, max_batch, apart, preferred, measured, files, warmups, arrays)
+    plan = Planned(name, bundle, max_batch, apart, preferred, measured, files, warmups, arrays)
     return replace(plan, config=_config(plan, engines, options))
 
 
-def _files(bundle: Bundle, options: Options) -> tuple[dict[str, str], list[Engine]]:
+def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Engine]]:
     """The files of the version and, for TensorRT, the plans among them.
 
     Raises:
@@ -242,7 +242,7 @@ def _files(bundle: Bundle, options: Options) -> tuple[dict[str, str], list[Engin
     return {PurePosixPath(engine.file).name: engine.file for engine in engines}, engines
 
 
-def _check_session(bundle: Bundle, options: Options) -> None:
+def _check_session(bundle: Bundle, options: Packaging) -> None:
     """Check that the bundle has what its Session is to run, wherever that will be."""
     target = "onnxruntime" if options.session.startswith("onnxruntime") else options.session
     if target not in ("auto", "openvino", *bundle.manifest.targets):
@@ -280,7 +280,7 @@ Rates = dict[int, float]
 """Samples a second, by how many are in a call."""
 
 
-def _batching(bundle: Bundle, options: Options) -> tuple[DimSpec | None, str | None, tuple[int, ...], Rates]:
+def _batching(bundle: Bundle, options: Packaging) -> tuple[DimSpec | None, str | None, tuple[int, ...], Rates]:
     """The dim along which requests are joined or why they are not, which numbers of samples are preferred, and what was
     measured for that."""
     batch = batch_of(bundle.manifest)
@@ -354,7 +354,7 @@ def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[War
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
-def _config(plan: Plan, engines: Sequence[Engine], options: Options) -> Message:
+def _config(plan: Planned, engines: Sequence[Engine], options: Packaging) -> Message:
     manifest, batched = plan.bundle.manifest, plan.max_batch > 0
     config: dict[str, Any] = {"name": plan.name, **_of_backend(engines, options)}
     config["max_batch_size"] = plan.max_batch
@@ -376,7 +376,7 @@ def _config(plan: Plan, engines: Sequence[Engine], options: Options) -> Message:
     return config
 
 
-def _of_backend(engines: Sequence[Engine], options: Options) -> Message:
+def _of_backend(engines: Sequence[Engine], options: Packaging) -> Message:
     if options.backend == "python":
         return {"backend": "python", "default_model_filename": "model.py"}
     if options.backend == "onnxruntime":
@@ -393,7 +393,7 @@ def _of_backend(engines: Sequence[Engine], options: Options) -> Message:
     }  # fmt: skip
 
 
-def _parameters(manifest: Manifest, options: Options) -> dict[str, str]:
+def _parameters(manifest: Manifest, options: Packaging) -> dict[str, str]:
     about = {"attnforge": __version__, "model": manifest.name, "precision": manifest.precision}
     if options.backend == "python":
         about[SESSION] = options.session
@@ -410,7 +410,7 @@ def _parameters(manifest: Manifest, options: Options) -> dict[str, str]:
 # --- the folders ------------------------------------------------------------------------------------------------------
 
 
-def _write(plan: Plan, folder: Path, options: Options) -> None:
+def _write(plan: Planned, folder: Path, options: Packaging) -> None:
     version, warmup = folder / str(options.version), folder / WARMUP
     version.mkdir(parents=True)
     (folder / CONFIG).write_text(configuration.text(plan.config), encoding="utf-8")
@@ -490,7 +490,7 @@ class Place:
             raise UsageError(f"{shortened(str(out))} is no place for a repository: {first_line(error)}") from error
         return cls(target, version, standing)
 
-    def check_alike(self, plan: Plan) -> None:
+    def check_alike(self, plan: Planned) -> None:
         """Check that a version fits the configuration that the model has: Triton has one for all versions.
 
         Raises:

@@ -28,12 +28,12 @@ from attnforge.files import names_in
 from attnforge.runtime.parity.verify import hold
 from attnforge.serving.triton import configuration
 from attnforge.serving.triton.model import FOLDER
-from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import Packaged, named, package
 from tests.support.bundles import Deploy, DeploySmall, rewrite, small_example
 from tests.support.keys import new_key
 
-QUICK = Options(preferred=())
+QUICK = Packaging(preferred=())
 """Nothing is measured."""
 
 
@@ -52,7 +52,10 @@ def enumerated(config: Any, field: str, value: str) -> int:
 
 
 def test_a_model_with_a_batch(registered: Deploy, tmp_path: Path) -> None:
-    bundle, options = registered("patch-attention-digits", "fp32"), Options(preferred=(4, 8), max_delay=500, threads=2)
+    bundle, options = (
+        registered("patch-attention-digits", "fp32"),
+        Packaging(preferred=(4, 8), max_delay=500, threads=2),
+    )
     (made,) = package([bundle], tmp_path / "repository", options)
     config = parsed(tmp_path / "repository", "patch-attention-digits-fp32")
     assert (config.name, config.backend, config.max_batch_size) == ("patch-attention-digits-fp32", "python", 32)
@@ -94,7 +97,7 @@ def test_warm_up_files_are_of_their_dims(registered: Deploy, tmp_path: Path) -> 
 
 
 def test_a_model_without_a_batch_has_whole_dims(small: DeploySmall, tmp_path: Path) -> None:
-    (made,) = package([small("fp32")], tmp_path / "repository", Options(kind="cpu", instances=2))
+    (made,) = package([small("fp32")], tmp_path / "repository", Packaging(kind="cpu", instances=2))
     assert made.apart == "input kinds is int64[16] and does not lead with batch"
     config = parsed(tmp_path / "repository", "small-fp32")
     assert (config.max_batch_size, config.HasField("dynamic_batching")) == (0, False)
@@ -109,7 +112,7 @@ def test_a_model_without_a_batch_has_whole_dims(small: DeploySmall, tmp_path: Pa
 @pytest.mark.parametrize(("most", "joins"), [(0, 0), (1, 1), (5, 5), (99, 32)])
 def test_the_largest_batch_may_be_lowered(registered: Deploy, tmp_path: Path, most: int, joins: int) -> None:
     bundle = registered("patch-attention-digits", "fp32")
-    (made,) = package([bundle], tmp_path / "repository", Options(preferred=(), max_batch=most), name="digits")
+    (made,) = package([bundle], tmp_path / "repository", Packaging(preferred=(), max_batch=most), name="digits")
     config = parsed(tmp_path / "repository", "digits")
     assert config.max_batch_size == made.max_batch == joins
     assert config.HasField("dynamic_batching") == (joins > 1)
@@ -118,7 +121,7 @@ def test_the_largest_batch_may_be_lowered(registered: Deploy, tmp_path: Path, mo
 
 
 def test_what_is_preferred_is_measured(registered: Deploy, tmp_path: Path) -> None:
-    (made,) = package([registered("patch-attention-digits", "fp32")], tmp_path / "repository", Options(threads=1))
+    (made,) = package([registered("patch-attention-digits", "fp32")], tmp_path / "repository", Packaging(threads=1))
     assert list(made.measured) == [1, 2, 4, 8, 16, 32]
     assert all(rate > 0 for rate in made.measured.values())
     assert made.preferred[0] in made.measured
@@ -156,7 +159,7 @@ def test_names_stand_in_addresses(text: str, name: str) -> None:
 
 def test_the_model_of_onnx_runtime(registered: Deploy, tmp_path: Path) -> None:
     bundle = registered("patch-attention-digits", "fp32")
-    options = Options("onnxruntime", preferred=(8,), threads=3, kind="cpu")
+    options = Packaging("onnxruntime", preferred=(8,), threads=3, kind="cpu")
     (made,) = package([bundle], tmp_path / "repository", options)
     config = parsed(tmp_path / "repository", made.name)
     assert (config.backend, config.platform) == ("onnxruntime", "onnxruntime_onnx")
@@ -178,7 +181,7 @@ def test_weights_in_a_file_of_their_own_lie_beside_the_model(tmp_path: Path, mon
     module, args, shapes = small_example()
     bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False)
     assert WEIGHTS in bundle.manifest.files
-    (made,) = package([bundle], tmp_path / "repository", Options("onnxruntime"))
+    (made,) = package([bundle], tmp_path / "repository", Packaging("onnxruntime"))
     assert names_in(Path(made.folder)) == ["model.onnx/model.onnx", f"model.onnx/{WEIGHTS}"]
     assert hold(bundle, "onnxruntime-cpu", runs(Path(made.folder) / "model.onnx" / "model.onnx")).missed is None
 
@@ -203,7 +206,7 @@ def with_plans(copy: Path, *plans: tuple[str, str], flavour: Any = "tensorrt", p
 
 def test_plans_of_tensorrt_by_compute_capability(copy: Path, tmp_path: Path) -> None:
     bundle = with_plans(copy, ("SM80", "10.7.0"), ("SM120", "10.7.0"), profiles=2)
-    (made,) = package([bundle], tmp_path / "repository", Options("tensorrt"))
+    (made,) = package([bundle], tmp_path / "repository", Packaging("tensorrt"))
     config = parsed(tmp_path / "repository", made.name)
     assert (config.backend, config.platform) == ("tensorrt", "tensorrt_plan")
     assert dict(config.cc_model_filenames) == {
@@ -218,21 +221,21 @@ def test_plans_of_tensorrt_by_compute_capability(copy: Path, tmp_path: Path) -> 
 def test_plans_of_the_servers_tensorrt_alone(copy: Path, tmp_path: Path) -> None:
     bundle = with_plans(copy, ("SM80", "10.7.0"), ("SM89", "11.4.0"))
     with pytest.raises(UnavailableError, match=r"TensorRT 10\.7\.0 and 11\.4\.0's, and a server has one"):
-        package([bundle], tmp_path / "repository", Options("tensorrt"))
+        package([bundle], tmp_path / "repository", Packaging("tensorrt"))
     with pytest.raises(UnavailableError, match=r"TensorRT 10\.7\.0, 11\.4\.0's, not 11\.40's"):
-        package([bundle], tmp_path / "repository", Options("tensorrt", server_tensorrt="11.40"))
+        package([bundle], tmp_path / "repository", Packaging("tensorrt", server_tensorrt="11.40"))
     assert not (tmp_path / "repository").exists()
-    (made,) = package([bundle], tmp_path / "repository", Options("tensorrt", server_tensorrt="11.4"))
+    (made,) = package([bundle], tmp_path / "repository", Packaging("tensorrt", server_tensorrt="11.4"))
     assert names_in(Path(made.folder)) == ["engine.SM89.11.4.0.plan"]
 
 
 def test_what_a_backend_of_triton_cannot_have_is_refused_in_one_line(
     small: DeploySmall, copy: Path, tmp_path: Path
 ) -> None:
-    refused: list[tuple[Bundle, Options, str]] = [
-        (small("bf16"), Options("onnxruntime"), "is bf16, which Triton's onnxruntime backend has no type for"),
-        (small("fp32"), Options("tensorrt"), "its plans are TensorRT-RTX's, which no backend of Triton loads"),
-        (small("fp32"), Options(session="tensorrt"), "was deployed for onnxruntime, tensorrt_rtx, and not for"),
+    refused: list[tuple[Bundle, Packaging, str]] = [
+        (small("bf16"), Packaging("onnxruntime"), "is bf16, which Triton's onnxruntime backend has no type for"),
+        (small("fp32"), Packaging("tensorrt"), "its plans are TensorRT-RTX's, which no backend of Triton loads"),
+        (small("fp32"), Packaging(session="tensorrt"), "was deployed for onnxruntime, tensorrt_rtx, and not for"),
     ]
 
     def open_output(manifest: Manifest) -> None:
@@ -243,8 +246,8 @@ def test_what_a_backend_of_triton_cannot_have_is_refused_in_one_line(
 
     with_plans(copy, ("SM80", "10.7.0"))
     other = Path(shutil.copytree(copy, tmp_path / "other"))
-    refused.append((rewrite(other, scalar_output), Options("onnxruntime"), "output has no dims, and Triton knows no"))
-    refused.append((rewrite(copy, open_output), Options("tensorrt"), "the shape of output is decided by the inputs'"))
+    refused.append((rewrite(other, scalar_output), Packaging("onnxruntime"), "output has no dims, and Triton knows no"))
+    refused.append((rewrite(copy, open_output), Packaging("tensorrt"), "the shape of output is decided by the inputs'"))
     for bundle, options, words in refused:
         with pytest.raises(UnavailableError, match=words) as raised:
             package([bundle], tmp_path / "repository", options)
@@ -292,7 +295,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_another_version_and_another_model_come_beside(standing: Path, small: DeploySmall) -> None:
     before = contents(standing)
-    made = package([small("fp32"), small("fp16")], standing, Options(preferred=(), version=2))
+    made = package([small("fp32"), small("fp16")], standing, Packaging(preferred=(), version=2))
     assert [(model.name, model.version, model.kept) for model in made] == [
         ("small-fp32", 2, True), ("small-fp16", 2, False),
     ]  # fmt: skip
@@ -336,7 +339,7 @@ def test_what_stands_there_is_left_as_it_is(standing: Path, small: DeploySmall, 
     spoil(standing)
     before = contents(standing) if standing.is_dir() else standing.read_bytes()
     with pytest.raises(UsageError, match=words):
-        package([small("fp32")], standing, Options(**{"preferred": (), **options}))
+        package([small("fp32")], standing, Packaging(**{"preferred": (), **options}))
     assert (contents(standing) if standing.is_dir() else standing.read_bytes()) == before
     assert {path.name for path in standing.parent.iterdir()} == {"repository"}
 
@@ -353,7 +356,7 @@ def test_where_one_model_cannot_be_put_none_is(
 
     monkeypatch.setattr("attnforge.serving.triton.repository.rename_new", fails_later)
     with pytest.raises(UsageError, match="small-fp32/2 appeared meanwhile"):
-        package([small("fp16"), small("fp32")], standing, Options(preferred=(), version=2))
+        package([small("fp16"), small("fp32")], standing, Packaging(preferred=(), version=2))
     assert contents(standing) == before
     assert {path.name for path in standing.parent.iterdir()} == {"repository"}
 
@@ -371,12 +374,12 @@ def test_a_full_disk_leaves_nothing(small: DeploySmall, tmp_path: Path, monkeypa
 KILLED = """
 import sys
 from pathlib import Path
-from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
 bundle, repository, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 print("ready", flush=True)
 for version in range(first, first + 1000):
-    package([bundle], repository, Options(preferred=(), max_batch=0, version=version))
+    package([bundle], repository, Packaging(preferred=(), max_batch=0, version=version))
 """
 
 
@@ -393,7 +396,7 @@ def test_killed_at_any_moment_every_version_is_whole_and_nothing_stays(small: De
         for version in (place / "small-fp32").glob("[0-9]*"):
             Bundle(version / FOLDER)
             assert (version / "model.py").is_file() and parsed(place, "small-fp32").name == "small-fp32"
-    package([small("fp32")], place, Options(preferred=(), max_batch=0, version=9000))
+    package([small("fp32")], place, Packaging(preferred=(), max_batch=0, version=9000))
     assert {path.name for path in tmp_path.iterdir()} == {"repository"}
     assert {path.name for path in place.iterdir()} == {"small-fp32"}
 
@@ -414,15 +417,15 @@ def test_names_and_options_that_cannot_be_meant(small: DeploySmall, tmp_path: Pa
         (lambda: package([bundle], place, QUICK, name="../x"), UsageError, r"'\.\./x' is no name of a model"),
         (lambda: package([bundle], Path("\0"), QUICK), UsageError, "is no place for a repository"),
         (lambda: package([tmp_path / "nothing"], place, QUICK), BundleError, "no bundle at"),
-        (lambda: Options("pytorch"), UnknownNameError, "known: onnxruntime, python, tensorrt"),
-        (lambda: Options(session="eager"), UnknownNameError, "unknown backend 'eager'"),
-        (lambda: Options(kind="tpu"), UnknownNameError, "known: auto, cpu, gpu"),
-        (lambda: Options(version=0), UsageError, "version is 0; give 1 to"),
-        (lambda: Options(max_delay=-1), UsageError, "max_delay is -1"),
-        (lambda: Options(instances=0), UsageError, "instances is 0"),
-        (lambda: Options(threads=0), UsageError, "0 threads were asked for"),
-        (lambda: Options("onnxruntime", session="openvino"), UsageError, "leave its backend out"),
-        (lambda: Options("tensorrt", kind="cpu"), UsageError, "run on a GPU"),
+        (lambda: Packaging("pytorch"), UnknownNameError, "known: onnxruntime, python, tensorrt"),
+        (lambda: Packaging(session="eager"), UnknownNameError, "unknown backend 'eager'"),
+        (lambda: Packaging(kind="tpu"), UnknownNameError, "known: auto, cpu, gpu"),
+        (lambda: Packaging(version=0), UsageError, "version is 0; give 1 to"),
+        (lambda: Packaging(max_delay=-1), UsageError, "max_delay is -1"),
+        (lambda: Packaging(instances=0), UsageError, "instances is 0"),
+        (lambda: Packaging(threads=0), UsageError, "0 threads were asked for"),
+        (lambda: Packaging("onnxruntime", session="openvino"), UsageError, "leave its backend out"),
+        (lambda: Packaging("tensorrt", kind="cpu"), UsageError, "run on a GPU"),
     ]
     for call, kind, words in wrong:
         with pytest.raises(kind, match=words):
@@ -432,7 +435,7 @@ def test_names_and_options_that_cannot_be_meant(small: DeploySmall, tmp_path: Pa
 
 def test_a_preference_beyond_the_largest_batch_is_refused(registered: Deploy, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"33 samples are preferred, and .* takes 1 to 32"):
-        package([registered("patch-attention-digits", "fp32")], tmp_path / "repository", Options(preferred=(8, 33)))
+        package([registered("patch-attention-digits", "fp32")], tmp_path / "repository", Packaging(preferred=(8, 33)))
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

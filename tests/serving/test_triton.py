@@ -26,7 +26,7 @@ from attnforge.benchmarks.triton.server import Server, why_unavailable
 from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.runtime.parity.verify import hold
 from attnforge.serving.triton.model import FOLDER
-from attnforge.serving.triton.options import Options
+from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
 from tests.support.bundles import Deploy, DeploySmall, small_inputs
 from tests.support.keys import new_key
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.xdist_group("triton"),
 ]
 
-QUICK = Options(preferred=(), threads=1, kind="cpu")
+QUICK = Packaging(preferred=(), threads=1, kind="cpu")
 """Nothing is measured."""
 
 DIGITS = "patch-attention-digits-fp32"
@@ -252,7 +252,7 @@ def test_a_second_version_answers_beside_the_first(
     server: Server, bundles: dict[str, Bundle], repository: Path
 ) -> None:
     first = {file: file.read_bytes() for file in (repository / DIGITS).rglob("*") if file.is_file()}
-    package([bundles[DIGITS]], repository, Options(preferred=(), threads=1, kind="cpu", version=2))
+    package([bundles[DIGITS]], repository, Packaging(preferred=(), threads=1, kind="cpu", version=2))
     assert {file: file.read_bytes() for file in first} == first
     with client_of(server, "grpc") as client:
         client.load_model(DIGITS)
