@@ -145,7 +145,8 @@ def write_reference(
             outputs |= _sampled(case, yardstick, attention.name)
         if not case.is_ordinary:
             errors = {output: _Error.of(array, exact[output]) for output, array in yardstick.items()}
-            draws.append(_Draws(case, inputs, model, low or model, errors))
+            truth = {output: sampled(array, case) for output, array in exact.items()}
+            draws.append(_Draws(case, inputs, model, low or model, errors, truth))
         few.add(case, eager, exact)
     finite.check()
     few.widen_spreads(model.precision.floor)
@@ -405,7 +406,9 @@ class _Draws:
     """The errors of the yardstick's eager on one case, and on the same inputs moved to neighbouring numbers.
 
     On hard inputs, where two scores nearly tie, say, and of a handful of numbers, eager's error is one draw from a wide
-    distribution, and a backend's another; a few draws show how wide it is.
+    distribution, and a backend's another; a few draws show how wide it is. Beyond 16 bits the truth's own move counts
+    as well: an answer that is exact for inputs which differ by a rounding is right (the backward error of N. Higham,
+    Accuracy and Stability of Numerical Algorithms, 1.5), and eager may sum in an order that happens to err far less.
 
     Args:
         case: whose spread to find.
@@ -413,6 +416,7 @@ class _Draws:
         model: gives float64.
         yardstick: gives eager's outputs.
         errors: of the yardstick on the case itself, by the outputs to draw.
+        truth: what float64 gives for the case itself, by output, at the places that the bundle keeps.
     """
 
     def __init__(
@@ -422,8 +426,11 @@ class _Draws:
         model: ReferenceModel,
         yardstick: ReferenceModel,
         errors: Mapping[str, _Error],
+        truth: Mapping[str, Array] | None = None,
     ) -> None:
         self.case = case
+        self._truth = {} if truth is None or yardstick.precision.is_low else truth
+        self._moves: dict[str, list[_Error]] = {output: [] for output in errors}
         self._model, self._yardstick = model, yardstick
         self._inputs = at_precision(inputs, yardstick.precision)
         self._can_move = any(is_floating(array) and array.any() for array in self._inputs.values())
@@ -437,6 +444,8 @@ class _Draws:
         eager, exact = self._yardstick.eager(moved), self._model.exact(moved)
         for output, errors in self._errors.items():
             errors.append(_Error.of(eager[output], exact[output]))
+            if output in self._truth:
+                self._moves[output].append(_Error.of(sampled(exact[output], self.case), self._truth[output]))
         self._count += 1
 
     @property
@@ -462,7 +471,8 @@ class _Draws:
     def widen_spread(self) -> None:
         """Give the case at least the largest relative and absolute error, by output."""
         for output, errors in self._errors.items():
-            _widen(self.case, output, max(e.relative for e in errors), max(e.absolute for e in errors))
+            every = [*errors, *self._moves[output]]
+            _widen(self.case, output, max(e.relative for e in every), max(e.absolute for e in every))
 
 
 def _widen(case: Case, output: str, relative: float, absolute: float) -> None:
