@@ -204,7 +204,7 @@ class Server:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def kill(self) -> None:
-        """End the server at once, as a machine that goes down does; its models' processes end by themselves."""
+        """End the server at once, and its models' processes, which outlive it, as a machine that goes down does."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -222,7 +222,9 @@ class Server:
                 self.process.wait(60)
 
     def _clean(self) -> None:
-        """Remove shared memory that a killed server left behind."""
+        """End processes of models, and remove shared memory, that a killed server left behind."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # the session's own group
         for region in SHARED.glob(f"{self._region}*"):
             region.unlink(missing_ok=True)
 
