@@ -115,11 +115,11 @@ def _original(file: str, inputs: dict[str, Array]) -> dict[str, Array] | None:
     options.log_severity_level = 4
     try:
         session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        names = [value.name for value in session.get_outputs()]
+        feeds = {value.name: inputs[value.name] for value in session.get_inputs()}
+        return dict(zip(names, session.run(names, feeds), strict=True))
     except Exception:  # of its own, by code of status
         return None
-    names = [value.name for value in session.get_outputs()]
-    taken = [value.name for value in session.get_inputs()]
-    return dict(zip(names, session.run(names, {name: inputs[name] for name in taken}), strict=True))
 
 
 def read_files(specs: list[TensorSpec], texts: list[str]) -> str:
