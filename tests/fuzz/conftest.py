@@ -1,12 +1,18 @@
-"""What the tests of wrong things share: the process that they are given to."""
+"""What the tests of wrong things share: the process that they are given to, and the bundle that is made wrong."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import attnforge
 from tests.fuzz.subject import Subject
+from tests.support.bundles import DeploySmall, small_inputs
 
 
 @pytest.fixture(scope="module")
@@ -14,3 +20,13 @@ def subject() -> Iterator[Subject]:
     subject = Subject()
     yield subject
     subject.close()
+
+
+@pytest.fixture(scope="module")
+def folder(small: DeploySmall, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the small bundle, beside the outputs that it gives (`truth.npz`)."""
+    folder = Path(shutil.copytree(small("fp32").path, tmp_path_factory.mktemp("fuzz") / "small"))
+    with attnforge.load(folder, "onnxruntime-cpu") as session:
+        outputs: dict[str, Any] = dict(session.run(small_inputs()))
+    np.savez(folder.parent / "truth.npz", **outputs)
+    return folder

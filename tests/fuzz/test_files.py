@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-import attnforge
 from attnforge.bundle import CANONICAL, MANIFEST, PLAIN
 from tests.fuzz.budget import tries
 from tests.fuzz.changes import changed_bytes
 from tests.fuzz.subject import Subject
-from tests.support.bundles import DeploySmall, small_inputs
-
-
-@pytest.fixture(scope="module")
-def folder(small: DeploySmall, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the small bundle, beside the outputs that it gives."""
-    folder = Path(shutil.copytree(small("fp32").path, tmp_path_factory.mktemp("files") / "small"))
-    with attnforge.load(folder, "onnxruntime-cpu") as session:
-        outputs: dict[str, Any] = dict(session.run(small_inputs()))
-    np.savez(folder.parent / "truth.npz", **outputs)
-    return folder
 
 
 @tries(few=30, many=2_000)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import copy as copying
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-import attnforge
 from attnforge.bundle import MANIFEST, Manifest
 from tests.fuzz.budget import tries
 from tests.fuzz.changes import neighbours, numbers, texts
 from tests.fuzz.subject import Subject
-from tests.support.bundles import DeploySmall, small_inputs
 
 Step = str | int
 Way = tuple[Step, ...]
@@ -29,13 +25,9 @@ Way = tuple[Step, ...]
 MACHINE = {"system": "Linux", "processor": "any", "processors": 2, "instructions": ["avx2"], "gpus": []}
 
 
-@pytest.fixture(scope="module")
-def folder(small: DeploySmall, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the small bundle whose manifest uses every field, beside the outputs that it gives."""
-    folder = Path(shutil.copytree(small("fp32").path, tmp_path_factory.mktemp("manifests") / "small"))
-    with attnforge.load(folder, "onnxruntime-cpu") as session:
-        outputs: dict[str, Any] = dict(session.run(small_inputs()))
-    np.savez(folder.parent / "truth.npz", **outputs)
+@pytest.fixture(scope="module", name="folder")
+def filled(folder: Path) -> Path:
+    """The bundle, whose manifest uses every field."""
     document = json.loads((folder / MANIFEST).read_text())
     fill(document)
     (folder / MANIFEST).write_text(Manifest.model_validate(document).model_dump_json())

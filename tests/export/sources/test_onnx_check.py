@@ -66,6 +66,15 @@ def test_names_that_are_not_defined(tmp_path: Path, nodes: list[onnx.NodeProto],
     refused(saved(tmp_path, nodes), words)
 
 
+def add_constant(file: Path, tensor: TensorProto, of: str) -> None:
+    model = onnx.load(str(file))
+    if of == "initializer":
+        model.graph.initializer.append(tensor)
+    else:
+        model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
+    file.write_bytes(model.SerializeToString())
+
+
 @pytest.mark.parametrize("where", ["absent", "../outside", "/etc/hostname"])
 @pytest.mark.parametrize("of", ["initializer", "constant"])
 def test_weights_elsewhere(tmp_path: Path, where: str, of: str) -> None:
@@ -74,12 +83,7 @@ def test_weights_elsewhere(tmp_path: Path, where: str, of: str) -> None:
     tensor = TensorProto(dims=[2], data_type=FLOAT, name="weight", data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value=where)
     file = saved(tmp_path / "model", [node("Add", "x", "weight")])
-    model = onnx.load(str(file))
-    if of == "initializer":
-        model.graph.initializer.append(tensor)
-    else:
-        model.graph.node.insert(0, helper.make_node("Constant", [], ["weight"], value=tensor))
-    file.write_bytes(model.SerializeToString())
+    add_constant(file, tensor, of)
     refused(file, "which is not beside it" if where == "absent" else "outside the base directory")
 
 
@@ -89,12 +93,7 @@ def test_a_constant_that_is_cut_short(tmp_path: Path, of: str, dims: list[int]) 
     tensor = numpy_helper.from_array(np.array([1, 2, 1], np.int64), "shape")
     tensor.dims[:] = dims
     file = saved(tmp_path, [node("Reshape", "x", "shape")])
-    model = onnx.load(str(file))
-    if of == "initializer":
-        model.graph.initializer.append(tensor)
-    else:
-        model.graph.node.insert(0, helper.make_node("Constant", [], ["shape"], value=tensor))
-    file.write_bytes(model.SerializeToString())
+    add_constant(file, tensor, of)
     refused(file)
 
 
