@@ -38,7 +38,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "patch-attention": {"image_size": 32, "max_image_size": 64},
     "patch-attention-digits": {"max_batch": 32},
 }
-"""Packaging of models whose largest case would take minutes in float64."""
+"""Options of models whose largest case would take minutes in float64."""
 
 HUGGING_FACE = (("bert", "sdpa"), ("vit", "eager"), ("gpt2", "sdpa"))
 

@@ -25,7 +25,8 @@ def check(model: ir.Model) -> None:
     """Check a graph as its file has it, its functions not yet written out.
 
     Raises:
-        UsageError: it is too large or too deep, or a name in it is not defined, or only later.
+        UsageError: it is too large or too deep, a name in it is not defined, or only later, an input has no type, or a
+            constant holds fewer numbers than its dims say.
     """
     for value in model.graph.inputs:
         if not isinstance(value.type, ir.TensorType) or value.dtype in (None, ir.DataType.UNDEFINED):
@@ -46,7 +47,7 @@ def check(model: ir.Model) -> None:
 MOST_REPEATED = 8
 """How often a graph may join its constants into one, on the average."""
 
-_TAKES_SHAPE = ("Reshape", "Expand", "ConstantOfShape", "Tile", "RandomNormal", "RandomUniform", "CenterCropPad")
+_TAKES_SHAPE = ("Reshape", "Expand", "ConstantOfShape", "Tile", "CenterCropPad")
 
 
 def _check_lists(graph: ir.Graph) -> None:

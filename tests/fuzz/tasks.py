@@ -18,6 +18,7 @@ from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, TensorSpec
 from attnforge.cli import printing, terminal
 from attnforge.errors import InputError
 from attnforge.input_files import read_inputs
+from attnforge.runtime.parity.budget import relative_error
 from tests.support.bundles import small_inputs
 
 BACKEND = "onnxruntime-cpu"
@@ -33,10 +34,8 @@ def _differ(got: dict[str, Array], wanted: dict[str, Array], tolerance: float) -
         finite = np.isfinite(right)
         if not np.array_equal(finite, np.isfinite(answer)):
             return f"{name} is finite elsewhere"
-        error = float(np.linalg.norm((answer - right)[finite]))
-        size = max(float(np.linalg.norm(right[finite])), 1e-30)
-        if error > tolerance * size:
-            return f"{name} is off by {error / size:.2g}"
+        if (error := relative_error(answer[finite], right[finite])) > tolerance:
+            return f"{name} is off by {error:.2g}"
     return None
 
 
