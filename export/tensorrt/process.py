@@ -3,17 +3,22 @@
 The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a process of its own that is an
 error to report, and the calling process goes on. The request comes on standard input as JSON, the answer leaves on
 standard output; the plan goes straight to its file.
+
+Polygraphy's loaders parse, configure and build. They know neither TensorRT-RTX's TF32 flag nor a cache of timings that
+is checked before it is read, so these two are set on the configuration that they make.
 """
 
 from __future__ import annotations
 
+import glob
 import importlib
+import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from attnforge import cache
@@ -26,6 +31,9 @@ _LAYER = re.compile(
     r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),.*?TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
 )
 _MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
+_PARSER_ERROR = re.compile(
+    r"^(In node -?\d+ with name: (?P<node>.*) and operator: (?P<type>.*) )?\(\w+\): [A-Z_]+: (?P<what>.*)$", re.DOTALL
+)
 _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
@@ -104,29 +112,42 @@ def main() -> None:
     print(answer(request).model_copy(update={"memory": peak()}).model_dump_json())
 
 
+def load(flavour: str) -> Any:
+    """The `tensorrt` or `tensorrt_rtx` module, with Polygraphy set to use it: Polygraphy reads once, when it is first
+    imported, which one that is, and whether it may install packages, which it never may here."""
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(flavour == "tensorrt_rtx"))
+    os.environ["POLYGRAPHY_AUTOINSTALL_DEPS"] = "0"
+    trt = importlib.import_module(flavour)
+    importlib.import_module("polygraphy.backend.trt")
+    return trt
+
+
 def answer(request: Request) -> Answer:
     """Build a plan as `request` says and write it to its file."""
-    trt: Any = importlib.import_module(request.flavour)
-    log, file = _logger(trt), Path(request.onnx_file).name
+    trt = load(request.flavour)
+    from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
+    from polygraphy.exception import PolygraphyException
+
+    log, file = _Log(), Path(request.onnx_file).name
 
     def refuse(reason: str, misuse: bool = False) -> Answer:
         return Answer(version=trt.__version__, refusal=reason, misuse=misuse)
 
-    builder = trt.Builder(log)
-    network = builder.create_network(0)
-    parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(request.onnx_file):
-        reasons = "; ".join(_described(parser.get_error(i)) for i in range(parser.num_errors))
-        return refuse(f"{request.flavour} cannot parse {file}: {reasons or log.last_error()}")
-    config = builder.create_builder_config()
-    if refusal := _choose_compute_capabilities(trt, config, request):
-        return refuse(refusal, misuse=True)
-    _configure(trt, builder, config, request)
-    start = time.perf_counter()
-    plan = builder.build_serialized_network(network, config)
-    seconds = time.perf_counter() - start
-    if plan is None:
-        return refuse(f"{request.flavour} cannot build {file}: {log.last_error()}")
+    if reason := _why_not_for(trt, request):
+        return refuse(reason, misuse=True)
+    try:
+        builder, network, parser = network_from_onnx_path(request.onnx_file)
+    except PolygraphyException as error:
+        return refuse(f"{request.flavour} cannot parse {file}: {log.of_parser() or log.last_error() or error}")
+    if (name := _input_of_shapes(network)) is not None:
+        return refuse(f"{request.flavour} cannot build {file}: the values of input {name} decide shapes")
+    try:
+        config = _configured(trt, builder, network, request)
+        start = time.perf_counter()
+        plan = engine_bytes_from_network((builder, network, parser), config)
+        seconds = time.perf_counter() - start
+    except PolygraphyException as error:
+        return refuse(f"{request.flavour} cannot build {file}: {log.last_error() or error}")
     try:
         Path(request.plan_file).write_bytes(plan)
     except OSError as error:
@@ -138,33 +159,8 @@ def answer(request: Request) -> Answer:
     )
 
 
-def _configure(trt: Any, builder: Any, config: Any, request: Request) -> None:
-    """Set what is logged of layers, whether TF32 is allowed, the optimization profiles and the timing cache."""
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if request.precision == "tf32":
-        config.set_flag(trt.BuilderFlag.TF32)
-    else:
-        config.clear_flag(trt.BuilderFlag.TF32)
-    for ranges in request.profiles:
-        profile = builder.create_optimization_profile()
-        for spec in request.inputs:
-            profile.set_shape(spec.name, *(_shape(spec, ranges, which) for which in range(3)))
-        config.add_optimization_profile(profile)
-    if request.timing_cache is not None:
-        timing_cache = config.create_timing_cache(cache.read(Path(request.timing_cache)) or b"")
-        config.set_timing_cache(timing_cache, False)
-
-
-def _described(error: Any) -> str:
-    where = f" (node {error.node_name()}, operator {error.node_operator()})" if error.node_operator() else ""
-    return f"{error.desc()}{where}"
-
-
-def _shape(spec: TensorSpec, ranges: Mapping[str, Range], which: int) -> tuple[int, ...]:
-    return tuple(dim if isinstance(dim, int) else dim.factor * ranges[dim.symbol][which] for dim in spec.dims)
-
-
-def _choose_compute_capabilities(trt: Any, config: Any, request: Request) -> str | None:
+def _why_not_for(trt: Any, request: Request) -> str | None:
+    """Why no plan can be built for the compute capabilities; None where it can."""
     names = request.compute_capabilities
     if not names:
         return None
@@ -175,10 +171,60 @@ def _choose_compute_capabilities(trt: Any, config: Any, request: Request) -> str
         return (
             f"unknown compute capability {unknown[0]!r}; {request.flavour} {trt.__version__} knows {', '.join(known)}"
         )
-    config.num_compute_capabilities = len(names)
-    for i, name in enumerate(names):
-        config.set_compute_capability(getattr(trt.ComputeCapability, name), i)
     return None
+
+
+def _input_of_shapes(network: Any) -> str | None:
+    """The first input whose values decide shapes, for which a profile would need their range, which nobody knows;
+    Polygraphy would take the dims of the input for it."""
+    from polygraphy.logger import G_LOGGER
+
+    with G_LOGGER.verbosity():  # TensorRT complains of the question while there is no profile
+        tensors = [network.get_input(i) for i in range(network.num_inputs)]
+        return next((tensor.name for tensor in tensors if tensor.is_shape_tensor), None)
+
+
+def _configured(trt: Any, builder: Any, network: Any, request: Request) -> Any:
+    """The builder's configuration: the GPUs that the plan is for, the optimization profiles, whether TF32 is allowed,
+    and the timing cache. What is logged of layers is all, by Polygraphy's default.
+
+    Raises:
+        PolygraphyException: a profile is none.
+    """
+    from polygraphy.backend.tensorrt_rtx import create_config_rtx
+    from polygraphy.backend.trt import create_config
+
+    profiles = [_profile(request.inputs, ranges) for ranges in request.profiles]
+    if request.flavour == "tensorrt_rtx":
+        names = request.compute_capabilities
+        numbers = [(int(name[2:-1]), int(name[-1])) for name in names if name != "CURRENT"]
+        config = create_config_rtx(
+            builder, network, use_gpu="CURRENT" in names, compute_capabilities=numbers or None, profiles=profiles
+        )
+    else:
+        config = create_config(builder, network, profiles=profiles)
+    if request.precision == "tf32":
+        config.set_flag(trt.BuilderFlag.TF32)
+    else:
+        config.clear_flag(trt.BuilderFlag.TF32)
+    if request.timing_cache is not None:
+        timing_cache = config.create_timing_cache(cache.read(Path(request.timing_cache)) or b"")
+        config.set_timing_cache(timing_cache, False)
+    return config
+
+
+def _profile(inputs: list[TensorSpec], ranges: Mapping[str, Range]) -> Any:
+    """The optimization profile of some ranges. Polygraphy takes names for patterns, so they are escaped."""
+    from polygraphy.backend.trt import Profile
+
+    shapes = Profile()
+    for spec in inputs:
+        shapes.add(glob.escape(spec.name), *(_shape(spec, ranges, which) for which in range(3)))
+    return shapes
+
+
+def _shape(spec: TensorSpec, ranges: Mapping[str, Range], which: int) -> tuple[int, ...]:
+    return tuple(dim if isinstance(dim, int) else dim.factor * ranges[dim.symbol][which] for dim in spec.dims)
 
 
 def _layers(messages: list[tuple[int, str]]) -> list[Layer]:
@@ -195,20 +241,43 @@ def _memory(messages: list[tuple[int, str]]) -> int | None:
     return int(matches[-1][1]) if matches else None
 
 
-def _logger(trt: ModuleType) -> Any:
-    class Log(trt.ILogger):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.messages: list[tuple[int, str]] = []
+class _Log(logging.Handler):
+    """What TensorRT and its parser say, which Polygraphy hands to Python's logging.
 
-        def log(self, severity: Any, message: str) -> None:
-            self.messages.append((int(severity), message))
+    Attributes:
+        messages: each with its level.
+    """
 
-        def last_error(self) -> str:
-            errors = [text for severity, text in self.messages if severity <= int(trt.ILogger.ERROR)]
-            return errors[-1].strip() if errors else "it gave no reason"
+    def __init__(self) -> None:
+        from polygraphy.logger import G_LOGGER
 
-    return Log()
+        super().__init__()
+        self.messages: list[tuple[int, str]] = []
+        G_LOGGER.module_severity = G_LOGGER.EXTRA_VERBOSE
+        G_LOGGER.use_python_logging_system = True
+        G_LOGGER.colors = G_LOGGER.letter = False
+        G_LOGGER.python_logger.setLevel(1)
+        G_LOGGER.python_logger.propagate = False
+        G_LOGGER.python_logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append((record.levelno, record.getMessage().strip()))
+
+    @property
+    def errors(self) -> list[str]:
+        """TensorRT's own; Polygraphy's are critical."""
+        return [text for level, text in self.messages if level == logging.ERROR]
+
+    def last_error(self) -> str | None:
+        """The last that says something: without a GPU, TensorRT-RTX adds that there is none to whatever goes wrong."""
+        telling = [text for text in self.errors if "catchCudaError" not in text]
+        return next(reversed(telling or self.errors), None)
+
+    def of_parser(self) -> str:
+        """The parser's errors, each with its node where it has one."""
+        matches = [match for text in self.errors if (match := _PARSER_ERROR.match(text))]
+        told = [f"{m['what']} (node {m['node']}, operator {m['type']})" if m["type"] else m["what"] for m in matches]
+        return "; ".join(dict.fromkeys(told))
 
 
 if __name__ == "__main__":

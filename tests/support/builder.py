@@ -13,7 +13,7 @@ import threading
 from typing import NoReturn
 
 from attnforge.export.tensorrt.build import Builders
-from attnforge.export.tensorrt.process import Answer, Request, answer
+from attnforge.export.tensorrt.process import Answer, Request, answer, load
 from attnforge.memory import peak
 
 FLAVOUR = "tensorrt_rtx"
@@ -58,7 +58,7 @@ class WarmBuilder:
 
 def serve() -> None:
     """Answer requests until standard input ends; an empty line says that the builder crashed or failed."""
-    __import__(FLAVOUR)
+    load(FLAVOUR)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the libraries write to standard output, too
     for line in sys.stdin:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,52 @@ def test_a_graph_that_parses_and_does_not_build(tmp_path: Path) -> None:
     file = attention(tmp_path / "model.onnx", inputs)
     with pytest.raises(BuildError, match=r"cannot build model\.onnx: .*no optimization profile"):
         build(file, "tensorrt_rtx", [], "fp16")
+
+
+def one_node(file: Path, op_type: str, **inputs: tuple[list[int | str], ir.DataType]) -> Path:
+    """A graph of one node; of `x`, the name is `x[0]`, which some take for a pattern."""
+    values = [
+        ir.Value(name=name.replace("x", "x[0]"), shape=ir.Shape(dims), type=ir.TensorType(dtype))
+        for name, (dims, dtype) in inputs.items()
+    ]
+    node = ir.node(op_type, values)
+    node.outputs[0].name, node.outputs[0].type = "output", values[0].type
+    graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 23}, name="one")
+    ir.save(ir.Model(graph, ir_version=10), file)
+    return file
+
+
+@pytest.mark.parametrize(("low", "what"), [(1, None), (3, "MIN<=OPT<=MAX")])
+def test_a_name_is_no_pattern(tmp_path: Path, low: int, what: str | None) -> None:
+    """Where `x[0]` were one, it would have no profile, and the builder no reason to complain of one."""
+    file = one_node(tmp_path / "model.onnx", "Softmax", x=(["batch", 4], ir.DataType.FLOAT))
+    inputs = [TensorSpec(name="x[0]", dtype="float32", dims=[DimSpec(symbol="batch", min=low, opt=2, max=4), 4])]
+    with pytest.raises(BuildError, match=what) if what is not None else contextlib.nullcontext():
+        assert build(file, "tensorrt_rtx", inputs, "fp32").data
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_input_whose_values_decide_shapes_is_refused(tmp_path: Path, size: int) -> None:
+    kinds = {"x": (["batch", 4], ir.DataType.FLOAT), "shape": ([size], ir.DataType.INT64)}
+    file = one_node(tmp_path / "model.onnx", "Reshape", **kinds)  # type: ignore[arg-type]
+    inputs = [
+        TensorSpec(name="x[0]", dtype="float32", dims=[BATCH, 4]),
+        TensorSpec(name="shape", dtype="int64", dims=[size]),
+    ]
+    with pytest.raises(BuildError, match=r"cannot build model\.onnx: the values of input shape decide shapes"):
+        build(file, "tensorrt_rtx", inputs, "fp32")
+
+
+def test_polygraphy_installs_nothing_and_loads_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYGRAPHY_AUTOINSTALL_DEPS", "1")
+    monkeypatch.setenv("POLYGRAPHY_USE_TENSORRT_RTX", "0")
+    code = (
+        "import sys; from attnforge.export.tensorrt.process import load; load('tensorrt_rtx');"
+        "from polygraphy import config; from polygraphy.backend import trt;"
+        "print(config.AUTOINSTALL_DEPS, config.USE_TENSORRT_RTX, trt.loader.trt.__name__, 'torch' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["False", "True", "tensorrt_rtx", "False"]
 
 
 def test_a_failed_build_leaves_the_next_alone(tmp_path: Path) -> None:

@@ -53,8 +53,6 @@ RTX_ONLY = {
     "DynamicShapesKernelSpecializationStrategy.EAGER",
     "DynamicShapesKernelSpecializationStrategy.LAZY",
     "EngineValidity.INVALID",
-    "IBuilderConfig.num_compute_capabilities",
-    "IBuilderConfig.set_compute_capability",
     "IExecutionContext.is_stream_capturable",
     "IRuntimeCache.deserialize",
     "IRuntimeCache.serialize",
@@ -69,6 +67,30 @@ RTX_ONLY = {
     "trt.EngineValidity",
 }
 """What TensorRT-RTX alone has. The code asks which of the two it was given before it uses them."""
+
+BY_POLYGRAPHY = {
+    "Builder.build_serialized_network",
+    "Builder.create_builder_config",
+    "Builder.create_network",
+    "Builder.create_optimization_profile",
+    "IBuilderConfig.add_optimization_profile",
+    "IBuilderConfig.profiling_verbosity",
+    "ILogger.log",
+    "INetworkDefinition.get_input",
+    "INetworkDefinition.num_inputs",
+    "IOptimizationProfile.set_shape",
+    "ITensor.is_shape_tensor",
+    "OnnxParser.get_error",
+    "OnnxParser.num_errors",
+    "OnnxParser.parse_from_file",
+    "ProfilingVerbosity.DETAILED",
+    "trt.Builder",
+    "trt.OnnxParser",
+}
+"""What Polygraphy's loaders ask of either TensorRT for the builder."""
+
+BY_POLYGRAPHY_RTX = {"IBuilderConfig.num_compute_capabilities", "IBuilderConfig.set_compute_capability"}
+"""And what they ask of TensorRT-RTX alone."""
 
 LIBRARIES = ("libnvinfer.so.11", "libnvinfer_plugin.so.11", "libnvonnxparser.so.11")
 SYMBOLS = (
@@ -278,17 +300,29 @@ def test_what_is_read_is_what_the_code_uses(readers: list[Reader]) -> None:
     assert {"export/tensorrt/process.py", "runtime/backends/tensorrt.py"} <= sources().keys()
     used = {use.name for reader in readers for use in reader.uses}
     assert used >= {
-        "Builder.build_serialized_network",
-        "IBuilderConfig.add_optimization_profile",
+        "BuilderFlag.TF32",
+        "IBuilderConfig.create_timing_cache",
+        "IBuilderConfig.set_flag",
         "ICudaEngine.create_execution_context",
         "IExecutionContext.execute_async_v3",
-        "IOptimizationProfile.set_shape",
-        "OnnxParser.parse_from_file",
-        "ProfilingVerbosity.DETAILED",
+        "INetworkDefinition.num_inputs",
+        "ITimingCache.serialize",
         "Runtime.deserialize_cuda_engine",
-        "trt.Builder",
+        "trt.ComputeCapability",
     }
     assert len(used) >= 30
+
+
+def test_both_have_what_polygraphy_asks_of_them(rtx: Api, tensorrt: Api) -> None:
+    folder = Path(str(next(iter(find_spec("polygraphy").submodule_search_locations)))) / "backend"  # type: ignore
+    text = "".join(
+        file.read_text(encoding="utf-8") for name in ("trt", "tensorrt_rtx") for file in (folder / name).glob("*.py")
+    )
+    names = {re.escape(name.partition(".")[2]) for name in BY_POLYGRAPHY | BY_POLYGRAPHY_RTX}
+    assert [name for name in names if not re.search(rf"(\.|def ){name}\b", text)] == []
+    assert {name for name in BY_POLYGRAPHY | BY_POLYGRAPHY_RTX if name not in rtx} == set()
+    assert {name for name in BY_POLYGRAPHY if name not in tensorrt} == set()
+    assert {name for name in BY_POLYGRAPHY_RTX if name in tensorrt} == set()
 
 
 def test_the_two_are_the_versions_that_they_are_said_to_be(rtx: Api, tensorrt: Api) -> None:
