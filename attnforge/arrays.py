@@ -23,6 +23,12 @@ def is_floating(array: Array) -> bool:
     return np.issubdtype(array.dtype, np.floating) or array.dtype == BFLOAT16
 
 
+def without_bfloat16(array: Array) -> Array:
+    """An array for a format or a library that has no bfloat16: its numbers as float32, which holds every one of them;
+    other arrays as they are."""
+    return array.astype(np.float32) if array.dtype == BFLOAT16 else array
+
+
 def library_of(value: object) -> str:
     """Name of the package that an array's type is from, such as `numpy`, `torch`, `cupy` or `jaxlib`."""
     return "torch" if is_torch(value) else type(value).__module__.partition(".")[0]

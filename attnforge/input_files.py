@@ -14,7 +14,7 @@ from typing import IO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from attnforge.arrays import BFLOAT16, Array
+from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import InputError, first_line, shortened
 from attnforge.files import written_whole
@@ -53,7 +53,7 @@ def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str]) -> dict[str, 
 def write_outputs(file: Path, outputs: Mapping[str, Array]) -> None:
     """Write outputs by name to an `.npz`, whole or not at all; bfloat16 as float32, because the format has no such
     dtype."""
-    arrays = {name: array.astype(np.float32) if array.dtype == BFLOAT16 else array for name, array in outputs.items()}
+    arrays = {name: without_bfloat16(array) for name, array in outputs.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
@@ -165,18 +165,35 @@ def _array(spec: TensorSpec, stream: IO[bytes], size: int, where: str) -> Array:
         size: bytes of the file.
         where: it stands, for messages.
     """
+    return npy(stream, size, where, _most_numbers(spec), f"input {spec.name!r} takes {spec.text()}")
+
+
+def npy(stream: IO[bytes], size: int, where: str, most: int | None = None, wanted: str = "") -> Array:
+    """The array of an `.npy`, read once its header says that it is there. Nothing is unpickled.
+
+    Args:
+        stream: of the file.
+        size: bytes of the file.
+        where: it stands, for messages.
+        most: numbers that it may have.
+        wanted: what is said where it has more.
+
+    Raises:
+        InputError: it holds Python's objects, has more numbers, or fewer than its header says.
+        ValueError: it is none; NumPy raises others, too.
+    """
     version = np.lib.format.read_magic(stream)
     header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = header(stream)
     if dtype.hasobject:
         raise InputError(f"{where} holds Python objects, which are not unpickled; give numbers")
-    if math.prod(shape) > (most := _most_numbers(spec)):
-        raise InputError(f"{where} is {dtype.name}{list(shape)}; input {spec.name!r} takes {spec.text()}")
-    if math.prod(shape) * dtype.itemsize > size:
+    numbers = math.prod(shape)
+    if most is not None and numbers > most:
+        raise InputError(f"{where} is {dtype.name}{list(shape)}; {wanted}")
+    if numbers * dtype.itemsize > size:
         raise InputError(f"{where} is cut short: it has {size:,} bytes, and {dtype.name}{list(shape)} takes more")
-    data = stream.read(min(math.prod(shape), most) * dtype.itemsize)
-    array = np.frombuffer(data, dtype, math.prod(shape)).reshape(shape, order="F" if is_fortran else "C")
-    return array.copy()
+    array = np.frombuffer(stream.read(numbers * dtype.itemsize), dtype, numbers)
+    return array.reshape(shape, order="F" if is_fortran else "C").copy()
 
 
 def _most_numbers(spec: TensorSpec) -> int:

@@ -12,6 +12,7 @@ import attnforge
 from attnforge.cli import printing
 from attnforge.cli.options import Backends, BundleArgument, Json, TrustedKeys, check_unwritten
 from attnforge.cli.terminal import print_json, say_path, stages_shown
+from attnforge.errors import UsageError
 
 
 def run(
@@ -67,6 +68,13 @@ def verify(
         str | None, typer.Option(help="Measure the task too, on the bundle's real data: accuracy or cosine.")
     ] = None,
     least: Annotated[float | None, typer.Option(help="What the metric must reach; by default about float64's.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run nothing, and judge what this file of polygraphy run --save-outputs holds, whose inputs were "
+            "those of package --for polygraphy. A --backend says whose model was run."
+        ),
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the page.")] = False,
     trusted: TrustedKeys = None,
@@ -79,14 +87,24 @@ def verify(
     Example: `attnforge verify vit-fp16`
 
     Example: `attnforge verify vit-fp16 --html vit-fp16.html`
+
+    Example: `attnforge verify vit-fp16 --results run.json`
     """
+    if results is not None and len(backend or ()) > 1:
+        raise UsageError(f"results are of one model, and {len(backend or ())} backends are named; name one, or none")
     if html is not None:
         from attnforge.report.render import check_page
 
         check_page(html, force)
     with stages_shown(as_json) as progress:
         progress(f"verify {bundle}")
-        report = attnforge.verify(bundle, backend, metric=metric, least=least, trusted=trusted)
+        if results is not None:
+            from attnforge.runtime.parity.results import verify_results
+
+            one = backend[0] if backend else None
+            report = verify_results(bundle, results, one, metric=metric, least=least, trusted=trusted)
+        else:
+            report = attnforge.verify(bundle, backend, metric=metric, least=least, trusted=trusted)
         if html is not None:
             from attnforge.report.verify_page import write_page
 

@@ -14,13 +14,19 @@ from attnforge.errors import UnknownNameError, UsageError
 if TYPE_CHECKING:
     from attnforge.serving.triton.repository import Packaged
 
-FORMS = ("triton",)
+FORMS = ("triton", "polygraphy")
+
+OF_ALL = {"bundle", "form", "out_folder", "trusted", "as_json"}
+"""Parameters that every form takes; the others are Triton's."""
 
 
 def package(
+    context: typer.Context,
     bundle: Annotated[list[Path], typer.Argument(help="Folder of a bundle, or of several.", show_default=False)],
-    form: Annotated[str, typer.Option("--for", help="What serves it: triton.", show_default=False)],
-    out_folder: Annotated[Path, typer.Option("--out", help="The model repository.", show_default=False)],
+    form: Annotated[str, typer.Option("--for", help="triton, or polygraphy.", show_default=False)],
+    out_folder: Annotated[
+        Path, typer.Option("--out", help="The model repository; for polygraphy a new folder.", show_default=False)
+    ],
     backend: Annotated[
         str,
         typer.Option(
@@ -63,7 +69,8 @@ def package(
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
-    """Write bundles as models that a server serves: a Triton model repository, whole or not at all.
+    """Write bundles as models that a server serves: a Triton model repository, whole or not at all. Or write one as
+    what Polygraphy compares with: inputs, float64 outputs, and a function that holds results to the bundle's budget.
 
     Triton joins requests along the batch, where a run here shows that samples of a batch do not meet. Ordinary
     reference cases become warm-up requests, so a model that is READY has run them.
@@ -73,9 +80,15 @@ def package(
     Example: `attnforge package vit-fp16 --for triton --out repository --version 2`
 
     Example: `attnforge package vit-fp32 --for triton --out repository --backend onnxruntime --max-delay 500`
+
+    Example: `attnforge package vit-fp16 --for polygraphy --out held`
     """
     if form not in FORMS:
         raise UnknownNameError("form", form, FORMS)
+    if form == "polygraphy":
+        _check_alone(context)
+        _for_polygraphy(bundle, out_folder, trusted, as_json)
+        return
     from attnforge.serving.triton.options import Packaging
     from attnforge.serving.triton.repository import package as package_for_triton
 
@@ -93,6 +106,30 @@ def package(
     for model in models:
         _print(model)
     say_path("repository", out_folder)
+
+
+def _check_alone(context: typer.Context) -> None:
+    """Check that no option of Triton's was given."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in OF_ALL and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"{parameter.opts[0]} is Triton's; leave it out for polygraphy")
+
+
+def _for_polygraphy(bundles: list[Path], out_folder: Path, trusted: list[Path] | None, as_json: bool) -> None:
+    from attnforge.serving.polygraphy.folder import package as package_for_polygraphy
+
+    if len(bundles) > 1:
+        raise UsageError(f"{len(bundles)} bundles were given; for polygraphy, package them one by one")
+    with stages_shown(as_json) as progress:
+        progress(f"package {bundles[0]}")
+        packaged = package_for_polygraphy(bundles[0], out_folder, trusted=trusted)
+    if as_json:
+        print_json(packaged.model_dump())
+        return
+    for name, command in packaged.commands.items():
+        say_path(f"hold {name} to the budget of {len(packaged.cases)} cases", command)
+    say_path("written to", out_folder)
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from attnforge.benchmarks.gpu.second_opinion import opinion_of
 from attnforge.benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
@@ -51,7 +52,7 @@ def claims(results: GpuResults) -> list[Claim]:
     for precision in ("fp16", "fp32", "bf16"):
         every.append(latency_claim(results, precision, EAGER, 0.5, "takes at most half the time of torch eager"))
         every.append(latency_claim(results, precision, COMPILE, 1.0, "is faster than torch.compile"))
-    return [*every, attention_claim(results)]
+    return [*every, attention_claim(results), *(opinion_claim(results, flavour) for flavour in FLAVOURS)]
 
 
 def parity_claim(results: GpuResults, backend: str) -> Claim:
@@ -76,6 +77,24 @@ def parity_claim(results: GpuResults, backend: str) -> Claim:
     is_whole = not left_out and not step.failed
     word: Verdict = "no" if wrong or failed or skipped else "yes" if is_whole else "not measured"
     return Claim(text=text, answer=word, because="; ".join(parts))
+
+
+def opinion_claim(results: GpuResults, flavour: str) -> Claim:
+    """Whether Polygraphy's TrtRunner, where it was asked, says of a flavour's plans what attnforge's runtime says."""
+    text, other = f"Polygraphy's TrtRunner says of every plan what attnforge's {flavour} says", opinion_of(flavour)
+    items = results.steps.get("parity", Step()).items
+    asked = {key: item.checks for key, item in items.items() if {flavour, other} <= set(item.checks)}
+    unanswered = {
+        key: (item.failed | item.skipped)[other]
+        for key, item in items.items()
+        if other in {**item.failed, **item.skipped}
+    }
+    if not asked:
+        return _unmeasured(text, next(map(first_line, unanswered.values()), None) or _why_not(results, "parity"))
+    differ = [key for key, checks in asked.items() if checks[flavour].passed != checks[other].passed]
+    parts = [f"{len(asked) - len(differ)} of {len(asked)} that both ran", *differ]
+    parts += [f"not asked: {', '.join(unanswered)}"] if unanswered else []
+    return Claim(text=text, answer="no" if differ else "yes", because="; ".join(parts))
 
 
 def latency_claim(results: GpuResults, precision: str, peer: str, at_most: float, words: str) -> Claim:

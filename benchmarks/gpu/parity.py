@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
@@ -13,6 +14,7 @@ from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.models import patch_attention, targets_of
 from attnforge.benchmarks.gpu.processes import supervise
 from attnforge.benchmarks.gpu.running import NO_TIME, UNDER_WAY, OutOfTime, Task, attempt, device_lost, read, write
+from attnforge.benchmarks.gpu.second_opinion import opinion_of, second_opinion
 from attnforge.benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
@@ -24,7 +26,8 @@ from attnforge.benchmarks.gpu.steps import (
     Step,
     capabilities,
 )
-from attnforge.bundle import Bundle
+from attnforge.bundle import FLAVOURS, Bundle
+from attnforge.errors import UnavailableError
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.parity.verify import BackendReport, hold
@@ -39,7 +42,7 @@ MODELS_FIRST = (
     "patch-attention-digits", "self-attention", "multi-head-self-attention",
 )  # fmt: skip
 COMPARED = ("vit", "patch-attention", "multi-head-attention")
-"""Models whose eager and torch.compile on the device are held to the budget, too."""
+"""Models whose eager and torch.compile on the device are held to the budget, too, and their plans in Polygraphy."""
 
 
 def models() -> list[str]:
@@ -144,9 +147,27 @@ def _verify(device: Device, model: str, precision: str, item: Item) -> None:
                 item.checks[backend] = check_of(hold(session.bundle, session.backend, session.run))
 
         attempt(item.failed, backend, held)
+        if model in COMPARED and backend in FLAVOURS:
+            _ask_polygraphy(device, bundle, backend, item)
         device.run.save()
         if item.failed and device_lost():
             return
+
+
+def _ask_polygraphy(device: Device, bundle: Bundle, flavour: str, item: Item) -> None:
+    """The same plan in Polygraphy's TrtRunner, in a process of its own."""
+    settings, name = device.settings, opinion_of(flavour)
+
+    def held() -> None:
+        try:
+            report = second_opinion(bundle, flavour, settings.device, Path(settings.scratch), device.run.left)
+            item.checks[name] = check_of(report)
+        except UnavailableError as error:
+            item.skipped[name] = str(error)
+        except subprocess.TimeoutExpired:
+            item.skipped[name] = NO_TIME
+
+    attempt(item.failed, name, held)
 
 
 def _verify_torch(device: Device, model: str, precision: str, item: Item) -> None:

@@ -187,17 +187,28 @@ def verify(
             ):
                 again = replace(scores, measured=[]) if scores is not None else None
                 reports[name] = hold(opened, name, session.run, references=references, scores=again)
-    others = opened.unlisted()
+    return reported(opened, reports, skipped)
+
+
+def reported(bundle: Bundle, reports: dict[str, BackendReport], skipped: dict[str, str] | None = None) -> Report:
+    """The report on a bundle, from those on its backends.
+
+    Args:
+        bundle: that was verified.
+        reports: by backend.
+        skipped: why others did not run.
+    """
+    manifest, others = bundle.manifest, bundle.unlisted()
     return Report(
         passed=bool(reports) and all(report.passed for report in reports.values()),
-        bundle=str(opened.path),
-        name=opened.manifest.name,
-        precision=opened.manifest.precision,
-        reference=opened.manifest.reference,
+        bundle=str(bundle.path),
+        name=manifest.name,
+        precision=manifest.precision,
+        reference=manifest.reference,
         backends=reports,
-        skipped=skipped,
-        cases=opened.manifest.cases,
-        warnings=[*_warnings(opened.manifest, reports), *([unlisted_text(opened.path, others)] if others else [])],
+        skipped=skipped or {},
+        cases=manifest.cases,
+        warnings=[*_warnings(manifest, reports), *([unlisted_text(bundle.path, others)] if others else [])],
     )
 
 

@@ -13,29 +13,28 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnforge.arrays import Array
-from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, DimSpec, Engine, Manifest, Trusted, unlisted_text
-from attnforge.errors import AttnforgeError, BundleError, UnavailableError, UsageError, first_line, shortened
-from attnforge.files import give_modes, is_full, open_inside, rename_new
+from attnforge.bundle import Bundle, DimSpec, Engine, Manifest, Trusted
+from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line, shortened
+from attnforge.files import rename_new
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
 from attnforge.runtime.session import Session, load
 from attnforge.runtime.turns import medians, seconds_of
-from attnforge.scratch import Scratch
 from attnforge.serving.batching import batch_of, is_open, why_not_apart
 from attnforge.serving.triton import configuration
 from attnforge.serving.triton.configuration import Message, Sample, Warmup, Word
 from attnforge.serving.triton.model import FOLDER, SESSION, THREADS
 from attnforge.serving.triton.options import Packaging
+from attnforge.serving.writing import copy, copy_whole, written
 from attnforge.version import __version__
 
 CONFIG, WARMUP = "config.pbtxt", "warmup"
@@ -417,29 +416,13 @@ def _write(plan: Planned, folder: Path, options: Packaging) -> None:
     with plan.bundle.steady():
         if options.backend == "python":
             (version / "model.py").write_text(MODEL, encoding="utf-8")
-            _copy_whole(plan.bundle, version / FOLDER)
+            copy_whole(plan.bundle, version / FOLDER)
         for name, file in plan.files.items():
-            _copy(plan.bundle, file, version / name)
+            copy(plan.bundle, file, version / name)
     if plan.arrays:
         warmup.mkdir()
     for name, array in plan.arrays.items():
         (warmup / name).write_bytes(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
-
-
-def _copy(bundle: Bundle, name: str, to: Path) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with open_inside(bundle.path.resolve(), name) as source, to.open("wb") as copy:
-        shutil.copyfileobj(source, copy, 2**20)
-
-
-def _copy_whole(bundle: Bundle, to: Path) -> None:
-    """Copy what the manifest lists, with the signature where there is one."""
-    if (others := bundle.unlisted()) and (bundle.path / SIGNATURE).exists():
-        raise BundleError(f"{unlisted_text(bundle.path, others)}, and its signature is of other files; remove them")
-    names = [*bundle.manifest.files, MANIFEST, *([SIGNATURE] if (bundle.path / SIGNATURE).exists() else [])]
-    for name in names:
-        _copy(bundle, name, to / name)
-    Bundle(to, trusted=bundle.trusted or False)  # whole, and signed as it was
 
 
 COMPARED = ("backend", "max_batch_size", "input", "output", "default_model_filename", "cc_model_filenames")
@@ -506,40 +489,14 @@ class Place:
                     "package it under another name (--name)"
                 )
 
-    @contextmanager
-    def writing(self) -> Iterator[Path]:
+    def writing(self) -> AbstractContextManager[Path]:
         """A temporary folder of models that are put to their places where the block ends, or else removed.
 
         Raises:
             UsageError: it cannot be written, or something appeared there meanwhile.
             BundleError: the disk is full.
         """
-        is_new = not os.path.lexists(self.target)
-        try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            beside = is_new or os.stat(self.target.parent).st_dev == os.stat(self.target).st_dev
-            scratch = Scratch(self.target.parent if beside else self.target, f".{self.target.name}.", ".partial")
-        except OSError as error:
-            why = error.strerror or first_line(error)
-            raise UsageError(f"{self.target} cannot be written: {why}; choose another folder") from error
-        try:
-            yield scratch.path
-            give_modes(scratch.path)
-            if is_new:
-                rename_new(scratch.path, self.target)
-            else:
-                self._put(scratch.path)
-        except FileExistsError as error:
-            raise UsageError(f"{error.filename2 or error.filename} appeared meanwhile, and is left as it is") from error
-        except OSError as error:
-            if is_full(self.target.parent, error):
-                raise BundleError(
-                    f"the disk of {self.target.parent} is full, or its quota is; nothing was written; make room, or "
-                    "choose another folder"
-                ) from error
-            raise
-        finally:
-            scratch.remove()
+        return written(self.target, self._put if os.path.lexists(self.target) else None)
 
     def _put(self, folder: Path) -> None:
         """Rename every model, or its version, to its place; what was put is taken back where one cannot be."""

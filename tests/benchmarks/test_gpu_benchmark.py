@@ -30,6 +30,7 @@ from attnforge.benchmarks.gpu import (
 )
 from attnforge.benchmarks.gpu.device import Device
 from attnforge.benchmarks.gpu.running import LOST, GpuRun, OutOfTime, read, step, write
+from attnforge.benchmarks.gpu.second_opinion import judged
 from attnforge.benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
@@ -46,9 +47,11 @@ from attnforge.benchmarks.gpu.steps import (
     why_broken,
 )
 from attnforge.benchmarks.measure.results import Interval, Latency
-from attnforge.bundle import Case
+from attnforge.bundle import MANIFEST, Case
+from attnforge.errors import RunError
 from attnforge.machine import cuda_devices
 from attnforge.precision import precision_named
+from tests.support.bundles import DeploySmall
 
 without_gpu = pytest.mark.skipif(cuda_devices() > 0, reason="there is a CUDA device")
 
@@ -277,6 +280,45 @@ def test_one_model_is_held_to_the_budget(run: GpuRun) -> None:
     taken = step(run, "parity", lambda: [("multi-head-attention, fp32", tasks["multi-head-attention, fp32"])])
     item = taken.items["multi-head-attention, fp32"]
     assert not item.failed and item.checks["onnxruntime-cpu"].passed and item.checks["onnxruntime-cpu"].cases > 10
+
+
+def test_polygraphy_judges_what_it_runs_in_a_process_of_its_own(small: DeploySmall, tmp_path: Path) -> None:
+    """With ONNX Runtime in the place of TensorRT, which needs a GPU."""
+    bundle = small("fp32")
+    model = bundle.manifest.targets["onnxruntime"].model
+    report = judged(bundle, model, ["--onnxrt"], {}, "onnxruntime-cpu", tmp_path, 120)
+    assert report.passed and report.cases == len(bundle.manifest.cases)
+    with pytest.raises(RunError, match=r"polygraphy run ended with 1: .*") as failed:
+        judged(bundle, MANIFEST, ["--onnxrt", "--model-type", "onnx"], {}, "onnxruntime-cuda", tmp_path, 120)
+    assert "\n" not in str(failed.value)
+    with pytest.raises(subprocess.TimeoutExpired):
+        judged(bundle, model, ["--onnxrt"], {}, "onnxruntime-cpu", tmp_path, 0.01)
+
+
+def test_what_polygraphy_cannot_be_asked_is_said(run: GpuRun, small: DeploySmall) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    item = Item()
+    parity._ask_polygraphy(Device(run), small("bf16"), "tensorrt_rtx", item)
+    assert item.skipped == {
+        "tensorrt_rtx in Polygraphy": "NumPy has no bfloat16, and Polygraphy's results of other libraries are pickles"
+    }
+    assert not item.failed and not item.checks
+
+
+def test_two_opinions_are_compared() -> None:
+    ours, theirs = "tensorrt_rtx", "tensorrt_rtx in Polygraphy"
+    items = {"vit, fp16": Item(checks={ours: passed(), theirs: passed()})}
+    given = GpuResults(steps={"parity": Step(items=items)})
+    claim = conclusions.opinion_claim(given, ours)
+    assert (claim.answer, claim.because) == ("yes", "1 of 1 that both ran")
+    items["vit, fp32"] = Item(checks={ours: passed(), theirs: passed(1, "far off")})
+    items["vit, bf16"] = Item(checks={ours: passed()}, skipped={theirs: "NumPy has no bfloat16"})
+    given = GpuResults(steps={"parity": Step(items=items)})
+    claim = conclusions.opinion_claim(given, ours)
+    assert (claim.answer, claim.because) == ("no", "1 of 2 that both ran; vit, fp32; not asked: vit, bf16")
+    assert conclusions.wrong_answers(given) == [], "Polygraphy's alone, which says nothing of attnforge's answer"
+    claim = conclusions.opinion_claim(given, "tensorrt")
+    assert claim.answer == "not measured"
 
 
 def test_large_models_are_timed_once_they_are_right(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:

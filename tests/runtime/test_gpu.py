@@ -17,9 +17,11 @@ from torch import Tensor
 import attnforge
 from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
+from attnforge.benchmarks.gpu.second_opinion import second_opinion
 from attnforge.bundle import FLAVOURS, Bundle, Manifest
 from attnforge.errors import BundleError, InputError, UnavailableError
 from attnforge.runtime.backends.registry import ON_GPU
+from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
 from tests.support.bundles import rewrite, small_example
 from tests.support.bundles import small_inputs as arrays
@@ -277,6 +279,18 @@ def test_what_was_compiled_is_kept_for_the_next_start(here: Callable[[str], Bund
             session.warm_up()
     kept = list(cache.cache_folder(copy.path).glob("*.kernels"))
     assert len(kept) == 1 and kept[0].stat().st_size > 0
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_polygraphy_runs_the_same_plan_within_the_budget(
+    here: Callable[[str], Bundle], flavour: str, precision: str, tmp_path: Path
+) -> None:
+    """A second runtime over the very plan: where both are right, an error of one would not be the plan's."""
+    with opened(here(precision), flavour) as session:
+        ours = hold(session.bundle, flavour, session.run)
+    theirs = second_opinion(here(precision), flavour, 0, tmp_path, 300)
+    assert ours.passed and theirs.passed, theirs.missed
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])

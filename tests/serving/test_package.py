@@ -365,7 +365,7 @@ def test_a_full_disk_leaves_nothing(small: DeploySmall, tmp_path: Path, monkeypa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnforge.serving.triton.repository.shutil.copyfileobj", full)
+    monkeypatch.setattr("attnforge.serving.writing.shutil.copyfileobj", full)
     with pytest.raises(BundleError, match=r"the disk of .* is full"):
         package([small("fp32")], tmp_path / "repository", QUICK)
     assert list(tmp_path.iterdir()) == []
@@ -466,7 +466,7 @@ def test_the_command_line(
         ("small-fp32", 2, True)
     ]
     for words, code, message in (
-        ((usual[0], "--for", "tritn", "--out", tmp_path / "x"), 2, "unknown form 'tritn'; known: triton"),
+        ((usual[0], "--for", "tritn", "--out", tmp_path / "x"), 2, "unknown form 'tritn'; known: polygraphy, triton"),
         ((*usual[:4], tmp_path / "x", "--preferred", "8;9"), 2, "write numbers with commas"),
         ((*usual[:4], tmp_path / "x", "--backend", "tensorrt"), 1, "no backend of Triton loads"),
     ):

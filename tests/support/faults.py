@@ -1146,8 +1146,8 @@ class Bench:
             (output,) = session.run(None, feeds)
             yield case, output
 
-    def tried(self, fault: Fault) -> Row:
-        """Put it in, measure what it does, and ask verify.
+    def altered(self, fault: Fault) -> tuple[ir.Model, Bundle]:
+        """The graph with a fault, and the bundle that holds it until the next is put in.
 
         Raises:
             NotThere: the graph has no place for it, or is what it was.
@@ -1158,7 +1158,16 @@ class Bench:
         if ir.to_proto(model).SerializeToString(deterministic=True) == before:
             raise NotThere(f"{fault.name} changed nothing in {self.name}")
         ir.save(model, self._file)
-        report = verified(rewrite(self._folder))
+        return model, rewrite(self._folder)
+
+    def tried(self, fault: Fault) -> Row:
+        """Put it in, measure what it does, and ask verify.
+
+        Raises:
+            NotThere: the graph has no place for it, or is what it was.
+        """
+        model, bundle = self.altered(fault)
+        report = verified(bundle)
         caught = {max(report.failures, key=over).case} if report.failures else None
         effects = [self._effect(case, output) for case, output in self.exact(model, caught)]
         case, relative, share = max(effects, key=lambda one: one[2])

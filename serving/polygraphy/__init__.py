@@ -1,0 +1,1 @@
+"""Polygraphy: a bundle as a runner of `polygraphy run`, and as a folder that any run is held to."""

@@ -1,0 +1,68 @@
+"""The function by which `polygraphy run --compare-func-script` holds results to a bundle's budget, case by case."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from polygraphy.logger import G_LOGGER
+
+from attnforge.arrays import to_numpy
+from attnforge.bundle import Bundle
+from attnforge.numbers import scientific
+from attnforge.runtime.parity.comparison import Comparison
+from attnforge.runtime.parity.results import as_deployed
+from attnforge.runtime.parity.verify import References, hold
+from attnforge.serving.polygraphy.folder import RUNNER
+from attnforge.serving.polygraphy.runner import told
+
+Compare = Callable[[Any, Any], "OrderedDict[str, bool]"]
+"""Of two IterationResults whether each output passes."""
+
+
+@functools.cache
+def budget_of(bundle: Path, backend: str = "") -> Compare:
+    """What holds results to a bundle's budget. Polygraphy asks for it in every iteration, so it is kept.
+
+    Args:
+        bundle: its folder.
+        backend: whose model is run, where its budget is another than the bundle's.
+    """
+    with told():
+        opened = Bundle(bundle)
+        references = References.of(opened)
+    cases = {case.name: case for case in opened.manifest.cases}
+
+    def compare(one: Any, other: Any) -> OrderedDict[str, bool]:
+        names = [result.runner_name.removeprefix(RUNNER) for result in (one, other)]
+        of_case = [name != result.runner_name for name, result in zip(names, (one, other), strict=True)]
+        if sum(of_case) != 1 or (name := names[of_case.index(True)]) not in cases:
+            G_LOGGER.critical(
+                f"one of {one.runner_name} and {other.runner_name} has to be of the float64 outputs of {bundle}: give "
+                "one runner, and --load-outputs float64.json behind it; attnforge verify --results judges several"
+            )
+        result, case = (other, one)[of_case.index(True)], cases[name]
+        specs = {spec.name: spec for spec in opened.manifest.outputs}
+        if missing := [output for output in specs if output not in result]:
+            G_LOGGER.error(f"{case.name} | {result.runner_name} has no output {missing[0]}")
+            return OrderedDict((output, output not in missing) for output in specs)
+        with told():
+            arrays = {name: as_deployed(to_numpy(name, result[name]), spec) for name, spec in specs.items()}
+            report = hold(opened, backend, lambda feeds: arrays, [case], references)
+        for comparison in report.comparisons:
+            _tell(comparison)
+        return OrderedDict((comparison.output, comparison.passed) for comparison in report.comparisons)
+
+    return compare
+
+
+def _tell(comparison: Comparison) -> None:
+    error, budget = scientific(comparison.error, 3), scientific(comparison.budget, 3)
+    where = f"{comparison.case} | {comparison.output} | error {error} of {budget}"
+    if comparison.passed:
+        G_LOGGER.finish(f"{where} | within the budget")
+    else:
+        G_LOGGER.error(f"{where} | {comparison.reason}")

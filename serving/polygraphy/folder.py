@@ -1,0 +1,176 @@
+"""A bundle as a folder by which any run of Polygraphy is held to its budget.
+
+FOLDER/inputs.json       the inputs of every reference case: --load-inputs
+FOLDER/float64.json      the outputs of the same weights in float64: --load-outputs
+FOLDER/budget.py         holds a result to the budget: --compare-func-script
+FOLDER/bundle/…          the bundle, whose models can be run
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from attnforge.arrays import BFLOAT16, Array, without_bfloat16
+from attnforge.bundle import FLAVOURS, Bundle, Case, DimSpec, Trusted, open_bundle
+from attnforge.polygraphy_files import write_inputs, write_results
+from attnforge.records import Record
+from attnforge.runtime import cases as reference
+from attnforge.runtime.inputs import shapes_of
+from attnforge.runtime.parity.verify import References
+from attnforge.serving.writing import copy_whole, new_place, written
+from attnforge.version import __version__
+
+INPUTS, FLOAT64, BUDGET, BUNDLE = "inputs.json", "float64.json", "budget.py", "bundle"
+
+RUNNER = "float64: "
+"""How the runners of the float64 outputs are called, before the name of the case, so that a comparison knows it."""
+
+SCRIPT = f'''"""Holds results of Polygraphy to the budget of the bundle here; written by attnforge {__version__}.
+
+Run in this folder:
+
+    polygraphy run MODEL --onnxrt --load-inputs {INPUTS} --load-outputs {FLOAT64} --compare-func-script {BUDGET}
+"""
+
+from pathlib import Path
+
+from attnforge.serving.polygraphy.compare import budget_of
+
+BUNDLE = Path(__file__).parent / "{BUNDLE}"
+
+compare_outputs = budget_of(BUNDLE)
+'''
+
+
+class Packaged(Record):
+    """A folder that was written.
+
+    Attributes:
+        folder: its path.
+        cases: names of the reference cases, in the order of the iterations.
+        commands: how to hold each model of the bundle to the budget, by target, and the bundle itself.
+        partly: names of outputs of which the bundle keeps a part of the numbers in some case; in `float64.json` these
+            numbers stand one after another.
+    """
+
+    folder: str
+    cases: list[str]
+    commands: dict[str, str]
+    partly: list[str]
+
+
+def package(
+    bundle: str | os.PathLike[str] | Bundle, out: str | os.PathLike[str], *, trusted: Trusted = None
+) -> Packaged:
+    """Write the folder, whole or not at all.
+
+    Args:
+        bundle: its folder.
+        out: a new folder.
+        trusted: files of public keys, one of which must have signed the bundle, as :func:`attnforge.load` takes them.
+
+    Raises:
+        BundleError: no whole, unaltered bundle is there; or the disk is full.
+        UsageError: something is at `out`, or it cannot be written.
+    """
+    opened, target = open_bundle(bundle, trusted=trusted), new_place(Path(out))
+    manifest, references = opened.manifest, References.of(opened)
+    shapes = {case.name: _shapes(opened, case, references) for case in manifest.cases}
+    with written(target) as folder:
+        with opened.steady():
+            copy_whole(opened, folder / BUNDLE)
+        with (folder / INPUTS).open("wb") as stream:
+            write_inputs(stream, _inputs(opened, references))
+        with (folder / FLOAT64).open("wb") as stream:
+            write_results(stream, "float64", _float64(opened, references, shapes))
+        (folder / BUDGET).write_text(SCRIPT + _further(opened), encoding="utf-8")
+    kept = [spec.name for spec in manifest.outputs for case in manifest.cases if shapes[case.name][spec.name] is None]
+    return Packaged(
+        folder=str(target),
+        cases=[case.name for case in manifest.cases],
+        commands=_commands(opened, target),
+        partly=list(dict.fromkeys(kept)),
+    )
+
+
+def _inputs(bundle: Bundle, references: References) -> Iterator[Mapping[str, Array]]:
+    for case in bundle.manifest.cases:
+        feeds = reference.make_inputs(case, bundle.manifest.inputs, references.inputs)
+        yield {name: without_bfloat16(array) for name, array in feeds.items()}
+
+
+def _shapes(bundle: Bundle, case: Case, references: References) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of the outputs of a case; None where the inputs' sizes do not decide it, or a part is kept."""
+    inputs, outputs = bundle.manifest.inputs, bundle.manifest.outputs
+    forms = ((reference.shape_of(spec, case.sizes), np.dtype(spec.dtype)) for spec in inputs)
+    sizes = {spec.name: references.outputs[reference.key(case, spec.name, "float64")].size for spec in outputs}
+    shapes = zip(outputs, shapes_of(inputs, outputs, *forms).outputs, strict=True)
+    return {
+        spec.name: shape if shape is not None and math.prod(shape) == sizes[spec.name] else None
+        for spec, shape in shapes
+    }
+
+
+def _float64(
+    bundle: Bundle, references: References, shapes: Mapping[str, Mapping[str, tuple[int, ...] | None]]
+) -> Iterator[tuple[str, Mapping[str, Array]]]:
+    for case in bundle.manifest.cases:
+        outputs = {}
+        for spec in bundle.manifest.outputs:
+            array = references.outputs[reference.key(case, spec.name, "float64")]
+            shape = shapes[case.name][spec.name]
+            outputs[spec.name] = array if shape is None else array.reshape(shape)
+        yield f"{RUNNER}{case.name}", outputs
+
+
+def _further(bundle: Bundle) -> str:
+    """What the script has for targets whose budget is another than the bundle's."""
+    names = [name for name in FLAVOURS if _has_own_budget(bundle, name)]
+    return "".join(f'{name} = budget_of(BUNDLE, "{name}")  # {BUDGET}:{name}\n' for name in names)
+
+
+def _has_own_budget(bundle: Bundle, name: str) -> bool:
+    record = bundle.manifest.targets.get(name)
+    return record is not None and record.attention_precision is not None
+
+
+def _commands(bundle: Bundle, folder: Path) -> dict[str, str]:
+    """How to run each model of the bundle by Polygraphy, and the bundle by its runner."""
+    manifest = bundle.manifest
+    models: dict[str, tuple[str, list[str]]] = {}
+    for name, record in manifest.targets.items():
+        if name == "onnxruntime" and not any(
+            spec.dtype == BFLOAT16.name for spec in manifest.inputs + manifest.outputs
+        ):
+            models[name] = record.model, ["--onnxrt"]  # NumPy, through which Polygraphy asks it, has no bfloat16
+        elif name.startswith("tensorrt"):
+            models[name] = record.model, ["--trt", *_profile(bundle), *(["--tf32"] * (manifest.precision == "tf32"))]
+    models["attnforge"] = "canonical.onnx", ["--attnforge", str(folder / BUNDLE)]
+    commands = {}
+    for name, (model, runner) in models.items():
+        words = [
+            "polygraphy", "run", str(folder / BUNDLE / model), *runner, "--load-inputs", str(folder / INPUTS),
+            "--load-outputs", str(folder / FLOAT64), "--compare-func-script",
+            f"{folder / BUDGET}:{name}" if _has_own_budget(bundle, name) else str(folder / BUDGET),
+        ]  # fmt: skip
+        commands[name] = ("POLYGRAPHY_USE_TENSORRT_RTX=1 " if name == "tensorrt_rtx" else "") + shlex.join(words)
+    return commands
+
+
+def _profile(bundle: Bundle) -> list[str]:
+    """The optimization profile that the inputs have, as Polygraphy's command line takes it."""
+    words = []
+    for which in ("min", "opt", "max"):
+        shapes = [
+            f"{spec.name}:[{','.join(str(d if isinstance(d, int) else getattr(d, which)) for d in spec.dims)}]"
+            for spec in bundle.manifest.inputs
+            if any(isinstance(d, DimSpec) for d in spec.dims)
+        ]
+        words += [f"--trt-{which}-shapes", *shapes] if shapes else []
+    return words

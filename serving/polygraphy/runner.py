@@ -1,0 +1,97 @@
+"""A Session as a runner of Polygraphy.
+
+Polygraphy's arrays are NumPy's or torch's. NumPy has no bfloat16 of its own, so such inputs and outputs are float32
+here, which holds each of their numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from polygraphy.backend.base import BaseRunner
+from polygraphy.common import TensorMetadata
+from polygraphy.logger import G_LOGGER
+
+from attnforge.arrays import BFLOAT16, to_numpy, without_bfloat16
+from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.errors import AttnforgeError
+from attnforge.runtime.session import load
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """A block whose errors of attnforge are Polygraphy's: one line, and no traceback."""
+    try:
+        yield
+    except AttnforgeError as error:
+        G_LOGGER.critical(str(error))
+
+
+class AttnforgeRunner(BaseRunner):  # type: ignore[misc]  # Polygraphy has no types
+    """Runs a bundle.
+
+    Args:
+        bundle: its folder.
+        backend: as :func:`attnforge.load` takes it.
+        trusted: files of public keys, one of which must have signed the bundle; by default those that
+            `ATTNFORGE_TRUSTED` names.
+        name: of the runner.
+    """
+
+    def __init__(
+        self,
+        bundle: str | os.PathLike[str],
+        backend: str = "auto",
+        trusted: Sequence[str | os.PathLike[str]] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name, prefix="attnforge-runner")
+        self._bundle, self._backend, self._trusted = bundle, backend, trusted
+
+    def activate_impl(self) -> None:
+        with told():
+            self.session = load(self._bundle, self._backend, trusted=self._trusted)
+        G_LOGGER.info(f"{self.name:35} | Loaded {self._bundle} on {self.session.backend}")
+
+    def get_input_metadata_impl(self) -> Any:
+        """The model's inputs, with the least and the largest shape that it takes."""
+        metadata = TensorMetadata()
+        for spec in self.session.inputs:
+            shape = [dim.text if isinstance(dim, DimSpec) else dim for dim in spec.dims]
+            metadata.add(spec.name, _dtype(spec), shape, min_shape=_bound(spec, "min"), max_shape=_bound(spec, "max"))
+        return metadata
+
+    def infer_impl(self, feed_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        """Run the model; outputs are NumPy arrays.
+
+        Args:
+            feed_dict: inputs by name, NumPy arrays or torch tensors.
+        """
+        specs = {spec.name: spec for spec in self.session.inputs}
+        with told():
+            feeds = {name: to_numpy(name, value) for name, value in feed_dict.items()}
+            for name, array in feeds.items():
+                if name in specs and specs[name].dtype == BFLOAT16.name:
+                    feeds[name] = array.astype(BFLOAT16)
+            start = time.perf_counter()
+            outputs = self.session.run(feeds)
+            self.inference_time = time.perf_counter() - start
+        return OrderedDict((name, without_bfloat16(array)) for name, array in outputs.items())
+
+    def deactivate_impl(self) -> None:
+        self.session.close()
+        del self.session
+
+
+def _dtype(spec: TensorSpec) -> np.dtype[Any]:
+    return np.dtype(np.float32 if spec.dtype == BFLOAT16.name else spec.dtype)
+
+
+def _bound(spec: TensorSpec, bound: str) -> list[int]:
+    return [int(getattr(dim, bound) or 0) if isinstance(dim, DimSpec) else dim for dim in spec.dims]

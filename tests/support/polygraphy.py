@@ -1,0 +1,166 @@
+"""Whether `polygraphy run` says of a bundle what `attnforge verify` says: of every seeded fault, and of every
+registered model as it was deployed.
+
+`python -m tests.support.polygraphy` packages the sound bundles, runs each of them and every faulty one by Polygraphy's
+command with the `attnforge` runner and the packaged inputs, float64 outputs and comparison, and gives what the runs
+saved to `attnforge verify --results`. It writes the results file and the table in `docs/guides/polygraphy.md`, and
+exits with 1 where two of the three differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from polygraphy.tools import main as polygraphy_main
+
+import attnforge
+from attnforge.benchmarks.publish import RESULTS, markdown_table, where, write_figures
+from attnforge.benchmarks.suites.pages import put
+from attnforge.bundle import Bundle
+from attnforge.model.registry import MODELS
+from attnforge.runtime.parity.results import verify_results
+from attnforge.runtime.parity.verify import BackendReport
+from attnforge.scratch import temporary_folder
+from attnforge.serving.polygraphy.folder import BUDGET, BUNDLE, FLOAT64, INPUTS, package
+from tests.support.bundles import example_of
+from tests.support.faults import FAULTS, PRECISIONS, Bench, deploy, verified
+
+COMMAND = "python -m tests.support.polygraphy"
+FIGURES, PAGE = RESULTS / "polygraphy.json", Path("docs/guides/polygraphy.md")
+BACKEND = "onnxruntime-cpu"
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What three say of one bundle.
+
+    Attributes:
+        model, precision: of the bundle.
+        fault: that was put into it; None in one that is as it was deployed.
+        verify: whether `attnforge verify` passes it.
+        run: whether `polygraphy run` does.
+        results: whether `attnforge verify --results` passes what that run saved.
+        alike: whether verify and verify of the results say the same of every output of every case.
+    """
+
+    model: str
+    precision: str
+    fault: str | None
+    verify: bool
+    run: bool
+    results: bool
+    alike: bool
+
+    @property
+    def agree(self) -> bool:
+        return self.verify == self.run == self.results and self.alike
+
+
+def polygraphy(*words: object) -> tuple[int, str]:
+    """The exit code of a command of Polygraphy's in this process, and what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = polygraphy_main([str(word) for word in words])
+    return int(code or 0), printed.getvalue()
+
+
+def held_to(folder: Path) -> list[object]:
+    """The options of a run that is held to the budget of a packaged bundle."""
+    inputs = ["--load-inputs", folder / INPUTS, "--load-outputs", folder / FLOAT64]
+    return [*inputs, "--compare-func-script", folder / BUDGET]
+
+
+def verdicts(bundle: Bundle, held: Path, scratch: Path, report: BackendReport, fault: str | None = None) -> Verdicts:
+    """What the three say of a bundle.
+
+    Args:
+        bundle: to run.
+        held: the folder that the sound bundle was packaged to.
+        scratch: where the run's results are written.
+        report: verify's.
+        fault: that the bundle has.
+    """
+    saved = scratch / "run.json"
+    saved.unlink(missing_ok=True)
+    runner = ["--attnforge", bundle.path, "--attnforge-backend", BACKEND, "--save-outputs", saved]
+    code, printed = polygraphy("run", held / BUNDLE / "canonical.onnx", *runner, *held_to(held))
+    assert saved.exists(), printed
+    (judged,) = verify_results(held / BUNDLE, saved, BACKEND).backends.values()
+    alike = [(c.case, c.output, c.passed) for c in report.comparisons] == [
+        (c.case, c.output, c.passed) for c in judged.comparisons
+    ]
+    manifest = bundle.manifest
+    return Verdicts(manifest.name, manifest.precision, fault, report.passed, code == 0, judged.passed, alike)
+
+
+def of_faults(name: str, precision: str, folder: Path, faults: set[str] | None = None) -> Iterator[Verdicts]:
+    """What the three say of a subject as it is, and of every fault in it.
+
+    Args:
+        name, precision: of the subject.
+        folder: to write to.
+        faults: their names; by default all.
+    """
+    bundle = deploy(name, precision, folder / f"{name}-{precision}")
+    bench, held = Bench(bundle, name, folder / f"{name}-{precision}-altered"), folder / f"{name}-{precision}-held"
+    package(bundle, held)
+    yield verdicts(bundle, held, folder, bench.unaltered)
+    for fault in FAULTS:
+        if name in fault.subjects and precision not in fault.not_in and (faults is None or fault.name in faults):
+            _, altered = bench.altered(fault)
+            yield verdicts(altered, held, folder, verified(altered), fault.name)
+
+
+def of_registered(name: str, precision: str, folder: Path) -> Verdicts:
+    """What the three say of a registered model as it was deployed."""
+    module, args, shapes = example_of(name)
+    to = folder / f"{name}-{precision}"
+    bundle = attnforge.deploy(module, args, to, shapes, precision, ["onnxruntime"], name, tune=False, cache=False)
+    package(bundle, folder / f"{to.name}-held")
+    return verdicts(bundle, folder / f"{to.name}-held", folder, verified(bundle))
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    rows = [Verdicts(**row) for row in figures["verdicts"]]
+    kinds = {"as deployed": [r for r in rows if r.fault is None], "with a fault": [r for r in rows if r.fault]}
+    lines = []
+    for kind, of_kind in kinds.items():
+        for precision in dict.fromkeys(row.precision for row in of_kind):
+            same = [row for row in of_kind if row.precision == precision]
+            passed = [sum(getattr(row, what) for row in same) for what in ("verify", "run", "results")]
+            lines.append((kind, precision, len(same), *passed, sum(not row.agree for row in same)))
+    header = ("bundles", "precision", "number", "verify passes", "polygraphy run", "verify --results", "disagree")
+    return f"{markdown_table(header, lines, words=2)}\n\n{where(figures)}"
+
+
+def main() -> None:
+    """Ask of every fault and every registered model."""
+    found = []
+    with temporary_folder() as folder:
+        (folder / "registered").mkdir()
+        for name in MODELS:
+            for precision in ("fp32", "fp16", "bf16"):
+                print(f"{name} {precision}", flush=True)
+                found.append(of_registered(name, precision, folder / "registered"))
+        for name, precisions in PRECISIONS.items():
+            for precision in precisions:
+                print(f"faults in {name} {precision}", flush=True)
+                found += of_faults(name, precision, folder)
+    write_figures(COMMAND, 1, FIGURES, verdicts=[asdict(row) for row in found])
+    put(table(json.loads(FIGURES.read_text(encoding="utf-8"))), "polygraphy", FIGURES, PAGE)
+    wrong = [row for row in found if not row.agree]
+    for row in wrong:
+        print(row)
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
