@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -27,6 +28,18 @@ def without_bfloat16(array: Array) -> Array:
     """An array for a format or a library that has no bfloat16: its numbers as float32, which holds every one of them;
     other arrays as they are."""
     return array.astype(np.float32) if array.dtype == BFLOAT16 else array
+
+
+PIECE = 1 << 20
+"""Numbers of a piece of an array, as :func:`pieces` cuts it."""
+
+
+def pieces(*arrays: Array) -> Iterator[tuple[Array, ...]]:
+    """Arrays of one size, flattened, a piece of each at a time: what is computed from them then takes the memory of
+    pieces, where an output may have a number for every word of a vocabulary."""
+    flat = [array.reshape(-1) for array in arrays]
+    for start in range(0, flat[0].size, PIECE):
+        yield tuple(array[start : start + PIECE] for array in flat)
 
 
 def library_of(value: object) -> str:

@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from safetensors.numpy import save_file
 
-from attnforge.arrays import BFLOAT16, Array, is_floating
+from attnforge.arrays import BFLOAT16, Array, is_floating, pieces
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.errors import BuildError, CaptureError
 from attnforge.export.flops import run_cost
@@ -39,7 +39,7 @@ from attnforge.runtime.cases import (
 )
 from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import FAR_OFF, FEW, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, relative_error
+from attnforge.runtime.parity.budget import FAR_OFF, FEW, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, relative_error_in
 
 log = logging.getLogger("attnforge")
 
@@ -314,15 +314,23 @@ def _limit(model: ReferenceModel, which: str) -> float:
 
 def _overflows(eager: Mapping[str, Array], exact: Mapping[str, Array], precision: Precision) -> bool:
     """Whether eager has NaN or infinity where the precision holds float64's number."""
-    return any(not np.isfinite(array[_held(exact[output], precision)]).all() for output, array in eager.items())
+    return any(
+        not np.isfinite(array[_held(truth, precision)]).all()
+        for output, whole in eager.items()
+        for array, truth in pieces(whole, exact[output])
+    )
 
 
 def _is_right(eager: Array, exact: Array, precision: Precision) -> bool:
     """Whether eager is finite and near float64 wherever the precision holds float64's number."""
-    held = _held(exact, precision)
-    return bool(np.isfinite(eager[held]).all()) and (
-        relative_error(eager[held].astype(np.float64), exact[held]) <= FAR_OFF * precision.floor
-    )
+
+    def held() -> Iterator[tuple[Array, Array]]:
+        for array, truth in pieces(eager, exact):
+            places = _held(truth, precision)
+            yield array[places].astype(np.float64), truth[places]
+
+    is_finite = all(np.isfinite(array).all() for array, _ in held())
+    return is_finite and relative_error_in(held()) <= FAR_OFF * precision.floor
 
 
 class _FiniteOutputs:
@@ -341,10 +349,12 @@ class _FiniteOutputs:
         """Note the outputs of an ordinary case; those of hard inputs prove nothing."""
         if case.is_ordinary:
             for output, truth in exact.items():
-                held = _held(truth, self._precision)
-                self._exact[output] = self._exact.get(output, False) or not truth.size or bool(held.any())
-                is_finite = not truth.size or bool(np.isfinite(eager[output][held]).any())
-                self._eager[output] = self._eager.get(output, False) or is_finite
+                self._exact[output] = self._exact.get(output, False) or not truth.size
+                self._eager[output] = self._eager.get(output, False) or not truth.size
+                for array, numbers in pieces(eager[output], truth):
+                    held = _held(numbers, self._precision)
+                    self._exact[output] |= bool(held.any())
+                    self._eager[output] |= bool(np.isfinite(array[held]).any())
 
     def check(self) -> None:
         """Check that every output has such a number. At 16 bits a model may be deployed to be diagnosed, so what it
@@ -396,10 +406,18 @@ class _Error:
 
     @classmethod
     def of(cls, eager: Array, exact: Array) -> _Error:
-        finite = np.isfinite(eager) & np.isfinite(exact)
-        eager, exact = eager[finite].astype(np.float64), exact[finite]
-        absolute = float(np.max(np.abs(eager - exact), initial=0.0))
-        return cls(relative_error(eager, exact), absolute, float(np.max(np.abs(exact), initial=0.0)), exact.size)
+        """The error of eager's numbers."""
+
+        def finite() -> Iterator[tuple[Array, Array]]:
+            for array, truth in pieces(eager, exact):
+                places = np.isfinite(array) & np.isfinite(truth)
+                yield array[places].astype(np.float64), truth[places]
+
+        absolute, largest, size = 0.0, 0.0, 0
+        for array, truth in finite():
+            absolute = max(absolute, float(np.max(np.abs(array - truth), initial=0.0)))
+            largest, size = max(largest, float(np.max(np.abs(truth), initial=0.0))), size + truth.size
+        return cls(relative_error_in(finite()), absolute, largest, size)
 
 
 class _Draws:

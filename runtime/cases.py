@@ -13,7 +13,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
-from attnforge.arrays import Array
+from attnforge.arrays import Array, pieces
 from attnforge.bundle import Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.bundle.fields import LARGEST_SIZE
 from attnforge.errors import InputError, UnavailableError, UnknownNameError
@@ -381,10 +381,12 @@ def blocks(array: Array, case: Case) -> Array | None:
     float64, each number with a sign that the case's seed decides. None where the output is kept whole."""
     if places(array.size, case) is None:
         return None
-    signs = np.random.Generator(np.random.PCG64([case.seed, array.size, BLOCK])).integers(0, 2, array.size) * 2 - 1
-    signed = array.reshape(-1).astype(np.float64) * signs
-    with np.errstate(invalid="ignore"):  # where infinities of both signs are added
-        return np.add.reduceat(signed, np.arange(0, array.size, BLOCK))
+    rng, sums = np.random.Generator(np.random.PCG64([case.seed, array.size, BLOCK])), []
+    for (numbers,) in pieces(array):
+        signed = numbers.astype(np.float64) * (rng.integers(0, 2, numbers.size) * 2 - 1)
+        with np.errstate(invalid="ignore"):  # where infinities of both signs are added
+            sums.append(np.add.reduceat(signed, np.arange(0, numbers.size, BLOCK)))
+    return np.concatenate(sums)
 
 
 def key(case: Case, output: str, which: str) -> str:

@@ -31,11 +31,12 @@ whole numbers, NaN and infinity, and which numbers of a large output are compare
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from attnforge.arrays import Array, is_floating
+from attnforge.arrays import Array, is_floating, pieces
 from attnforge.bundle import Case, Manifest
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
@@ -151,8 +152,15 @@ def incomparable(case: Case, output: str, precision: Precision, reason: str) -> 
 
 def relative_error(got: Array, truth: Array) -> float:
     """`‖got − truth‖ / ‖truth‖`, of arrays of one shape; the absolute norm where the truth is all zeros."""
-    norm = float(np.linalg.norm(truth))
-    return float(np.linalg.norm(got - truth)) / (norm or 1.0)
+    return relative_error_in(pieces(got, truth))
+
+
+def relative_error_in(arrays: Iterable[tuple[Array, ...]]) -> float:
+    """The relative error of arrays that come a piece of both at a time."""
+    off = norm = 0.0
+    for got, truth in arrays:
+        off, norm = math.hypot(off, np.linalg.norm(got - truth)), math.hypot(norm, np.linalg.norm(truth))
+    return off / (norm or 1.0)
 
 
 # --- errors, and what they may be -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import attnforge
-from attnforge.arrays import Array
+from attnforge.arrays import PIECE, Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.precision import PRECISIONS, precision_named
@@ -240,6 +240,19 @@ def test_relative_error() -> None:
     assert relative_error(np.array([3.0, 0.0]), np.array([3.0, 4.0])) == 0.8
     assert relative_error(np.array([0.0, 0.5]), np.zeros(2)) == 0.5  # absolute where there is nothing to compare with
     assert judged(np.full(9, 1e-3), np.zeros(9), np.zeros(9)).passed is False
+
+
+@pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 77])
+def test_large_outputs_are_compared_in_pieces_as_they_would_be_whole(size: int) -> None:
+    rng = np.random.Generator(np.random.PCG64(size))
+    truth, got = rng.standard_normal((2, size))
+    whole = float(np.linalg.norm(got - truth) / np.linalg.norm(truth))
+    assert relative_error(got, truth) == pytest.approx(whole, rel=1e-12)
+    case = Case(name="large", sizes={}, kind="normal", seed=3)
+    seeded = np.random.Generator(np.random.PCG64([case.seed, size, reference.BLOCK]))
+    signed = got * (seeded.integers(0, 2, size) * 2 - 1)
+    sums = reference.blocks(got, case)
+    assert sums is not None and np.array_equal(sums, np.add.reduceat(signed, np.arange(0, size, reference.BLOCK)))
 
 
 # What is said beside the verdict
