@@ -62,7 +62,8 @@ def load(
 
             - `auto`: on the machine that deployed the bundle, the backend that was measured there to be fastest within
               the parity budget, on a GPU where one can run it. Elsewhere the first backend that can run it of
-              TensorRT, TensorRT-RTX, and ONNX Runtime with TensorRT, on CUDA, and on the CPU.
+              TensorRT, TensorRT-RTX, and ONNX Runtime with TensorRT, on CUDA, and on the CPU. TensorRT's plans can run
+              code, so `auto` passes over those that neither this user built nor a trusted key has signed.
             - `tensorrt`, `tensorrt_rtx`, `onnxruntime-tensorrt`, `onnxruntime-cuda`, `onnxruntime-cpu` or `openvino`:
               this backend. A backend of the CPU leaves CUDA alone, so the process may fork after it.
             - `onnxruntime`: ONNX Runtime on a GPU where it can run there, else on the CPU.

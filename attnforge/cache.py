@@ -9,14 +9,13 @@ folder was copied from.
 from __future__ import annotations
 
 import errno
-import hmac
 import logging
 import os
 import re
-import secrets
 from pathlib import Path
 
-from attnforge.files import is_own, open_inside, open_regular, write_whole
+from attnforge.files import is_own, open_inside, write_whole
+from attnforge.user_key import LENGTH, code_of, is_made_by_user
 
 log = logging.getLogger("attnforge")
 
@@ -60,11 +59,10 @@ def read(file: Path) -> bytes | None:
                 log.warning("%s is not read, for others may write to it; delete it or take that right away", file)
                 return None
             content = stream.read()
-        key = _key()
     except OSError:
         return None
-    data, code = content[:-_CODE], content[-_CODE:]
-    if not hmac.compare_digest(code, _code(key, file, data)):
+    data, code = content[:-LENGTH], content[-LENGTH:]
+    if not is_made_by_user(file.name, data, code):
         log.info("%s is not read, for this user did not write it", file)
         return None
     return data
@@ -80,38 +78,34 @@ def write(file: Path, data: bytes) -> bool:
         file.parent.mkdir(exist_ok=True, mode=0o700)
         if file.parent.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file.parent))
-        write_whole(file, data + _code(_key(), file, data), mode=0o600)
+        write_whole(file, data + code_of(file.name, data), mode=0o600)
     except OSError as error:
         log.info("nothing is kept in the cache %s: %s", file.parent, error)
         return False
     return True
 
 
-_CODE = 32
-"""Bytes of a code."""
+def own_folder(bundle: Path, name: str) -> Path | None:
+    """A folder of the cache for a library that reads and writes files by itself; None where none can be trusted.
 
+    Its name ends with a code that this user alone can make, so no folder that came along with a bundle is it.
 
-def _code(key: bytes, file: Path, data: bytes) -> bytes:
-    """Who wrote the file, and for what: its name is in the code."""
-    return hmac.digest(key, file.name.encode() + b"\0" + data, "sha256")
-
-
-def _key() -> bytes:
-    """The user's key, which is made when it is first used.
-
-    Raises:
-        OSError: it cannot be kept, or others could read or have written it.
+    Args:
+        bundle: its folder.
+        name: of the library.
     """
-    file = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "attnforge/cache.key"
-    if not file.exists():
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(file, secrets.token_bytes(_CODE), mode=0o600)
-    with open_regular(file) as stream:
-        about = os.fstat(stream.fileno())
-        key = stream.read(_CODE + 1)
-    if len(key) != _CODE or not is_own(about) or (os.name == "posix" and about.st_mode & 0o077):
-        raise OSError(errno.EPERM, "it is not for this user alone; delete it", str(file))
-    return key
+    where = cache_folder(bundle)
+    try:
+        code = code_of(name, os.fsencode(where))[:8].hex()
+        folder = where / f"{name}-{code}"
+        where.mkdir(exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        if not all(is_own(os.lstat(part)) and not part.is_symlink() for part in (where, folder)):
+            raise OSError(errno.EPERM, "others may write to it", str(folder))
+    except OSError as error:
+        log.info("nothing is kept in the cache %s: %s", where, error)
+        return None
+    return folder
 
 
 def _plain(text: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import log
 
-from attnforge.bundle import PORTABLE, Engine, Range
+from attnforge.bundle import PORTABLE, Bundle, Engine, Range
 from attnforge.errors import InputError
+from attnforge.user_key import code_of, is_made_by_user
 
 
 def profile_for(profiles: Sequence[Mapping[str, Range]], sizes: Mapping[str, int]) -> int:
@@ -56,6 +57,28 @@ def engine_for(engines: Sequence[Engine], version: str, capability: str) -> Engi
         f"its plans are for {', '.join(has)}{' (SM80 and later)' if PORTABLE in has else ''} and this device is "
         f"{capability}; build one for it from the bundle's own model with load(…, {engines[0].flavour!r}, rebuild=True)"
     )
+
+
+def own_code(sha256: str) -> str | None:
+    """The user's code of a plan that this user built, in hexadecimal; None where the user can keep no key.
+
+    Args:
+        sha256: of the plan's file, in hexadecimal.
+    """
+    try:
+        return code_of(_PLAN, sha256.encode()).hex()
+    except OSError:
+        return None
+
+
+def is_vouched_for(bundle: Bundle, engine: Engine) -> bool:
+    """Whether somebody vouches for a plan, which may run code: this user built it, or the bundle's signature was
+    checked when it was opened."""
+    code = bytes.fromhex(engine.code or "")
+    return bool(bundle.trusted) or is_made_by_user(_PLAN, bundle.manifest.files[engine.file].encode(), code)
+
+
+_PLAN = "plan"
 
 
 def _number(capability: str) -> int:

@@ -385,7 +385,8 @@ def _loaded(
     opened = open_bundle(bundle, lazily=True, trusted=trusted)
     if backend == "eager":
         return Session(opened, _eager(opened, module), options)
-    return Session(opened, open_first(opened, _candidates(opened, backend), options), options)
+    candidates = _candidates(opened, backend)
+    return Session(opened, open_first(opened, candidates, options, named=backend != "auto"), options)
 
 
 def _candidates(bundle: Bundle, backend: str) -> Sequence[str]:

@@ -133,6 +133,7 @@ class Engine(StoredRecord):
         activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
             where the builder does not say.
         profiles: the optimization profiles, each the range of every symbol; the first is all that the inputs may be.
+        code: of the user who built it (`attnforge.user_key`), in hexadecimal: for that user, `auto` loads the plan.
     """
 
     file: FileName
@@ -144,6 +145,7 @@ class Engine(StoredRecord):
     build_seconds: Positive
     activation_memory: Count | None = None
     profiles: list[dict[Name, Range]] = []
+    code: Sha256 | None = None
 
 
 class Tuning(StoredRecord):

@@ -33,7 +33,7 @@ from attnforge.export.graphs.saving import load_graph
 from attnforge.export.sources.named import check_trusted
 from attnforge.machine import processors, this_machine, tool_versions
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_unavailable
+from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_unasked
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.preference import by_preference
 from attnforge.scratch import temporary_folder
@@ -213,7 +213,7 @@ def _compare(experiment: Experiment, contenders: Sequence[Contender]) -> None:
     for bundle in experiment.bundles:
         same = [contender for contender in contenders if contender.precision == bundle.manifest.precision]
         ours = {contender.name: contender for contender in same if contender.ours}
-        loaded = next((name for name in by_preference(bundle) if why_unavailable(bundle, name) is None), None)
+        loaded = next((name for name in by_preference(bundle) if why_not_unasked(bundle, name) is None), None)
         if loaded in ours:
             ours[loaded].picked = True
         best = ours.get(loaded or "") or min(ours.values(), key=lambda c: c.latency.median.value, default=None)

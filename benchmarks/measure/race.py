@@ -24,7 +24,7 @@ from attnforge.errors import BundleError, UnavailableError, first_line
 from attnforge.export.reference import kept
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_unavailable
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_not_unasked, why_unavailable
 from attnforge.runtime.parity.budget import budget_precision
 from attnforge.runtime.parity.verify import References, hold
 from attnforge.runtime.preference import chosen_here
@@ -212,10 +212,11 @@ def _entries(experiment: Experiment, yardstick: Yardstick, skipped: dict[str, st
     bundle = yardstick.bundle
     precision = bundle.manifest.precision
     chosen = chosen_here(bundle) if experiment.backends is None else None
+    why_not = why_not_unasked if experiment.backends is None else why_unavailable
     for name in experiment.backends or BACKENDS:
         if chosen is not None and name in WITHOUT_TARGET and name in chosen.dropped:  # `auto` never loads it
             skipped[f"{name} {precision}"] = chosen.dropped[name]
-        elif (reason := why_unavailable(bundle, name)) is None:
+        elif (reason := why_not(bundle, name)) is None:
             yield Entry(yardstick, name, True, f"the bundle on {name}", partial(open_backend, name))
         elif experiment.backends is not None:
             raise UnavailableError(f"{name}: {reason}")

@@ -16,6 +16,7 @@ from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
+from attnforge.files import sha256
 from attnforge.runtime.backends.registry import WITHOUT_TARGET
 from attnforge.runtime.session import load
 from attnforge.scratch import temporary_folder
@@ -48,8 +49,9 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
         if target in FLAVOURS:
             manifest = bundle.manifest
             plan = engine.build(path / changed.model, target, manifest.inputs, manifest.precision, ("CURRENT",))
-            (path / "engine.plan").write_bytes(plan.data)
-            changed.engines = [plan.record("engine.plan", target, record.engines[0].compute_capabilities)]
+            file = path / "engine.plan"
+            file.write_bytes(plan.data)
+            changed.engines = [plan.record(file.name, target, record.engines[0].compute_capabilities, sha256(file))]
         manifest = bundle.manifest.model_copy(deep=True)
         manifest.targets, manifest.cases, manifest.files = {target: changed}, [], {}
         manifest.outputs = [spec_of(value, output_dims(value, manifest.inputs)) for value in model.graph.outputs]

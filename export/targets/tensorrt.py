@@ -16,6 +16,7 @@ from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.export.tensorrt import build as engine
+from attnforge.files import sha256
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
@@ -104,7 +105,7 @@ def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps:
     plan = wanted.plan.result()
     if plan.process.memory:  # else the plan was taken from the cache, and no process built it
         children[flavour] = plan.process
-    record.engines = [plan.record(wanted.file, flavour, _built_for(job, flavour))]
+    record.engines = [plan.record(wanted.file, flavour, _built_for(job, flavour), sha256(job.folder / wanted.file))]
     return Built(
         record,
         wanted.lowered,

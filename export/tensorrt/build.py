@@ -23,6 +23,7 @@ from attnforge.bundle import Cost, DimSpec, Engine, Range, TensorSpec
 from attnforge.children import command, environment
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.tensorrt.process import Answer, Layer, Request
+from attnforge.runtime.plans import own_code
 from attnforge.scratch import temporary_folder
 
 
@@ -63,13 +64,14 @@ class Plan:
         """Why no fused layer does the work of `onnx_node`, with the names of those that do."""
         return f"the builder chose separate kernels: {', '.join(self.layers_of(onnx_node)) or 'none named'}"
 
-    def record(self, file: str, flavour: str, compute_capabilities: Sequence[str]) -> Engine:
-        """The manifest's record of the plan.
+    def record(self, file: str, flavour: str, compute_capabilities: Sequence[str], sha256: str) -> Engine:
+        """The manifest's record of the plan, as one that this user built.
 
         Args:
             file: name of the plan's file in the bundle.
             flavour: `tensorrt` or `tensorrt_rtx`.
             compute_capabilities: that the plan is for.
+            sha256: of that file, in hexadecimal.
         """
         return Engine(
             file=file,
@@ -81,6 +83,7 @@ class Plan:
             build_seconds=round(self.seconds, 3),
             activation_memory=self.activation_memory,
             profiles=[dict(profile) for profile in self.profiles],
+            code=own_code(sha256),
         )
 
 

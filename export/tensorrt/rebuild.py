@@ -13,12 +13,12 @@ import logging
 import os
 
 from attnforge import cache
-from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, SIGNATURE, Bundle, Certificate, Trusted
+from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, SIGNATURE, Bundle, Certificate, Engine, Trusted
 from attnforge.errors import BundleError, ReplacedError, SignatureError, UnavailableError
 from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
 from attnforge.files import write_whole
 from attnforge.machine import compute_capability, cuda_devices, device_name
-from attnforge.runtime.plans import engine_for
+from attnforge.runtime.plans import engine_for, is_vouched_for
 from attnforge.scratch import locked
 
 log = logging.getLogger("attnforge")
@@ -47,7 +47,7 @@ def rebuilt(
             continue
         capability = compute_capability(device)
         try:
-            if not fits(opened, flavour, capability):
+            if not fits(opened, flavour, capability, vouched=backend == "auto"):
                 opened = rebuild(opened, flavour, capability, device)
         except UnavailableError:  # that TensorRT is not installed
             if backend == flavour:
@@ -55,15 +55,22 @@ def rebuilt(
     return opened
 
 
-def fits(bundle: Bundle, flavour: str, capability: str) -> bool:
+def fits(bundle: Bundle, flavour: str, capability: str, *, vouched: bool = False) -> bool:
     """Whether the bundle holds an unaltered plan for this version and device.
+
+    Args:
+        bundle: to look at.
+        flavour: `tensorrt` or `tensorrt_rtx`.
+        capability: the device's compute capability, such as `SM89`.
+        vouched: whether somebody has to vouch for the plan, as for those that `auto` loads.
 
     Raises:
         UnavailableError: that TensorRT is not installed.
     """
     whole = [record for record in bundle.manifest.targets[flavour].engines if _is_whole(bundle, record.file)]
     version = load_tensorrt(flavour).__version__
-    return bool(whole) and not isinstance(engine_for(whole, version, capability), str)
+    engine = engine_for(whole, version, capability) if whole else ""
+    return isinstance(engine, Engine) and (not vouched or is_vouched_for(bundle, engine))
 
 
 def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> Bundle:
@@ -120,7 +127,8 @@ def _added(bundle: Bundle, flavour: str, name: str, plan: Plan, capability: str)
     record = manifest.targets[flavour]
     kept = [old for old in record.engines if _is_whole(bundle, old.file) and old.file != name]
     gone = {old.file for old in record.engines} - {old.file for old in kept} - {name}
-    record.engines = [*kept, plan.record(name, flavour, [capability])]
+    sha256 = hashlib.sha256(plan.data).hexdigest()
+    record.engines = [*kept, plan.record(name, flavour, [capability], sha256)]
     manifest.attention = certified(manifest.attention, flavour, plan)
     for file in gone:
         del manifest.files[file]
@@ -132,7 +140,7 @@ def _added(bundle: Bundle, flavour: str, name: str, plan: Plan, capability: str)
         is_signed = os.path.lexists(bundle.path / SIGNATURE)
         (bundle.path / SIGNATURE).unlink(missing_ok=True)
         write_whole(bundle.path / name, plan.data)
-        manifest.files[name] = hashlib.sha256(plan.data).hexdigest()
+        manifest.files[name] = sha256
         manifest.files = dict(sorted(manifest.files.items()))
         write_whole(bundle.path / MANIFEST, (manifest.model_dump_json(indent=2) + "\n").encode())
         for file in gone:

@@ -247,10 +247,9 @@ def provider_options(bundle: Bundle, backend: str, options: Options, stream: int
         tensorrt = {"device_id": cuda["device_id"], "user_compute_stream": cuda["user_compute_stream"]}
         tensorrt["trt_cuda_graph_enable"] = graphs
         tensorrt |= profile_options(manifest.inputs)
-        if options.cache:
-            folder = str(cache.cache_folder(bundle.path) / "onnxruntime")
-            tensorrt |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": folder}
-            tensorrt |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": folder}
+        if options.cache and (folder := cache.own_folder(bundle.path, "onnxruntime")) is not None:
+            tensorrt |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(folder)}
+            tensorrt |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(folder)}
         providers.insert(0, ("TensorrtExecutionProvider", tensorrt))
     return providers
 

@@ -19,7 +19,7 @@ from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.backends.backend import PROVIDERS, Backend
 from attnforge.runtime.options import Options
-from attnforge.runtime.plans import engine_for
+from attnforge.runtime.plans import engine_for, is_vouched_for
 
 log = logging.getLogger("attnforge")
 
@@ -59,6 +59,19 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
     return REGISTRY[backend].why_not_bundle(bundle, backend, device)
 
 
+def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None:
+    """Why `backend` does not run `bundle` here for a caller who has not named it, or None.
+
+    Besides what :func:`why_unavailable` says: a plan may run code, so it is loaded unasked only where somebody vouches
+    for it.
+    """
+    if (reason := why_unavailable(bundle, backend, device)) is not None or backend not in FLAVOURS:
+        return reason
+    version = importlib.import_module(backend).__version__
+    engine = engine_for(bundle.manifest.targets[backend].engines, version, compute_capability(device))
+    return engine if isinstance(engine, str) else None if is_vouched_for(bundle, engine) else STRANGERS.format(backend)
+
+
 def why_not_here(backend: str) -> str | None:
     """Why this machine cannot run `backend`, whatever the bundle, or None."""
     return REGISTRY[backend].why_not_here(backend)
@@ -74,15 +87,23 @@ def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
     return REGISTRY[backend].open(bundle, backend, options)
 
 
-def open_first(bundle: Bundle, candidates: Sequence[str], options: Options) -> Backend:
+def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, named: bool = True) -> Backend:
     """Open the first of `candidates` that runs here. Whether a plan can be loaded is known only once it is tried.
+
+    Args:
+        bundle: to open.
+        candidates: backends, in the order of preference.
+        options: of the session.
+        named: whether the caller named them; else plans that nobody vouches for are passed over.
 
     Raises:
         UnavailableError: none runs here; says why of each.
     """
     reasons: dict[str, str] = {}
     for candidate in candidates:
-        reason = why_unavailable(bundle, candidate, options.device)
+        reason = (why_unavailable if named else why_not_unasked)(bundle, candidate, options.device)
+        if reason is not None and reason == STRANGERS.format(candidate):
+            log.warning("%s is not loaded on %s: %s", bundle.path, candidate, reason)
         if reason is None:
             try:
                 backend = open_backend(bundle, candidate, options)
@@ -115,6 +136,10 @@ def libraries_of(backends: Sequence[str]) -> list[str]:
 
 # --- what this machine lacks ------------------------------------------------------------------------------------------
 
+STRANGERS = (
+    "its plan was not built by this user, and plans can run code; if you trust who built it, name the backend {!r} or "
+    "the key that signed the bundle (trusted=…, ATTNFORGE_TRUSTED), else build a plan of your own with rebuild=True"
+)
 NO_DEVICE = "no CUDA device: {} plans are built and inspected without one, and run only on an NVIDIA GPU"
 
 

@@ -33,7 +33,7 @@ from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_unavailable
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_not_unasked
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, budget_precision, incomparable, judge
 from attnforge.runtime.parity.comparison import QUANTILES, Comparison, Element
@@ -213,14 +213,14 @@ def reported(bundle: Bundle, reports: dict[str, BackendReport], skipped: dict[st
 
 
 def _skipped(bundle: Bundle) -> dict[str, str]:
-    """The backends that are not verified unless they are asked for, and why: those that cannot run here, and those
-    without a model of their own in the bundle that `auto` does not load."""
+    """The backends that are not verified unless they are asked for, and why: those that cannot run here, those whose
+    plan nobody vouches for, and those without a model of their own in the bundle that `auto` does not load."""
     choice = chosen_here(bundle)
     measured, dropped = (choice.milliseconds, choice.dropped) if choice is not None else ({}, {})
     unknown = "it was not held to the budget on this machine when the bundle was deployed; verify it by name"
     skipped = {}
     for name in BACKENDS:
-        if (reason := why_unavailable(bundle, name)) is not None:
+        if (reason := why_not_unasked(bundle, name)) is not None:
             skipped[name] = reason
         elif name in WITHOUT_TARGET and name not in measured:
             skipped[name] = dropped.get(name, unknown)

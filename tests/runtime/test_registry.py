@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from attnforge.export.tensorrt.build import profiles_of
 from attnforge.runtime.backends import registry as backends
 from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for, profile_for
+from tests.support.keys import new_key
 
 VERSION = "1.7.1"
 
@@ -196,11 +198,89 @@ def test_the_next_backend_is_taken_where_the_best_cannot_be_opened_after_all(
         return real(bundle, backend, options)
 
     monkeypatch.setattr(backends, "open_backend", refuse)
+    monkeypatch.setattr(backends, "why_not_unasked", lambda bundle, backend, device: None)
     monkeypatch.setattr(backends, "why_unavailable", lambda bundle, backend, device: None)
     with attnforge.load(small("fp32")) as session:
         assert session.backend == "onnxruntime-cpu"
     with pytest.raises(UnavailableError, match=r"^tensorrt_rtx: it is of another device$"):
         attnforge.load(small("fp32"), "tensorrt_rtx")
+
+
+STRANGERS = backends.STRANGERS.format("tensorrt_rtx")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked before anything runs, answered as on a machine with a GPU; nothing is loaded there."""
+    pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setattr(backends, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(backends, "compute_capability", lambda device: "SM89")
+
+
+def test_a_plan_is_loaded_unasked_for_the_user_who_built_it_alone(
+    small: Callable[[str], Bundle], on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may run code; whoever else's it is has to be named, or vouched for."""
+    bundle = small("fp32")
+    assert backends.why_not_unasked(bundle, "tensorrt_rtx") is None
+    stranger = Bundle(shutil.copytree(bundle.path, tmp_path / "b"))
+    (plan,) = stranger.manifest.targets["tensorrt_rtx"].engines
+    code, plan.code = plan.code, None
+    assert backends.why_not_unasked(stranger, "tensorrt_rtx") == STRANGERS
+    plan.code = "0" * 64
+    assert backends.why_not_unasked(stranger, "tensorrt_rtx") == STRANGERS
+    plan.code = code
+    stranger.manifest.files[plan.file] = "0" * 64  # another plan with this user's code
+    assert backends.why_not_unasked(stranger, "tensorrt_rtx") == STRANGERS
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
+    assert backends.why_not_unasked(bundle, "tensorrt_rtx") == STRANGERS
+    assert backends.why_unavailable(bundle, "tensorrt_rtx") is None, "it was asked for by name"
+    monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
+    assert backends.why_not_unasked(bundle, "tensorrt_rtx") == STRANGERS, "the user can keep no key"
+
+
+def test_a_plan_that_a_trusted_key_has_signed_is_loaded_unasked(
+    small: Callable[[str], Bundle], on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("model_signing")
+    folder, key = shutil.copytree(small("fp32").path, tmp_path / "b"), new_key(tmp_path / "a.key")
+    attnforge.sign(folder, key)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
+    assert backends.why_not_unasked(Bundle(folder, trusted=key.with_suffix(".pub")), "tensorrt_rtx") is None
+    assert backends.why_not_unasked(Bundle(folder), "tensorrt_rtx") == STRANGERS
+
+
+def test_a_plan_that_nobody_vouches_for_is_passed_over_and_the_log_says_so(
+    small: Callable[[str], Bundle], on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
+    candidates = ("tensorrt_rtx", "onnxruntime-cpu")
+    backend = backends.open_first(small("fp32"), candidates, Options(), named=False)
+    assert backend.name == "onnxruntime-cpu"
+    assert f"is not loaded on tensorrt_rtx: {STRANGERS}" in caplog.text
+    backend.close()
+
+
+def test_a_library_that_keeps_files_gets_a_folder_that_came_with_no_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = []
+    for user in ("theirs", "mine", "mine"):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / user))
+        folder = cache.own_folder(tmp_path / "b", "onnxruntime")
+        assert folder is not None and folder.is_dir() and folder.parent == cache.cache_folder(tmp_path / "b")
+        folders.append(folder)
+    assert folders[0] != folders[1] == folders[2] != cache.own_folder(tmp_path / "c", "onnxruntime")
+    folders[1].rename(tmp_path / "elsewhere")
+    folders[1].symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert cache.own_folder(tmp_path / "b", "onnxruntime") is None, "a link"
+    folders[1].unlink()
+    folders[1].mkdir()
+    folders[1].chmod(0o777)
+    assert cache.own_folder(tmp_path / "b", "onnxruntime") is None, "others may write to it"
+    monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
+    assert cache.own_folder(tmp_path / "b", "onnxruntime") is None, "the user can keep no key"
 
 
 def test_fused_sites_are_counted_for_the_backend_that_compiled_them_alone(small: Callable[[str], Bundle]) -> None:
@@ -262,7 +342,7 @@ def test_what_onnxruntime_is_told_on_a_gpu(small: Callable[[str], Bundle], preci
     assert with_tensorrt["trt_profile_min_shapes"] == "x:1x2x16,memory:1x2x16,padding:1x2,kinds:16"
     assert with_tensorrt["trt_profile_opt_shapes"] == "x:2x5x16,memory:2x6x16,padding:2x6,kinds:16"
     assert with_tensorrt["trt_profile_max_shapes"] == "x:4x9x16,memory:4x12x16,padding:4x12,kinds:16"
-    assert with_tensorrt["trt_engine_cache_path"].endswith(".cache/onnxruntime")
+    assert with_tensorrt["trt_engine_cache_path"] == str(cache.own_folder(bundle.path, "onnxruntime"))
     assert (
         "trt_engine_cache_enable"
         not in dict(module.provider_options(bundle, "onnxruntime-tensorrt", Options(cache=False), 1))[

@@ -118,6 +118,17 @@ def test_an_altered_model_is_never_built_from(half: Bundle) -> None:
         rebuilt(half.path, RTX)
 
 
+def test_for_auto_a_plan_of_somebody_else_is_built_again(
+    half: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may run code: what is loaded unasked is this user's own."""
+    assert fits(half, RTX, "SM89") and fits(half, RTX, "SM89", vouched=True)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
+    assert fits(half, RTX, "SM89") and not fits(half, RTX, "SM89", vouched=True)
+    again = rebuild(half, RTX, "SM89")
+    assert fits(again, RTX, "SM89", vouched=True), "of two plans for a device, the one that was built last"
+
+
 def test_profiles_are_in_the_plan_and_in_the_manifest_and_are_built_again(tmp_path: Path) -> None:
     module, args, shapes = small_example()
     further = [{"batch": (1, 1, 1)}, {"batch": (1, 1, 1), "tokens": (9, 9, 9)}]
