@@ -25,8 +25,8 @@ INSTRUCTIONS = (
 """The instruction sets that kernels of matrix products and attention are written for."""
 
 TOOLS = (
-    "torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt_rtx", "openvino",
-    "numpy",
+    "torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt_rtx",
+    "polygraphy", "openvino", "numpy",
 )  # fmt: skip
 """The packages that decide what a bundle holds and how it runs."""
 

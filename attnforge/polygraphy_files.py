@@ -146,7 +146,7 @@ def array_of(text: str, where: str) -> Array:
     try:
         data = base64.b64decode(text, validate=True)
         return npy(io.BytesIO(data), len(data), where)
-    except InputError:
+    except (InputError, MemoryError):
         raise
-    except (ValueError, TypeError, SyntaxError, EOFError, OverflowError, RecursionError) as error:
+    except Exception as error:  # of NumPy and of Python's tokenizer, which have many kinds of them
         raise InputError(f"{where} is no array that NumPy reads: {shortened(first_line(error))}") from error

@@ -15,6 +15,7 @@ from tests.docs.pages import LANGUAGES, PAGES, ROOT, languages, run_page
 NOT_RUN: dict[str, list[str]] = {
     "README.md": ["it installs", "each takes minutes"],
     "docs/guides/gpu.md": ["it needs a GPU", "it needs a GPU"],
+    "docs/guides/polygraphy.md": ["it needs a GPU"],
     "docs/guides/triton.md": ["it starts a server", "it asks a server"],
 }
 """The blocks that the tests leave out, and why; each says so in the page, too."""

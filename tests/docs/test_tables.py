@@ -10,17 +10,19 @@ import pytest
 from attnforge.benchmarks.suites import pages
 from attnforge.benchmarks.suites.pages import FAULTS_PAGE, PAGES
 from tests.docs.pages import ROOT
-from tests.support import faults
+from tests.support import faults, polygraphy
 
 
 def test_every_table_is_what_its_results_file_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for page in PAGES:
+    pages_of_tests = (*PAGES, polygraphy.PAGE)
+    for page in pages_of_tests:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, tmp_path / page)
     places = pages.refresh(tmp_path)
     faults.refresh(tmp_path / FAULTS_PAGE)
-    for page in PAGES:
+    polygraphy.refresh(tmp_path)
+    for page in pages_of_tests:
         assert (tmp_path / page).read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
             "run python -m attnforge.benchmarks.suites.pages"
         )

@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,7 +19,9 @@ from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, TensorSpec
 from attnforge.cli import printing, terminal
 from attnforge.errors import InputError
 from attnforge.input_files import read_inputs
+from attnforge.polygraphy_files import array_of, read_results
 from attnforge.runtime.parity.budget import relative_error
+from attnforge.runtime.parity.results import verify_results
 from tests.support.bundles import small_inputs
 
 BACKEND = "onnxruntime-cpu"
@@ -135,6 +138,24 @@ def read_files(specs: list[TensorSpec], texts: list[str]) -> str:
     return ", ".join(f"{name} {array.dtype}{array.shape}" for name, array in arrays.items())
 
 
+def judge_results(folder: str, file: str, whole: str) -> str:
+    """Hold a file of Polygraphy's results to a bundle's budget; what passes has nearly the numbers of the whole one."""
+    report = verify_results(folder, file)
+    if not report.passed:
+        return "not passed"
+    bundle = Bundle(folder)
+    ((_, right),) = read_results(Path(whole)).items()
+    for runner, iterations in read_results(Path(file)).items():
+        for case, got, wanted in zip(bundle.manifest.cases, iterations, right, strict=True):
+            if case.is_ordinary:
+                arrays = [
+                    {name: array_of(text, name) for name, text in o.items() if name in wanted} for o in (got, wanted)
+                ]
+                difference = _differ(arrays[0], arrays[1], 1e-3)
+                assert difference is None, f"{runner} passed, and {difference}"
+    return "passed"
+
+
 TASKS: dict[str, Callable[..., str]] = {
-    task.__name__: task for task in (use_bundle, explain_bundle, deploy_source, read_files)
+    task.__name__: task for task in (use_bundle, explain_bundle, deploy_source, read_files, judge_results)
 }

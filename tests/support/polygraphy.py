@@ -140,6 +140,15 @@ def table(figures: dict[str, Any]) -> str:
     return f"{markdown_table(header, lines, words=2)}\n\n{where(figures)}"
 
 
+def refresh(root: Path = Path()) -> None:
+    """Write the table anew from the results file.
+
+    Args:
+        root: folder that the page is under.
+    """
+    put(table(json.loads(FIGURES.read_text(encoding="utf-8"))), "polygraphy", FIGURES, root / PAGE)
+
+
 def main() -> None:
     """Ask of every fault and every registered model."""
     found = []
@@ -154,7 +163,7 @@ def main() -> None:
                 print(f"faults in {name} {precision}", flush=True)
                 found += of_faults(name, precision, folder)
     write_figures(COMMAND, 1, FIGURES, verdicts=[asdict(row) for row in found])
-    put(table(json.loads(FIGURES.read_text(encoding="utf-8"))), "polygraphy", FIGURES, PAGE)
+    refresh()
     wrong = [row for row in found if not row.agree]
     for row in wrong:
         print(row)
