@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from polygraphy.logger import G_LOGGER
 from polygraphy.tools import main as polygraphy_main
 
 import attnforge
@@ -65,6 +66,7 @@ class Verdicts:
 def polygraphy(*words: object) -> tuple[int, str]:
     """The exit code of a command of Polygraphy's in this process, and what it prints."""
     printed = io.StringIO()
+    G_LOGGER.once_logged.clear()  # what it says once in a process, it says in every command
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = polygraphy_main([str(word) for word in words])
     return int(code or 0), printed.getvalue()
