@@ -38,6 +38,9 @@ class UnknownNameError(UsageError):
         self.kind, self.given, self.known = kind, given, sorted(known)
         super().__init__(f"unknown {kind} {given!r}; known: {', '.join(self.known)}")
 
+    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str]]]:
+        return type(self), (self.kind, self.given, self.known)  # what is raised in another process comes back
+
 
 class ShapeError(UsageError):
     """Sizes of a module or of its input that do not fit together."""
@@ -81,6 +84,9 @@ class UnfusedError(AttnforgeError):
     def __init__(self, message: str, certificate: Certificate) -> None:
         self.certificate = certificate
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[UnfusedError], tuple[str, Certificate]]:
+        return type(self), (str(self), self.certificate)
 
 
 class UnavailableError(AttnforgeError):

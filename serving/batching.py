@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -31,12 +32,38 @@ APART = 16
 in another order for another batch stay below, and samples that attend to each other are far above."""
 
 
+class Runs(Protocol):
+    """A Session, or what stands for one."""
+
+    @property
+    def inputs(self) -> list[TensorSpec]: ...
+
+    @property
+    def outputs(self) -> list[TensorSpec]: ...
+
+    def run(self, values: Request, /) -> dict[str, Array]:
+        """The outputs by name."""
+
+
 def batch_of(manifest: Manifest) -> DimSpec | str:
     """The dynamic dim that leads every input and every output and stands nowhere else, from size 1 on; or why there is
     none."""
-    first = manifest.inputs[0].dims[:1] if manifest.inputs else []
-    if not first or not isinstance(first[0], DimSpec):
+    if not manifest.inputs or not isinstance(next(iter(manifest.inputs[0].dims), None), DimSpec):
         return "its first input leads with no dynamic dim"
+    batch = leading_dim(manifest)
+    if isinstance(batch, DimSpec) and batch.min != 1:
+        return f"{batch.symbol} is {batch.min} at least, and a request may have one sample"
+    return batch
+
+
+def leading_dim(manifest: Manifest) -> DimSpec | str:
+    """The dim that leads every input and every output, and that stands nowhere else if it is dynamic; or why there is
+    none. A dim of one size has that size as its symbol."""
+    first = manifest.inputs[0].dims[:1] if manifest.inputs else []
+    if not first:
+        return "its first input has no dims"
+    if isinstance(first[0], int):
+        return _static_dim(manifest, first[0])
     batch = first[0]
     for kind, specs in (("input", manifest.inputs), ("output", manifest.outputs)):
         for spec in specs:
@@ -44,9 +71,15 @@ def batch_of(manifest: Manifest) -> DimSpec | str:
                 return f"{kind} {spec.name} is {spec.text()} and does not lead with {batch.symbol}"
             if any(batch.symbol in symbols_of(dim) for dim in spec.dims[1:]):
                 return f"{kind} {spec.name} is {spec.text()} and has {batch.symbol} in a further dim"
-    if batch.min != 1:
-        return f"{batch.symbol} is {batch.min} at least, and a request may have one sample"
     return batch
+
+
+def _static_dim(manifest: Manifest, size: int) -> DimSpec | str:
+    for kind, specs in (("input", manifest.inputs), ("output", manifest.outputs)):
+        for spec in specs:
+            if spec.dims[:1] != [size]:
+                return f"{kind} {spec.name} is {spec.text()} and does not lead with {size}"
+    return DimSpec(symbol=str(size), min=size, opt=size, max=size)
 
 
 def _is(dim: int | DimSpec, batch: DimSpec) -> bool:
@@ -65,22 +98,24 @@ def symbols_of(dim: int | DimSpec) -> set[str]:
 
 def why_not_apart(session: Session, batch: DimSpec) -> str | None:
     """Why requests must not be joined: a sample's outputs depend on what is beside it in the batch. None where they do
-    not, by a run of two samples together and of each alone.
+    not, by a run of two samples together and of each alone, repeated where the batch may not be as small as that.
 
     Args:
         session: of the model.
-        batch: the dim that leads its inputs and outputs.
+        batch: the dim that leads its inputs and outputs, as :func:`leading_dim` gives it.
     """
     manifest = session.bundle.manifest
+    least = batch.min or 1
     if (batch.max or 0) < 2:
         return None  # one sample has nobody beside it
+    sizes = {} if batch.symbol.isdecimal() else {batch.symbol: max(2, least)}
     try:
-        pair = reference.make_inputs(reference.at(manifest.inputs, {batch.symbol: 2}), manifest.inputs, {})
+        pair = reference.make_inputs(reference.at(manifest.inputs, sizes), manifest.inputs, {})
         together = session.run(pair)
         for place in (slice(0, 1), slice(1, 2)):
-            alone = session.run({name: array[place] for name, array in pair.items()})
+            alone = session.run({name: np.repeat(array[place], least, 0) for name, array in pair.items()})
             for name, array in alone.items():
-                if not _alike(array, together[name][place], APART * precision_named(manifest.precision).floor):
+                if not _alike(array[:1], together[name][place], APART * precision_named(manifest.precision).floor):
                     return f"{name} of a sample is another with another sample beside it, so {batch.symbol} is no batch"
     except AttnforgeError as error:
         return f"{session.backend} does not run it with a {batch.symbol} of 1 and 2: {first_line(error)}"
@@ -104,10 +139,11 @@ class Joiner:
     Args:
         session: runs the model.
         join: whether requests may be joined along their leading dim.
+        most: samples in one call, where the caller may bring requests that have more together.
     """
 
-    def __init__(self, session: Session, join: bool) -> None:
-        self._session, self._join = session, join
+    def __init__(self, session: Runs, join: bool, most: int | None = None) -> None:
+        self._session, self._join, self._most = session, join, most
         self._check: Callable[..., object] = functools.lru_cache(4096)(
             functools.partial(shapes_of, session.inputs, session.outputs)
         )
@@ -130,9 +166,21 @@ class Joiner:
                 answers[place] = error
             else:
                 alike.setdefault(tuple(array.shape[1:] for array in arrays), []).append(place)
-        for places in alike.values():
+        for places in (part for every in alike.values() for part in self._parts(every, requests)):
             answers.update(zip(places, self._together([requests[place] for place in places]), strict=True))
         return [answers[place] for place in range(len(requests))]
+
+    def _parts(self, places: list[int], requests: Sequence[Request]) -> Iterator[list[int]]:
+        """The places of requests that are joined, so that no call has more samples than it may."""
+        first = self._session.inputs[0].name
+        part, size = [places[0]], len(requests[places[0]][first])
+        for place in places[1:]:
+            samples = len(requests[place][first])
+            if self._most is not None and size + samples > self._most:
+                yield part
+                part, size = [], 0
+            part, size = [*part, place], size + samples
+        yield part
 
     def _alone(self, request: Request) -> Answer:
         try:

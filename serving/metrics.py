@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from attnforge.bundle import DimSpec
+from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import UsageError
 from attnforge.runtime.session import Session
 from attnforge.serving.batching import batch_of
@@ -107,6 +107,14 @@ class Observed:
         self, session: Session, count: Callable[[float | None, int | None, BaseException | None], None]
     ) -> None:
         self.session, self._count = session, count
+
+    @property
+    def inputs(self) -> list[TensorSpec]:
+        return self.session.inputs
+
+    @property
+    def outputs(self) -> list[TensorSpec]:
+        return self.session.outputs
 
     def __call__(self, *values: Any, **options: Any) -> Any:
         """As :meth:`attnforge.Session.__call__`."""

@@ -12,7 +12,7 @@ import tritonclient.http
 from attnforge.arrays import Array
 from attnforge.benchmarks.triton.server import Server
 from attnforge.runtime.parity.verify import Run
-from attnforge.serving.triton.configuration import TYPES
+from attnforge.serving.open_inference import DATATYPES
 
 PROTOCOLS: dict[str, Any] = {"http": tritonclient.http, "grpc": tritonclient.grpc}
 """The modules of tritonclient, which have the same names in them."""
@@ -37,7 +37,7 @@ def inputs_of(protocol: str, values: Mapping[str, Array]) -> list[Any]:
     """Arrays as inputs of a request."""
     inputs = []
     for name, array in values.items():
-        tensor = PROTOCOLS[protocol].InferInput(name, list(array.shape), TYPES[array.dtype.name])
+        tensor = PROTOCOLS[protocol].InferInput(name, list(array.shape), DATATYPES[array.dtype.name])
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
     return inputs

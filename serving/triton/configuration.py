@@ -12,13 +12,7 @@ from typing import Any
 
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import UnavailableError
-
-TYPES = {
-    "bool": "BOOL", "int8": "INT8", "int16": "INT16", "int32": "INT32", "int64": "INT64", "uint8": "UINT8",
-    "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "float16": "FP16", "bfloat16": "BF16",
-    "float32": "FP32", "float64": "FP64",
-}  # fmt: skip
-"""Triton's names of the types, after `TYPE_`."""
+from attnforge.serving.open_inference import DATATYPES
 
 
 class Word(str):
@@ -71,7 +65,11 @@ def tensor(spec: TensorSpec, *, batched: bool) -> Message:
     dims = [-1 if isinstance(dim, DimSpec) else dim for dim in spec.dims[1 if batched else 0 :]]
     if 0 in dims:
         raise UnavailableError(f"{spec.name} is {spec.text()}, and Triton knows no dim of size 0")
-    message: dict[str, Any] = {"name": spec.name, "data_type": Word(f"TYPE_{TYPES[spec.dtype]}"), "dims": dims or [1]}
+    message: dict[str, Any] = {
+        "name": spec.name,
+        "data_type": Word(f"TYPE_{DATATYPES[spec.dtype]}"),
+        "dims": dims or [1],
+    }
     if batched and not dims:  # Triton wants a dim, and takes it away again; without a batch it would not
         message["reshape"] = {}
     return message
@@ -83,7 +81,7 @@ def warmup(sample: Warmup) -> Message:
         {
             "key": part.spec.name,
             "value": {
-                "data_type": Word(f"TYPE_{TYPES[part.spec.dtype]}"),
+                "data_type": Word(f"TYPE_{DATATYPES[part.spec.dtype]}"),
                 "dims": list(part.shape) or [1],
                 "input_data_file": part.file,
             },

@@ -1,0 +1,110 @@
+"""A bundle as a Ray Serve deployment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from attnforge.arrays import Array, to_numpy
+from attnforge.bundle import DimSpec
+from attnforge.errors import AttnforgeError, InputError, UsageError, first_line
+from attnforge.runtime import cases as reference
+from attnforge.runtime.session import Session
+from attnforge.serving import open_inference
+from attnforge.serving.batching import Answer, Joiner, batch_of, why_not_apart
+from attnforge.serving.ray.handle import Handle
+from attnforge.serving.ray.metrics import observed
+
+ONGOING = 256
+"""Requests that a replica holds at once, so that many can be joined; Ray's own default is 5."""
+
+
+@serve.deployment(max_ongoing_requests=ONGOING)
+class PredictorDeployment:
+    """A bundle whose requests are joined along the batch, over handles and HTTP.
+
+        serve.run(PredictorDeployment.options(num_replicas=2).bind(Handle("digits.bundle")))
+
+    Replicas, autoscaling, processors, GPUs and how often health is asked for are Ray's own `options`. A replica is
+    ready once it has run the model. Requests that come while a call runs are joined in the next one, where samples do
+    not change each other's outputs; what is wrong with one request is its own error.
+
+    Args:
+        handle: the bundle.
+        max_batch_size: requests that are joined; by default as many as the bundle takes samples.
+        batch_wait_timeout_s: seconds that a request may wait for others.
+
+    Raises:
+        AttnforgeError: the bundle cannot be opened, as :meth:`Handle.open` raises it.
+        UsageError: no request could be joined, or would wait a negative time.
+    """
+
+    def __init__(self, handle: Handle, max_batch_size: int | None = None, batch_wait_timeout_s: float = 0.0) -> None:
+        if max_batch_size is not None and max_batch_size < 1:
+            raise UsageError(f"max_batch_size is {max_batch_size}; give 1 or more")
+        if batch_wait_timeout_s < 0:
+            raise UsageError(f"batch_wait_timeout_s is {batch_wait_timeout_s}; give 0 or more seconds")
+        session = handle.open()
+        session.warm_up()
+        batch = batch_of(session.bundle.manifest)
+        join = isinstance(batch, DimSpec) and why_not_apart(session, batch) is None
+        most = batch.max if isinstance(batch, DimSpec) and join else 1
+        self._name, self._session = session.bundle.manifest.name, observed(session)
+        self._joiner = Joiner(self._session, join, most)
+        self._answered_since, self._sample = False, _smallest(session)
+        self._joined: Any = serve.batch(
+            max_batch_size=max_batch_size or most or 1, batch_wait_timeout_s=batch_wait_timeout_s
+        )(self._answers)
+
+    async def predict(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """The outputs by name: `handle.predict.remote({"image": array}).result()`.
+
+        Args:
+            inputs: by name.
+
+        Raises:
+            InputError: an input that the model does not take.
+            AttnforgeError: the run failed.
+        """
+        if not isinstance(inputs, Mapping):
+            raise InputError(f"inputs by name are a mapping, and {type(inputs).__name__} was given")
+        answer: Answer = await self._joined({name: to_numpy(str(name), value) for name, value in inputs.items()})
+        if isinstance(answer, BaseException):
+            raise answer
+        self._answered_since = True
+        return answer
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        """An answer over HTTP, to a POST of the Open Inference Protocol's JSON, or to a GET whether it is ready."""
+        if request.method == "GET":
+            return JSONResponse({"name": self._name, "ready": True})
+        try:
+            outputs = await self.predict(open_inference.inputs_of(await request.body()))
+            return JSONResponse(open_inference.document_of(self._name, outputs))
+        except (AttnforgeError, MemoryError) as error:
+            return JSONResponse({"error": first_line(error)}, 400 if isinstance(error, UsageError) else 500)
+
+    async def check_health(self) -> None:
+        """Run one sample, unless a request was answered since Ray asked before: it ends replicas that cannot.
+
+        Raises:
+            AttnforgeError: the run failed.
+        """
+        answered, self._answered_since = self._answered_since, False
+        if not answered:
+            await asyncio.to_thread(self._session.session.run, self._sample)
+
+    async def _answers(self, requests: list[Mapping[str, Array]]) -> list[Answer]:
+        return await asyncio.to_thread(self._joiner.answers, requests)
+
+
+def _smallest(session: Session) -> dict[str, Array]:
+    """Inputs of the smallest sizes."""
+    dims = [dim for spec in session.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
+    sizes = {dim.symbol: (dim.min or 0) // dim.factor for dim in dims}
+    return reference.make_inputs(reference.at(session.inputs, sizes), session.inputs, {})
