@@ -22,9 +22,10 @@ from rich.console import Console
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.benchmarks.load import Load
 from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
 from attnforge.benchmarks.triton.client import client_of
-from attnforge.benchmarks.triton.load import Load, press
+from attnforge.benchmarks.triton.load import press
 from attnforge.benchmarks.triton.server import WHEEL, Server, unpack
 from attnforge.machine import processors
 from attnforge.model.digits import load_digits_split

@@ -12,13 +12,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import tritonclient.http
 
 from attnforge.arrays import Array
+from attnforge.benchmarks.load import Load, is_right
 from attnforge.benchmarks.triton.client import PATIENCE, inputs_of
 from attnforge.benchmarks.triton.server import Server
 from attnforge.errors import first_line
@@ -31,35 +30,6 @@ MOST_AGAIN = 120.0
 
 _LENGTH = re.compile(rb"\r\nContent-Length: (\d+)\r\n", re.IGNORECASE)
 _HEADER_LENGTH = re.compile(rb"\r\nInference-Header-Content-Length: (\d+)\r\n", re.IGNORECASE)
-
-
-@dataclass
-class Load:
-    """What came of a load.
-
-    Attributes:
-        seconds: from the first request to the last answer.
-        milliseconds: of every request that was answered.
-        wrong: answers that are not the expected ones.
-        errors: requests that got no answer.
-        error: what the first request got that had to be sent again or was lost.
-        asked_again: requests that got no answer, were sent again, and were answered then.
-    """
-
-    seconds: float = 0.0
-    milliseconds: list[float] = field(default_factory=list)
-    wrong: int = 0
-    errors: int = 0
-    error: str | None = None
-    asked_again: int = 0
-
-    @property
-    def per_second(self) -> float:
-        return len(self.milliseconds) / self.seconds
-
-    def quantile(self, share: float) -> float:
-        """Milliseconds within which this share of the requests was answered."""
-        return float(np.quantile(self.milliseconds, share))
 
 
 class Client:
@@ -180,7 +150,7 @@ def press(
         outcome.errors += client.answers.count(None)
         outcome.error = outcome.error or client.error
         outcome.wrong += sum(
-            answer is not None and not _is_right(output_of(answer), expected[place], tolerance)
+            answer is not None and not is_right(output_of(answer), expected[place], tolerance)
             for answer, place in zip(client.answers, own, strict=True)
         )
     return outcome
@@ -210,8 +180,3 @@ def output_of(answer: bytes) -> Array:
     )
     output: Array = parsed.as_numpy(parsed.get_response()["outputs"][0]["name"])
     return output
-
-
-def _is_right(answer: Array, expected: Array, tolerance: float) -> bool:
-    off = np.linalg.norm(answer - expected) <= tolerance * np.linalg.norm(expected)
-    return bool(answer.shape == expected.shape and off)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
+from ray.serve import Deployment
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -24,15 +25,12 @@ ONGOING = 256
 """Requests that a replica holds at once, so that many can be joined; Ray's own default is 5."""
 
 
-@serve.deployment(max_ongoing_requests=ONGOING)
-class PredictorDeployment:
-    """A bundle whose requests are joined along the batch, over handles and HTTP.
+class Replica:
+    """A bundle whose requests are joined along the batch, over handles and HTTP; what a :data:`PredictorDeployment` has
+    replicas of.
 
-        serve.run(PredictorDeployment.options(num_replicas=2).bind(Handle("digits.bundle")))
-
-    Replicas, autoscaling, processors, GPUs and how often health is asked for are Ray's own `options`. A replica is
-    ready once it has run the model. Requests that come while a call runs are joined in the next one, where samples do
-    not change each other's outputs; what is wrong with one request is its own error.
+    A replica is ready once it has run the model. Requests that come while a call runs are joined in the next one, where
+    samples do not change each other's outputs; what is wrong with one request is its own error.
 
     Args:
         handle: the bundle.
@@ -101,6 +99,14 @@ class PredictorDeployment:
 
     async def _answers(self, requests: list[Mapping[str, Array]]) -> list[Answer]:
         return await asyncio.to_thread(self._joiner.answers, requests)
+
+
+PredictorDeployment: Deployment = serve.deployment(name="PredictorDeployment", max_ongoing_requests=ONGOING)(Replica)
+"""The deployment, to be bound to the arguments of a :class:`Replica`; replicas, autoscaling, processors, GPUs and how
+often health is asked for are Ray's own options.
+
+    serve.run(PredictorDeployment.options(num_replicas=2).bind(Handle("digits.bundle")))
+"""
 
 
 def _smallest(session: Session) -> dict[str, Array]:

@@ -1,0 +1,1 @@
+"""Ray on this machine: a cluster, rows to predict, and clients."""

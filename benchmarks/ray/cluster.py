@@ -1,0 +1,121 @@
+"""A Ray cluster of this machine alone: on 127.0.0.1, with a token of its own, and no report of its use.
+
+Ray reads some of its settings when it is imported, so import this module before Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on any system: the node's address is 127.0.0.1
+    "RAY_AUTH_MODE": "token",
+}
+os.environ.update(SETTINGS)
+
+MEMORY = 200 * 2**20
+"""Bytes of the store that processes share."""
+
+PATIENCE = 15.0
+"""Seconds until processes are killed that have not ended."""
+
+
+@contextmanager
+def local_cluster(cpus: int) -> Iterator[None]:
+    """A cluster until the block is left, after which none of its processes is there.
+
+    Args:
+        cpus: logical processors.
+    """
+    import ray
+
+    # Without a token of its own, Ray would write one to the home folder.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            "local", num_cpus=cpus, include_dashboard=False, object_store_memory=MEMORY, _temp_dir=folder,
+            logging_level=logging.WARNING,
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            started = descendants()
+            ray.shutdown()
+            _end(started)
+
+
+def _end(processes: list[int]) -> None:
+    """Wait until processes have ended; kill those that do not."""
+    end = time.monotonic() + PATIENCE
+    while any(map(_is_running, processes)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for process in filter(_is_running, processes):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _is_running(process: int) -> bool:
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def descendants(title: str = "") -> list[int]:
+    """Processes that this one has started, and those that they have started, by the beginning of their command.
+
+    Args:
+        title: such as `ray::ServeReplica`; Ray names its actors so.
+    """
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(folder.name))
+    every, new = [], [os.getpid()]
+    while new:
+        new = [child for process in new for child in parents.get(process, ())]
+        every += new
+    return [process for process in every if _command(process).startswith(title)]
+
+
+@contextmanager
+def killing(title: str, is_due: Callable[[], bool]) -> Iterator[list[int]]:
+    """A block during which one of the cluster's processes is killed; gives a list that will have its number.
+
+    Args:
+        title: the beginning of its command.
+        is_due: whether it is time.
+    """
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.005):
+            if is_due() and (processes := descendants(title)):
+                os.kill(processes[0], signal.SIGKILL)
+                killed.append(processes[0])
+                return
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
+
+
+def _command(process: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""

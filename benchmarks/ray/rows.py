@@ -1,0 +1,71 @@
+"""Tiles through actors of Ray."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.data
+
+from attnforge.arrays import Array
+from attnforge.benchmarks.ray.tiles import Rows, images_of
+from attnforge.serving.ray.handle import Handle
+from attnforge.serving.ray.predictor import Predictor
+
+ACTOR = "ray::MapWorker"
+"""How Ray names the process of an actor that maps batches."""
+
+
+class Timed(Predictor):
+    """A predictor whose rows say when their call began and ended, in seconds since the epoch.
+
+    Args:
+        progress: a file that gets a byte at every call.
+        arguments: of the predictor.
+    """
+
+    def __init__(self, *arguments: Any, progress: Path, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._progress = os.open(progress, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def __call__(self, batch: dict[str, Array]) -> dict[str, Array]:
+        began = time.time()
+        rows = super().__call__(batch)
+        os.write(self._progress, b".")
+        times = np.broadcast_to(np.array([began, time.time()]), (len(next(iter(rows.values()))), 2))
+        return {**rows, "began": times[:, 0], "ended": times[:, 1]}
+
+
+def in_actors(bundle: Path, files: Sequence[Path], samples: int, actors: int, progress: Path, **handle: Any) -> Rows:
+    """Predict in actors of Ray; their columns.
+
+    Args:
+        bundle: its folder.
+        files: that :func:`write_tiles` wrote.
+        samples: of a call.
+        actors: how many.
+        progress: a file that gets a byte at every call.
+        handle: options of the handle.
+    """
+    rows = (
+        ray.data.read_parquet([str(file) for file in files])
+        .map_batches(images_of, batch_size=samples)
+        .map_batches(
+            Timed,
+            fn_constructor_args=[Handle(bundle, **handle)],
+            fn_constructor_kwargs={"keep": ["id"], "samples": samples, "progress": progress},
+            batch_size=samples,
+            compute=ray.data.ActorPoolStrategy(size=actors),
+        )
+    )
+    parts = list(rows.iter_batches(batch_size=None))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def calls_of(progress: Path) -> int:
+    """Calls so far."""
+    return progress.stat().st_size if progress.exists() else 0

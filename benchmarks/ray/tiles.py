@@ -1,0 +1,127 @@
+"""Tiles of scikit-learn's photographs as Parquet, and plain processes that predict them, without Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from attnforge.arrays import Array
+from attnforge.runtime.session import load
+
+SIDE = 32
+"""Pixels of a tile's side."""
+
+STEP = 4
+"""Pixels from one tile to the next."""
+
+ROWS = 1000
+"""Tiles in a file."""
+
+Rows = Mapping[str, Array]
+
+
+def write_tiles(folder: Path, count: int, rows: int = ROWS) -> list[Path]:
+    """Write tiles of the two photographs, with the numbers from 0 as `id` and the bytes of `SIDE × SIDE × 3` as `tile`.
+
+    Args:
+        folder: for the files.
+        count: of tiles.
+        rows: of a file.
+    """
+    from sklearn.datasets import load_sample_images
+
+    tiles = np.concatenate([tiles_of(photograph) for photograph in load_sample_images().images])[:count]
+    if len(tiles) < count:
+        raise ValueError(f"{count} tiles were asked for; the photographs have {len(tiles)}")
+    files = []
+    for start in range(0, count, ROWS):
+        rows = [tile.tobytes() for tile in tiles[start : start + ROWS]]
+        table = pyarrow.table(
+            {"id": np.arange(start, start + len(rows)), "tile": pyarrow.array(rows, pyarrow.binary())}
+        )
+        files.append(folder / f"tiles-{start:06}.parquet")
+        pyarrow.parquet.write_table(table, files[-1])
+    return files
+
+
+def tiles_of(photograph: Array) -> Array:
+    """The tiles (n, SIDE, SIDE, 3) uint8 of a photograph (height, width, 3)."""
+    views = np.lib.stride_tricks.sliding_window_view(photograph, (SIDE, SIDE), (0, 1))[::STEP, ::STEP]
+    return np.ascontiguousarray(views.transpose(0, 1, 3, 4, 2)).reshape(-1, SIDE, SIDE, 3)
+
+
+def images_of(rows: dict[str, Array]) -> dict[str, Array]:
+    """Rows of files as rows that the model takes: `id`, and `image` (3, SIDE, SIDE) float32 from -1 to 1."""
+    pixels = np.frombuffer(b"".join(rows["tile"]), np.uint8).reshape(-1, SIDE, SIDE, 3)
+    return {"id": rows["id"], "image": np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)) / np.float32(127.5) - 1}
+
+
+def outcome_of(parts: Sequence[Rows], expected: Array) -> dict[str, Any]:
+    """How many rows are lost, how many are there more than once, and whether all outputs are right to the bit.
+
+    Args:
+        parts: the rows, with `id` and `output`.
+        expected: the outputs by `id`.
+    """
+    ids, outputs = (np.concatenate([part[name] for part in parts]) for name in ("id", "output"))
+    counts = np.bincount(ids, minlength=len(expected))
+    return {
+        "lost": int((counts == 0).sum()),
+        "twice": int((counts > 1).sum()),
+        "equal": bool(np.array_equal(outputs, expected[ids])),
+    }
+
+
+# --- without Ray ------------------------------------------------------------------------------------------------------
+
+
+def batches_of(files: Sequence[Path], samples: int) -> Iterator[dict[str, Array]]:
+    """The rows of files as the model takes them, `samples` at a time; the last of each file may be fewer."""
+    for file in files:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(samples):
+            yield images_of({name: batch[name].to_numpy(zero_copy_only=False) for name in batch.schema.names})
+
+
+def in_plain_processes(bundle: Path, files: Sequence[Path], samples: int, processes: int) -> list[dict[str, Array]]:
+    """Predict in processes that share the files and know nothing of Ray; the columns of each.
+
+    Args:
+        bundle: its folder.
+        files: to be shared out.
+        samples: of a call.
+        processes: how many.
+    """
+    with TemporaryDirectory() as folder:
+        outs = [Path(folder, f"{number}.npz") for number in range(processes)]
+        commands = [
+            [sys.executable, "-m", __name__, str(bundle), str(out), str(samples), *map(str, files[number::processes])]
+            for number, out in enumerate(outs)
+        ]
+        running = [subprocess.Popen(command) for command in commands]
+        if any([process.wait() for process in running]):  # noqa: C419  (all of them end)
+            raise RuntimeError("a plain process failed; see above")
+        return [dict(np.load(out)) for out in outs]
+
+
+def _main(bundle: str, out: str, samples: str, *files: str) -> None:
+    columns: dict[str, list[Array]] = {"id": [], "output": [], "began": [], "ended": []}
+    with load(bundle, threads=1) as session:
+        for rows in batches_of([Path(file) for file in files], int(samples)):
+            began = time.time()
+            output = session(rows["image"])
+            for name, column in (("id", rows["id"]), ("output", output), ("began", [began]), ("ended", [time.time()])):
+                columns[name].append(np.asarray(column))
+    np.savez(out, allow_pickle=False, **{name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

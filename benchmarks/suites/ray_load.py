@@ -1,0 +1,294 @@
+"""A Ray cluster of this machine: rows through two actors beside two plain processes, an actor and a replica that are
+killed, and bundles that nobody signed.
+
+`python -m attnforge.benchmarks.suites.ray_load` writes `benchmarks/results/ray_load.json`. The rows are tiles of
+scikit-learn's photographs in Parquet; both sides read them, and predict the same batches with one thread a process, in
+turns. All outputs are compared with those of one Session to the bit, and all numbers of rows with those that were
+written. It exits with 1 where a row or a request is lost or wrong; times decide nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from rich.console import Console
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.benchmarks.load import Load
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
+from attnforge.benchmarks.ray.cluster import descendants, killing, local_cluster
+from attnforge.benchmarks.ray.load import press
+from attnforge.benchmarks.ray.rows import ACTOR, calls_of, in_actors
+from attnforge.benchmarks.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
+from attnforge.bundle import TRUSTED, Bundle, sign
+from attnforge.errors import first_line
+from attnforge.machine import processors
+from attnforge.model.registry import build_model
+from attnforge.precision import precision_named
+from attnforge.scratch import temporary_folder
+from attnforge.serving.batching import APART
+from attnforge.serving.ray import Handle
+
+COMMAND = "python -m attnforge.benchmarks.suites.ray_load"
+MODEL = "vit"
+SAMPLES = 64
+ACTORS = 2
+RAY, PLAIN = "two actors of Ray", "two plain processes"
+REPLICA = "ray::ServeReplica"
+"""How Ray names a replica's process."""
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "ray_load.json",
+    tiles: Annotated[int, typer.Option(help="How many rows are predicted.")] = 20_000,
+    rounds: Annotated[int, typer.Option(help="How often each side has a turn.")] = 3,
+    clients: Annotated[int, typer.Option(help="How many ask the deployment at once.")] = 16,
+    requests: Annotated[int, typer.Option(help="How many each sends.")] = 500,
+) -> None:
+    """Measure, and write the figures."""
+    busy, console = os.getloadavg()[0], Console()
+    with temporary_folder() as folder:
+        console.print("deploy, and cut tiles …")
+        module, args, shapes = build_model(MODEL, max_batch=SAMPLES)
+        bundle = attnforge.deploy(module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=MODEL)
+        (folder / "tiles").mkdir()
+        files = write_tiles(folder / "tiles", tiles)
+        with attnforge.load(bundle, threads=1) as session:
+            backend = session.backend
+            expected = np.concatenate([session(rows["image"]) for rows in batches_of(files, SAMPLES)])
+        with local_cluster(cpus=ACTORS + 2):
+            ways: dict[str, Callable[[], list[Rows]]] = {
+                RAY: lambda: [in_actors(bundle.path, files, SAMPLES, ACTORS, folder / "progress")],
+                PLAIN: lambda: list(in_plain_processes(bundle.path, files, SAMPLES, ACTORS)),
+            }
+            turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+            for number in range(rounds):
+                for way in ways if number % 2 else reversed(ways):
+                    console.print(f"round {number + 1}: {way} …")
+                    start = time.perf_counter()
+                    rows = ways[way]()
+                    turns[way].append(_turn(rows, expected, time.perf_counter() - start))
+            console.print("kill an actor in the middle …")
+            killed = _killed_actor(bundle, files, expected, folder / "killed")
+            console.print("clients of two replicas, one of which is killed …")
+            served, killed_replica = _served(bundle, files, expected, clients, requests)
+            console.print("bundles that nobody signed …")
+            trust = _trust(bundle, files, folder)
+    write_figures(
+        COMMAND,
+        processors(),
+        results,
+        backend=backend,
+        tiles=tiles,
+        samples=SAMPLES,
+        clients=clients,
+        requests=requests,
+        busy=round(busy, 1),
+        ways={way: {key: [turn[key] for turn in of] for key in of[0]} for way, of in turns.items()},
+        killed_actor=killed,
+        served=served,
+        killed_replica=killed_replica,
+        trust=trust,
+    )
+    show(results, table)
+    every = [*(turn for of in turns.values() for turn in of), killed]
+    sound = all(turn["equal"] and not turn["lost"] and not turn["twice"] for turn in every)
+    sound &= not any(load["errors"] or load["wrong"] for load in (served, killed_replica))
+    sound &= killed["in_the_middle"] and killed_replica["in_the_middle"]
+    sound &= killed_replica["asked_again"] <= clients  # a client has one request at a time
+    if not (sound and all(of["unsigned"] and not of["signed"] for of in trust.values())):
+        raise typer.Exit(1)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _turn(parts: Sequence[Rows], expected: Array, seconds: float) -> dict[str, Any]:
+    """What came of a turn: whether the rows are all there and right, and how many a second.
+
+    Args:
+        parts: the rows.
+        expected: the outputs of one Session, by `id`.
+        seconds: that all of it took.
+    """
+    began, ended = (np.concatenate([part[name] for part in parts]) for name in ("began", "ended"))
+    return {
+        "per_second": round(len(began) / float(ended.max() - began.min()), 1),
+        "seconds": round(seconds, 1),
+        **outcome_of(parts, expected),
+    }
+
+
+def _killed_actor(bundle: Bundle, files: Sequence[Path], expected: Array, progress: Path) -> dict[str, Any]:
+    """A turn in which an actor is killed when half of the rows are predicted."""
+    start = time.perf_counter()
+    with killing(ACTOR, lambda: calls_of(progress) >= len(expected) // SAMPLES // 2) as killed:
+        rows = in_actors(bundle.path, files, SAMPLES, ACTORS, progress)
+    return {**_turn([rows], expected, time.perf_counter() - start), "in_the_middle": bool(killed)}
+
+
+# --- a deployment -----------------------------------------------------------------------------------------------------
+
+
+def _served(
+    bundle: Bundle, files: Sequence[Path], expected: Array, clients: int, requests: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What comes of a load on two replicas, and of one during which a replica is killed."""
+    from ray import serve
+
+    from attnforge.serving.ray import PredictorDeployment
+
+    images = next(batches_of(files[:1], 512))["image"]
+    inputs = [{"image": image[None]} for image in images]
+    answers = [row[None] for row in expected[: len(images)]]
+    tolerance = APART * precision_named("fp32").floor
+    application = PredictorDeployment.options(num_replicas=ACTORS, health_check_period_s=1).bind(Handle(bundle.path))
+    handle = serve.run(application, name="tiles", route_prefix=None)
+
+    def pressed() -> Load:
+        return press(handle, inputs, answers, clients, requests, tolerance=tolerance)
+
+    try:
+        calm = pressed()
+        due = time.monotonic() + calm.seconds / 3
+        with killing(REPLICA, lambda: time.monotonic() > due) as killed:
+            load = pressed()
+        in_the_middle = bool(killed)
+        end = time.monotonic() + 60
+        while len(descendants(REPLICA)) < ACTORS and time.monotonic() < end:
+            time.sleep(0.1)
+        replicas = len(descendants(REPLICA))
+    finally:
+        serve.shutdown()
+    return _load(calm), {**_load(load), "in_the_middle": in_the_middle, "replicas": replicas}
+
+
+def _load(load: Load) -> dict[str, Any]:
+    return {
+        "per_second": round(load.per_second, 1),
+        "p50_ms": round(load.quantile(0.5), 2),
+        "p99_ms": round(load.quantile(0.99), 2),
+        "answered": len(load.milliseconds),
+        "errors": load.errors,
+        "wrong": load.wrong,
+        "asked_again": load.asked_again,
+        "error": load.error,
+    }
+
+
+# --- trust ------------------------------------------------------------------------------------------------------------
+
+
+def _trust(bundle: Bundle, files: Sequence[Path], folder: Path) -> dict[str, dict[str, str | None]]:
+    """What an unsigned and a signed bundle make of actors and of replicas where the environment names a key: None where
+    they answer, else what the driver is told."""
+    signed = Bundle(shutil.copytree(bundle.path, folder / "signed"))
+    key = ec.generate_private_key(ec.SECP256R1())
+    private, public = folder / "maker.key", folder / "maker.pub"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    sign(signed.path, private)
+    os.environ[TRUSTED] = str(public)
+    try:
+        return {
+            name: {"unsigned": _said(run, bundle), "signed": _said(run, signed)}
+            for name, run in (
+                ("actor", lambda made: in_actors(made.path, files[:1], SAMPLES, 1, folder / "trust")),
+                ("replica", _asked_once),
+            )
+        }
+    finally:
+        del os.environ[TRUSTED]
+
+
+def _asked_once(bundle: Bundle) -> None:
+    from ray import serve
+
+    from attnforge.serving.ray import PredictorDeployment
+
+    try:
+        handle: Any = serve.run(PredictorDeployment.bind(Handle(bundle.path)), name="trust", route_prefix=None)
+        handle.predict.remote({"image": np.zeros((1, 3, 32, 32), np.float32)}).result(timeout_s=60)
+    except RuntimeError as error:
+        status = serve.status().applications["trust"]
+        raise RuntimeError("\n".join(of.message for of in status.deployments.values())) from error
+    finally:
+        serve.shutdown()
+
+
+def _said(run: Callable[[Bundle], Any], bundle: Bundle) -> str | None:
+    """The line about the signature, in what the driver is told; None where nothing failed."""
+    try:
+        run(bundle)
+    except Exception as error:  # of Ray's kinds
+        lines = [line.strip() for line in str(error).splitlines() if "SignatureError" in line]
+        said = lines[-1] if lines else f"{type(error).__name__}: {first_line(error)}"
+        return said.removeprefix("attnforge.errors.").replace(f"{bundle.path.parent}{os.sep}", "")
+    return None
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    header = ("", "tiles a second", "seconds with the start", "rows", "lost", "twice", "equal to one Session")
+    tiles, ways = figures["tiles"], figures["ways"]
+    rows = [(way, _spread(of["per_second"]), _spread(of["seconds"]), *_outcome(of, tiles)) for way, of in ways.items()]
+    killed, calm, replica = figures["killed_actor"], figures["served"], figures["killed_replica"]
+    one = {key: [value] for key, value in killed.items()}
+    rows.append(("an actor killed", f"{killed['per_second']:,.0f}", f"{killed['seconds']:.1f}", *_outcome(one, tiles)))
+    ratios = [ray / plain for ray, plain in zip(ways[RAY]["per_second"], ways[PLAIN]["per_second"], strict=True)]
+    whole = [plain / ray for ray, plain in zip(ways[RAY]["seconds"], ways[PLAIN]["seconds"], strict=True)]
+    clients = ("", "requests a second", "p50 ms", "p99 ms", "answered", "sent again", "errors", "wrong")
+    loads = [
+        (
+            name, f"{of['per_second']:,.0f}", f"{of['p50_ms']:.1f}", f"{of['p99_ms']:.1f}", f"{of['answered']:,}",
+            *(of[key] for key in ("asked_again", "errors", "wrong")),
+        )
+        for name, of in (("two replicas", calm), ("a replica killed under load", replica))
+    ]  # fmt: skip
+    said = figures["trust"]["actor"]["unsigned"]
+    return "\n\n".join(
+        (
+            markdown_table(header, rows, words=1),
+            f"{tiles:,} tiles in each of {len(ratios)} rounds, in turns, {figures['samples']} in a call; seconds count "
+            f"from the beginning of the first call to the end of the last. Ray's actors reach "
+            f"{statistics.median(ratios):.2f} of the plain processes' tiles a second (by round "
+            f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}), and {statistics.median(whole):.2f} where the start of "
+            f"the processes counts. Other work on the machine had a load average of {figures['busy']} before. An actor "
+            "was killed when half of the rows were predicted; Ray started another.",
+            markdown_table(clients, loads, words=1),
+            f"{figures['clients']} clients × {figures['requests']} requests of one tile, over a handle; every answer "
+            "is compared with a Session's. Requests that the killed replica held were sent again; "
+            f"{replica['replicas']} replicas stood again after the load.",
+            f"With `{TRUSTED}` set, a signed bundle answers. Of an unsigned one no actor starts, and the driver is "
+            f"told: {said}.",
+            f"{MODEL} on {figures['backend']}, one thread a process; {where(figures)}",
+        )
+    )
+
+
+def _spread(numbers: Sequence[float]) -> str:
+    digits = 0 if min(numbers) >= 100 else 1
+    low, middle, high = min(numbers), statistics.median(numbers), max(numbers)
+    return f"{middle:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
+
+
+def _outcome(of: Mapping[str, Sequence[Any]], tiles: int) -> tuple[str, int, int, str]:
+    return f"{tiles * len(of['lost']):,}", sum(of["lost"]), sum(of["twice"]), "yes" if all(of["equal"]) else "no"
+
+
+if __name__ == "__main__":
+    typer.run(main)
