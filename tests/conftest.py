@@ -15,6 +15,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
 
 import attnforge
+from attnforge.benchmarks.ray.cluster import local_cluster
 from attnforge.bundle import Bundle
 from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import cuda_devices
@@ -24,6 +25,7 @@ from tests.support.html_pages import browser, chromium
 
 __all__ = ["browser", "chromium"]
 
+os.environ["RAY_metrics_report_interval_ms"] = "1000"  # noqa: SIM112  (a test waits for them)
 os.environ["ATTNFORGE_CACHE"] = "off"  # a test that deploys makes everything itself, unless it says otherwise
 
 settings.register_profile(
@@ -151,3 +153,11 @@ def small(shared: Path) -> DeploySmall:
 def copy(small: DeploySmall, tmp_path: Path) -> Path:
     """A copy of the small fp32 bundle that a test may alter."""
     return Path(shutil.copytree(small("fp32").path, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray cluster of this machine; what uses it is of the group `ray`, so that there is one. Two actors leave a
+    processor for reading."""
+    with local_cluster(cpus=3):
+        yield

@@ -41,15 +41,16 @@ def local_cluster(cpus: int) -> Iterator[None]:
 
     # Without a token of its own, Ray would write one to the home folder.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    before = {*descendants()}
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         ray.init(
             "local", num_cpus=cpus, include_dashboard=False, object_store_memory=MEMORY, _temp_dir=folder,
-            logging_level=logging.WARNING,
+            log_to_driver=False, logging_level=logging.WARNING,
         )  # fmt: skip
         try:
             yield
         finally:
-            started = descendants()
+            started = [process for process in descendants() if process not in before]
             ray.shutdown()
             _end(started)
 
@@ -89,21 +90,21 @@ def descendants(title: str = "") -> list[int]:
 
 
 @contextmanager
-def killing(title: str, is_due: Callable[[], bool]) -> Iterator[list[int]]:
+def killing(victim: Callable[[], int | None]) -> Iterator[list[int]]:
     """A block during which one of the cluster's processes is killed; gives a list that will have its number.
 
     Args:
-        title: the beginning of its command.
-        is_due: whether it is time.
+        victim: the process, once it is time to kill it.
     """
     killed: list[int] = []
     over = threading.Event()
 
     def kill() -> None:
         while not over.wait(0.005):
-            if is_due() and (processes := descendants(title)):
-                os.kill(processes[0], signal.SIGKILL)
-                killed.append(processes[0])
+            process = victim()
+            if process is not None:
+                os.kill(process, signal.SIGKILL)
+                killed.append(process)
                 return
 
     thread = threading.Thread(target=kill)

@@ -16,15 +16,15 @@ from attnforge.benchmarks.ray.tiles import Rows, images_of
 from attnforge.serving.ray.handle import Handle
 from attnforge.serving.ray.predictor import Predictor
 
-ACTOR = "ray::MapWorker"
-"""How Ray names the process of an actor that maps batches."""
+LINE = 11
+"""Bytes of a line of a progress file: the number of the actor's process."""
 
 
 class Timed(Predictor):
     """A predictor whose rows say when their call began and ended, in seconds since the epoch.
 
     Args:
-        progress: a file that gets a byte at every call.
+        progress: a file that gets a line at every call.
         arguments: of the predictor.
     """
 
@@ -35,7 +35,7 @@ class Timed(Predictor):
     def __call__(self, batch: dict[str, Array]) -> dict[str, Array]:
         began = time.time()
         rows = super().__call__(batch)
-        os.write(self._progress, b".")
+        os.write(self._progress, b"%*d\n" % (LINE - 1, os.getpid()))
         times = np.broadcast_to(np.array([began, time.time()]), (len(next(iter(rows.values()))), 2))
         return {**rows, "began": times[:, 0], "ended": times[:, 1]}
 
@@ -48,11 +48,11 @@ def in_actors(bundle: Path, files: Sequence[Path], samples: int, actors: int, pr
         files: that :func:`write_tiles` wrote.
         samples: of a call.
         actors: how many.
-        progress: a file that gets a byte at every call.
+        progress: a file that gets a line at every call.
         handle: options of the handle.
     """
     rows = (
-        ray.data.read_parquet([str(file) for file in files])
+        ray.data.read_parquet([str(file) for file in files], override_num_blocks=len(files))
         .map_batches(images_of, batch_size=samples)
         .map_batches(
             Timed,
@@ -66,6 +66,8 @@ def in_actors(bundle: Path, files: Sequence[Path], samples: int, actors: int, pr
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def calls_of(progress: Path) -> int:
-    """Calls so far."""
-    return progress.stat().st_size if progress.exists() else 0
+def busy_after(progress: Path, calls: int) -> int | None:
+    """The process of the actor that made the latest call, once so many calls are made."""
+    if not progress.exists() or progress.stat().st_size < calls * LINE:
+        return None
+    return int(progress.read_bytes()[-LINE:])

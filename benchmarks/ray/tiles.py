@@ -43,11 +43,9 @@ def write_tiles(folder: Path, count: int, rows: int = ROWS) -> list[Path]:
     if len(tiles) < count:
         raise ValueError(f"{count} tiles were asked for; the photographs have {len(tiles)}")
     files = []
-    for start in range(0, count, ROWS):
-        rows = [tile.tobytes() for tile in tiles[start : start + ROWS]]
-        table = pyarrow.table(
-            {"id": np.arange(start, start + len(rows)), "tile": pyarrow.array(rows, pyarrow.binary())}
-        )
+    for start in range(0, count, rows):
+        pixels = [tile.tobytes() for tile in tiles[start : start + rows]]
+        table = pyarrow.table({"id": np.arange(start, start + len(pixels)), "tile": pixels})
         files.append(folder / f"tiles-{start:06}.parquet")
         pyarrow.parquet.write_table(table, files[-1])
     return files

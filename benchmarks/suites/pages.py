@@ -18,6 +18,7 @@ from attnforge.benchmarks.suites import (
     false_alarms,
     fusion,
     overhead,
+    ray_load,
     real_sizes,
     scaling,
     suite,
@@ -26,8 +27,9 @@ from attnforge.benchmarks.suites import (
 )
 from attnforge.files import write_whole
 
-README, RESULTS_PAGE, FAULTS_PAGE, TRITON_PAGE = PAGES = tuple(
-    Path(name) for name in ("README.md", "docs/results.md", "docs/faults.md", "docs/guides/triton.md")
+README, RESULTS_PAGE, FAULTS_PAGE, TRITON_PAGE, RAY_PAGE = PAGES = tuple(
+    Path(name)
+    for name in ("README.md", "docs/results.md", "docs/faults.md", "docs/guides/triton.md", "docs/guides/ray.md")
 )
 
 OTHERS = {
@@ -39,6 +41,7 @@ OTHERS = {
     "scaling": ("scaling.json", scaling.table),
     "triton-models": ("triton_models.json", triton_models.table),
     "triton-load": ("triton_load.json", triton_load.table),
+    "ray-load": ("ray_load.json", ray_load.table),
     "false-alarms": ("false_alarms.json", false_alarms.table),
 }
 

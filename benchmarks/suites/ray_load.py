@@ -29,7 +29,7 @@ from attnforge.benchmarks.load import Load
 from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
 from attnforge.benchmarks.ray.cluster import descendants, killing, local_cluster
 from attnforge.benchmarks.ray.load import press
-from attnforge.benchmarks.ray.rows import ACTOR, calls_of, in_actors
+from attnforge.benchmarks.ray.rows import busy_after, in_actors
 from attnforge.benchmarks.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
 from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import first_line
@@ -133,7 +133,7 @@ def _turn(parts: Sequence[Rows], expected: Array, seconds: float) -> dict[str, A
 def _killed_actor(bundle: Bundle, files: Sequence[Path], expected: Array, progress: Path) -> dict[str, Any]:
     """A turn in which an actor is killed when half of the rows are predicted."""
     start = time.perf_counter()
-    with killing(ACTOR, lambda: calls_of(progress) >= len(expected) // SAMPLES // 2) as killed:
+    with killing(lambda: busy_after(progress, len(expected) // SAMPLES // 2)) as killed:
         rows = in_actors(bundle.path, files, SAMPLES, ACTORS, progress)
     return {**_turn([rows], expected, time.perf_counter() - start), "in_the_middle": bool(killed)}
 
@@ -162,7 +162,7 @@ def _served(
     try:
         calm = pressed()
         due = time.monotonic() + calm.seconds / 3
-        with killing(REPLICA, lambda: time.monotonic() > due) as killed:
+        with killing(lambda: descendants(REPLICA)[0] if time.monotonic() > due else None) as killed:
             load = pressed()
         in_the_middle = bool(killed)
         end = time.monotonic() + 60

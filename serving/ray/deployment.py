@@ -34,7 +34,8 @@ class Replica:
 
     Args:
         handle: the bundle.
-        max_batch_size: requests that are joined; by default as many as the bundle takes samples.
+        max_batch_size: requests that are joined; by default as many as the bundle takes samples, at most
+            :data:`ONGOING`.
         batch_wait_timeout_s: seconds that a request may wait for others.
 
     Raises:
@@ -56,7 +57,7 @@ class Replica:
         self._joiner = Joiner(self._session, join, most)
         self._answered_since, self._sample = False, _smallest(session)
         self._joined: Any = serve.batch(
-            max_batch_size=max_batch_size or most or 1, batch_wait_timeout_s=batch_wait_timeout_s
+            max_batch_size=max_batch_size or min(most or 1, ONGOING), batch_wait_timeout_s=batch_wait_timeout_s
         )(self._answers)
 
     async def predict(self, inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,7 @@ from torch.export import Dim
 import attnforge
 from tests.docs.pages import ROOT
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of torch's exporter
-    pytest.mark.xdist_group("examples"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's exporter
 
 SCRIPTS = {
     "own_module.py": ((), "1 of 1 sites canonical"),
@@ -27,10 +25,17 @@ SCRIPTS = {
     "hugging_face.py": ((), "'last_hidden_state': (3, 20, 64)"),
     "precision_and_metric.py": ((), "accuracy"),
     "serving_loop.py": (("layer.bundle", "20"), "torch was not imported"),
+    "ray_batch.py": ((".", "300"), "300 tiles, equal to one Session's to the bit"),
+    "ray_serve.py": ((".", "100", "PORT"), "over HTTP, the first digit is a 0"),
 }
 """What each script is given, and what it has to print."""
 
 WITHOUT_TORCH = "serving_loop.py"
+
+WITH_RAY = {"ray_batch.py", "ray_serve.py"}
+
+
+together = pytest.mark.xdist_group("examples")
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +55,39 @@ def test_every_script_is_tried() -> None:
     assert {file.name for file in (ROOT / "examples").glob("*.py")} == set(SCRIPTS)
 
 
-@pytest.mark.parametrize("name", sorted({*SCRIPTS} - {WITHOUT_TORCH}))
+@together
+@pytest.mark.parametrize("name", sorted({*SCRIPTS} - {WITHOUT_TORCH} - WITH_RAY))
 def test_the_example_runs(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments, printed = SCRIPTS[name]
+    run_example(name, folder, monkeypatch)
+    assert SCRIPTS[name][1] in capsys.readouterr().out
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("name", sorted(WITH_RAY))
+def test_the_example_of_ray_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_example(name, tmp_path, monkeypatch)
+    assert SCRIPTS[name][1] in capsys.readouterr().out
+
+
+def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script in a folder; it leaves by an exception where it fails."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.setattr(sys, "argv", [name, *(free_port() if word == "PORT" else word for word in SCRIPTS[name][0])])
     with torch.random.fork_rng(devices=[]):
-        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")  # leaves by an exception where it fails
-    assert printed in capsys.readouterr().out
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+@together
 def test_the_example_without_torch_runs(folder: Path) -> None:
     arguments, printed = SCRIPTS[WITHOUT_TORCH]
     ran = subprocess.run(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray import serve
 
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, languages, run_page
 
@@ -16,6 +17,7 @@ NOT_RUN: dict[str, list[str]] = {
     "README.md": ["it installs", "each takes minutes"],
     "docs/guides/gpu.md": ["it needs a GPU", "it needs a GPU"],
     "docs/guides/polygraphy.md": ["it needs a GPU"],
+    "docs/guides/ray.md": ["it asks the server of a cluster"],
     "docs/guides/triton.md": ["it starts a server", "it asks a server"],
 }
 """The blocks that the tests leave out, and why; each says so in the page, too."""
@@ -33,7 +35,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES)
+RAY_PAGE = "docs/guides/ray.md"
+
+
+@pytest.fixture
+def without_proxy(ray_cluster: None) -> Iterator[None]:
+    """A cluster whose Serve listens at no port."""
+    serve.start(proxy_location="Disabled")
+    yield
+    serve.shutdown()
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("without_proxy")
+@pytest.mark.filterwarnings("ignore")
+def test_every_block_of_the_page_of_ray_runs(folder: Path) -> None:
+    assert run_page(RAY_PAGE) == NOT_RUN[RAY_PAGE]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != RAY_PAGE])
 @pytest.mark.filterwarnings("ignore")
 def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):

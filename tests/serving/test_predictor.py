@@ -1,4 +1,4 @@
-"""Rows as calls of a bundle, without a cluster: batches of every length, rows of several sizes, models without batch."""
+"""Rows as calls of a bundle, without a cluster: batches of every length, rows of several sizes, no batch at all."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_handle_is_what_actors_need_and_no_more(
 
 
 def test_a_handle_refuses_what_no_actor_could_load() -> None:
-    with pytest.raises(UnknownNameError, match="unknown backend 'eager'; known: .*onnxruntime-cpu"):
+    with pytest.raises(UnknownNameError, match=r"unknown backend 'eager'; known: .*onnxruntime-cpu"):
         Handle("digits.bundle", "eager")
     with pytest.raises(UsageError, match="0 threads were asked for"):
         Handle("digits.bundle", threads=0)
@@ -188,7 +188,9 @@ def test_samples_that_meet_are_no_rows(scored: Scores) -> None:
     handle = scored(True, Dim("batch", min=1, max=4))
     rows = np.random.default_rng(0).random((3, 2, 3, 8), np.float32)
     assert Predictor(handle, keep=[])({"x": rows})["output"].shape == (3, 2)  # a row is a whole input
-    with pytest.raises(InputError, match="has 2 dims .*; every row holds whole inputs, because output of a sample is an"):
+    with pytest.raises(
+        InputError, match=r"has 2 dims .*; every row holds whole inputs, because output of a sample is an"
+    ):
         Predictor(handle)({"x": rows[0]})
     with pytest.raises(UsageError, match="2 samples a call were asked for, and calls have no samples: output of a"):
         Predictor(handle, samples=2)
