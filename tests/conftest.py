@@ -159,5 +159,5 @@ def copy(small: DeploySmall, tmp_path: Path) -> Path:
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster of this machine; what uses it is of the group `ray`, so that there is one. Two actors leave a
     processor for reading."""
-    with local_cluster(cpus=3):
+    with local_cluster(cpus=4):
         yield
