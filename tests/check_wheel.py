@@ -16,6 +16,7 @@ EXPECTED = (
     "attnforge/export/lowering/tensorrt.py",
     "attnforge/export/diagnosis/causes.py",
     "attnforge/runtime/session.py",
+    "attnforge/serving/ray/predictor.py",
     "attnforge/serving/triton/model.py",
     "attnforge/report/attention_maps.py",
     "attnforge/templates/verify.html",
