@@ -122,9 +122,10 @@ def _turn(parts: Sequence[Rows], expected: Array, seconds: float) -> dict[str, A
         expected: the outputs of one Session, by `id`.
         seconds: that all of it took.
     """
+    rows = sum(len(part["id"]) for part in parts)
     began, ended = (np.concatenate([part[name] for part in parts]) for name in ("began", "ended"))
     return {
-        "per_second": round(len(began) / float(ended.max() - began.min()), 1),
+        "per_second": round(rows / float(ended.max() - began.min()), 1),
         "seconds": round(seconds, 1),
         **outcome_of(parts, expected),
     }
