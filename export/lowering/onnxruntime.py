@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -320,9 +321,24 @@ def _standard(op: Builder, a: Attention, name: str) -> ir.Value:
     inputs = a.inputs(op, [a.layout(*dims) for dims in (QUERY, KEY, VALUE)])
     attributes: dict[str, int | float] = {"scale": a.scale, "softcap": a.softcap, "is_causal": int(a.is_causal)}
     if a.mask is not None:
-        inputs.append(_whole_rows(op, a, a.mask))
+        inputs.append(_whole_rows(op, a, _without_least(op, a.mask)))
     result = op.op("Attention", inputs, attributes, name=name)
     return _guarded(op, a, typed(result, a.dtype, _dims(output)), output)
+
+
+def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
+    """A mask that has the next number in the place of its type's least. ONNX Runtime's Attention takes the least number
+    for minus infinity, and gives zeros to a query that has it for every key; by the standard, as in torch, such a query
+    attends to all keys alike."""
+    assert mask.dtype is not None
+    if mask.dtype == BOOL:
+        return mask
+    least = np.asarray(ml_dtypes.finfo(mask.dtype.numpy()).min)  # type: ignore[no-untyped-call]
+    if mask.const_value is not None and not (mask.const_value.numpy() == least).any():
+        return mask
+    following = np.nextafter(least, np.zeros_like(least))
+    is_least = like(op.Equal(mask, constant(op, least, mask.dtype)), mask, BOOL)
+    return like(op.Where(is_least, constant(op, following, mask.dtype), mask), mask)
 
 
 def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:

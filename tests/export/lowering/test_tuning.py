@@ -126,6 +126,23 @@ def test_every_candidate_computes_the_same_at_any_sizes(
         agree(run(as_form(attends, candidate), feeds), expected, 1e-5 if large else 1e-6)
 
 
+@pytest.mark.parametrize("shape", [("batch", 1, "n", "m"), ("batch", 4, "n", "m"), (1, 1, 3, 5)])
+def test_a_query_with_the_least_number_for_every_key_attends_to_all(shape: tuple[int | str, ...]) -> None:
+    """As padding is often written, beside a bias of positions: ONNX Runtime's Attention takes it for no keys."""
+    attends = Attends(mask=shape, bias=True, n_q=shape[2], n_k=shape[3])
+    feeds = attends.feeds({"batch": 2, "n": 3, "m": 5})
+    least = np.finfo(np.float32).min
+    rows = feeds["mask"].reshape(-1, 5)
+    rows[0], rows[1], rows[2] = least, -np.inf, 0.5
+    rows[1, 2:] = least
+    wide = np.where(feeds["mask"] == least, np.finfo(np.float64).min, feeds["mask"])  # to which sums round, too
+    expected = attends.expected({**feeds, "mask": wide})
+    assert np.allclose(expected[0, 0, 0], feeds["value"][0, 0].mean(0), rtol=1e-6, atol=1e-6)
+    assert "Attention" in forms(attends)
+    for candidate in forms(attends):
+        agree(run(as_form(attends, candidate), feeds), expected)
+
+
 def test_a_number_in_the_place_of_scores_is_left_to_the_products() -> None:
     """Added to the scores it would be another function."""
     idiom = IDIOMS["bias_under_a_finite_fill"]
