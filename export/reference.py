@@ -50,6 +50,10 @@ HANDFUL = 16
 """Outputs of fewer numbers than this are drawn on ordinary inputs too: they may be near zero by chance, and eager right
 by chance."""
 
+BY_CHANCE = 1000
+"""How many times smaller than usual such an output may be by chance, on inputs that are not usual themselves; a model
+whose outputs shrink with its inputs has far smaller ones on denormal inputs."""
+
 MARGIN = 16
 """How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
 
@@ -553,8 +557,8 @@ class _FewNumbers:
         self._errors += [(case, output, error) for output, error in errors if 0 < error.size < FEW]
 
     def widen_spreads(self, floor: float) -> None:
-        """Give every case at least the largest error that an ordinary case has on the same output; and on ordinary
-        inputs, a handful of numbers that are near zero by chance half the floor's share of the usual size.
+        """Give every case at least the largest error that an ordinary case has on the same output; and a handful of
+        numbers that are near zero by chance half the floor's share of the usual size.
 
         Args:
             floor: of the precision.
@@ -563,7 +567,9 @@ class _FewNumbers:
             relative, share = self._largest(output)
             _widen(case, output, relative, error.largest * share)
             usual = self._usual_size(output)
-            if case.is_ordinary and error.size < HANDFUL and 0 < error.largest < usual:
+            least = 0.0 if case.is_ordinary else usual / BY_CHANCE
+            is_made_small = case.kind == "scaled" and case.scale < 1
+            if error.size < HANDFUL and least < error.largest < usual and not is_made_small:
                 _widen(case, output, floor / 2 * usual / error.largest, floor / 2 * (usual - error.largest))
 
     def _usual_size(self, output: str) -> float:

@@ -18,7 +18,7 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Case, TensorSpec
 from attnforge.errors import CaptureError
-from attnforge.export.reference import HANDFUL, write_reference
+from attnforge.export.reference import HANDFUL, _FewNumbers, write_reference
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.cases import make_inputs
@@ -203,4 +203,19 @@ def test_a_handful_of_numbers_near_zero_by_chance_has_the_floor_of_the_usual_siz
     usual = statistics.median(ordinary)
     assert sizes[few] == 1 < usual
     assert spreads[few] == pytest.approx((floor / 2 * usual, floor / 2 * (usual - 1)), rel=1e-3)
-    assert max(spreads[more]) < 1e-8 and max(spreads[HANDFUL - 1, "scaled-0.1"]) < 1e-8
+    assert max(spreads[more]) < 1e-8
+    for made_small in ("scaled-0.1", "denormal"):
+        assert max(spreads[HANDFUL - 1, made_small]) < 1e-8, made_small
+
+
+@pytest.mark.parametrize(("factor", "widened"), [(1 / 40, True), (1 / 2000, False)])
+def test_on_hard_inputs_too_a_handful_may_be_near_zero_by_chance(factor: float, widened: bool) -> None:
+    """As a score of two normalised vectors, which denormal inputs do not make small."""
+    floor, few = precision_named("fp32").floor, _FewNumbers()
+    truth = np.full(1, 1.0)
+    usual, hard = (Case(name=kind, sizes={}, kind=kind, seed=1) for kind in ("normal", "denormal"))
+    few.add(usual, {"y": truth}, {"y": truth})
+    few.add(hard, {"y": factor * truth}, {"y": factor * truth})
+    few.widen_spreads(floor)
+    assert (hard.spread["y"][0] == pytest.approx(floor / 2 / factor)) == widened
+    assert widened or hard.spread["y"] == (0.0, 0.0)
