@@ -220,7 +220,7 @@ def test_neither_the_plugin_nor_the_runner_loads_torch() -> None:
 
 SEEDED = {
     ("cross", "fp32"): {"scale-missing", "padding-ignored", "keys-clipped", "epsilon-1e-6"},
-    ("vit", "fp16"): {"scale-1%", "scale-by-d", "patches-transposed", "epsilon-1e-6"},
+    ("vit", "fp16"): {"scale-1%", "patches-transposed"},
 }
 """A few faults; `python -m tests.support.polygraphy` tries all, in every subject at every precision."""
 
@@ -234,8 +234,9 @@ def test_polygraphy_says_what_verify_says_of_faults(name: str, precision: str, t
     assert len(found) > 2
 
 
-@pytest.mark.parametrize("name", ["patch-attention-digits", "multi-head-self-attention"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("patch-attention-digits", "fp32"), ("multi-head-self-attention", "bf16")]
+)
 def test_polygraphy_says_what_verify_says_of_registered_models(
     registered: Deploy, name: str, precision: str, tmp_path: Path
 ) -> None:
