@@ -49,6 +49,7 @@ def main(folder: Path, count: int) -> None:
 
     predictions = (
         ray.data.read_parquet(str(folder / "tiles"))
+        .repartition(target_num_rows_per_block=2 * SAMPLES)  # small files are one block, which one actor would get
         .map_batches(images, batch_size=SAMPLES)
         .map_batches(
             Predictor,

@@ -12,16 +12,21 @@ import numpy as np
 import ray.data
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.ray.tiles import Rows, images_of
+from attnforge.benchmarks.ray.tiles import Rows, call_of, images_of
 from attnforge.serving.ray.handle import Handle
 from attnforge.serving.ray.predictor import Predictor
+
+BLOCK = 10
+"""Calls that one block of rows makes. Ray hands out blocks; of files as small as these it reads all into one, which one
+actor would get."""
 
 LINE = 11
 """Bytes of a line of a progress file: the number of the actor's process."""
 
 
 class Timed(Predictor):
-    """A predictor whose rows say when their call began and ended, in seconds since the epoch.
+    """A predictor whose rows say in which process their call was made, when it began and ended, in seconds since the
+    epoch, and how many seconds of the processor it took.
 
     Args:
         progress: a file that gets a line at every call.
@@ -33,11 +38,10 @@ class Timed(Predictor):
         self._progress = os.open(progress, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def __call__(self, batch: dict[str, Array]) -> dict[str, Array]:
-        began = time.time()
+        began, cpu = time.time(), time.process_time()
         rows = super().__call__(batch)
         os.write(self._progress, b"%*d\n" % (LINE - 1, os.getpid()))
-        times = np.broadcast_to(np.array([began, time.time()]), (len(next(iter(rows.values()))), 2))
-        return {**rows, "began": times[:, 0], "ended": times[:, 1]}
+        return {**rows, **call_of(len(batch["id"]), began, cpu)}
 
 
 def in_actors(bundle: Path, files: Sequence[Path], samples: int, actors: int, progress: Path, **handle: Any) -> Rows:
@@ -52,7 +56,10 @@ def in_actors(bundle: Path, files: Sequence[Path], samples: int, actors: int, pr
         handle: options of the handle.
     """
     rows = (
-        ray.data.read_parquet([str(file) for file in files], override_num_blocks=len(files))
+        ray.data.read_parquet(
+            [str(file) for file in files],
+        )
+        .repartition(target_num_rows_per_block=BLOCK * samples)
         .map_batches(images_of, batch_size=samples)
         .map_batches(
             Timed,

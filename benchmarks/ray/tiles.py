@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -63,6 +64,19 @@ def images_of(rows: dict[str, Array]) -> dict[str, Array]:
     return {"id": rows["id"], "image": np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)) / np.float32(127.5) - 1}
 
 
+def call_of(rows: int, began: float, cpu: float) -> dict[str, Array]:
+    """Columns of the rows of a call that ends now: its process, when it began and ended, in seconds since the epoch,
+    and the seconds of the processor that it took for each row.
+
+    Args:
+        rows: of the call.
+        began: seconds since the epoch.
+        cpu: seconds of the processor that this process had taken before.
+    """
+    numbers = {"process": os.getpid(), "began": began, "ended": time.time(), "cpu": (time.process_time() - cpu) / rows}
+    return {name: np.full(rows, number) for name, number in numbers.items()}
+
+
 def outcome_of(parts: Sequence[Rows], expected: Array) -> dict[str, Any]:
     """How many rows are lost, how many are there more than once, and whether all outputs are right to the bit.
 
@@ -111,14 +125,13 @@ def in_plain_processes(bundle: Path, files: Sequence[Path], samples: int, proces
 
 
 def _main(bundle: str, out: str, samples: str, *files: str) -> None:
-    columns: dict[str, list[Array]] = {"id": [], "output": [], "began": [], "ended": []}
+    parts: list[dict[str, Array]] = []
     with load(bundle, threads=1) as session:
         for rows in batches_of([Path(file) for file in files], int(samples)):
-            began = time.time()
+            began, cpu = time.time(), time.process_time()
             output = session(rows["image"])
-            for name, column in (("id", rows["id"]), ("output", output), ("began", [began]), ("ended", [time.time()])):
-                columns[name].append(np.asarray(column))
-    np.savez(out, allow_pickle=False, **{name: np.concatenate(parts) for name, parts in columns.items()})
+            parts.append({"id": rows["id"], "output": output, **call_of(len(output), began, cpu)})
+    np.savez(out, allow_pickle=False, **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
 if __name__ == "__main__":

@@ -103,7 +103,8 @@ def main(
     )
     show(results, table)
     every = [*(turn for of in turns.values() for turn in of), killed]
-    sound = all(turn["equal"] and not turn["lost"] and not turn["twice"] for turn in every)
+    sound = all(turn["processes"] == ACTORS for of in turns.values() for turn in of)
+    sound &= all(turn["equal"] and not turn["lost"] and not turn["twice"] for turn in every)
     sound &= not any(load["errors"] or load["wrong"] for load in (served, killed_replica))
     sound &= killed["in_the_middle"] and killed_replica["in_the_middle"]
     sound &= killed_replica["asked_again"] <= clients  # a client has one request at a time
@@ -115,18 +116,23 @@ def main(
 
 
 def _turn(parts: Sequence[Rows], expected: Array, seconds: float) -> dict[str, Any]:
-    """What came of a turn: whether the rows are all there and right, and how many a second.
+    """What came of a turn: whether the rows are all there and right, how many a second, in how many processes, and
+    which share of a processor their calls had, which other work on the machine takes from them.
 
     Args:
         parts: the rows.
         expected: the outputs of one Session, by `id`.
         seconds: that all of it took.
     """
-    rows = sum(len(part["id"]) for part in parts)
-    began, ended = (np.concatenate([part[name] for part in parts]) for name in ("began", "ended"))
+    process, began, ended, cpu = (
+        np.concatenate([part[name] for part in parts]) for name in ("process", "began", "ended", "cpu")
+    )
+    _, calls = np.unique(np.stack([process, began]), axis=1, return_index=True)
     return {
-        "per_second": round(rows / float(ended.max() - began.min()), 1),
+        "per_second": round(len(began) / float(ended.max() - began.min()), 1),
         "seconds": round(seconds, 1),
+        "processes": len(np.unique(process)),
+        "cpu_share": round(float(cpu.sum() / (ended - began)[calls].sum()), 2),
         **outcome_of(parts, expected),
     }
 
@@ -244,12 +250,23 @@ def _said(run: Callable[[Bundle], Any], bundle: Bundle) -> str | None:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    header = ("", "tiles a second", "seconds with the start", "rows", "lost", "twice", "equal to one Session")
+    header = (
+        "", "tiles a second", "seconds with the start", "share of a processor", "rows", "lost", "twice",
+        "equal to one Session",
+    )  # fmt: skip
     tiles, ways = figures["tiles"], figures["ways"]
-    rows = [(way, _spread(of["per_second"]), _spread(of["seconds"]), *_outcome(of, tiles)) for way, of in ways.items()]
+    rows = [
+        (way, *(_spread(of[key]) for key in ("per_second", "seconds", "cpu_share")), *_outcome(of, tiles))
+        for way, of in ways.items()
+    ]
     killed, calm, replica = figures["killed_actor"], figures["served"], figures["killed_replica"]
     one = {key: [value] for key, value in killed.items()}
-    rows.append(("an actor killed", f"{killed['per_second']:,.0f}", f"{killed['seconds']:.1f}", *_outcome(one, tiles)))
+    rows.append(
+        (
+            "an actor killed", f"{killed['per_second']:,.0f}", f"{killed['seconds']:.1f}", f"{killed['cpu_share']:.2f}",
+            *_outcome(one, tiles),
+        )
+    )  # fmt: skip
     ratios = [ray / plain for ray, plain in zip(ways[RAY]["per_second"], ways[PLAIN]["per_second"], strict=True)]
     whole = [plain / ray for ray, plain in zip(ways[RAY]["seconds"], ways[PLAIN]["seconds"], strict=True)]
     clients = ("", "requests a second", "p50 ms", "p99 ms", "answered", "sent again", "errors", "wrong")
@@ -268,8 +285,9 @@ def table(figures: dict[str, Any]) -> str:
             f"from the beginning of the first call to the end of the last. Ray's actors reach "
             f"{statistics.median(ratios):.2f} of the plain processes' tiles a second (by round "
             f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}), and {statistics.median(whole):.2f} where the start of "
-            f"the processes counts. Other work on the machine had a load average of {figures['busy']} before. An actor "
-            "was killed when half of the rows were predicted; Ray started another.",
+            "the processes counts. Where calls had less than a whole processor, other work on the machine had the "
+            f"rest (its load average was {figures['busy']} before). An actor was killed when half of the rows were "
+            "predicted; Ray started another.",
             markdown_table(clients, loads, words=1),
             f"{figures['clients']} clients × {figures['requests']} requests of one tile, over a handle; every answer "
             "is compared with a Session's. Requests that the killed replica held were sent again; "
@@ -282,7 +300,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _spread(numbers: Sequence[float]) -> str:
-    digits = 0 if min(numbers) >= 100 else 1
+    digits = 0 if min(numbers) >= 100 else 1 if min(numbers) > 2 else 2
     low, middle, high = min(numbers), statistics.median(numbers), max(numbers)
     return f"{middle:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
 

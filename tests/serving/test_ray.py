@@ -100,6 +100,7 @@ def test_a_killed_actor_loses_no_row_and_repeats_none(
         rows = in_actors(signed.path, files, SAMPLES, 2, progress, backend="onnxruntime-cpu")
     assert killed
     assert outcome_of([rows], expected) == {"lost": 0, "twice": 0, "equal": True}
+    assert len(np.unique(rows["process"])) >= 2
 
 
 def test_an_unsigned_bundles_actor_does_not_start(
