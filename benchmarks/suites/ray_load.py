@@ -163,14 +163,14 @@ def _served(
     application = PredictorDeployment.options(num_replicas=ACTORS, health_check_period_s=1).bind(Handle(bundle.path))
     handle = serve.run(application, name="tiles", route_prefix=None)
 
-    def pressed() -> Load:
-        return press(handle, inputs, answers, clients, requests, tolerance=tolerance)
+    def victim() -> int | None:
+        return descendants(REPLICA)[0] if len(load.milliseconds) > clients * requests // 2 else None
 
+    calm, load = Load(), Load()
     try:
-        calm = pressed()
-        due = time.monotonic() + calm.seconds / 3
-        with killing(lambda: descendants(REPLICA)[0] if time.monotonic() > due else None) as killed:
-            load = pressed()
+        press(handle, inputs, answers, clients, requests, tolerance=tolerance, outcome=calm)
+        with killing(victim) as killed:
+            press(handle, inputs, answers, clients, requests, tolerance=tolerance, outcome=load)
         in_the_middle = bool(killed)
         end = time.monotonic() + 60
         while len(descendants(REPLICA)) < ACTORS and time.monotonic() < end:

@@ -24,6 +24,7 @@ from ray import serve
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.benchmarks.load import Load
 from attnforge.benchmarks.ray.cluster import descendants, killing
 from attnforge.benchmarks.ray.load import press
 from attnforge.benchmarks.ray.rows import busy_after, in_actors
@@ -196,9 +197,9 @@ def test_answers_over_http(post: Callable[[Any], Answer], files: list[Path], exp
 def test_a_replica_killed_under_load_costs_what_it_held(handle: Any, files: list[Path], expected: Array) -> None:
     inputs = [{"image": image[None]} for image in images(files, 100)]
     answers = [row[None] for row in expected[:100]]
-    due = time.monotonic() + 0.5
-    with killing(lambda: descendants(REPLICA)[0] if time.monotonic() > due else None) as killed:
-        load = press(handle, inputs, answers, clients=16, requests=25, tolerance=1e-4)
+    load = Load()
+    with killing(lambda: descendants(REPLICA)[0] if len(load.milliseconds) > 100 else None) as killed:
+        press(handle, inputs, answers, clients=16, requests=25, tolerance=1e-4, outcome=load)
     assert killed
     assert (len(load.milliseconds), load.errors, load.wrong) == (400, 0, 0), load.error
     assert load.asked_again <= 16
