@@ -18,7 +18,6 @@ from attnforge.benchmarks.suites import (
     false_alarms,
     fusion,
     overhead,
-    ray_load,
     real_sizes,
     scaling,
     suite,
@@ -41,7 +40,6 @@ OTHERS = {
     "scaling": ("scaling.json", scaling.table),
     "triton-models": ("triton_models.json", triton_models.table),
     "triton-load": ("triton_load.json", triton_load.table),
-    "ray-load": ("ray_load.json", ray_load.table),
     "false-alarms": ("false_alarms.json", false_alarms.table),
 }
 
