@@ -42,7 +42,6 @@ def local_cluster(cpus: int) -> Iterator[None]:
 
     # Without a token of its own, Ray would write one to the home folder.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    before = {*descendants()}
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         ray.init(
             "local", num_cpus=cpus, include_dashboard=False, object_store_memory=MEMORY, _temp_dir=folder,
@@ -51,7 +50,8 @@ def local_cluster(cpus: int) -> Iterator[None]:
         try:
             yield
         finally:
-            started = [process for process in descendants() if process not in before]
+            actors = descendants("ray::")
+            started = actors + [process for process in descendants() if folder in _command(process)]
             ray.shutdown()
             _end(started)
 
