@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from attnforge import scratch
-from attnforge.errors import UsageError, shortened
+from attnforge.errors import BundleError, UsageError, shortened
 
 
 def sha256(file: Path) -> str:
@@ -242,3 +242,21 @@ def is_full(folder: Path, error: BaseException | None = None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return shutil.disk_usage(folder).free < LEAST_FREE
+
+
+@contextmanager
+def told_when_full(folder: Path) -> Iterator[None]:
+    """A block that writes to a new place on the disk of a folder, and whose errors say so where that disk is full.
+
+    Raises:
+        BundleError: the disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_full(folder, error):
+            raise BundleError(
+                f"the disk of {folder} is full, or its quota is; nothing was written; make room, or choose another "
+                "folder"
+            ) from error
+        raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, unlisted_text
 from attnforge.errors import BundleError, UsageError, first_line, shortened
-from attnforge.files import give_modes, is_full, open_inside, rename_new
+from attnforge.files import give_modes, open_inside, rename_new, told_when_full
 from attnforge.scratch import Scratch
 
 
@@ -50,21 +50,15 @@ def written(target: Path, put: Callable[[Path], object] | None = None) -> Iterat
         why = error.strerror or first_line(error)
         raise UsageError(f"{target} cannot be written: {why}; choose another folder") from error
     try:
-        yield scratch.path
-        give_modes(scratch.path)
-        if put is None:
-            rename_new(scratch.path, target)
-        else:
-            put(scratch.path)
+        with told_when_full(target.parent):
+            yield scratch.path
+            give_modes(scratch.path)
+            if put is None:
+                rename_new(scratch.path, target)
+            else:
+                put(scratch.path)
     except FileExistsError as error:
         raise UsageError(f"{error.filename2 or error.filename} appeared meanwhile, and is left as it is") from error
-    except OSError as error:
-        if is_full(target.parent, error):
-            raise BundleError(
-                f"the disk of {target.parent} is full, or its quota is; nothing was written; make room, or choose "
-                "another folder"
-            ) from error
-        raise
     finally:
         scratch.remove()
 

@@ -38,12 +38,12 @@ from attnforge.files import (
     exchange,
     give_modes,
     identity,
-    is_full,
     names_in,
     open_inside,
     open_regular,
     rename_new,
     sha256,
+    told_when_full,
     write_whole,
 )
 from attnforge.scratch import Scratch, remove
@@ -557,16 +557,10 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
     target = check_place(out, force)
     scratch = _beside(target)
     try:
-        yield scratch.path
-        give_modes(scratch.path)
-        _put(scratch.path, target, force)
-    except Exception as error:
-        if is_full(target.parent, error):
-            raise BundleError(
-                f"the disk of {target.parent} is full, or its quota is; nothing was written; make room, or choose "
-                "another folder"
-            ) from error
-        raise
+        with told_when_full(target.parent):
+            yield scratch.path
+            give_modes(scratch.path)
+            _put(scratch.path, target, force)
     finally:
         scratch.remove()
 
