@@ -35,16 +35,17 @@ class Published:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def folder(self, parent: Path) -> Path:
-        """The folder to deploy from: a new one under `parent`, or that of the package that brings trained weights."""
+    def source(self, parent: Path) -> str:
+        """The name that :func:`attnforge.export.sources.named.build` takes: that of a new folder under `parent`, or of
+        the package that brings trained weights."""
         if self.architecture == SENTENCES:
-            return minilm()
+            return f"hf:{minilm()}"
         folder = parent / "model"
         kind: Any = getattr(import_module("transformers"), self.architecture)
         config = {"architectures": [self.architecture], "model_type": kind.config_class.model_type, **self.sizes}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        return folder
+        return f"hf:{folder}"
 
 
 SENTENCES = "sentence-transformers"

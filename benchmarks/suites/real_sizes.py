@@ -77,14 +77,14 @@ def measured(model: Published, tune: bool, seconds: float, gib: float, console: 
     """
     record: dict[str, Any] = {"kind": model.kind, "architecture": model.architecture, "tuned": tune}
     with tempfile.TemporaryDirectory() as folder:
-        source = model.folder(Path(folder))
+        source = model.source(Path(folder))
         for step in GROWN if model.kind == "growth" else WHOLE:
             if step == "verify" and "failed" in record["deploy"]:
                 continue
             console.print(f"{model.name}: {step} …", style="dim")
             order = Order(
                 step=step,
-                model=str(source),
+                model=source,
                 options=dict(model.options),
                 bundle=str(Path(folder) / "bundle"),
                 tune=tune,
@@ -196,13 +196,13 @@ def _row(name: str, model: Mapping[str, Any]) -> list[str]:
         _text(stages.get("measure backends"), ".0f"),
         *(_text(None if "failed" in step else step["seconds"], ".0f") for step in (deploy, plain)),
         *(_text(deploy[unit] / plain[unit] if both else None, ".1f") for unit in ("seconds", "cpu")),
-        _gib(_peak(deploy)),
+        _gib(peak_of(deploy)),
         _gib(max(builders, default=None)),
-        _gib(_peak(plain)),
+        _gib(peak_of(plain)),
     ]
 
 
-def _peak(step: Mapping[str, Any]) -> int | None:
+def peak_of(step: Mapping[str, Any]) -> int | None:
     """Bytes at the peak of a step's process, and of the one that it measures backends in."""
     measuring = step.get("children", {}).get(MEASURING, {"memory": 0})
     return max(step["peak"], measuring["memory"]) if "peak" in step else None
@@ -274,7 +274,7 @@ def _grown(along: str, records: Mapping[str, Mapping[str, Any]]) -> Iterator[lis
 def _figure(step: Mapping[str, Any], name: str) -> float | None:
     if "failed" in step:
         return None
-    return _peak(step) if name == "peak" else step[name]
+    return peak_of(step) if name == "peak" else step[name]
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ it measured, one JSON document, to the order's answer.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnforge.bundle import Source
+from attnforge.deploy_cache import VARIABLE
 from attnforge.errors import CaptureError, first_line
 from attnforge.memory import peak
 from attnforge.records import Record
@@ -26,19 +28,23 @@ class Order(Record):
 
     Attributes:
         step: name of one of :data:`STEPS`.
-        model: folder with the model's configuration.
-        options: of :func:`attnforge.export.sources.huggingface.example`.
-        bundle: folder that is deployed to, and verified.
-        tune: whether deploying measures forms and backends.
+        model: as :func:`attnforge.export.sources.named.build` takes it.
+        options: of the model.
+        bundle: folder that is deployed to, and verified; one that is there is overwritten.
         answer: file to write.
+        tune: whether deploying measures forms and backends.
+        targets: to deploy for; None for all that this machine can build.
+        cache: folder of the cache of deploys; None for none, so that every deploy is a first one.
     """
 
     step: str
     model: str
     options: dict[str, str | int]
     bundle: str
-    tune: bool
     answer: str
+    tune: bool = True
+    targets: list[str] | None = None
+    cache: str | None = None
 
 
 def plain(order: Order) -> dict[str, Any]:
@@ -68,9 +74,10 @@ def plain(order: Order) -> dict[str, Any]:
 
 
 def deploy(order: Order) -> dict[str, Any]:
-    """`attnforge.deploy` with its default options."""
+    """`attnforge.deploy` as it is ordered."""
     import attnforge
 
+    os.environ[VARIABLE] = order.cache or "off"
     example, source = _model(order)
     parameters = sum(parameter.numel() for parameter in example.module.parameters())
     bundle = attnforge.deploy(
@@ -78,8 +85,9 @@ def deploy(order: Order) -> dict[str, Any]:
         example.args,
         order.bundle,
         example.dynamic_shapes,
+        targets=order.targets,
         tune=order.tune,
-        cache=False,  # what is measured is a first deploy
+        force=True,
         source=source,
     )
     manifest = bundle.manifest
@@ -94,6 +102,7 @@ def deploy(order: Order) -> dict[str, Any]:
         "stages": manifest.seconds,
         "memory": manifest.memory,
         "children": {name: cost.model_dump() for name, cost in manifest.children.items()},
+        "reused": manifest.reused,
         "picked": None if manifest.choice is None else manifest.choice.picked,
     }
 
@@ -157,9 +166,9 @@ STEPS: dict[str, Callable[[Order], dict[str, Any]]] = {
 
 
 def _model(order: Order) -> tuple[Example, Source]:
-    from attnforge.export.sources.named import HUGGING_FACE, build
+    from attnforge.export.sources.named import build
 
-    return build(f"{HUGGING_FACE}{order.model}", order.options, None)
+    return build(order.model, order.options, None)
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def test_names_are_unique_and_kinds_are_those_that_are_documented() -> None:
 def test_a_step_is_ended_at_its_limits_and_says_why_it_failed(tmp_path: Path) -> None:
     order = Order(
         step="plain",
-        model=str(tmp_path),
+        model=f"hf:{tmp_path}",
         options={},
         bundle=str(tmp_path / "bundle"),
         tune=False,

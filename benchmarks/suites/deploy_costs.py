@@ -1,0 +1,222 @@
+"""What a deploy may cost, held to its limits on models of real size.
+
+`python -m attnforge.benchmarks.suites.deploy_costs` measures, of every model of :data:`LIMITS`: torch's plain export,
+its opening and one comparison; a deploy with an empty cache; the same deploy again; and a verification. It writes
+`benchmarks/results/deploy_costs.json`. Every step is a process of its own, and a ratio is of two steps of one run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor, nn
+
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
+from attnforge.benchmarks.suites.published import PUBLISHED, Published
+from attnforge.benchmarks.suites.real_sizes import GIB, in_a_process, peak_of
+from attnforge.benchmarks.suites.real_sizes_steps import Order
+from attnforge.export.measuring import MEASURING
+from attnforge.machine import processors
+from attnforge.model.registry import Example
+
+COMMAND = "python -m attnforge.benchmarks.suites.deploy_costs"
+FILE = RESULTS / "deploy_costs.json"
+
+AGAIN = 1 / 3
+"""Most time of a second deploy of the same model, in the first one's."""
+
+FLOAT = 4
+"""Bytes of a parameter."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that deploying one model may cost.
+
+    Attributes:
+        model: a published one, or the name of a callable as :func:`attnforge.export.sources.named.build` takes it.
+        tune: whether deploying measures forms and backends.
+        targets: None for all that a machine without a GPU can build.
+        ratio: time of a deploy, in the plain path's.
+        seconds: time of a deploy.
+        gib: memory of a deploy's largest process but for TensorRT's builder; None for the plain path's and twice the
+            weights.
+        verify_gib: memory of a verification.
+    """
+
+    model: Published | str
+    tune: bool = True
+    targets: tuple[str, ...] | None = None
+    ratio: float = inf
+    seconds: float = inf
+    gib: float | None = None
+    verify_gib: float = inf
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return self.model.name if isinstance(self.model, Published) else self.model.rpartition(":")[2]
+
+    @property
+    def how(self) -> str:
+        """The options of the deploy, as the command line has them."""
+        options = [] if self.tune else ["--no-tune"]
+        return " ".join([*options, *(f"--target {target}" for target in self.targets or ())]) or "default"
+
+
+class Causal(nn.Module):
+    """Causal attention without weights."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+        """Attention of (batch, heads, tokens, head size) tensors; the result is of the same shape."""
+        return {"out": nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)}
+
+
+def bare_causal_attention() -> Example:
+    """Eight heads of 64 over 1 to 8,192 tokens, 4,096 in the example: the largest case has 537 million scores."""
+    tokens = torch.export.Dim("tokens", min=1, max=8192)
+    inputs = tuple(torch.randn(1, 8, 4096, 64) for _ in range(3))
+    return Example(Causal(), inputs, {name: {2: tokens} for name in ("query", "key", "value")})
+
+
+_LLAMA = Published(
+    "Llama, 1.1 billion parameters, 64 tokens", "decoder", "LlamaForCausalLM",
+    {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048,
+    },
+    {"tokens": 64, "max_tokens": 64},
+)  # fmt: skip
+_USUAL = [
+    model
+    for model in PUBLISHED
+    if model.name in ("vit-base-patch16-224", "bert-base-uncased", "dinov2-base at 224", "distilbert-base-uncased")
+]
+
+LIMITS = (
+    *(Limit(model, ratio=6) for model in _USUAL),
+    *(Limit(model, tune=False, targets=("onnxruntime",), ratio=3) for model in _USUAL),
+    Limit(_LLAMA, targets=("onnxruntime",), ratio=6, gib=13, verify_gib=8),
+    Limit(
+        "attnforge.benchmarks.suites.deploy_costs:bare_causal_attention", targets=("onnxruntime",), seconds=60, gib=1.5
+    ),
+)
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
+    only: Annotated[list[str] | None, typer.Option(help="A model; repeat. All by default.")] = None,
+) -> None:
+    """Measure, write the figures after every model, and end with 1 where a limit is not kept."""
+    console = Console()
+    names = list(dict.fromkeys(limit.name for limit in LIMITS))
+    if unknown := [name for name in only or () if name not in names]:
+        raise typer.BadParameter(f"no model is called {unknown[0]!r}; there are {', '.join(names)}")
+    records: list[dict[str, Any]] = []
+    for limit in LIMITS:
+        if not only or limit.name in only:
+            console.print(f"{limit.name}, {limit.how} …", style="dim", markup=False)
+            records.append(measured(limit))
+            write_figures(COMMAND, processors(), results, models=records)
+    show(results, table)
+    raise typer.Exit(any(_broken(limit, record) for limit, record in _pairs(records)))
+
+
+def measured(limit: Limit) -> dict[str, Any]:
+    """What every step gave, as :func:`attnforge.benchmarks.suites.real_sizes.in_a_process` has it."""
+    model = limit.model
+    record: dict[str, Any] = {"model": limit.name, "how": limit.how}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        order = Order(
+            step="",
+            model=model.source(folder) if isinstance(model, Published) else model,
+            options=dict(model.options) if isinstance(model, Published) else {},
+            bundle=str(folder / "bundle"),
+            answer=str(folder / "answer.json"),
+            tune=limit.tune,
+            targets=None if limit.targets is None else list(limit.targets),
+            cache=str(folder / "cache"),
+        )
+        for title, step in {"plain": "plain", "deploy": "deploy", "again": "deploy", "verify": "verify"}.items():
+            record[title] = in_a_process(order.model_copy(update={"step": step}), 1800, 20 * GIB)
+    return record
+
+
+def _pairs(records: list[dict[str, Any]]) -> Iterator[tuple[Limit, dict[str, Any]]]:
+    for record in records:
+        yield from ((each, record) for each in LIMITS if (each.name, each.how) == (record["model"], record["how"]))
+
+
+def _broken(limit: Limit, record: Mapping[str, Any]) -> list[str]:
+    """The limits that a model does not keep, each with what was measured."""
+    plain, deploy, again, verify = (record[step] for step in ("plain", "deploy", "again", "verify"))
+    failed = [f"{step}: {record[step]['failed']}" for step in record if "failed" in record[step]]
+    if failed:
+        return failed
+    costs = {
+        "of the plain path's time": (deploy["seconds"] / plain["seconds"], limit.ratio),
+        "s": (deploy["seconds"], limit.seconds),
+        "GiB": (_gib(deploy), _most_gib(limit, record)),
+        "GiB of a verification": (_gib(verify), limit.verify_gib),
+        "of the first deploy's time, again": (again["seconds"] / deploy["seconds"], AGAIN),
+    }
+    return [f"{cost:.2f} {name}, {most:.2f} at most" for name, (cost, most) in costs.items() if cost > most]
+
+
+def _most_gib(limit: Limit, record: Mapping[str, Any]) -> float:
+    """GiB that a deploy may have in one process."""
+    if limit.gib is not None:
+        return limit.gib
+    return float(record["plain"]["peak"] + 2 * FLOAT * record["deploy"]["parameters"]) / GIB
+
+
+def _gib(step: Mapping[str, Any]) -> float:
+    return (peak_of(step) or 0) / GIB
+
+
+def table(figures: dict[str, Any]) -> str:
+    """What each deploy cost and may cost, as Markdown, and below it what was not kept."""
+    header = (
+        "model", "options", "deploy, s", "plain, s", "ratio", "at most", "GiB", "at most", "builder, GiB",
+        "again, of the first", "verify, GiB", "within the budget", "`auto` loads",
+    )  # fmt: skip
+    rows, broken = [], []
+    for limit, record in _pairs(figures["models"]):
+        broken += [f"- {limit.name}, {limit.how}: {reason}" for reason in _broken(limit, record)]
+        if not any("failed" in record[step] for step in record):
+            rows.append(_row(limit, record))
+    law = f"{len(figures['models'])} deploys, {len(broken) or 'no'} limits broken. {where(figures)}"
+    return "\n\n".join([markdown_table(header, rows, 2), law, *(["\n".join(broken)] if broken else [])])
+
+
+def _row(limit: Limit, record: Mapping[str, Any]) -> list[str]:
+    plain, deploy, again, verify = (record[step] for step in ("plain", "deploy", "again", "verify"))
+    builders = [child["memory"] for name, child in deploy["children"].items() if name != MEASURING]
+    most = f"{limit.seconds:.0f} s" if limit.ratio == inf else f"{limit.ratio:.0f}"
+    return [
+        limit.name,
+        limit.how,
+        *(f"{step['seconds']:.1f}" for step in (deploy, plain)),
+        f"{deploy['seconds'] / plain['seconds']:.2f}",
+        most,
+        f"{_gib(deploy):.2f}",
+        f"{_most_gib(limit, record):.2f}",
+        f"{max(builders) / GIB:.2f}" if builders else "–",
+        f"{again['seconds'] / deploy['seconds']:.2f}",
+        f"{_gib(verify):.2f}",
+        ", ".join(name for name, backend in verify["backends"].items() if backend["passed"]),
+        deploy["picked"] or "by rule",
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)
