@@ -1,0 +1,248 @@
+"""Whole numbers in a mask's graph, as affine expressions of where a query and a key stand.
+
+`2·query − key + past + 1`, `(query // 128)`: sums of atoms with whole factors. XLA's indexing maps
+(https://openxla.org/xla/indexing) and LLVM's scalar evolution say positions in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+
+import onnx_ir as ir
+import sympy
+
+from attnforge.export.attention.layout import Size
+
+
+class Place(Enum):
+    """An index of a score, counted from 0."""
+
+    BATCH = "batch"
+    HEAD = "head"
+    QUERY = "query"
+    KEY = "key"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A symbolic size of the graph, not negative: a name, or an expression that is no sum."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A whole number that only a run tells: an element of a tensor.
+
+    Attributes:
+        value: the tensor.
+        index: of the element.
+    """
+
+    value: ir.Value
+    index: tuple[Affine | None, ...] = ()
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one number for all batches and heads."""
+        return all(index is not None and not index.places for index in self.index)
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """`numerator // divisor`, rounded down; the divisor is positive."""
+
+    numerator: Affine
+    divisor: int
+
+
+Atom = Place | Dim | Scalar | Quotient
+
+
+@dataclass(frozen=True)
+class Affine:
+    """`number` plus the sum of every atom times its factor; no factor is 0."""
+
+    number: int = 0
+    terms: frozenset[tuple[Atom, int]] = field(default=frozenset())
+
+    @classmethod
+    def of(cls, number: int, factors: Mapping[Atom, int]) -> Affine:
+        return cls(number, frozenset((atom, factor) for atom, factor in factors.items() if factor))
+
+    @classmethod
+    def atom(cls, atom: Atom) -> Affine:
+        return cls(0, frozenset({(atom, 1)}))
+
+    @classmethod
+    def dim(cls, dim: int | ir.SymbolicDim) -> Affine:
+        """The size of a dim; an unknown dim is an atom of its own."""
+        if isinstance(dim, int):
+            return cls(dim)
+        size = Size.of(dim).dim()
+        if isinstance(size, int):
+            return cls(size)
+        number, terms = _sum(str(size.value))
+        return cls.of(number, {Dim(name): factor for name, factor in terms})
+
+    @property
+    def factors(self) -> dict[Atom, int]:
+        return dict(self.terms)
+
+    @property
+    def constant(self) -> int | None:
+        """The number that it is; None where it depends on anything."""
+        return None if self.terms else self.number
+
+    @property
+    def places(self) -> frozenset[Place]:
+        """The indices that it depends on, also inside quotients and of elements."""
+        found: set[Place] = set()
+        for atom, _ in self.terms:
+            if isinstance(atom, Place):
+                found.add(atom)
+            elif isinstance(atom, Quotient):
+                found |= atom.numerator.places
+            elif isinstance(atom, Scalar):
+                found |= {place for index in atom.index if index is not None for place in index.places}
+                if not all(index is not None for index in atom.index):
+                    found.add(Place.BATCH)
+        return frozenset(found)
+
+    @property
+    def scalars(self) -> frozenset[Scalar]:
+        """The numbers that it depends on and only a run tells."""
+        inner = (atom.numerator.scalars for atom, _ in self.terms if isinstance(atom, Quotient))
+        return frozenset(atom for atom, _ in self.terms if isinstance(atom, Scalar)).union(*inner)
+
+    def __add__(self, other: Affine | int) -> Affine:
+        if isinstance(other, int):
+            return Affine(self.number + other, self.terms)
+        factors = self.factors
+        for atom, factor in other.terms:
+            factors[atom] = factors.get(atom, 0) + factor
+        return Affine.of(self.number + other.number, factors)
+
+    def __neg__(self) -> Affine:
+        return self * -1
+
+    def __sub__(self, other: Affine | int) -> Affine:
+        return self + -other
+
+    def __mul__(self, factor: int) -> Affine:
+        return Affine.of(self.number * factor, {atom: n * factor for atom, n in self.terms})
+
+    def floor_divided(self, divisor: int) -> Affine:
+        """`self // divisor`, for a positive divisor."""
+        whole = {atom: n // divisor for atom, n in self.terms if n % divisor == 0}
+        rest = {atom: n for atom, n in self.terms if n % divisor}
+        if not rest:
+            return Affine.of(self.number // divisor, whole)
+        inner = Affine.of(self.number % divisor, rest)
+        return Affine.of(self.number // divisor, whole) + Affine.atom(Quotient(inner, divisor))
+
+    def remainder(self, divisor: int) -> Affine:
+        """`self % divisor`, not negative, for a positive divisor."""
+        return self - self.floor_divided(divisor) * divisor
+
+    def replaced(self, by: Mapping[Place, Affine]) -> Affine:
+        """The same with other expressions for indices."""
+        result = Affine(self.number)
+        for atom, factor in self.terms:
+            if isinstance(atom, Place) and atom in by:
+                result = result + by[atom] * factor
+            elif isinstance(atom, Quotient):
+                result = result + atom.numerator.replaced(by).floor_divided(atom.divisor) * factor
+            else:
+                result = result + Affine.of(0, {atom: factor})
+        return result
+
+    def evaluate(self, number_of: Callable[[Atom], int]) -> int:
+        """The number that it is, given that of every atom but quotients."""
+        return self.number + sum(
+            factor
+            * (atom.numerator.evaluate(number_of) // atom.divisor if isinstance(atom, Quotient) else number_of(atom))
+            for atom, factor in self.terms
+        )
+
+    def text(self) -> str:
+        """As people write it: `past + 1`."""
+        if not self.terms:
+            return f"{self.number}".replace("-", "−")
+        ordered = sorted(
+            ((_text(atom), factor) for atom, factor in self.terms), key=lambda term: (term[1] < 0, term[0])
+        )
+        parts = [(factor < 0, (f"{abs(factor)}·" if abs(factor) != 1 else "") + name) for name, factor in ordered]
+        parts += [(self.number < 0, str(abs(self.number)))] if self.number else []
+        first, *others = parts
+        return ("−" if first[0] else "") + first[1] + "".join(f" {'−' if neg else '+'} {name}" for neg, name in others)
+
+
+ZERO = Affine()
+QUERY, KEY = Affine.atom(Place.QUERY), Affine.atom(Place.KEY)
+BATCH, HEAD = Affine.atom(Place.BATCH), Affine.atom(Place.HEAD)
+
+
+def never_negative(x: Affine, largest: Mapping[Place, Affine] | None = None) -> bool:
+    """Whether an expression is proved not to be negative: indices and sizes are not, nor quotients of what is not.
+
+    Args:
+        x: the expression.
+        largest: the largest index, of places that are subtracted.
+    """
+    at_most = largest or {}
+    falling = {atom: at_most[atom] for atom, n in x.terms if isinstance(atom, Place) and n < 0 and atom in at_most}
+    if falling:
+        factors = x.factors
+        x = Affine.of(x.number, {atom: n for atom, n in factors.items() if atom not in falling}) + total(
+            bound * factors[atom] for atom, bound in falling.items()
+        )
+    return x.number >= 0 and all(n > 0 and _is_natural(atom) for atom, n in x.terms)
+
+
+def total(terms: Iterable[Affine]) -> Affine:
+    result = Affine()
+    for term in terms:
+        result = result + term
+    return result
+
+
+def _is_natural(atom: Atom) -> bool:
+    if isinstance(atom, Quotient):
+        return never_negative(atom.numerator)
+    return not isinstance(atom, Scalar)
+
+
+def _text(atom: Atom) -> str:
+    if isinstance(atom, Quotient):
+        return f"({atom.numerator.text()}) // {atom.divisor}"
+    if isinstance(atom, Scalar):
+        return atom.value.name or "a number of the run"
+    return atom.name if isinstance(atom, Dim) else atom.value
+
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+
+
+@cache
+def _sum(text: str) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """A size as a number and the factors of names; what is no sum of names is a name as it stands."""
+    if _NAME.fullmatch(text):
+        return 0, ((text, 1),)
+    names = sorted(set(_NAME.findall(text)))
+    symbols = {f"s{i}": sympy.Symbol(f"s{i}", integer=True) for i in range(len(names))}
+    by_name = dict(zip(names, symbols, strict=True))
+    try:  # onnx_ir's parser refuses whatever is no arithmetic, which sympy's would run
+        simple = ir.SymbolicDim(_NAME.sub(lambda m: by_name[m[0]], text)).simplify().value
+        factors = sympy.expand(sympy.sympify(simple, locals=symbols)).as_coefficients_dict()
+    except ValueError:
+        return 0, ((text, 1),)
+    if any(not factor.is_Integer or not (term.is_Symbol or term == 1) for term, factor in factors.items()):
+        return 0, ((text, 1),)
+    return int(factors.pop(sympy.Integer(1), 0)), tuple(
+        (names[int(str(term)[1:])], int(factor)) for term, factor in factors.items()
+    )
