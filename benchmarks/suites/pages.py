@@ -15,6 +15,7 @@ import typer
 from attnforge.benchmarks.measure import results
 from attnforge.benchmarks.publish import RESULTS
 from attnforge.benchmarks.suites import (
+    deploy_costs,
     false_alarms,
     fusion,
     overhead,
@@ -36,6 +37,7 @@ OTHERS = {
     "fusion-summary": ("fusion_coverage.json", fusion.summary),
     "real-sizes": ("real_sizes.json", real_sizes.table),
     "real-sizes-growth": ("real_sizes.json", real_sizes.growth),
+    "deploy-costs": ("deploy_costs.json", deploy_costs.table),
     "overhead": ("overhead.json", overhead.table),
     "scaling": ("scaling.json", scaling.table),
     "triton-models": ("triton_models.json", triton_models.table),
