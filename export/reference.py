@@ -6,8 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -306,8 +305,23 @@ def _borne(case: Case, model: ReferenceModel, reach: _Reach) -> float:
         is_right = all(_is_right(array, exact[output], precision) for output, array in eager.items())
         return is_right and not reach.is_left(peaks)
 
-    first = bisect_left(scales, True, key=is_borne)
+    first = _first(scales, is_borne)
     return scales[first] / MARGIN if first < count else scales[-1] / step
+
+
+def _first(scales: Sequence[float], is_borne: Callable[[float], bool]) -> int:
+    """Index of the first scale that is borne, as all after it are; their number where none is. It is sought from the
+    middle outwards: a model that normalises squares its inputs, and overflows in the middle of a precision's range."""
+    low, high, step = -1, len(scales), 1
+    at = high // 2
+    while high - low > 1:
+        at = at if low < at < high else (low + high) // 2
+        if is_borne(scales[at]):
+            high, at = at, at - step
+        else:
+            low, at = at, at + step
+        step *= 2
+    return high
 
 
 def _limit(model: ReferenceModel, which: str) -> float:

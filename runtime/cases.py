@@ -48,7 +48,7 @@ LARGEST = "normal-largest"
 CHEAP = 1e9
 """Floating-point operations of a run up to which no case is made smaller for its cost."""
 
-PASSES = 12
+PASSES = 10
 """Runs of the example that all cases together may cost, the largest sizes aside."""
 
 Cost = Callable[[Mapping[str, int]], float]
@@ -59,13 +59,14 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
     """The cases that a bundle is deployed with, besides real data.
 
     - The example.
-    - Normal inputs at the example's sizes, at all dims smallest, at all dims largest, at each dim smallest with the
-      others largest, and at odd and at prime sizes. Of up to two dynamic dims these are all corners of the profile.
+    - Normal inputs at the example's sizes, where these are static or a run is cheap; at all dims smallest, at all dims
+      largest, at each dim smallest with the others largest, and at odd and at prime sizes. Of up to two dynamic dims
+      these are all corners of the profile.
     - Every kind of :data:`KINDS`, at odd sizes, where an input is floating-point.
     - Every kind of :data:`MASKS`, at prime sizes, where an input is a mask.
 
     What a case costs is counted in runs of the example, or of :data:`CHEAP` operations where that is more. All dims are
-    largest once, whatever that costs. Other cases cost at most: the corners four runs together, prime sizes two, odd
+    largest once, whatever that costs. Other cases cost at most: the corners four runs together, prime sizes one, odd
     sizes half a run, and a kind of inputs or of masks, where the sizes are not what is tried, a quarter. Where they
     would cost more, the sizes move towards the smallest, and in corners the other dims are as in the example.
 
@@ -91,8 +92,10 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
                 break
         return sizes
 
-    shapes = {"opt": opt, "smallest": low, "largest": high, "odd": between(_is_odd, 0.4, 1 / 2)}
-    shapes["prime"] = between(_is_prime, 0.7, 2)
+    shapes = {"smallest": low, "largest": high, "odd": between(_is_odd, 0.4, 1 / 2)}
+    shapes["prime"] = between(_is_prime, 0.7, 1)
+    if not symbols or cost(opt) <= CHEAP:
+        shapes = {"opt": opt, **shapes}
     for symbol in symbols if len(symbols) > 1 else ():
         corner = {**high, symbol: low[symbol]}
         is_dear = cost(corner) > 4 * run / len(symbols)

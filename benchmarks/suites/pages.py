@@ -19,6 +19,7 @@ from attnforge.benchmarks.suites import (
     false_alarms,
     fusion,
     overhead,
+    ray_load,
     real_sizes,
     scaling,
     suite,
@@ -42,6 +43,7 @@ OTHERS = {
     "scaling": ("scaling.json", scaling.table),
     "triton-models": ("triton_models.json", triton_models.table),
     "triton-load": ("triton_load.json", triton_load.table),
+    "ray-load": ("ray_load.json", ray_load.table),
     "false-alarms": ("false_alarms.json", false_alarms.table),
 }
 
