@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -182,9 +183,21 @@ class Layers(nn.Module):
 
 
 def over_layers(forward: Callable[..., Any]) -> nn.Module:
-    """A module of :class:`Layers` with this forward."""
+    """A module of :class:`Layers` with this forward, and of the layers those that it names: an export takes a while for
+    each parameter, used or not."""
     module: nn.Module = type(forward.__name__, (Layers,), {"forward": forward})()
+    named = _named(forward.__code__)
+    named |= {name for helper in named & vars(Layers).keys() for name in _named(getattr(Layers, helper).__code__)}
+    for name in [*module._modules, *module._parameters]:
+        if name not in named:
+            delattr(module, name)
     return module
+
+
+def _named(code: CodeType) -> set[str]:
+    """The names that code and the functions within it look up."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_named, inner))
 
 
 class OnHeads(nn.Module):
@@ -252,8 +265,9 @@ class Part:
     group: str
 
 
-TOGETHER: dict[Form, int] = {"dynamic": 30, "static": 200}
-"""How many idioms are exported at once: past that, the solver of dynamic dims takes longer than several exports."""
+TOGETHER: dict[Form, int] = {"dynamic": 18, "static": 33}
+"""How many idioms are exported at once: in larger parts each takes longer, in smaller ones what any export takes counts
+for more."""
 
 
 def parts() -> list[Part]:
