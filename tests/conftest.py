@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch._dynamo.config
@@ -42,6 +44,17 @@ settings.load_profile("ci")
 # own thresholds. Its cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
 gc.set_threshold(100_000, 20, 20)
 torch._dynamo.config.fake_tensor_cache_enabled = False
+
+_read_source, _kept_source = inspect.getsource, functools.cache(inspect.getsource)
+
+
+def getsource(object: Any) -> str:
+    """:func:`inspect.getsource`, which reads a function of onnxscript's library once: each export asks for all 500."""
+    is_in_library = str(getattr(object, "__module__", "")).startswith("onnxscript.function_libs.")
+    return _kept_source(object) if is_in_library else _read_source(object)
+
+
+inspect.getsource = getsource
 
 
 def pytest_configure() -> None:
