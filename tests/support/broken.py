@@ -154,7 +154,7 @@ def residual_stream() -> nn.Module:
             last = block.mlp[2]
             assert isinstance(last, nn.Linear)
             last.bias[3] += 4e4
-    return Stack(Block(), *loud, Block(), nn.LayerNorm(DIM))
+    return Stack(Block(), *loud, nn.LayerNorm(DIM))
 
 
 def outlier_channel() -> nn.Module:
@@ -165,7 +165,7 @@ def outlier_channel() -> nn.Module:
 
 
 def all_times(factor: float, norm: nn.Module) -> nn.Module:
-    return Stack(Scaled(torch.full((DIM,), factor)), norm, Block(), Block())
+    return Stack(Scaled(torch.full((DIM,), factor)), norm, Block())
 
 
 BROKEN = {
