@@ -22,19 +22,19 @@ from attnforge.export.diagnosis.findings import another_reference
 from attnforge.runtime.parity.metrics import accuracy
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
-from tests.support.broken import DIM, TOKENS, Block
+from tests.support.broken import DIM, TOKENS, Attention
 
 
 class Function(nn.Module):
-    """A block, and a function of what comes out and of the inputs."""
+    """Attention, and a function of what comes out and of the inputs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.block, self.function = Block(), function
+        self.attention, self.function = Attention(), function
         self.offset = nn.Parameter(torch.randn(TOKENS, DIM))
 
     def forward(self, x: Tensor, *more: Tensor) -> Any:
-        return self.function(self, self.block(x), *more)
+        return self.function(self, self.attention(x), *more)
 
 
 def made(function: Callable[..., Any], *more: Tensor) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -140,14 +140,14 @@ class Remembers(nn.Module):
 
     def __init__(self, inside: Callable[[Tensor], object]) -> None:
         super().__init__()
-        self.block, self.bias, self.inside = Block(), nn.Parameter(torch.randn(TOKENS, TOKENS)), inside
+        self.attention, self.bias, self.inside = Attention(), nn.Parameter(torch.randn(TOKENS, TOKENS)), inside
         self.cache: dict[str, Any] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         if "cpu" not in self.cache:
             self.cache["cpu"] = self.inside(self.bias.flip(0))
         kept = self.cache["cpu"]
-        y: Tensor = self.block(x)
+        y: Tensor = self.attention(x)
         return (y @ y.mT + (kept if isinstance(kept, Tensor) else kept.tensor)).softmax(-1) @ y
 
 
