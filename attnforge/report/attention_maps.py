@@ -26,6 +26,7 @@ from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.parts import part_of, values_of
 from attnforge.export.graphs.saving import load_graph
+from attnforge.export.lowering.blocks import before_blocks
 from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
@@ -318,6 +319,8 @@ def _deployed(
         if node.op_type == "Softmax":
             first = insert(model.graph, node, lambda op, node=node: _first_sample(op, node), after=True)  # type: ignore[misc]
             shown[site] = node, {0: [str(first.name)]}
+        elif (blocked := before_blocks(node)) is not None:
+            shown[site] = node, {i: [str(value.name)] for i, value in enumerate(blocked[:2])}
         else:
             mask = 5 if node.op_type == "MultiHeadAttention" else 3 if node.op_type == "Attention" else None
             wanted = [i for i in (0, 1, mask) if i is not None and i < len(node.inputs) and node.inputs[i] is not None]
@@ -369,7 +372,12 @@ def _operands_of(node: ir.Node, tensors: Mapping[int, Array], heads: int, apart:
     query, key, attributes = tensors[0], tensors[1], node.attributes
     softcap = attributes.get_float("softcap", 0.0) or 0.0
     is_causal, mask = bool(attributes.get_int("is_causal", 0)), None
-    if node.op_type == "Attention":
+    if (blocked := before_blocks(node)) is not None:
+        query, key = (
+            _apart(x[0], attributes.get_int(name) or 1) for x, name in ((query, "q_num_heads"), (key, "kv_num_heads"))
+        )
+        mask = blocked[2].holds(query.shape[1], key.shape[1])
+    elif node.op_type == "Attention":
         query, key = query[0], key[0]
         mask = _first_of(tensors[3]) if 3 in tensors else None
     elif node.op_type == "GroupQueryAttention":

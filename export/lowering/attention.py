@@ -23,6 +23,7 @@ from attnforge.export.attention.layout import (
 )
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast
+from attnforge.export.lowering.blocks import Band, band_of
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Attention:
         output: the value behind all views, and its layout.
         silent_rows_are_nan: whether a query without keys gets NaN instead of zeros.
         axes: the axes of the canonical dims.
+        band: what the mask is proved to leave, where that is a band and nothing else.
     """
 
     node: ir.Node
@@ -73,6 +75,7 @@ class Attention:
     silent_rows_are_nan: bool
     softmax_dtype: ir.DataType
     axes: SiteAxes
+    band: Band | None = None
 
     @property
     def dtype(self) -> ir.DataType:
@@ -142,6 +145,7 @@ def _read(node: ir.Node) -> Attention:
         silent_rows_are_nan=node.metadata_props.get(SILENT_ROWS) == "nan",
         softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or query.dtype.value),
         axes=axes,
+        band=band_of(node),
     )
 
 

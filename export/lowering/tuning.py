@@ -280,20 +280,24 @@ def _copied(op: Builder, mask: ir.Value, sizes: Mapping[str, int], inputs: dict[
 def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
     """Random inputs for a model that :func:`alone` made, by name; their scores are of about one.
 
-    In every mask that differs by query, the first row attends to nothing.
+    A mask that leaves a band leaves it here too. In every other mask that differs by query, the first row attends to
+    nothing.
     """
     rng = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
     for value in model.graph.inputs:
         assert value.name is not None and value.shape is not None and value.dtype is not None
         shape = tuple(value.shape.numpy())
-        if value.dtype == BOOL:
-            array: Array = np.asarray(rng.random(shape) < 0.75)
+        if a.band is not None and value.name.startswith("mask_"):
+            shown = np.broadcast_to(a.band.holds(*shape[-2:]), shape)
+            array: Array = shown if value.dtype == BOOL else np.where(shown, np.float32(0), np.float32(-np.inf))
+        elif value.dtype == BOOL:
+            array = np.asarray(rng.random(shape) < 0.75)
         else:
             array = rng.standard_normal(shape, np.float32)
         if value.name == "query":
             array /= np.float32(a.scale * a.size("d_k").factor ** 0.5)
-        elif value.name.startswith("mask_") and prod(shape[:-1]) > 1:
+        elif a.band is None and value.name.startswith("mask_") and prod(shape[:-1]) > 1:
             array.reshape(-1, shape[-1])[0] = False if value.dtype == BOOL else -np.inf
         arrays[value.name] = array
     return arrays

@@ -180,6 +180,29 @@ def test_weights_of_heads_run_one_after_another(tmp_path: Path, monkeypatch: pyt
     np.testing.assert_allclose(one.deployed, module.weights(*args), rtol=0, atol=3e-7)
 
 
+class Window(Attends):
+    """Each query sees the three keys before its own, its own, and the next one."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, self.window(x))
+
+    @staticmethod
+    def window(x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[1])
+        back = index[:, None] - index
+        return (back >= -1) & (back <= 3)
+
+
+def test_weights_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    module = Window(2)
+    form = "Attention, blocks of 64 × 68"
+    bundle, (x,) = deployed_as(form, module, False, tmp_path / "bundle", "fp32", monkeypatch)
+    (one,) = attention_maps(bundle)
+    assert one.form == form
+    np.testing.assert_allclose(one.deployed, module.weights(x, module.window(x)), rtol=0, atol=3e-7)
+
+
 def test_eager_is_rounded_and_deployed_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp16 and bf16 ONNX Runtime's CPU computes in fp32; eager's error is that of the precision."""
     torch.manual_seed(2)

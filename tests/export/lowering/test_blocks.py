@@ -1,0 +1,133 @@
+"""Attention within a band in blocks of queries: the same function at any number of tokens, and for bands alone."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from torch import Tensor, nn
+from torch.export import Dim
+
+from attnforge.arrays import Array
+from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering.attention import attentions
+from attnforge.export.lowering.blocks import Band
+from attnforge.export.lowering.onnxruntime import BLOCKS, candidates_for, write
+from attnforge.export.lowering.tuning import Tuner
+from attnforge.export.sources.torch_module import Captured, capture
+from attnforge.precision import precision_named
+from tests.support.idioms.together import session_of
+
+SIZE = 8
+"""Of a head."""
+
+
+class Windows(nn.Module):
+    """Sites side by side, each with a mask of its own."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> dict[str, Tensor]:
+        """Attention of `(batch, tokens, features)`, 4 heads on 2; `padding` is `(batch, tokens)`, True for words."""
+        index = torch.arange(query.shape[1])
+        back = index[:, None] - index
+        masks = {
+            "behind": (back >= 0) & (back < 70),
+            "around": (back >= -9) & (back <= 40),
+            "added": torch.zeros_like(back, dtype=torch.float32).masked_fill(back.abs() > 20, -torch.inf),
+            "itself": back == 0,
+            "causal": back >= 0,
+            "without itself": (back > 0) & (back < 70),
+            "with a hole": (back >= 0) & (back < 70) & (back != 3),
+            "padded": ((back >= 0) & (back < 70)) & padding[:, None, None],
+            "first token": ((back >= 0) & (back < 70)) | (index == 0),
+        }
+        return {name: self.attend(query, key, value, masks[name]) for name in self.names}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = (x.reshape(*x.shape[:2], -1, SIZE).transpose(1, 2) for x in (query, key, value))
+        mask = mask.to(query.dtype) if mask.is_floating_point() else mask
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+BANDS = {"behind": Band(0, 69), "around": Band(-9, 40), "added": Band(-20, 20), "itself": Band(0, 0)}
+NO_BANDS = ("causal", "without itself", "with a hole", "padded", "first token")
+
+
+def inputs(batch: int, tokens: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(batch * 1000 + tokens)
+    operands = [torch.randn(batch, tokens, heads * SIZE, generator=generator) for heads in (4, 2, 2)]
+    return *operands, torch.ones(batch, tokens, dtype=torch.bool)
+
+
+@functools.cache
+def exported() -> Captured:
+    batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=2048)
+    shapes = {name: {0: batch, 1: tokens} for name in ("query", "key", "value", "padding")}
+    captured = capture(Windows(*BANDS, *NO_BANDS), inputs(2, 90), shapes, precision_named("fp32"))
+    captured.model.graph.sort()
+    return captured
+
+
+@functools.cache
+def truth(name: str, batch: int, tokens: int) -> Array:
+    query, key, value, padding = inputs(batch, tokens)
+    answer: Array = Windows(name)(query.double(), key.double(), value.double(), padding)[name].numpy()
+    return answer
+
+
+def test_bands_are_known_and_nothing_else_is_one() -> None:
+    model = exported().model.clone()
+    bands = [attention.band for _, attention in attentions(model, canonicalize(model).sites)]
+    assert bands == [*BANDS.values(), *[None] * len(NO_BANDS)]
+
+
+@pytest.mark.parametrize("width", BLOCKS)
+def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
+    model = exported().model.clone()
+    for site, attention in list(attentions(model, canonicalize(model).sites)):
+        if attention.band is not None:
+            form = f"Attention, blocks of {width} × {width + attention.band.span}"
+            (candidate,) = (each for each in candidates_for(site.name, attention) if each.form == form)
+            assert not candidate.holds_scores
+            write(model.graph, attention, candidate)
+    outputs = {str(value.name): value for value in model.graph.outputs}
+    model.graph.outputs[:] = [outputs[name] for name in BANDS]
+    RemoveUnusedNodesPass()(model)
+    session = session_of(model)
+    for batch, tokens in ((1, 1), (2, 13), (1, width - 1), (3, width), (1, width + 1), (2, 2 * width + 31)):
+        feeds = dict(zip(("query", "key", "value", "padding"), map(Tensor.numpy, inputs(batch, tokens)), strict=True))
+        results = session.run(None, feeds)
+        for name, result in zip(BANDS, results, strict=True):
+            expected = truth(name, batch, tokens)
+            assert result.shape == expected.shape
+            assert np.linalg.norm(result - expected) < 1e-6 * np.linalg.norm(expected), (name, batch, tokens)
+
+
+def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
+    def lowered(tokens: int) -> list[str]:
+        model = exported().model.clone()
+        sites = canonicalize(model).sites
+        return [site.form for site in for_onnxruntime.lower(model, sites, {"batch": 1, "tokens": tokens}).sites]
+
+    few, many = lowered(256), lowered(1024)
+    assert not any("blocks" in form for form in few)
+    assert many[:4] == ["Attention, blocks of 128 × 197", *(f"Attention, blocks of 64 × {64 + s}" for s in (49, 40, 0))]
+    assert not any("blocks" in form for form in many[4:])
+
+
+def test_what_is_measured_has_the_band() -> None:
+    """On another mask the blocks would differ from the products, and no block be timed."""
+    model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
+    sites = canonicalize(model).sites
+    tuner = Tuner(sizes, seconds=1.0)
+    behind, *_ = for_onnxruntime.lower(model, sites, sizes, tuner=tuner).sites
+    assert {f"Attention, blocks of {width} × {width + 69}" for width in BLOCKS} <= set(behind.measured)
+    assert not any("differs" in why for why in behind.dropped.values())
