@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 from attnforge.records import Record
 
@@ -27,6 +30,67 @@ class SiteTarget(Record):
     dropped: dict[str, str] = {}
 
 
+End = int | str | None
+"""A number, an expression of sizes, or None where an end is open."""
+
+Ends = tuple[End, End]
+"""The least and the most."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class VisibleBlocks(Record):
+    """Blocks of a fixed size along queries and keys.
+
+    Attributes:
+        size: of a block, in tokens.
+        shifts: what is added to the index of a query, and of a key, before it is divided by the size.
+        numbers: of the key's block minus the query's.
+    """
+
+    size: Annotated[int, Field(ge=1)]
+    shifts: tuple[int | str, int | str] = (0, 0)
+    numbers: Ends = (0, 0)
+
+
+class VisibleRegion(Record):
+    """Pairs of a query and a key for which every condition holds.
+
+    Attributes:
+        band: of the key's index minus the query's.
+        blocks: None where there are none.
+        queries: of the query's index.
+        keys: of the key's index.
+    """
+
+    band: Ends = (None, None)
+    blocks: VisibleBlocks | None = None
+    queries: Ends = (None, None)
+    keys: Ends = (None, None)
+
+
+class SiteMask(Record):
+    """What is proved of a site's mask.
+
+    Attributes:
+        text: all of it in short, as `band −255 … 0, residue: padding`.
+        regions: every key that a query may see is in one of these.
+        residue: what the mask depends on beside them: `padding`, `queries`, `condition`, `bias`, `pattern`.
+        silent: what a query without visible keys gets: `never` where there is none, `empty` where it is the node's to
+            say, `mean` for that of all values.
+        example: the share of all products of queries and keys that is in the regions, at the example's sizes; None
+            where only a run tells.
+        largest: the share at the largest sizes.
+    """
+
+    text: str
+    regions: list[VisibleRegion]
+    residue: list[str] = []
+    silent: str
+    example: Share | None = None
+    largest: Share | None = None
+
+
 class SiteRecord(Record):
     """An attention site of the model.
 
@@ -37,6 +101,7 @@ class SiteRecord(Record):
         form: the canonical form; None where it is not canonical.
         reason: why it is not canonical.
         targets: by target, how the target runs it.
+        mask: what is proved of its mask; None where it has none, is not canonical, or the bundle is older.
     """
 
     site: str
@@ -45,6 +110,7 @@ class SiteRecord(Record):
     form: str | None = None
     reason: str | None = None
     targets: dict[str, SiteTarget] = {}
+    mask: SiteMask | None = None
 
     def is_fused(self, target: str) -> bool:
         """Whether a target runs the site as one kernel."""

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
-from attnforge.bundle import Certificate, SiteRecord, SiteTarget
+import onnx_ir as ir
+
+from attnforge.bundle import Certificate, SiteRecord, SiteTarget, TensorSpec
+from attnforge.certificate import Ends, SiteMask, VisibleBlocks, VisibleRegion
 from attnforge.errors import UnfusedError
+from attnforge.export.attention.affine import Affine
 from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.regions import Interval, Region
+from attnforge.export.attention.visibility import Unsized, Visibility, visibility
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.targets.target import Built
 
 
-def certify(sites: Sequence[Site], built: Mapping[str, Built]) -> Certificate:
+def certify(
+    sites: Sequence[Site], built: Mapping[str, Built], masks: Mapping[str, SiteMask] | None = None
+) -> Certificate:
     """The certificate of all sites, canonical or not, in graph order.
 
     Args:
         sites: as canonicalize found them.
         built: what was built for every target, by its name.
+        masks: what is proved of sites' masks, by the site's name.
     """
-    return Certificate.of([_record(site, built) for site in sites], list(built))
+    return Certificate.of([_record(site, built, (masks or {}).get(site.name)) for site in sites], list(built))
 
 
-def _record(site: Site, built: Mapping[str, Built]) -> SiteRecord:
+def _record(site: Site, built: Mapping[str, Built], mask: SiteMask | None) -> SiteRecord:
     """What every target made of one site; a site that is not canonical was lowered for none."""
     forms = {name: next((f for f in target.lowered if f.site == site.name), None) for name, target in built.items()}
     return SiteRecord(
@@ -31,6 +40,7 @@ def _record(site: Site, built: Mapping[str, Built]) -> SiteRecord:
         form=site.form,
         reason=site.reason,
         targets={name: _compiled(form, built[name]) for name, form in forms.items() if form is not None},
+        mask=mask,
     )
 
 
@@ -45,6 +55,82 @@ def _compiled(form: Lowered, target: Built) -> SiteTarget:
         measured=dict(form.measured),
         dropped=dict(form.dropped),
     )
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def masks_of(model: ir.Model, sites: Sequence[Site], inputs: Sequence[TensorSpec]) -> dict[str, SiteMask]:
+    """What is proved of the mask of every canonical site that has one or is causal, by the site's name.
+
+    Args:
+        model: the canonical graph.
+        sites: as canonicalize found them.
+        inputs: of the model, with the sizes that they have in the example, and at most.
+    """
+    dims = [dim for spec in inputs for dim in spec.dims if not isinstance(dim, int)]
+    example = {dim.symbol: (dim.opt or 0) // dim.factor for dim in dims}
+    largest = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
+    nodes = {node.name: node for node in model.graph if node.op_type == "Attention"}
+    known: dict[Hashable, SiteMask] = {}  # layers share their masks
+    masks: dict[str, SiteMask] = {}
+    for site in sites:
+        node = nodes.get(site.node) if site.node is not None else None
+        if node is None or (len(node.inputs) < 4 and not node.attributes.get_int("is_causal")):
+            continue
+        key = (
+            tuple(node.inputs[3:4]),
+            node.attributes.get_int("is_causal"),
+            *(str(x.shape) for x in node.inputs[:2] if x),
+        )
+        if key not in known:
+            visible = visibility(node)
+            known[key] = _mask(visible, _share(visible, example), _share(visible, largest))
+        masks[site.name] = known[key]
+    return masks
+
+
+def _share(visible: Visibility, sizes: Mapping[str, int]) -> float | None:
+    try:
+        return visible.share(sizes)
+    except Unsized:
+        return None
+
+
+def _mask(visible: Visibility, example: float | None, largest: float | None) -> SiteMask:
+    return SiteMask(
+        text=visible.text(),
+        regions=[_region(region) for region in visible.regions],
+        residue=sorted(visible.residue),
+        silent=visible.silent,
+        example=example,
+        largest=largest,
+    )
+
+
+def _region(region: Region) -> VisibleRegion:
+    blocks = region.blocks
+    return VisibleRegion(
+        band=_ends(region.band.negated()),
+        blocks=None
+        if blocks is None
+        else VisibleBlocks(
+            size=blocks.size,
+            shifts=(_number(blocks.query), _number(blocks.key)),
+            numbers=_ends(blocks.numbers.negated()),
+        ),
+        queries=_ends(region.queries),
+        keys=_ends(region.keys),
+    )
+
+
+def _ends(interval: Interval) -> Ends:
+    least, most = (None if end is None else _number(end) for end in (interval.least, interval.most))
+    return least, most
+
+
+def _number(end: Affine) -> int | str:
+    return end.text() if end.constant is None else end.constant
 
 
 def check_fused(required: Sequence[str], certificate: Certificate) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from attnforge.bundle import CANONICAL, FLAVOURS, PLAIN, Bundle, Manifest, Source, write_manifest, writing
 from attnforge.deploy_cache import DeployCache
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.certificate import certify, check_fused
+from attnforge.export.certificate import certify, check_fused, masks_of
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.measuring import MEASURING, SECONDS, measure
 from attnforge.export.options import DeployOptions, Keywords
@@ -137,6 +137,7 @@ def _made(
         stages.begin("canonicalize")
         model, plain = source.model, source.model.clone()
         sites = canonicalize(model).sites
+        masks = masks_of(model, sites, source.inputs)
 
         Work.at_most(model, source.inputs, source.precision, selection.chosen, options.tune).check()
 
@@ -174,7 +175,7 @@ def _made(
         make = partial(write_reference, folder, reference, model, attention, data, stages.begin("reference"))
         cases = make() if options.automatic else reuse.reference(reference, attention, data, make)
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
-        certificate = certify(sites, built)
+        certificate = certify(sites, built, masks)
         check_fused(options.require_fused, certificate)
         return Manifest(
             name=options.name or _name_of(origin),

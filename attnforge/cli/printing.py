@@ -15,6 +15,7 @@ from attnforge.version import __version__
 if TYPE_CHECKING:
     from attnforge.benchmarks.measure.results import Contender, Model, Results
     from attnforge.bundle import Bundle, Certificate, Choice, Manifest, Mixed, SiteRecord, TargetRecord
+    from attnforge.certificate import SiteMask
     from attnforge.export.diagnosis.diagnose import Diagnosis
     from attnforge.runtime.parity.verify import BackendReport, Report
 
@@ -140,7 +141,9 @@ def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
     groups: dict[object, list[SiteRecord]] = {}
     for site in sites:
         became = re.sub(r"(0x[0-9a-f]+|\d+(\.\d+)?)", "#", str(site.targets))
-        groups.setdefault((site.written_as, site.canonical, site.form, site.reason, became), []).append(site)
+        groups.setdefault((site.written_as, site.canonical, site.form, site.reason, str(site.mask), became), []).append(
+            site
+        )
     return list(groups.values())
 
 
@@ -161,6 +164,8 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
     say(names if count == 1 else f"{count} sites alike: {names}", "bold", indent=2)
     became = (first.form or "") if first.canonical else "left as it is"
     say(f"written as {first.written_as} → {became}", None if first.canonical else "yellow", indent=4)
+    if first.mask is not None:
+        say(f"sees {_mask_text(first.mask)}", indent=4)
     if not first.targets:
         say(first.reason or "", "yellow", indent=4)
     for name, target in first.targets.items():
@@ -171,6 +176,13 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
             say(_first_of([v.why for v in versions]), "dim", indent=6)
         else:
             say(f"not fused: {_first_of([v.reason for v in versions])}", "yellow", indent=6)
+
+
+def _mask_text(mask: SiteMask) -> str:
+    """What is proved of a mask, and the share of products that is left where that is less than all."""
+    shares = (("the example", mask.example), ("most", mask.largest))
+    left = ", ".join(f"{percent(share)} at {sizes}" for sizes, share in shares if share is not None and share < 1)
+    return f"{mask.text}; of the products {left}" if left else mask.text
 
 
 def _first_of(texts: Sequence[str | None]) -> str:

@@ -111,7 +111,7 @@ def _outside(flags: Flags) -> Regions:
 
 
 def _count(regions: Regions, flags: Flags) -> int:
-    return visible(regions, flags.shape[0], flags.shape[1], _no_number)
+    return visible(regions, np.arange(flags.shape[0]), flags.shape[1], _no_number)
 
 
 def _no_number(atom: Atom) -> int:

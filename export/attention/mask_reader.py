@@ -8,30 +8,26 @@ wrong: it may be any number, and True or False anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
-from attnforge.export.attention.affine import Affine, Place, Scalar, never_negative
-from attnforge.export.attention.constant_masks import all_of, any_of, truth_of
-from attnforge.export.attention.indices import START, Index, broadcast, known, pieces, places_of, reshaped, sliced
+from attnforge.export.attention.affine import Affine, Place, Scalar
+from attnforge.export.attention.constant_values import constant_at
+from attnforge.export.attention.indices import Index, broadcast, known, pieces, places_of
 from attnforge.export.attention.mask_numbers import (
     UNKNOWN,
     Arithmetic,
     Between,
     Leaf,
     Number,
-    Table,
     Whole,
     apply,
     choose,
     constant,
-    flags_truth,
     where,
 )
+from attnforge.export.attention.moves import MOVES, rank_of
 from attnforge.export.attention.operands import same_value, scalar
 from attnforge.export.attention.truth import ALWAYS, NEVER, Largest, Truth, at_least_zero, kind_of, unknown
 
@@ -78,7 +74,7 @@ class Reader:
         if (number := scalar(value)) is not None:
             return (ALWAYS if number else NEVER) if value.dtype == BOOL else constant(number)
         if (tensor := ir.convenience.get_const_tensor(value)) is not None:
-            return _constant(tensor.numpy(), index, self.largest)
+            return constant_at(tensor.numpy(), index, self.largest)
         node = value.producer()
         if node is None or node.domain != "" or (handler := HANDLERS.get(node.op_type)) is None:
             return None
@@ -124,141 +120,12 @@ class Reader:
 Handler = Callable[[Reader, ir.Node, Index], Known | None]
 
 
-# --- constants --------------------------------------------------------------------------------------------------------
-
-
-def _constant(array: NDArray[np.generic], index: Index, largest: Largest) -> Known | None:
-    """An array at an index."""
-    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
-        return None
-    at = [position.constant if position is not None else None for position in index]
-    if all(number is not None and number < size for number, size in zip(at, array.shape, strict=True)):
-        number = array[tuple(int(i or 0) for i in at)]
-        return (ALWAYS if number else NEVER) if array.dtype == bool else constant(float(number))
-    if array.dtype.kind == "i" and (progression := _progression(array, index)) is not None:
-        return Whole((progression,))
-    grid = _grid(array, index, largest)
-    if array.dtype == bool:
-        return None if grid is None else grid.flags()
-    wide = array.astype(np.float64)
-    if np.isnan(wide).any():
-        return UNKNOWN
-    if grid is None or array.dtype.kind == "u":
-        return Between(float(wide.min()), float(wide.max()))
-    return _numbers(grid)
-
-
-def _progression(array: NDArray[np.generic], index: Index) -> Affine | None:
-    """Positions that were counted ahead of time: steps along one dim that are equal, or equal after every so many."""
-    for axis, position in enumerate(index):
-        fixed = position.constant if position is not None and position.constant is not None else 0
-        if not 0 <= fixed < array.shape[axis]:
-            return None
-        first = np.take(array, [fixed], axis)
-        is_fixed = position is not None and position.constant is not None
-        if is_fixed or (array == first).all():
-            array = first
-    axes = [axis for axis, size in enumerate(array.shape) if size > 1]
-    positions = [index[axis] for axis in axes]
-    if len(axes) == 1 and positions[0] is not None:
-        return _stairs(array.reshape(-1).astype(np.int64), positions[0])
-    return _plane(array.squeeze().astype(np.int64), positions) if len(axes) == 2 else None
-
-
-def _stairs(numbers: NDArray[np.int64], position: Affine) -> Affine | None:
-    steps = np.diff(numbers)
-    width = int(np.flatnonzero(steps)[0]) + 1
-    step = int(steps[width - 1])
-    is_even = np.array_equal(numbers, numbers[0] + step * (np.arange(len(numbers)) // width))
-    return position.floor_divided(width) * step + int(numbers[0]) if is_even else None
-
-
-def _plane(numbers: NDArray[np.int64], positions: Sequence[Affine | None]) -> Affine | None:
-    rows, columns = positions
-    first, down, right = int(numbers[0, 0]), int(numbers[1, 0] - numbers[0, 0]), int(numbers[0, 1] - numbers[0, 0])
-    i, j = np.ogrid[: numbers.shape[0], : numbers.shape[1]]
-    if rows is None or columns is None or not np.array_equal(numbers, first + down * i + right * j):
-        return None
-    return rows * down + columns * right + first
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """An array as it is read at queries and keys.
-
-    Attributes:
-        array: `(samples and heads, rows or 1, columns or 1)`.
-        query: what is added to a query's index to give its row.
-        key: to a key's index, to give its column.
-    """
-
-    array: NDArray[np.generic]
-    query: Affine = START
-    key: Affine = START
-
-    def flags(self, flags: NDArray[np.generic] | None = None) -> Truth:
-        """The condition of the array, or of flags of its shape."""
-        grid = np.asarray(self.array if flags is None else flags, bool)
-        if 1 not in grid.shape[1:]:
-            return truth_of(grid).moved(self.query, self.key)
-        some, every = flags_truth(any_of(grid)), flags_truth(all_of(grid))
-        whole = some if some == every else (some & unknown("pattern")) | every
-        return whole.moved(self.query, self.key)
-
-
-def _grid(array: NDArray[np.generic], index: Index, largest: Largest) -> _Grid | None:
-    """An array that is read along one dim by query and along another by key, each in steps of one; None for others."""
-    order: list[int] = []
-    shifts: list[Affine] = []
-    index = (*index, Affine(), Affine())
-    array = array[..., None, None]
-    for place, spare in ((Place.QUERY, array.ndim - 2), (Place.KEY, array.ndim - 1)):
-        axes = [axis for axis, position in enumerate(index) if position is None or place in position.places]
-        axis = axes[0] if axes else spare
-        shift = START if not axes else None if (at := index[axis]) is None else at - Affine.atom(place)
-        if len(axes) > 1 or shift is None or shift.places:
-            return None
-        last, first = largest[place].constant, shift.constant
-        if axes and last is not None and first is not None and first >= 0 and first + last < array.shape[axis]:
-            array, shift = np.take(array, range(first, first + last + 1), axis), START
-        order.append(axis)
-        shifts.append(shift)
-    for axis, position in enumerate(index):
-        if axis not in order and position is not None and position.constant is not None:
-            array = np.take(array, [position.constant], axis)
-    sizes = [array.shape[axis] for axis in order]
-    return _Grid(np.moveaxis(array, order, (-2, -1)).reshape(-1, *sizes), *shifts)
-
-
-def _numbers(grid: _Grid) -> Number:
-    """Numbers of a constant mask or bias: two numbers are a choice, as is what hides keys beside what does not."""
-    wide = grid.array.astype(np.float64)
-    least, most = float(wide.min()), float(wide.max())
-    is_most = wide == most
-    if bool((is_most | (wide == least)).all()):
-        return choose(grid.flags(is_most), constant(most), constant(least))
-    if grid.array.dtype.kind == "i" and len(wide) == 1 and grid.query == grid.key == START:
-        return Table(grid.array[0].astype(np.int64))
-    shown = wide > HIDDEN
-    if shown.all() or not shown.any():
-        return Between(least, most)
-    return choose(grid.flags(shown), _range(wide[shown]), _range(wide[~shown]))
-
-
-def _range(numbers: NDArray[np.float64]) -> Number:
-    least, most = float(numbers.min()), float(numbers.max())
-    return constant(least) if least == most else Between(least, most)
-
-
-HIDDEN = -9.9e3
-"""`masking.NEGLIGIBLE`."""
-
-
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def _same(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    return reader.read(node.inputs[0], index)
+def _moved(reader: Reader, node: ir.Node, index: Index) -> Known | None:
+    source = MOVES[node.op_type](reader, node, index)
+    return None if source is None else reader.read(node.inputs[0], source)
 
 
 def _cast(reader: Reader, node: ir.Node, index: Index) -> Known | None:
@@ -469,7 +336,7 @@ def _shape(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 def _trilu(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     k = node.inputs[1] if len(node.inputs) > 1 else None
-    offset = Affine() if k is None else reader.position(k, (Affine(),) * len(_shape_of(k)))
+    offset = Affine() if k is None else reader.position(k, (Affine(),) * rank_of(k))
     row, column = index[-2:]
     if offset is None or row is None or column is None:
         return None
@@ -480,10 +347,6 @@ def _trilu(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     return choose(kept, reader.number(node.inputs[0], index), constant(0))
 
 
-def _shape_of(value: ir.Value | None) -> Sequence[object]:
-    return list(value.shape) if value is not None and value.shape is not None else []
-
-
 def _eye(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     row, column = index
     if row is None or column is None:
@@ -491,54 +354,6 @@ def _eye(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     x = column - row - node.attributes.get_int("k", 0)
     diagonal = at_least_zero(x, reader.largest) & at_least_zero(-x, reader.largest)
     return diagonal if node.outputs[0].dtype == BOOL else choose(diagonal, constant(1), constant(0))
-
-
-# --- what changes the index alone -------------------------------------------------------------------------------------
-
-
-def _viewed(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    source = reshaped(node, index)
-    return None if source is None else reader.read(node.inputs[0], source)
-
-
-def _expand(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    source, sizes = node.inputs[0], reader.elements(node.inputs[1])
-    at = broadcast(source, node.outputs[0], index)
-    if sizes is not None and source is not None and source.shape is not None:  # which tell more than the shape may
-        wanted = zip(source.shape, sizes[len(sizes) - len(at) :], index[len(index) - len(at) :], at, strict=True)
-        at = tuple(
-            position if size in (Affine(1), Affine.dim(dim)) and dim != 1 else known
-            for dim, size, position, known in wanted
-        )
-    return reader.read(source, at)
-
-
-def _unsqueeze(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    axes = reader.elements(node.inputs[1])
-    if axes is None or not known(tuple(axes)):
-        return None
-    new = {axis.number % len(index) for axis in axes if axis is not None}
-    return reader.read(node.inputs[0], tuple(position for i, position in enumerate(index) if i not in new))
-
-
-def _squeeze(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    axes = reader.elements(node.inputs[1]) if len(node.inputs) > 1 else None
-    if axes is None or not known(tuple(axes)):
-        return _viewed(reader, node, index)
-    rank, rest = len(index) + len(axes), iter(index)
-    old = {axis.number % rank for axis in axes if axis is not None}
-    return reader.read(node.inputs[0], tuple(START if i in old else next(rest) for i in range(rank)))
-
-
-def _slice(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    starts, axes, steps = (
-        reader.elements(node.inputs[i]) if len(node.inputs) > i and node.inputs[i] is not None else None
-        for i in (1, 3, 4)
-    )
-    if any(len(node.inputs) > i and node.inputs[i] is not None and x is None for i, x in ((3, axes), (4, steps))):
-        return None
-    source = sliced(node.inputs[0], index, starts, axes, steps)
-    return None if source is None else reader.read(node.inputs[0], source)
 
 
 def _concat(reader: Reader, node: ir.Node, index: Index) -> Known | None:
@@ -565,39 +380,11 @@ def _either(condition: Truth, yes: Known, no: Known) -> Known | None:
     return None if isinstance(yes, Truth) or isinstance(no, Truth) else choose(condition, yes, no)
 
 
-def _gather(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    data, indices = node.inputs
-    rank, axis = len(_shape_of(indices)), node.attributes.get_int("axis", 0) or 0
-    axis += len(_shape_of(data)) if axis < 0 else 0
-    position = reader.position(indices, index[axis : axis + rank])
-    return reader.read(data, (*index[:axis], _within(position, data, axis, reader.largest), *index[axis + rank :]))
-
-
-def _within(position: Affine | None, data: ir.Value | None, axis: int, largest: Largest) -> Affine | None:
-    """An index into an axis, counted from its start; None where it may be counted from the end."""
-    if position is None or never_negative(position, largest):
-        return position
-    size = Affine.dim(data.shape[axis]) if data is not None and data.shape is not None else None
-    return position + size if size is not None and position.constant is not None else None
-
-
-def _gather_nd(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    data, indices = node.inputs
-    shape = _shape_of(indices)
-    if node.attributes.get_int("batch_dims", 0) or not shape or not isinstance(count := shape[-1], int):
-        return None
-    outer = len(shape) - 1
-    positions = (reader.position(indices, (*index[:outer], Affine(i))) for i in range(count))
-    at = tuple(_within(position, data, i, reader.largest) for i, position in enumerate(positions))
-    return reader.read(data, (*at, *index[outer:]))
-
-
 HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(("Identity",), _same),
+    **dict.fromkeys(MOVES, _moved),
     **{name: _elementwise(name) for name in ("Add", "Mul", "Max", "Min")},
     **dict.fromkeys(("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compared),
     **dict.fromkeys(("And", "Or", "Xor"), _logical),
-    **dict.fromkeys(("Transpose", "Reshape", "Flatten"), _viewed),
     "Abs": _abs,
     "Cast": _cast,
     "CastLike": _cast,
@@ -605,21 +392,15 @@ HANDLERS: dict[str, Handler] = {
     "Concat": _concat,
     "CumSum": _cumsum,
     "Div": _div,
-    "Expand": _expand,
     "EyeLike": _eye,
     "Floor": _floor,
-    "Gather": _gather,
-    "GatherND": _gather_nd,
     "Mod": _mod,
     "Neg": _neg,
     "Not": _not,
     "Range": _range_op,
     "Relu": _relu,
     "Shape": _shape,
-    "Slice": _slice,
-    "Squeeze": _squeeze,
     "Sub": _subtraction,
     "Trilu": _trilu,
-    "Unsqueeze": _unsqueeze,
     "Where": _where,
 }

@@ -335,17 +335,16 @@ def _beyond(interval: Interval) -> Iterator[Interval]:
         yield Interval(least=interval.most + 1)
 
 
-def visible(regions: Sequence[Region], n_q: int, n_k: int, number_of: Callable[[Atom], int]) -> int:
-    """How many pairs are in a union, each counted once.
+def visible(regions: Sequence[Region], queries: NDArray[np.int64], n_k: int, number_of: Callable[[Atom], int]) -> int:
+    """How many pairs of some queries and all keys are in a union, each counted once.
 
     Args:
-        n_q: how many queries there are.
-        n_k: how many keys.
+        queries: their indices.
+        n_k: how many keys there are.
         number_of: the number of every size and scalar.
     """
-    queries = np.arange(n_q)
     spans = [region.keys_of(queries, n_k, number_of) for region in regions]
-    return int(sum(stops - starts for starts, stops in _apart(spans)).sum()) if spans else 0  # type: ignore[union-attr]
+    return sum(int((stops - starts).sum()) for starts, stops in _apart(spans)) if spans else 0
 
 
 def _apart(

@@ -12,6 +12,7 @@ from math import inf
 from typing import Literal
 
 import ml_dtypes
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.affine import BATCH, HEAD, KEY, QUERY, Affine, Atom, Dim, Place, never_negative
@@ -19,11 +20,16 @@ from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.indices import START, Index
 from attnforge.export.attention.layout import LayoutError, Size, sizes_of
 from attnforge.export.attention.mask_numbers import Between, Choice, Number, bounds, where
-from attnforge.export.attention.mask_reader import HIDDEN, Reader
+from attnforge.export.attention.mask_reader import Reader
+from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.attention.regions import ALL, Region, Regions, visible
 from attnforge.export.attention.truth import ALWAYS, NEVER, Kind, Largest, Truth, at_least_zero, unknown
 
 Silent = Literal["never", "empty", "mean"]
+
+
+MOST_COUNTED = 2**16
+"""Queries whose keys are counted; of more, as many are taken at equal distances."""
 
 
 class Unsized(Exception):
@@ -73,7 +79,8 @@ class Visibility:
         """
         number_of = numbers_at(sizes)
         n_q, n_k = self.n_q.evaluate(number_of), self.n_k.evaluate(number_of)
-        return visible(self.regions, n_q, n_k, number_of) / (n_q * n_k) if n_q * n_k else 1.0
+        queries = np.unique(np.linspace(0, n_q - 1, min(n_q, MOST_COUNTED)).astype(np.int64))
+        return visible(self.regions, queries, n_k, number_of) / (len(queries) * n_k) if n_q * n_k else 1.0
 
 
 def numbers_at(sizes: Mapping[str, int]) -> Callable[[Atom], int]:
@@ -107,10 +114,10 @@ def visibility(node: ir.Node) -> Visibility:
     if mask is None:
         return Visibility(own.true.most, frozenset(), "empty", n_q, n_k)
     number = _total(reader, mask, query, key)
-    seen = _shown(number, HIDDEN) & own
+    seen = _shown(number, NEGLIGIBLE) & own
     leaves = _leaves(number) + ([] if own == ALWAYS else [Between(-inf, -inf)])
     residue = frozenset() if seen.true.is_exact else seen.kinds or frozenset({"pattern"})
-    if any(leaf.most > HIDDEN and leaf != Between(0, 0) for leaf in leaves):
+    if any(leaf.most > NEGLIGIBLE and leaf != Between(0, 0) for leaf in leaves):
         residue |= {"bias"}
     silent = _silent(mask, leaves, seen, reader.largest)
     if silent is None:  # what a query without keys gets depends on the scores of all of them
@@ -121,13 +128,13 @@ def visibility(node: ir.Node) -> Visibility:
 
 def _total(reader: Reader, mask: ir.Value, query: ir.Value, key: ir.Value) -> Number:
     """What a mask adds to scores; a boolean one adds minus infinity where it is False."""
-    known = reader.read(mask, _scores_index(mask, query, key))
+    known = reader.read(mask, scores_index(mask, query, key))
     if isinstance(known, Truth):
         return Choice(known, Between(0, 0), Between(-inf, -inf))
     return known
 
 
-def _scores_index(mask: ir.Value, query: ir.Value, key: ir.Value) -> Index:
+def scores_index(mask: ir.Value, query: ir.Value, key: ir.Value) -> Index:
     """Where a mask is read for the score of a query and a key: by its dims, which broadcast to those of the scores."""
     try:
         have, full = sizes_of(mask), (*sizes_of(query)[:3], sizes_of(key)[2])
@@ -163,12 +170,12 @@ def _leaves(number: Number) -> list[Between]:
 
 def _silent(mask: ir.Value, leaves: list[Between], seen: Truth, largest: Largest) -> Silent | None:
     """What queries without keys get; None where it is neither nothing nor a mean."""
-    hidden = {leaf for leaf in leaves if leaf.most <= HIDDEN}
+    hidden = {leaf for leaf in leaves if leaf.most <= NEGLIGIBLE}
     if hidden <= {Between(-inf, -inf)}:
         return "empty"
     if any(_sees_a_key(region, largest) for region in seen.true.least):
         return "never"
-    if len(hidden) > 1 or any(leaf.least <= HIDDEN < leaf.most for leaf in leaves):
+    if len(hidden) > 1 or any(leaf.least <= NEGLIGIBLE < leaf.most for leaf in leaves):
         return None
     (number,) = hidden
     return "mean" if number.least == number.most and _replaces(mask, number.most) else None

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column
 
 from attnforge.bundle import Certificate, SiteRecord, SiteTarget
+from attnforge.certificate import SiteMask
 from attnforge.cli import printing, terminal
 from attnforge.cli.printing import alike, names_in_runs
 from attnforge.numbers import scientific
@@ -48,6 +49,20 @@ def test_alike_sites_are_one_row(printed: Callable[[], str]) -> None:
     assert "22 sites alike: layers.0.attention.self … layers.21.attention.self" in text
     assert text.count("MatMul·Softmax·MatMul") == 1 and text.count("not fused: no fused kernel") == 1
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_masks_leave(printed: Callable[[], str]) -> None:
+    window = SiteMask(text="band −255 … 0, residue: padding", regions=[], silent="never", example=0.25, largest=0.0625)
+    sites = [site(i).model_copy(update={"mask": mask}) for i, mask in enumerate([window, window, None])]
+    printing.print_sites(certificate(sites))
+    text = " ".join(printed().split())
+    assert "2 sites alike" in text and text.count("sees") == 1
+    assert "sees band −255 … 0, residue: padding; of the products 25% at the example, 6.2% at most" in text
+
+
+def test_bundles_from_before_masks_were_read_load() -> None:
+    older = site(0).model_dump(exclude={"mask"})
+    assert "mask" not in older and SiteRecord.model_validate(older).mask is None
 
 
 def test_sites_that_differ_stay_apart() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from transformers import MistralConfig, masking_utils
 
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.attention.visibility import Visibility, visibility
-from attnforge.export.sources.torch_module import capture
+from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
 
 Masks = Callable[[Tensor, Tensor, Tensor], Tensor | None]
@@ -239,9 +239,8 @@ class Masked(nn.Module):
         return tuple(outputs)
 
 
-def proved(is_dynamic: bool) -> dict[str, Visibility]:
-    """What is proved of every idiom that is written so that it can be exported in this form."""
-    idioms = {name: idiom for name, idiom in IDIOMS.items() if idiom.proved or not is_dynamic}
+def exported(names: Iterable[str], is_dynamic: bool) -> Captured:
+    """A graph with one site for each of some idioms, in their order."""
     rng = torch.Generator().manual_seed(0)
     x, key, memory = (torch.randn(2, 2, n, 8, generator=rng) for n in (TOKENS, TOKENS, KEYS))
     shapes = None
@@ -249,7 +248,14 @@ def proved(is_dynamic: bool) -> dict[str, Visibility]:
         batch, n, m = Dim("batch", min=2, max=9), Dim("n", min=2, max=4096), Dim("m", min=2, max=4096)
         shapes = {"x": {0: batch, 2: n}, "key": {0: batch, 2: n}, "memory": {0: batch, 2: m}, "keep": {0: batch, 1: n}}
     keep = torch.rand(2, TOKENS, generator=rng) < 0.7
-    captured = capture(Masked(idioms).eval(), (x, key, memory, keep), shapes, precision_named("fp32"))
-    canonicalize(captured.model)
-    nodes = [node for node in captured.model.graph if node.op_type == "Attention"]
-    return {name: visibility(node) for name, node in zip(idioms, nodes, strict=True)}
+    module = Masked({name: IDIOMS[name] for name in names}).eval()
+    return capture(module, (x, key, memory, keep), shapes, precision_named("fp32"))
+
+
+def proved(is_dynamic: bool) -> dict[str, Visibility]:
+    """What is proved of every idiom that is written so that it can be exported in this form."""
+    names = [name for name, idiom in IDIOMS.items() if idiom.proved or not is_dynamic]
+    model = exported(names, is_dynamic).model
+    canonicalize(model)
+    nodes = [node for node in model.graph if node.op_type == "Attention"]
+    return {name: visibility(node) for name, node in zip(names, nodes, strict=True)}

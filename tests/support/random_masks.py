@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from attnforge.arrays import Array
 from attnforge.export.attention.layout import ONE, Size
-from tests.support.random_graphs import BOOL, FLOAT, INT64, Choices, Graph
+from tests.support.random_graphs import BOOL, FLOAT, INT64, Choices, Graph, Invalid
 
 QUERIES, KEYS = 0, 1
 """The dims of a mask."""
@@ -320,6 +320,15 @@ def random_mask(choices: Choices, additive: bool | None = None) -> RandomMask:
     arrays = {str(value.name): _array_of(value, {**sizes, "n + p": n + p}) for value in g.inputs}
     model = g.model(mask)
     return RandomMask(model, node, mask, arrays, sizes, n_q, n_k)
+
+
+def drawn_mask(choices: Choices) -> RandomMask:
+    """A random mask that is a valid graph."""
+    while True:
+        try:
+            return random_mask(choices)
+        except Invalid:
+            continue
 
 
 def _dims(value: ir.Value) -> list[Size]:

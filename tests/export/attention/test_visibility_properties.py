@@ -10,16 +10,8 @@ from attnforge.arrays import Array
 from attnforge.export.attention.affine import Atom, Scalar
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.attention.visibility import Visibility, numbers_at, visibility
-from tests.support.random_graphs import Drawn, Invalid
-from tests.support.random_masks import RandomMask, random_mask
-
-
-def drawn(data: st.DataObject) -> RandomMask:
-    while True:
-        try:
-            return random_mask(Drawn(data))
-        except Invalid:
-            continue
+from tests.support.random_graphs import Drawn
+from tests.support.random_masks import RandomMask, drawn_mask
 
 
 def regions_of(mask: RandomMask, visible: Visibility) -> Array:
@@ -39,7 +31,7 @@ def regions_of(mask: RandomMask, visible: Visibility) -> Array:
 
 @given(st.data())
 def test_no_visible_key_is_hidden_and_no_residue_means_equal(data: st.DataObject) -> None:
-    mask = drawn(data)
+    mask = drawn_mask(Drawn(data))
     visible = visibility(mask.node)
     numbers = mask.numbers()
     if mask.node.attributes["is_causal"].as_int():

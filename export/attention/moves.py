@@ -1,0 +1,114 @@
+"""Operators that move numbers without changing any: where each reads its input, for an index of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import onnx_ir as ir
+
+from attnforge.export.attention.affine import Affine, never_negative
+from attnforge.export.attention.indices import START, Elements, Index, broadcast, known, reshaped, sliced
+from attnforge.export.attention.truth import Largest
+
+
+class Positions(Protocol):
+    """Tells whole numbers of a graph as expressions of indices."""
+
+    largest: Largest
+
+    def position(self, value: ir.Value | None, index: Index) -> Affine | None: ...
+
+    def elements(self, value: ir.Value | None) -> Elements | None: ...
+
+
+def _same(at: Positions, node: ir.Node, index: Index) -> Index | None:
+    return index
+
+
+def _viewed(at: Positions, node: ir.Node, index: Index) -> Index | None:
+    return reshaped(node, index)
+
+
+def _expand(at: Positions, node: ir.Node, index: Index) -> Index | None:
+    source, sizes = node.inputs[0], at.elements(node.inputs[1])
+    by_shapes = broadcast(source, node.outputs[0], index)
+    if sizes is None or source is None or source.shape is None:
+        return by_shapes
+    count = len(source.shape)  # the sizes tell more than the output's shape may
+    wanted = zip(source.shape, sizes[-count:], index[-count:], by_shapes, strict=True) if count else ()
+    return tuple(
+        position if dim != 1 and size in (Affine(1), Affine.dim(dim)) else other
+        for dim, size, position, other in wanted
+    )
+
+
+def _unsqueeze(at: Positions, node: ir.Node, index: Index) -> Index | None:
+    axes = at.elements(node.inputs[1])
+    if axes is None or not known(tuple(axes)):
+        return None
+    new = {axis.number % len(index) for axis in axes if axis is not None}
+    return tuple(position for i, position in enumerate(index) if i not in new)
+
+
+def _squeeze(at: Positions, node: ir.Node, index: Index) -> Index | None:
+    axes = at.elements(node.inputs[1]) if len(node.inputs) > 1 else None
+    if axes is None or not known(tuple(axes)):
+        return reshaped(node, index)
+    rank, rest = len(index) + len(axes), iter(index)
+    old = {axis.number % rank for axis in axes if axis is not None}
+    return tuple(START if i in old else next(rest) for i in range(rank))
+
+
+def _slice(at: Positions, node: ir.Node, index: Index) -> Index | None:
+    inputs = [node.inputs[i] if len(node.inputs) > i else None for i in (1, 3, 4)]
+    starts, axes, steps = (at.elements(value) for value in inputs)
+    if any(value is not None and numbers is None for value, numbers in zip(inputs, (starts, axes, steps), strict=True)):
+        return None
+    return sliced(node.inputs[0], index, starts, axes, steps)
+
+
+def _gather(at: Positions, node: ir.Node, index: Index) -> Index | None:
+    data, indices = node.inputs
+    rank, axis = rank_of(indices), node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+    axis += rank_of(data) if axis < 0 else 0
+    position = _from_start(at, at.position(indices, index[axis : axis + rank]), data, axis)
+    return (*index[:axis], position, *index[axis + rank :])
+
+
+def _gather_nd(at: Positions, node: ir.Node, index: Index) -> Index | None:
+    data, indices = node.inputs
+    outer = rank_of(indices) - 1
+    count = indices.shape[outer] if indices is not None and indices.shape is not None and outer >= 0 else None
+    if node.attributes.get_int("batch_dims") or not isinstance(count, int):
+        return None
+    positions = (at.position(indices, (*index[:outer], Affine(i))) for i in range(count))
+    return (*(_from_start(at, position, data, i) for i, position in enumerate(positions)), *index[outer:])
+
+
+def _from_start(at: Positions, position: Affine | None, data: ir.Value | None, axis: int) -> Affine | None:
+    """An index into an axis, counted from its start; None where it may be counted from the end."""
+    if position is None or never_negative(position, at.largest):
+        return position
+    if position.constant is None or data is None or data.shape is None:
+        return None
+    return position + Affine.dim(data.shape[axis])
+
+
+def rank_of(value: ir.Value | None) -> int:
+    return len(value.shape) if value is not None and value.shape is not None else 0
+
+
+MOVES: dict[str, Callable[[Positions, ir.Node, Index], Index | None]] = {
+    "Expand": _expand,
+    "Flatten": _viewed,
+    "Gather": _gather,
+    "GatherND": _gather_nd,
+    "Identity": _same,
+    "Reshape": _viewed,
+    "Slice": _slice,
+    "Squeeze": _squeeze,
+    "Transpose": _viewed,
+    "Unsqueeze": _unsqueeze,
+}
+"""By operator, the index at which it reads its first input; None where that is not known."""

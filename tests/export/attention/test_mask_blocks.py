@@ -1,0 +1,124 @@
+"""A mask that is computed at blocks is the whole mask, cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from attnforge.arrays import Array
+from attnforge.export.attention.mask_blocks import NotByBlocks, mask_at_blocks, why_not_by_blocks
+from attnforge.export.graphs.build import Builder, constant, dims_of, typed
+from tests.support.random_graphs import Drawn
+from tests.support.random_masks import RandomMask, drawn_mask, outputs_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One block: queries and keys from one index to another."""
+
+    queries: slice
+    keys: slice
+
+    def __call__(self, op: Builder, x: ir.Value) -> ir.Value:
+        for axis, part in ((2, self.queries), (3, self.keys)):
+            dims = dims_of(x)
+            if dims[axis] != 1:
+                ends = [constant(op, [n]) for n in (part.start, part.stop, axis)]
+                assert x.dtype is not None
+                dims[axis] = part.stop - part.start
+                x = typed(op.Slice(x, *ends), x.dtype, dims)
+        return x
+
+    def of(self, whole: Array) -> Array:
+        return whole[:, :, self.queries, self.keys]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """All blocks, as a dim behind the heads: rows of queries, and for every row keys of any indices.
+
+    Attributes:
+        keys: `(blocks, keys of a block)`.
+        n_q: how many queries there are.
+        n_k: how many keys.
+    """
+
+    keys: Array
+    n_q: int
+    n_k: int
+
+    def __call__(self, op: Builder, x: ir.Value) -> ir.Value:
+        batch, heads, *varies = dims_of(x)
+        by_query, by_key = (dim != 1 for dim in varies)
+        blocks, rows = len(self.keys), self.n_q // len(self.keys)
+        width = self.keys.shape[1] if by_key else 1
+        at = np.broadcast_to(self.keys[:, None, :] if by_key else 0, (blocks, rows, width))
+        at = at + np.arange(self.n_q).reshape(blocks, rows, 1) * (self.n_k if by_key else 1) if by_query else at[:, :1]
+        at = at if by_query or by_key else at[:1]
+        flat = op.Reshape(x, constant(op, [0, 0, -1]))
+        assert x.dtype is not None
+        return typed(op.Gather(flat, constant(op, at), axis=2), x.dtype, [batch, heads, *at.shape])
+
+    def of(self, whole: Array) -> Array:
+        rows = np.arange(self.n_q).reshape(len(self.keys), -1)
+        return whole[:, :, rows[:, :, None], self.keys[:, None, :]]
+
+
+def blocked(mask: RandomMask, cut: Piece | Blocks) -> Array:
+    """What ONNX Runtime makes of the mask at blocks.
+
+    Raises:
+        NotByBlocks: it cannot be written so.
+    """
+    model = mask.model.clone()
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    values |= {value.name: value for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    node = ir.node("Attention", [mask.node.inputs[0], mask.node.inputs[1], mask.node.inputs[2], values[mask.mask.name]])
+    query, key = (next(v for v in model.graph.inputs if v.name == x.name) for x in mask.node.inputs[:2] if x)
+    node.replace_input_with(0, query)
+    node.replace_input_with(1, key)
+    op = Builder()
+    result = mask_at_blocks(op, node, cut)
+    assert result is not None and result.dtype == mask.mask.dtype
+    for i, written in enumerate(op.nodes):
+        written.name = f"blocks/{i}"
+        written.outputs[0].name = f"blocks/{i}:0"
+    model.graph.extend(op.nodes)
+    model.graph.outputs[:] = [result]
+    (array,) = outputs_of(model, mask.inputs)
+    return array
+
+
+def check(mask: RandomMask, cut: Piece | Blocks) -> None:
+    (whole,) = outputs_of(mask.model, mask.inputs)
+    whole = np.broadcast_to(whole, np.broadcast_shapes(whole.shape, (1, 1, mask.n_q, mask.n_k)))
+    wanted, got = cut.of(whole), blocked(mask, cut)
+    np.testing.assert_array_equal(np.broadcast_to(got, np.broadcast_shapes(got.shape, wanted.shape)), wanted)
+
+
+@given(st.data())
+def test_at_blocks_as_the_whole_mask_cut(data: st.DataObject) -> None:
+    mask = drawn_mask(Drawn(data))
+    draw = data.draw
+    start, first = draw(st.integers(0, mask.n_q - 1)), draw(st.integers(0, mask.n_k - 1))
+    piece = Piece(
+        slice(start, draw(st.integers(start + 1, mask.n_q))), slice(first, draw(st.integers(first + 1, mask.n_k)))
+    )
+    count = draw(st.sampled_from([n for n in range(1, mask.n_q + 1) if mask.n_q % n == 0]))
+    keys = draw(st.integers(1, 4).flatmap(lambda width: st.lists(
+        st.lists(st.integers(0, mask.n_k - 1), min_size=width, max_size=width), min_size=count, max_size=count
+    )))  # fmt: skip
+    reason = why_not_by_blocks(mask.node)
+    event("refused" if reason else "written")
+    if reason is not None:
+        event(reason.partition("'")[0])
+        with pytest.raises(NotByBlocks):
+            blocked(mask, piece)
+        return
+    check(mask, piece)
+    check(mask, Blocks(np.array(keys), mask.n_q, mask.n_k))
