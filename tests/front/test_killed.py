@@ -100,7 +100,10 @@ def test_killed_at_any_moment_the_old_or_the_new_bundle_verifies(
     times = round(share * TIMES)
     ended = []
     for i in range(times):
-        ended.append(workers.run(work, bundle, 1 + i, (i + rng.random()) / times * whole)[0])
+        code, seconds = workers.run(work, bundle, 1 + i, (i + rng.random()) / times * whole)
+        ended.append(code)
+        if code == 0:  # it ended before it could be killed: the first run was one of a machine that was busy
+            whole = min(whole, seconds)
         check_whole(bundle)
     assert -signal.SIGKILL in ended, "none was killed at work"
     assert workers.run(work, bundle, 1 + times)[0] == 0

@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 
-def deploy(bundle: str, seed: int) -> None:
+def deploy(bundle: str, seed: int, cache: bool = True) -> None:
     """Deploy the small model, with other weights for another seed, in place of the bundle that is there."""
     import torch
 
@@ -25,7 +27,9 @@ def deploy(bundle: str, seed: int) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(1 + seed / 10)
-    attnforge.deploy(module, args, bundle, shapes, "fp32", ["onnxruntime"], "small", tune=False, force=True)
+    attnforge.deploy(
+        module, args, bundle, shapes, "fp32", ["onnxruntime"], "small", tune=False, force=True, cache=cache
+    )
 
 
 def rebuild(bundle: str, seed: int) -> None:
@@ -40,11 +44,10 @@ WORK: dict[str, Callable[[str, int], None]] = {"deploy": deploy, "rebuild": rebu
 
 
 def serve() -> None:
-    """Answer every request with the process id of who did it, its exit code and its seconds."""
-    import attnforge.export.deploy
-    import tests.support.bundles
-
-    assert attnforge.export.deploy and tests.support.bundles
+    """Answer every request with the process id of who did it, its exit code and its seconds. A deploy before the first
+    request loads what torch's exporter loads when it is first used, which no worker then has to."""
+    with tempfile.TemporaryDirectory() as folder:
+        deploy(str(Path(folder, "bundle")), 0, cache=False)
     for line in sys.stdin:
         work, bundle, seed, killed_after = json.loads(line)
         start = time.monotonic()
