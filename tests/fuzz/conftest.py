@@ -15,7 +15,15 @@ from tests.fuzz.subject import Subject
 from tests.support.bundles import DeploySmall, small_inputs
 
 
-@pytest.fixture(scope="module")
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker, and so one subject, for all that takes one."""
+    for item in items:
+        if "subject" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("fuzz"))
+
+
+@pytest.fixture(scope="session")
 def subject() -> Iterator[Subject]:
     subject = Subject()
     yield subject

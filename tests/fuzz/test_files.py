@@ -15,7 +15,7 @@ from tests.fuzz.changes import changed_bytes
 from tests.fuzz.subject import Subject
 
 
-@tries(few=30, many=2_000)
+@tries(few=15, many=2_000)
 @given(data=st.data())
 def test_a_file_is_accepted_rightly_or_refused_in_one_line(folder: Path, subject: Subject, data: st.DataObject) -> None:
     document = json.loads((folder / MANIFEST).read_text())

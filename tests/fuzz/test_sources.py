@@ -144,7 +144,7 @@ def _is_utf8(text: str) -> bool:
     return not any(0xD800 <= ord(letter) < 0xE000 for letter in text)
 
 
-@tries(few=12, many=1_000, shrinks=False)  # a deploy for every trial
+@tries(few=8, many=1_000, shrinks=False)  # a deploy for every trial
 @given(data=st.data())
 def test_a_graph_is_accepted_rightly_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, subject: Subject, data: st.DataObject
