@@ -26,7 +26,7 @@ from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.parts import part_of, values_of
 from attnforge.export.graphs.saving import load_graph
-from attnforge.export.lowering.blocks import before_blocks
+from attnforge.export.lowering.blocks import before_blocks, mask_of_blocks
 from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
@@ -320,7 +320,7 @@ def _deployed(
             first = insert(model.graph, node, lambda op, node=node: _first_sample(op, node), after=True)  # type: ignore[misc]
             shown[site] = node, {0: [str(first.name)]}
         elif (blocked := before_blocks(node)) is not None:
-            shown[site] = node, {i: [str(value.name)] for i, value in enumerate(blocked[:2])}
+            shown[site] = node, {i: [str(x.name)] for i, x in ((0, blocked[0]), (1, blocked[1]), (3, _input(node, 3)))}
         else:
             mask = 5 if node.op_type == "MultiHeadAttention" else 3 if node.op_type == "Attention" else None
             wanted = [i for i in (0, 1, mask) if i is not None and i < len(node.inputs) and node.inputs[i] is not None]
@@ -376,7 +376,7 @@ def _operands_of(node: ir.Node, tensors: Mapping[int, Array], heads: int, apart:
         query, key = (
             _apart(x[0], attributes.get_int(name) or 1) for x, name in ((query, "q_num_heads"), (key, "kv_num_heads"))
         )
-        mask = blocked[2].holds(query.shape[1], key.shape[1])
+        mask = mask_of_blocks(tensors[3], blocked[2], query.shape[1])
     elif node.op_type == "Attention":
         query, key = query[0], key[0]
         mask = _first_of(tensors[3]) if 3 in tensors else None

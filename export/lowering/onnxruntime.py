@@ -387,7 +387,8 @@ def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
     heads, shared = a.size("H").factor, a.size("H_kv").factor
     d_k, d_v = a.size("d_k").factor, a.size("d_v").factor
     assert a.band is not None
-    blocked = in_blocks(op, query, key, value, a.band, width, (heads * d_k, shared * d_k, shared * d_v))
+    features = (heads * d_k, shared * d_k, shared * d_v)
+    blocked = in_blocks(op, (query, key, value), features, a.band, width, None if a.band.is_all else a.node)
     attributes: dict[str, int | float] = {
         "q_num_heads": heads,
         "kv_num_heads": shared,

@@ -252,6 +252,7 @@ def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Mo
         mask=_copied(op, a.mask, sizes, inputs) if a.mask is not None else None,
         output=Operand(a.output.value, fixed(a.output.layout)),
         axes=SiteAxes({name: fixed(a.layout(name)).dims[0] for name in a.axes.dims}),
+        band=a.band and replace(a.band, is_all=True),  # what its mask is made of is in another graph
     )
     result = candidate.emit(op, site)
     result.name = "output"
