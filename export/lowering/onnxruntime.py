@@ -194,7 +194,7 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
             GROUP_QUERY, "causal, without a mask: memory linear in tokens, and less time where these are many"
         )
     if a.band is not None and scores >= MANY_SCORES:
-        width = next((width for width in BLOCKS if width > a.band.span), BLOCKS[-1])
+        width = next((width for width in BLOCKS if width >= a.band.span), BLOCKS[-1])
         form = _blocks_form(a.band, width)
         if form in frugal and 2 * (width + a.band.span) <= _usual(a.size("n_k"), sizes):
             return FormChoice(form, "the mask leaves a band: of the keys, each block of queries meets those alone")
