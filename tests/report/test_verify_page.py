@@ -16,7 +16,6 @@ import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 from typer.testing import CliRunner
 
 import attnforge
@@ -134,12 +133,9 @@ def deployed_as(
     patch.setattr("attnforge.export.targets.onnxruntime.Tuner", type("Chosen", (Always,), {"form": form}))
     patch.setattr("attnforge.export.deploy.measure", lambda *arguments: None)
     args: tuple[Tensor, ...] = (torch.randn(2, 7, 32),)
-    tokens: Any = Dim("tokens", min=2, max=16)
-    shapes: tuple[Any, ...] = ({0: Dim("batch", min=1, max=4), 1: tokens},)
     if masked:
         args = (*args, (torch.rand(7, 7) < 0.6) | torch.eye(7, dtype=torch.bool))
-        shapes = (*shapes, {0: tokens, 1: tokens})
-    return attnforge.deploy(module, args, out, shapes, precision, ["onnxruntime"], force=True), args
+    return attnforge.deploy(module, args, out, None, precision, ["onnxruntime"], force=True), args
 
 
 @pytest.fixture(scope="module")
