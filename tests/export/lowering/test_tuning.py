@@ -25,6 +25,7 @@ from attnforge.export.lowering.attention import Attention, attentions
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for, write
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
+from tests.support import broken
 from tests.support.attends import CPU, OPT, SIZES, Attends, agree, run
 from tests.support.idioms import IDIOMS
 
@@ -168,7 +169,7 @@ def test_every_candidate_that_agrees_is_measured(form: str) -> None:
 
 
 def test_sites_alike_share_a_measurement(tmp_path: Path) -> None:
-    module = nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 32, batch_first=True) for _ in range(3))).eval()
+    module = nn.Sequential(*(broken.Attention(32) for _ in range(3))).eval()
     shapes = ({0: Dim("batch", min=1, max=4)},)
     bundle = attnforge.deploy(module, (torch.randn(2, 6, 32),), tmp_path / "tuned", shapes, targets=["onnxruntime"])
     first, *others = (record.targets["onnxruntime"] for record in bundle.manifest.attention.details)
