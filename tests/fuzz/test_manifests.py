@@ -48,6 +48,11 @@ def fill(document: Any) -> None:
         "attention_precision": "fp16",
         "without": {"layers": 1, "size": 1, "activation_memory": 1},
     }
+    document["attention"]["details"][0]["mask"] = {
+        "text": "blocks of 4, residue: padding",
+        "regions": [{"band": [-3, 3], "blocks": {"size": 4, "shifts": [0, "n"], "numbers": [0, 0]}}],
+        "residue": ["padding"], "silent": "never", "example": 0.5, "largest": 0.1,
+    }  # fmt: skip
     region = {"module": "layer", "nodes": ["a", "b"], "why": "its error"}
     document |= {
         "mixed": {"low": "fp16", "max_error": 0.01, "exactly": True, "error": 0.001, "regions": [region],
