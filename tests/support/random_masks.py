@@ -67,12 +67,14 @@ class MaskWriter(Graph):
     Attributes:
         size: of queries and of keys.
         lengths: the same as scalars of the graph.
-        drawn: how many draws went into the mask so far, so that it ends.
+        data: inputs that masks share, by name.
+        leaf: the one method that writes conditions; empty for all.
     """
 
     size: tuple[Size, Size] = (ONE, ONE)
     lengths: dict[int, ir.Value] = field(default_factory=dict)
     data: dict[str, ir.Value] = field(default_factory=dict)
+    leaf: str = ""
 
     def pick_number(self, least: int, most: int) -> int:
         return self.choices.pick(range(least, most + 1))
@@ -114,7 +116,7 @@ class MaskWriter(Graph):
                 ends = [self.ints(n) for n in (-1, np.iinfo(np.int64).min, 0, -1)]
                 x = self.op("Slice", [x, *ends], [size], INT64)
         x = self.along(x, dim)
-        shift = pick(("none", "none", "number", "lengths", "scalar", "sample"))
+        shift = pick(("none", "none", "number", "lengths", "scalar"))
         if shift == "number":
             x = self.binary("Add", x, self.number(self.pick_number(-4, 4)))
         elif shift == "lengths" and dim == QUERIES:
@@ -165,7 +167,8 @@ class MaskWriter(Graph):
                 choice = [self.cast(self.condition(depth - 1), FLOAT) for _ in range(2)]
                 return self.cast(self.where(self.condition(depth - 1), *choice), BOOL)
             return self.binary(kind, self.condition(depth - 1), self.condition(depth - 1))
-        leaf = pick((self._compared, self._compared, self._compared, *self._leaves))
+        leaves = (self._compared, self._compared, self._compared, *self._leaves)
+        leaf = pick([leaf for leaf in leaves if self.leaf in ("", leaf.__name__)])
         return leaf()
 
     @property
@@ -239,7 +242,7 @@ class MaskWriter(Graph):
         return self.op("GatherND", [flags, self.unsqueeze(positions, [0, 2])], [ONE, self.size[KEYS]], BOOL)
 
     def _rolled(self) -> ir.Value:
-        x, axis = self.condition(0), self.choices.pick((QUERIES, KEYS))
+        x, axis = self._compared(), self.choices.pick((QUERIES, KEYS))
         x = self.binary("And", x, self._square(True))
         size, by = self.size[axis], self.pick_number(1, 2)
         rest = size.factor - by if size.is_static else None
@@ -289,11 +292,15 @@ class MaskWriter(Graph):
         return self.where(flags, self.constant(0.0), self.constant(fill))
 
 
-def random_mask(choices: Choices, additive: bool | None = None) -> RandomMask:
+LEAVES = ("_compared", "_triangle", "_flags", "_data", "_rolled", "_buffer")
+"""What masks are made of: methods of :class:`MaskWriter`."""
+
+
+def random_mask(choices: Choices, leaf: str = "") -> RandomMask:
     """A mask drawn by `choices`.
 
     Args:
-        additive: whether it is numbers to add; None for either.
+        leaf: which of :data:`LEAVES` it is made of; empty for all.
     """
     n, p = choices.pick((5, 1, 2, 8, 12)), choices.pick((3, 1, 7))
     kind = choices.pick(("static", "one", "two", "cache"))
@@ -305,14 +312,13 @@ def random_mask(choices: Choices, additive: bool | None = None) -> RandomMask:
         "cache": (Size(1, ("n",)), Size(1, ("n + p",))),
     }[kind]
     n_q, n_k = n, {"static": dims[1].factor, "one": n, "two": sizes["m"], "cache": n + p}[kind]
-    g = MaskWriter(choices, size=dims)
+    g = MaskWriter(choices, size=dims, leaf=leaf)
     heads = Size(2)
     query = g.input("query", [heads, heads, dims[0], heads])
     key = g.input("key", [heads, heads, dims[1], heads])
     if kind == "cache":
         g.input("past", [Size(1, ("p",))])
-    is_added = choices.chance(50) if additive is None else additive
-    mask = g.added(2) if is_added else g.condition(3)
+    mask = g.added(2) if choices.chance(50) else g.condition(3)
     mask = g.op("Identity", [mask], [*_dims(mask)])
     if choices.chance(70):
         mask = g.unsqueeze(mask, [0, 1])
@@ -322,11 +328,11 @@ def random_mask(choices: Choices, additive: bool | None = None) -> RandomMask:
     return RandomMask(model, node, mask, arrays, sizes, n_q, n_k)
 
 
-def drawn_mask(choices: Choices) -> RandomMask:
+def drawn_mask(choices: Choices, leaf: str = "") -> RandomMask:
     """A random mask that is a valid graph."""
     while True:
         try:
-            return random_mask(choices)
+            return random_mask(choices, leaf)
         except Invalid:
             continue
 

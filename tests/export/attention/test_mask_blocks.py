@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -11,10 +13,24 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
+from attnforge.export.attention.layout import ONE, Size
 from attnforge.export.attention.mask_blocks import NotByBlocks, mask_at_blocks, why_not_by_blocks
+from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, constant, dims_of, typed
-from tests.support.random_graphs import Drawn
+from tests.support.random_graphs import INT64, Drawn, Graph
 from tests.support.random_masks import RandomMask, drawn_mask, outputs_of
+
+T = TypeVar("T")
+
+
+class Never:
+    """Choices that are always the first, and no."""
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[0]
+
+    def chance(self, percent: int) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,36 @@ def check(mask: RandomMask, cut: Piece | Blocks) -> None:
     whole = np.broadcast_to(whole, np.broadcast_shapes(whole.shape, (1, 1, mask.n_q, mask.n_k)))
     wanted, got = cut.of(whole), blocked(mask, cut)
     np.testing.assert_array_equal(np.broadcast_to(got, np.broadcast_shapes(got.shape, wanted.shape)), wanted)
+
+
+def test_blocks_that_are_numbered_and_repeated() -> None:
+    """A mask of 3 × 3 blocks, each repeated for its 4 × 4 pairs: read at `query // 4` and `key // 4`."""
+    g, blocks, size, tokens = Graph(Never()), Size(3), Size(4), Size(12)
+    query, key = (g.input(name, [Size(2), Size(2), tokens, Size(2)]) for name in ("query", "key"))
+    first = g.input("first", [ONE], INT64)
+    count = [g.constant(np.int64(n), INT64) for n in (0, 3, 1)]
+    rows = g.binary("Add", g.op("Range", count, [blocks], INT64), first)
+    seen = g.binary("GreaterOrEqual", g.unsqueeze(rows, [1]), g.unsqueeze(rows, [0]))
+    apart = g.expand(g.reshape(seen, [blocks, ONE, blocks, ONE]), [blocks, size, blocks, size])
+    mask = g.reshape(apart, [ONE, ONE, tokens, tokens])
+    node = ir.node("Attention", [query, key, key, mask], {"scale": 1.0})
+    inputs: dict[str, Array] = {str(x.name): np.zeros([2, 2, 12, 2], np.float32) for x in (query, key)}
+    inputs[str(first.name)] = np.array([5])
+    program = RandomMask(g.model(mask), node, mask, inputs, {}, 12, 12)
+    assert visibility(node).text() == "blocks of 4, −∞ … 0"
+    check(program, Piece(slice(3, 10), slice(1, 9)))
+    check(program, Blocks(np.array([[0, 1, 2], [7, 3, 1], [11, 0, 8]]), 12, 12))
+
+
+def test_a_product_of_all_pairs_is_not_written_at_blocks() -> None:
+    g, tokens = Graph(Never()), Size(6)
+    query, key, left, right = (g.input(name, [tokens, tokens]) for name in ("query", "key", "left", "right"))
+    query, key = (g.unsqueeze(x, [0, 1]) for x in (query, key))
+    bias = g.unsqueeze(g.op("MatMul", [left, right], [tokens, tokens]), [0, 1])
+    node = ir.node("Attention", [query, key, key, bias], {"scale": 1.0})
+    reason = why_not_by_blocks(node)
+    assert reason is not None and reason.endswith("is computed for all pairs by MatMul")
+    assert len(bias.uses()) == 1, "what was tried must not count as a user"
 
 
 @given(st.data())

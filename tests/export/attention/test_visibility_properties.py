@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import event, given
+import pytest
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
@@ -11,7 +12,7 @@ from attnforge.export.attention.affine import Atom, Scalar
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.attention.visibility import Visibility, numbers_at, visibility
 from tests.support.random_graphs import Drawn
-from tests.support.random_masks import RandomMask, drawn_mask
+from tests.support.random_masks import LEAVES, RandomMask, drawn_mask
 
 
 def regions_of(mask: RandomMask, visible: Visibility) -> Array:
@@ -29,9 +30,11 @@ def regions_of(mask: RandomMask, visible: Visibility) -> Array:
     return pairs
 
 
-@given(st.data())
-def test_no_visible_key_is_hidden_and_no_residue_means_equal(data: st.DataObject) -> None:
-    mask = drawn_mask(Drawn(data))
+@pytest.mark.parametrize("leaf", ["", *LEAVES])
+@settings(max_examples=settings().max_examples * 2 // 5)
+@given(data=st.data())
+def test_no_visible_key_is_hidden_and_no_residue_means_equal(leaf: str, data: st.DataObject) -> None:
+    mask = drawn_mask(Drawn(data), leaf)
     visible = visibility(mask.node)
     numbers = mask.numbers()
     if mask.node.attributes["is_causal"].as_int():
