@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
@@ -147,6 +147,7 @@ def test_a_product_of_all_pairs_is_not_written_at_blocks() -> None:
     assert len(bias.uses()) == 1, "what was tried must not count as a user"
 
 
+@settings(max_examples=settings().max_examples * 2 // 5)  # each is two sessions of ONNX Runtime and more
 @given(st.data())
 def test_at_blocks_as_the_whole_mask_cut(data: st.DataObject) -> None:
     mask = drawn_mask(Drawn(data))
