@@ -15,6 +15,7 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.saving import beside, load_graph
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.onnxruntime import candidates_for, write
+from attnforge.export.tensorrt.build import site_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def module_of(node: ir.Node) -> str:
         classes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "[]"))
         return scopes[-2] or (classes[-2].rpartition(".")[2] if len(classes) > 1 else "the model")
     name = node.name or node.op_type
-    return name.partition("/Attention/")[0].removesuffix("/Softmax") if "/" in name else name
+    return site_of(name) if "/" in name else name
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]+)')

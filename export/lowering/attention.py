@@ -22,8 +22,13 @@ from attnforge.export.attention.layout import (
     sizes_of,
 )
 from attnforge.export.attention.operands import Operand
+from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, cast
-from attnforge.export.lowering.blocks import Band, band_of
+from attnforge.export.lowering.band import Band, band_of, is_triangle
+
+SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
+"""Tokens and features of query, key, value and output with all heads in the last dim; some query heads may share those
+of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class Attention:
         silent_rows_are_nan: whether a query without keys gets NaN instead of zeros.
         axes: the axes of the canonical dims.
         band: what the mask is proved to leave, where that is a band and nothing else.
+        is_triangle: whether exactly the pairs of a query and a key that is not later are visible, of as many queries as
+            keys, by causality or by the mask.
     """
 
     node: ir.Node
@@ -76,6 +83,7 @@ class Attention:
     softmax_dtype: ir.DataType
     axes: SiteAxes
     band: Band | None = None
+    is_triangle: bool = False
 
     @property
     def dtype(self) -> ir.DataType:
@@ -132,6 +140,7 @@ def _read(node: ir.Node) -> Attention:
     query, key, value = node.inputs[:3]
     assert query is not None and key is not None and value is not None and query.dtype is not None
     axes = _axes(query, key, value)
+    seen = visibility(node)
     return Attention(
         node,
         Operand(*before_views(query, axes.layout(*QUERY))),
@@ -145,7 +154,8 @@ def _read(node: ir.Node) -> Attention:
         silent_rows_are_nan=node.metadata_props.get(SILENT_ROWS) == "nan",
         softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or query.dtype.value),
         axes=axes,
-        band=band_of(node),
+        band=band_of(node, seen),
+        is_triangle=is_triangle(seen),
     )
 
 

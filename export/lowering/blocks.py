@@ -7,17 +7,20 @@ Longformer (https://arxiv.org/abs/2004.05150, 3.1) with one block of keys around
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonical import SILENT_ROWS
-from attnforge.export.attention.mask_blocks import mask_at_blocks, why_not_by_blocks
-from attnforge.export.attention.visibility import visibility
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, typed
+from attnforge.export.attention.canonical import SiteAxes
+from attnforge.export.attention.layout import ONE, Axis, Layout, Size
+from attnforge.export.attention.mask_blocks import mask_at_blocks
+from attnforge.export.attention.operands import Operand
+from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, typed
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention
+from attnforge.export.lowering.band import Band
 
 BOOL = ir.DataType.BOOL
 
@@ -25,103 +28,56 @@ BAND = "attnforge.band"
 """Metadata of a node that attends in blocks: least and most of `query − key`, by the tokens' indices."""
 
 
-@dataclass(frozen=True)
-class Band:
-    """What a mask leaves: pairs with `least ≤ query − key ≤ most`, by the tokens' indices.
-
-    Attributes:
-        is_all: whether exactly these pairs are visible; else the mask still has to be applied inside.
-    """
-
-    least: int
-    most: int
-    is_all: bool = True
-
-    @property
-    def span(self) -> int:
-        """How many more keys than queries a block has."""
-        return self.most - self.least
-
-    def holds(self, queries: int, keys: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-        """`(queries, keys)`, whether each pair is visible."""
-        distance = np.arange(queries)[:, None] - np.arange(keys)
-        return (self.least <= distance) & (distance <= self.most)
-
-
-def band_of(node: ir.Node) -> Band | None:
-    """The band that a canonical node's mask is proved to leave, of as many queries as keys.
-
-    None where it leaves something else; where a query is not in reach of its own key; and where the rest of the mask
-    cannot be computed in blocks, or leaves queries without keys that do not get zeros.
-    """
-    if len(node.inputs) < 4:
-        return None
-    seen = visibility(node)
-    if len(seen.regions) != 1 or seen.n_q != seen.n_k:
-        return None
-    (region,) = seen.regions
-    if region.blocks is not None or not region.queries.is_open or not region.keys.is_open:
-        return None
-    least, most = (None if end is None else end.constant for end in (region.band.least, region.band.most))
-    if least is None or most is None or not least <= 0 <= most:
-        return None
-    if seen.residue:
-        gives_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
-        if not (gives_zeros or seen.silent == "never") or why_not_by_blocks(node) is not None:
-            return None
-    return Band(least, most, is_all=not seen.residue)
-
-
-@dataclass(frozen=True)
-class Blocked:
-    """Operands in blocks, as samples of a batch.
-
-    Attributes:
-        query: `(batch · blocks, width, features)`; queries behind the last one are zeros.
-        key, value: `(batch · blocks, width + span, features)`.
-        bias: `(batch · blocks, 1 or heads, width, width + span)`, minus infinity for pairs that are not visible.
-    """
-
-    query: ir.Value
-    key: ir.Value
-    value: ir.Value
-    bias: ir.Value
-
-
-def in_blocks(
-    op: Builder,
-    operands: Sequence[ir.Value],
-    features: Sequence[int],
-    band: Band,
-    width: int,
-    node: ir.Node | None = None,
-) -> Blocked:
-    """Cut attention within a band into blocks of `width` queries.
+def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention], ir.Value]) -> ir.Value:
+    """The output of attention within a band, of static heads.
 
     Args:
-        operands: query, key and value, each `(batch, tokens, features)`.
-        features: of each.
-        node: the canonical node, whose mask is applied inside the band.
+        a: the site.
+        width: queries of a block.
+        attend: writes the attention of the blocks, `(batch · blocks, width, heads · d_k)` on `(batch · blocks, width +
+            span, …)`, and returns its output. Queries behind the last one are zeros. The mask is whole: `(batch ·
+            blocks, 1 or heads, width, width + span)`, boolean, or added with minus infinity for pairs that are not
+            visible.
     """
-    query, key, value = operands
-    assert query.dtype is not None
-    cut = _Cut(op, query, band, width)
-    seen = op.And(constant(op, band_pairs(band, width), BOOL), op.Unsqueeze(cut.there, constant(op, [1])))
-    seen = typed(op.Unsqueeze(seen, constant(op, [0, 2])), BOOL, [1, ir.SymbolicDim(None), 1, width, cut.wide])
-    mask = mask_at_blocks(op, node, cut.pairs) if node is not None else None
-    if mask is not None and mask.dtype == BOOL:
-        seen, mask = op.And(mask, seen), None
-    shown = constant(op, 0.0, query.dtype) if mask is None else cast(op, mask, query.dtype)
-    bias = op.Where(seen, shown, constant(op, -np.inf, query.dtype))  # (batch or 1, blocks, heads or 1, width, wide)
-    batch = op.Concat(op.Shape(query, start=0, end=1), constant(op, [1, 1, 1, 1]), axis=0)
-    heads = op.Shape(bias, start=2, end=3)
-    ends = op.Concat(constant(op, [-1]), heads, constant(op, [width, cut.wide]), axis=0)
-    return Blocked(
-        op.Reshape(op.Pad(query, cut.pads(3, 1)), constant(op, [-1, width, features[0]])),
-        cut.keys(key, features[1]),
-        cut.keys(value, features[2]),
-        op.Reshape(op.Expand(bias, batch), ends),
+    assert a.band is not None
+    *layouts, whole = (a.layout("B", *dims) for dims in SIDE_BY_SIDE)
+    query, key, value = a.inputs(op, layouts)
+    count = _count(a.size("n_q"), width)
+    cut = _Cut(op, query, a.band, width)
+    seen = op.And(constant(op, band_pairs(a.band, width), BOOL), op.Unsqueeze(cut.there, constant(op, [1])))
+    mask = typed(op.Unsqueeze(seen, constant(op, [0, 2])), BOOL, [1, count.dim(), 1, width, cut.wide])
+    rest = None if a.band.is_all else mask_at_blocks(op, a.node, cut.pairs)
+    if rest is not None and rest.dtype == BOOL:
+        mask = broadcast_like(op.And(rest, mask), rest, mask)
+    elif rest is not None and rest.dtype is not None:
+        mask = broadcast_like(op.Where(mask, rest, constant(op, -np.inf, rest.dtype)), rest, mask)
+    samples = a.size("B") * count
+    sizes = {"B": samples, "n_q": Size(width), "n_k": Size(cut.wide)}
+    axes = SiteAxes({**a.axes.dims, **{name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}})
+    of_query, of_key, of_value, of_output = (axes.layout("B", *dims) for dims in SIDE_BY_SIDE)
+
+    def operand(rows: ir.Value, layout: Layout) -> Operand:
+        return Operand(typed(rows, a.dtype, [size.dim() for size in layout.sizes()]), layout)
+
+    blocks = replace(
+        a,
+        query=operand(cut.queries(query), of_query),
+        key=operand(cut.keys(key), of_key),
+        value=operand(cut.keys(value), of_value),
+        mask=cut.of_samples(mask, samples),
+        output=Operand(a.output.value, of_output),
+        silent_rows_are_nan=a.band.is_all or a.silent_rows_are_nan,  # of a band alone, every query has its own key
+        axes=axes,
+        band=None,
     )
+    return a.as_output(op, typed(cut.joined(attend(blocks)), a.dtype, [size.dim() for size in whole.sizes()]), whole)
+
+
+def _count(tokens: Size, width: int) -> Size:
+    """How many blocks there are."""
+    if tokens.is_static:
+        return Size(-(-tokens.factor // width))
+    return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {width - 1})//{width}"))
 
 
 class _Cut:
@@ -138,7 +94,7 @@ class _Cut:
     """
 
     def __init__(self, op: Builder, query: ir.Value, band: Band, width: int) -> None:
-        self._op, self._width, self.wide = op, width, width + band.span
+        self._op, self._query, self._width, self.wide = op, query, width, width + band.span
         tokens = op.Shape(query, start=1, end=2)
         blocks = op.Div(op.Add(tokens, constant(op, [width - 1])), constant(op, [width]))
         self._missing = op.Sub(op.Mul(blocks, constant(op, [width])), tokens)
@@ -148,14 +104,35 @@ class _Cut:
         self.rows = op.Max(op.Min(wanted, op.Sub(tokens, constant(op, [1]))), constant(op, [0]))
         self.there = op.And(op.GreaterOrEqual(wanted, constant(op, [0])), op.Less(wanted, tokens))
 
+    def queries(self, x: ir.Value) -> ir.Value:
+        """`(batch, tokens, size)` as `(batch · blocks, width, size)`."""
+        return self._blocks(self._op.Pad(x, self.pads(3, 1)), self._width, x)
+
+    def keys(self, x: ir.Value) -> ir.Value:
+        """`(batch, tokens, size)` as `(batch · blocks, wide, size)`."""
+        return self._blocks(self._op.Gather(x, self.rows, axis=1), self.wide, x)
+
+    def _blocks(self, rows: ir.Value, width: int, x: ir.Value) -> ir.Value:
+        return self._op.Reshape(rows, constant(self._op, [-1, width, int(dims_of(x)[2])]))  # type: ignore[arg-type]
+
+    def joined(self, rows: ir.Value) -> ir.Value:
+        """`(batch · blocks, width, size)` as `(batch, tokens, size)`."""
+        op, query = self._op, self._query
+        shape = op.Concat(op.Shape(query, start=0, end=1), constant(op, [-1, int(dims_of(rows)[2])]), axis=0)  # type: ignore[arg-type]
+        return op.Slice(op.Reshape(rows, shape), constant(op, [0]), op.Shape(query, start=1, end=2), constant(op, [1]))
+
+    def of_samples(self, mask: ir.Value, samples: Size) -> ir.Value:
+        """`(batch or 1, blocks, heads or 1, width, wide)` as `(batch · blocks, heads or 1, width, wide)`."""
+        op, heads, ends = self._op, dims_of(mask)[2], (self._width, self.wide)
+        batch = op.Concat(op.Shape(self._query, start=0, end=1), constant(op, [1, 1, 1, 1]), axis=0)
+        shape = op.Concat(constant(op, [-1]), op.Shape(mask, start=2, end=3), constant(op, ends), axis=0)
+        assert mask.dtype is not None
+        return typed(op.Reshape(op.Expand(mask, batch), shape), mask.dtype, [samples.dim(), heads, *ends])
+
     def pads(self, rank: int, axis: int) -> ir.Value:
         """What Pad takes to fill up the last block along an axis."""
         op, zeros = self._op, constant(self._op, [0] * (rank + axis))
         return op.Concat(zeros, self._missing, constant(op, [0] * (rank - axis - 1)), axis=0)
-
-    def keys(self, x: ir.Value, size: int) -> ir.Value:
-        """`(batch, tokens, size)` as `(batch · blocks, wide, size)`."""
-        return self._op.Reshape(self._op.Gather(x, self.rows, axis=1), constant(self._op, [-1, self.wide, size]))
 
     def pairs(self, op: Builder, x: ir.Value) -> ir.Value:
         """`(batch, heads, queries, keys)` as `(batch, blocks, heads, width, wide)`; each dim may be 1."""
@@ -214,10 +191,3 @@ def mask_of_blocks(bias: Array, band: Band, tokens: int) -> Array:
         there = (keys >= 0) & (keys < tokens)
         mask[:, i * width : (i + 1) * width, keys[there]] = bias[i][..., there]
     return mask[:, :tokens]
-
-
-def out_of_blocks(op: Builder, result: ir.Value, query: ir.Value, features: int) -> ir.Value:
-    """`(batch · blocks, width, features)` as `(batch, tokens, features)`, with as many tokens as `query` has."""
-    batch, tokens = op.Shape(query, start=0, end=1), op.Shape(query, start=1, end=2)
-    joined = op.Reshape(result, op.Concat(batch, constant(op, [-1, features]), axis=0))
-    return op.Slice(joined, constant(op, [0]), tokens, constant(op, [1]))

@@ -39,14 +39,15 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, sizes_of
 from attnforge.export.attention.masking import any_key
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.types import widen
-from attnforge.export.lowering.attention import Attention, Lowered, attentions
-from attnforge.export.lowering.blocks import BAND, Band, in_blocks, out_of_blocks
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered, attentions
+from attnforge.export.lowering.band import Band
+from attnforge.export.lowering.blocks import BAND, in_blocks
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
-from attnforge.export.lowering.tuning import Candidate, FormChoice, Tuner, Unmeasurable, evaluated
+from attnforge.export.lowering.tuning import Candidate, FormChoice, Tuner, usual
 
 BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
 
@@ -64,9 +65,6 @@ is chosen, which is some two percent faster."""
 MANY_SCORES = 512 * 512
 """Scores a head from which a form that does not hold them is worth any transposes that it takes, and causal attention
 in one kernel its copies."""
-
-_SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
-"""The same with all heads in the last dim, where some query heads may share those of keys and values."""
 
 BLOCKS = (64, 128, 256)
 """Queries of a block, where a mask leaves a band."""
@@ -149,7 +147,7 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
         candidates.append(Candidate("Attention", name, partial(_standard, name=name)))
     sizes = [a.size(dim) for dim in ("H", "H_kv", "d_k", "d_v")]
     fits = a.size("d_k") == a.size("d_v") and a.size("d_k").factor % 8 == 0 and all(size.is_static for size in sizes)
-    if a.is_causal and a.mask is None and as_many and fits:
+    if a.is_triangle and fits:
         name = f"{site}/GroupQueryAttention"
         candidates.append(Candidate(GROUP_QUERY, name, partial(_group_query, name=name), holds_scores=False))
     if a.band is not None and all(size.is_static for size in sizes):
@@ -188,15 +186,15 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
         frugal: the forms that do not hold the scores on this device.
     """
     products = _products_form(a)
-    scores = _usual(a.size("n_q"), sizes) * _usual(a.size("n_k"), sizes)
+    scores = usual(a.size("n_q"), sizes) * usual(a.size("n_k"), sizes)
     if GROUP_QUERY in frugal and scores >= MANY_SCORES:
         return FormChoice(
-            GROUP_QUERY, "causal, without a mask: memory linear in tokens, and less time where these are many"
+            GROUP_QUERY, "causal, and no other mask: memory linear in tokens, and less time where these are many"
         )
     if a.band is not None and scores >= MANY_SCORES:
         width = next((width for width in BLOCKS if width >= a.band.span), BLOCKS[-1])
         form = _blocks_form(a.band, width)
-        if form in frugal and 2 * (width + a.band.span) <= _usual(a.size("n_k"), sizes):
+        if form in frugal and 2 * (width + a.band.span) <= usual(a.size("n_k"), sizes):
             return FormChoice(form, "the mask leaves a band: of the keys, each block of queries meets those alone")
     if a.mask is not None or a.is_causal:
         why = "with a mask fused forms hold the scores too, and are seldom faster than the products"
@@ -220,7 +218,7 @@ def _in_less_memory(
 ) -> tuple[Candidate, FormChoice]:
     """Head after head where all heads at once would take :data:`MANY_BYTES`; else the candidate as it is."""
     operands = [("B", "H", *ends) for ends in ENDS[:3]]
-    size = 4 * sum(prod(_usual(a.size(dim), largest) for dim in dims) for dims in operands)  # bytes in fp32
+    size = 4 * sum(prod(usual(a.size(dim), largest) for dim in dims) for dims in operands)  # bytes in fp32
     if candidate.form != MULTI_HEAD or candidate.holds_scores or size < MANY_BYTES:
         return candidate, choice
     why = f"; head after head, for queries, keys and values of all are {size / 2**20:.0f} MiB at most"
@@ -229,14 +227,6 @@ def _in_less_memory(
         replace(candidate, form=HEAD_AFTER_HEAD, emit=emit),
         replace(choice, form=HEAD_AFTER_HEAD, why=choice.why + why),
     )
-
-
-def _usual(size: Size, sizes: Mapping[str, int]) -> int:
-    """The usual number that a size is; its static factor where its symbols are unknown."""
-    try:
-        return evaluated(size, sizes)
-    except Unmeasurable:
-        return size.factor
 
 
 def _packed(a: Attention) -> list[Layout]:
@@ -364,7 +354,7 @@ def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
 
 
 def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
-    *layouts, output = (a.layout("B", *ends) for ends in _SIDE_BY_SIDE)
+    *layouts, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
     query, key, value = a.inputs(op, layouts)
     batch, tokens = op.Shape(query, start=0, end=1), op.Shape(query, start=1, end=2)
     last = op.Expand(
@@ -382,24 +372,23 @@ def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
 
 
 def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
-    *layouts, output = (a.layout("B", *ends) for ends in _SIDE_BY_SIDE)
-    query, key, value = a.inputs(op, layouts)
-    heads, shared = a.size("H").factor, a.size("H_kv").factor
-    d_k, d_v = a.size("d_k").factor, a.size("d_v").factor
     assert a.band is not None
-    features = (heads * d_k, shared * d_k, shared * d_v)
-    blocked = in_blocks(op, (query, key, value), features, a.band, width, None if a.band.is_all else a.node)
-    attributes: dict[str, int | float] = {
-        "q_num_heads": heads,
-        "kv_num_heads": shared,
-        "scale": a.scale,
-        "softcap": a.softcap,
-    }
-    inputs = [blocked.query, blocked.key, blocked.value, blocked.bias]
     metadata = {BAND: f"{a.band.least} {a.band.most}"}
-    attended = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)
-    result = out_of_blocks(op, attended, query, heads * d_v)
-    return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
+
+    def attend(blocks: Attention) -> ir.Value:
+        assert blocks.mask is not None
+        attributes: dict[str, int | float] = {
+            "q_num_heads": a.size("H").factor,
+            "kv_num_heads": a.size("H_kv").factor,
+            "scale": a.scale,
+            "softcap": a.softcap,
+        }
+        bias = cast(op, _bias(op, blocks, blocks.mask), a.dtype)
+        inputs = [*(operand.value for operand in blocks.operands), bias]
+        result = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)
+        return typed(result, a.dtype, _dims(blocks.output.layout))
+
+    return in_blocks(op, a, width, attend)
 
 
 def _dims(layout: Layout) -> list[int | ir.SymbolicDim]:

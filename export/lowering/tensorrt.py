@@ -38,7 +38,10 @@ from attnforge.export.graphs.build import Builder, cast, constant, insert, like,
 from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
+from attnforge.export.lowering.blocks import in_blocks
 from attnforge.export.lowering.products import decompose, mask_steps
+from attnforge.export.lowering.stairs import in_stairs
+from attnforge.export.lowering.tuning import usual
 from attnforge.export.tensorrt.build import softmax_of
 
 BOOL = ir.DataType.BOOL
@@ -49,14 +52,33 @@ SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 LARGEST_MASK = 2**24
 """Numbers of a mask that is computed here."""
 
+BLOCKS = (256, 128, 64)
+"""Queries of a block, where a mask leaves a band."""
 
-def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | None = None) -> SitesResult[Lowered]:
+MOST_PRODUCTS = 1.3
+"""Of the products that a band needs, those that its blocks compute; more only with the smallest blocks."""
+
+MANY_SCORES = 512 * 512
+"""Scores a head from which attention within a band is cut into blocks."""
+
+STEPS, MANY_TOKENS = 4, 2048
+"""Blocks of queries of causal attention, and tokens from which there are any: five eighths of the products are left."""
+
+
+def lower(
+    model: ir.Model,
+    sites: list[Site],
+    attention_dtype: ir.DataType | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> SitesResult[Lowered]:
     """Rewrite every canonical site of `model`, in place, for TensorRT.
 
     Args:
         model: with canonical Attention nodes.
         sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
         attention_dtype: the type that attention alone is computed in, between casts; by default the graph's own.
+        sizes: the usual size of each symbol of the dims; without them attention within a band is written like any
+            other where the tokens are dynamic.
 
     Returns:
         the form of every canonical site, and why it was chosen.
@@ -65,11 +87,11 @@ def lower(model: ir.Model, sites: list[Site], attention_dtype: ir.DataType | Non
     lowered = []
     for site, attention in attentions(model, sites):
         dtype = attention_dtype or attention.dtype
-        recipe = _recipe(attention, dtype)
+        recipe = _recipe(attention, dtype, sizes or {})
         node = softmax_of(site.name)
-        build = partial(_emit_in, a=attention, recipe=recipe, name=node, dtype=dtype)
+        build = partial(_emit_in, a=attention, recipe=recipe, site=site.name, dtype=dtype)
         replace_value(attention.output.value, insert(model.graph, attention.node, build))
-        lowered.append(Lowered(site.name, "MatMul·Softmax·MatMul", recipe.why, node, recipe.unfused))
+        lowered.append(Lowered(site.name, recipe.form, recipe.why, node, recipe.unfused))
     modified = RemoveUnusedNodesPass()(model).modified or bool(lowered)
     return SitesResult(model, modified, lowered)
 
@@ -117,16 +139,32 @@ class _Recipe:
         unfused: why no fused kernel is to be expected; None where one is.
         head_size: the size that heads are padded to; None where they keep theirs.
         pair: how a lone head becomes two.
+        width: queries of a block, where the mask leaves a band; None for one block of all.
+        steps: blocks of causal queries, each with the keys up to its own.
     """
 
     why: str = "fuses in 16-bit types, builds in every type"
     unfused: str | None = None
     head_size: int | None = None
     pair: Literal["halved", "copied"] | None = None
+    width: int | None = None
+    steps: int = 1
+
+    @property
+    def form(self) -> str:
+        """The operators, and how often."""
+        how = f", {self.steps} blocks" if self.steps > 1 else f", blocks of {self.width}" if self.width else ""
+        return f"MatMul·Softmax·MatMul{how}"
 
 
-def _recipe(a: Attention, dtype: ir.DataType) -> _Recipe:
+def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Recipe:
     recipe = _Recipe(unfused=_unfused(a, dtype))
+    if (width := _width(a, sizes)) is not None:
+        why = "the mask leaves a band: of the keys, each block of queries meets those alone"
+        recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
+    elif a.is_triangle and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
+        why = "causal: each block of queries meets the keys up to its own"
+        recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
     if recipe.unfused is not None:
         return recipe
     d_k, d_v = a.size("d_k").factor, a.size("d_v").factor
@@ -134,12 +172,26 @@ def _recipe(a: Attention, dtype: ir.DataType) -> _Recipe:
     if not d_k == d_v == size:
         why = f"{recipe.why}; heads of {d_k} and {d_v} zero-padded to {size}"
         recipe = replace(recipe, why=why, head_size=size)
-    if a.size("B") * a.size("H") == ONE:
+    if a.size("B") * a.size("H") == ONE and recipe.width is None:
         rows_vary = a.is_causal or (a.mask is not None and sizes_of(a.mask)[2] != ONE)
         how = "computed twice, for its mask differs by query" if rows_vary else "half of the queries each"
         why = f"{recipe.why}; a lone head is not fused, so it is written as two: {how}"
         recipe = replace(recipe, why=why, pair="copied" if rows_vary else "halved")
     return recipe
+
+
+def _width(a: Attention, sizes: Mapping[str, int]) -> int | None:
+    """Queries of a block; None where the mask leaves no band, or blocks would save less than half of the products."""
+    n_q, n_k = (usual(a.size(name), sizes) for name in ("n_q", "n_k"))
+    if a.band is None or n_q * n_k < MANY_SCORES or not _are_static_heads(a):
+        return None
+    span = a.band.span
+    width = next((width for width in BLOCKS if width + span <= MOST_PRODUCTS * (span + 1)), BLOCKS[-1])
+    return width if 2 * (width + span) <= n_k else None
+
+
+def _are_static_heads(a: Attention) -> bool:
+    return all(a.size(name).is_static for name in ("H", "H_kv", "d_k", "d_v"))
 
 
 def _unfused(a: Attention, dtype: ir.DataType) -> str | None:
@@ -160,10 +212,10 @@ def _unfused(a: Attention, dtype: ir.DataType) -> str | None:
     return None
 
 
-def _emit_in(op: Builder, a: Attention, recipe: _Recipe, name: str, dtype: ir.DataType) -> ir.Value:
+def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.DataType) -> ir.Value:
     """Attention in `dtype`, between casts where that is not the graph's type."""
     if dtype == a.dtype:
-        return _emit(op, a, recipe, name)
+        return _emit(op, a, recipe, site)
     if recipe.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
         a = replace(
             a,
@@ -171,10 +223,19 @@ def _emit_in(op: Builder, a: Attention, recipe: _Recipe, name: str, dtype: ir.Da
             key=_moved(op, a, a.key, "d_k", "n_k"),
             value=_moved(op, a, a.value, "n_k", "d_v"),
         )
-    return cast(op, _emit(op, a.narrowed(op, dtype), recipe, name), a.dtype)
+    return cast(op, _emit(op, a.narrowed(op, dtype), recipe, site), a.dtype)
 
 
-def _emit(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value:
+def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str) -> ir.Value:
+    if recipe.steps > 1:
+        return in_stairs(op, a, recipe.steps, lambda block, i: _emit_one(op, block, recipe, softmax_of(site, i)))
+    if recipe.width is not None:
+        return in_blocks(op, a, recipe.width, lambda blocks: _emit_one(op, blocks, recipe, softmax_of(site)))
+    return _emit_one(op, a, recipe, softmax_of(site))
+
+
+def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value:
+    """Two products around one softmax."""
     fused = recipe.unfused is None
     query = a.arranged(op, a.query, a.layout(*QUERY))
     value = a.arranged(op, a.value, a.layout("B", "H", "n_k", "d_v"))

@@ -7,6 +7,7 @@ compared with the plain products; a candidate that differs is not timed.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.lowering.attention import Attention
+from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.products import last_step
 from attnforge.numbers import scientific
 from attnforge.progress import Steps
@@ -159,6 +161,14 @@ def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
     return size.factor * prod(known)
 
 
+def usual(size: Size, sizes: Mapping[str, int]) -> int:
+    """The usual number that a size is; its static factor where its symbols are unknown."""
+    try:
+        return evaluated(size, sizes)
+    except Unmeasurable:
+        return size.factor
+
+
 def _measure(
     a: Attention, candidates: Sequence[Candidate], ruled: FormChoice, sizes: Mapping[str, int], seconds: float
 ) -> FormChoice:
@@ -281,16 +291,17 @@ def _copied(op: Builder, mask: ir.Value, sizes: Mapping[str, int], inputs: dict[
 def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
     """Random inputs for a model that :func:`alone` made, by name; their scores are of about one.
 
-    A mask that leaves a band leaves it here too. In every other mask that differs by query, the first row attends to
-    nothing.
+    A mask that leaves a band or a triangle leaves it here too. In every other mask that differs by query, the first row
+    attends to nothing.
     """
     rng = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
+    left = Band(0, sys.maxsize) if a.is_triangle else a.band
     for value in model.graph.inputs:
         assert value.name is not None and value.shape is not None and value.dtype is not None
         shape = tuple(value.shape.numpy())
-        if a.band is not None and value.name.startswith("mask_"):
-            shown = np.broadcast_to(a.band.holds(*shape[-2:]), shape)
+        if left is not None and value.name.startswith("mask_"):
+            shown = np.broadcast_to(left.holds(*shape[-2:]), shape)
             array: Array = shown if value.dtype == BOOL else np.where(shown, np.float32(0), np.float32(-np.inf))
         elif value.dtype == BOOL:
             array = np.asarray(rng.random(shape) < 0.75)
@@ -298,7 +309,7 @@ def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
             array = rng.standard_normal(shape, np.float32)
         if value.name == "query":
             array /= np.float32(a.scale * a.size("d_k").factor ** 0.5)
-        elif a.band is None and value.name.startswith("mask_") and prod(shape[:-1]) > 1:
+        elif left is None and value.name.startswith("mask_") and prod(shape[:-1]) > 1:
             array.reshape(-1, shape[-1])[0] = False if value.dtype == BOOL else -np.inf
         arrays[value.name] = array
     return arrays

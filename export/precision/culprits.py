@@ -14,6 +14,7 @@ from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.precision.emulation import held_by_fused_kernels
 from attnforge.export.precision.trials import Assignment, Trials
+from attnforge.export.tensorrt.build import site_of
 
 HEADROOM = 2.0
 """How far below the largest number of a type a tensor has to stay: inputs that were not tried may reach further."""
@@ -117,8 +118,7 @@ def _owner_of(trials: Trials, node: ir.Node | None) -> str | None:
         return None
     if node.name in trials.nodes:
         return node.name
-    site = node.name.partition("/Attention/")[0].removesuffix("/Softmax")
-    name = f"{site}/Attention"
+    name = f"{site_of(node.name)}/Attention"
     return name if name in trials.nodes else None
 
 

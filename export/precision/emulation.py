@@ -15,7 +15,7 @@ import onnx_ir as ir
 from attnforge.export.diagnosis.stages import scores_of
 from attnforge.export.graphs.execute import Runner, at_own_precision
 from attnforge.export.graphs.types import LOW
-from attnforge.export.tensorrt.build import Plan, softmax_of
+from attnforge.export.tensorrt.build import Plan, site_of
 
 
 def emulate(model: ir.Model, fused: Collection[str], plan: Plan | None = None) -> Runner:
@@ -36,10 +36,9 @@ def emulate(model: ir.Model, fused: Collection[str], plan: Plan | None = None) -
 def held_by_fused_kernels(model: ir.Model, fused: Collection[str]) -> list[ir.Value]:
     """The 16-bit scores of the sites named `fused`, from the product to the softmax: a fused kernel holds them in
     float32 and rounds the attention map alone."""
-    softmaxes = {softmax_of(site) for site in fused}
     held: list[ir.Value] = []
     for node in model.graph:
-        if node.op_type == "Softmax" and node.name in softmaxes:
+        if node.op_type == "Softmax" and site_of(str(node.name)) in fused:
             held += [value for value in scores_of(node) if value.dtype in LOW]
     return held
 

@@ -20,6 +20,7 @@ from attnforge.files import sha256
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
+from attnforge.runtime.cases import cases
 
 
 def why_not_buildable(flavour: str) -> str | None:
@@ -77,7 +78,8 @@ def _begin_plan(job: Job, flavour: str, attention: Precision | None, stem: str, 
         model: file for the lowered graph.
     """
     graph = job.model.clone()
-    lowered = lower(graph, job.sites, ir.DataType.from_numpy(attention.dtype) if attention is not None else None).sites
+    dtype = ir.DataType.from_numpy(attention.dtype) if attention is not None else None
+    lowered = lower(graph, job.sites, dtype, cases(job.inputs)[0].sizes).sites
     name = job.shelf.save(graph, model or f"{stem}.onnx")
     file = job.folder / f"{stem}.plan"
     file.parent.mkdir(exist_ok=True)

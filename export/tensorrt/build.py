@@ -53,12 +53,15 @@ class Plan:
     process: Cost = field(default_factory=lambda: Cost(seconds=0.0, memory=0))
 
     def kernel_of(self, onnx_node: str) -> str | None:
-        """Name of the fused attention layer that does the work of `onnx_node`, or None."""
-        return next((la.name for la in self.layers if la.is_fused_attention and onnx_node in la.onnx_nodes), None)
+        """Name of the first fused attention layer that does the work of `onnx_node`; None where none does, or one part
+        of it is left to other layers."""
+        nodes = {node for layer in self.layers for node in layer.onnx_nodes if _is_part(node, onnx_node)}
+        fused = [layer for layer in self.layers if layer.is_fused_attention and nodes & {*layer.onnx_nodes}]
+        return fused[0].name if nodes and nodes <= {node for layer in fused for node in layer.onnx_nodes} else None
 
     def layers_of(self, onnx_node: str) -> list[str]:
         """Names of the layers that do the work of `onnx_node`."""
-        return [layer.name for layer in self.layers if onnx_node in layer.onnx_nodes]
+        return [la.name for la in self.layers if any(_is_part(node, onnx_node) for node in la.onnx_nodes)]
 
     def why_unfused(self, onnx_node: str) -> str:
         """Why no fused layer does the work of `onnx_node`, with the names of those that do."""
@@ -87,6 +90,10 @@ class Plan:
         )
 
 
+def _is_part(node: str, whole: str) -> bool:
+    return node == whole or node.startswith(f"{site_of(whole)}/Attention/Softmax_part_")
+
+
 def _only(device: int) -> dict[str, str]:
     """The environment in which a CUDA device is the first one, for which TensorRT builds.
 
@@ -99,9 +106,15 @@ def _only(device: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device].strip() if visible else str(device)}
 
 
-def softmax_of(site: str) -> str:
-    """Name of the Softmax that stands for an attention site in the model that TensorRT parses."""
-    return f"{site}/Softmax"
+def softmax_of(site: str, part: int = 0) -> str:
+    """Name of the Softmax that stands for an attention site in the model that TensorRT parses, or for a further part of
+    one that is computed in several."""
+    return f"{site}/Attention/Softmax_part_{part}" if part else f"{site}/Softmax"
+
+
+def site_of(node: str) -> str:
+    """The site that a node was written for, by the node's name."""
+    return node.partition("/Attention/")[0].removesuffix("/Softmax")
 
 
 def profiles_of(inputs: Sequence[TensorSpec], further: Sequence[Mapping[str, Range]] = ()) -> list[dict[str, Range]]:

@@ -1,10 +1,14 @@
-"""Attention within a band in blocks of queries: the same function at any number of tokens, and for bands alone."""
+"""Attention within a band in blocks of queries, and causal attention in steps: the same function at any number of
+tokens, for bands and causal attention alone; what TensorRT-RTX fuses of it."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -13,12 +17,15 @@ from torch.export import Dim
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.flops import product_flops
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import attentions
-from attnforge.export.lowering.blocks import Band
-from attnforge.export.lowering.onnxruntime import BLOCKS, candidates_for, write
+from attnforge.export.lowering.band import Band
+from attnforge.export.lowering.onnxruntime import BLOCKS, GROUP_QUERY, candidates_for, write
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.torch_module import Captured, capture
+from attnforge.export.tensorrt.build import build
 from attnforge.precision import precision_named
 from tests.support.idioms.together import session_of
 
@@ -97,8 +104,9 @@ def truth(name: str, batch: int, tokens: int) -> Array:
 
 def test_bands_are_known_and_nothing_else_is_one() -> None:
     model = exported().model.clone()
-    bands = [attention.band for _, attention in attentions(model, canonicalize(model).sites)]
-    assert bands == [*BANDS.values(), *[None] * len(NO_BANDS)]
+    sites = [attention for _, attention in attentions(model, canonicalize(model).sites)]
+    assert [attention.band for attention in sites] == [*BANDS.values(), *[None] * len(NO_BANDS)]
+    assert [attention.is_triangle for attention in sites] == [name == "causal" for name in (*BANDS, *NO_BANDS)]
 
 
 @pytest.mark.parametrize("width", BLOCKS)
@@ -133,6 +141,7 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
     assert not any("blocks" in form for form in few)
     widths = [(128, 69), (64, 49), (64, 40), (64, 0), *[(128, 69)] * 2]
     assert many[: len(BANDS)] == [f"Attention, blocks of {width} × {width + span}" for width, span in widths]
+    assert many[len(BANDS)] == GROUP_QUERY
     assert not any("blocks" in form for form in many[len(BANDS) :])
 
 
@@ -144,3 +153,73 @@ def test_what_is_measured_has_the_band() -> None:
     behind, *_ = for_onnxruntime.lower(model, sites, sizes, tuner=tuner).sites
     assert {f"Attention, blocks of {width} × {width + 69}" for width in BLOCKS} <= set(behind.measured)
     assert not any("differs" in why for why in behind.dropped.values())
+
+
+# --- TensorRT ---------------------------------------------------------------------------------------------------------
+
+
+def for_rtx(captured: Captured, tokens: int) -> tuple[ir.Model, list[str]]:
+    """The model in TensorRT's form for a usual number of tokens, and the form of every site."""
+    model, sizes = captured.model.clone(), {"batch": 1, "tokens": tokens}
+    sites = for_tensorrt.lower(model, canonicalize(model).sites, sizes=sizes).sites
+    return model, [site.form for site in sites]
+
+
+def test_tensorrt_gets_blocks_and_steps_where_there_are_many_tokens() -> None:
+    usual = "MatMul·Softmax·MatMul"
+    _, few = for_rtx(exported(), 256)
+    _, many = for_rtx(exported(), 2048)
+    assert few == [usual] * len(few)
+    assert many == [f"{usual}, blocks of 64"] * len(BANDS) + [f"{usual}, 4 blocks"] + [usual] * (len(NO_BANDS) - 1)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 3), (1, 5), (2, 64), (1, 65), (2, 159)])
+def test_what_tensorrt_gets_is_the_same_function(batch: int, tokens: int) -> None:
+    session = of_rtx()
+    feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True))
+    for name, result in zip((*BANDS, *NO_BANDS), session.run(None, feeds), strict=True):
+        expected = truth(name, batch, tokens)
+        assert result.shape == expected.shape
+        assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected), name
+
+
+@functools.cache
+def of_rtx() -> Any:
+    return session_of(for_rtx(exported(), 2048)[0])
+
+
+class Attends(nn.Module):
+    """Causal attention, and attention to the last 256 keys, of `(1, 8, tokens, 64)`; with `padding` `(1, tokens)`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        index = torch.arange(query.shape[2])
+        back = index[:, None] - index
+        window = (back >= 0) & (back < 256)
+        attend = nn.functional.scaled_dot_product_attention
+        return (
+            attend(query, key, value, is_causal=True),
+            attend(query, key, value, attn_mask=window),
+            attend(query, key, value, attn_mask=window & padding[:, None, None]),
+        )
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
+    tmp_path: Path, is_dynamic: bool
+) -> None:
+    tokens = Dim("tokens", min=1, max=8192)
+    shapes = {**{name: {2: tokens} for name in NAMES[:3]}, "padding": {1: tokens}} if is_dynamic else None
+    args = (*(torch.zeros(1, 8, 4096, 64) for _ in range(3)), torch.ones(1, 4096, dtype=torch.bool))
+    captured = capture(Attends(), args, shapes, precision_named("fp16"))
+    model, sizes = captured.model, {"tokens": 4096}
+    sites = for_tensorrt.lower(model, canonicalize(model).sites, sizes=sizes).sites
+    ir.save(model, tmp_path / "model.onnx")
+    plan = build(tmp_path / "model.onnx", "tensorrt_rtx", captured.inputs, "fp16")
+    assert [plan.kernel_of(site.node) is not None for site in sites] == [True] * 3
+    assert sum(layer.is_fused_attention for layer in plan.layers) == 4 + 1 + 1
+    for site, share in zip(sites, (0.65, 1.3 * 256 / 4096, 1.3 * 256 / 4096), strict=True):
+        products = [
+            node for node in model.graph if node.op_type == "MatMul" and (node.name or "").startswith(f"{site.site}/")
+        ]
+        flops = sum(product_flops(node, sizes) for node in products)
+        assert 0 < flops <= share * 4 * 8 * 64 * 4096**2

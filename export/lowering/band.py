@@ -1,0 +1,71 @@
+"""What a mask leaves of attention, where that is a band: the keys from some distance behind a query to some distance
+ahead of it, as a window does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.attention.canonical import SILENT_ROWS
+from attnforge.export.attention.mask_blocks import why_not_by_blocks
+from attnforge.export.attention.visibility import Visibility
+
+
+@dataclass(frozen=True)
+class Band:
+    """What a mask leaves: pairs with `least ≤ query − key ≤ most`, by the tokens' indices.
+
+    Attributes:
+        is_all: whether exactly these pairs are visible; else the mask still has to be applied inside.
+    """
+
+    least: int
+    most: int
+    is_all: bool = True
+
+    @property
+    def span(self) -> int:
+        """How many more keys than queries a block has."""
+        return self.most - self.least
+
+    def holds(self, queries: int, keys: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        """`(queries, keys)`, whether each pair is visible."""
+        distance = np.arange(queries)[:, None] - np.arange(keys)
+        return (self.least <= distance) & (distance <= self.most)
+
+
+def band_of(node: ir.Node, seen: Visibility) -> Band | None:
+    """The band that a canonical node's mask is proved to leave, of as many queries as keys.
+
+    None where it leaves something else; where a query is not in reach of its own key; and where the rest of the mask
+    cannot be computed in blocks, or leaves queries without keys that do not get zeros.
+    """
+    least, most = _ends(seen)
+    if least is None or most is None or not least <= 0 <= most:
+        return None
+    if seen.residue:
+        gives_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
+        if not (gives_zeros or seen.silent == "never") or why_not_by_blocks(node) is not None:
+            return None
+    return Band(least, most, is_all=not seen.residue)
+
+
+def is_triangle(seen: Visibility) -> bool:
+    """Whether exactly the pairs of a query and a key that is not later are visible, of as many queries as keys."""
+    return _ends(seen) == (0, None) and not seen.residue
+
+
+def _ends(seen: Visibility) -> tuple[int | None, int | None]:
+    """Least and most of `query − key`, each None where there is no such end; two of None where more or less than one
+    band of as many queries as keys is left, or an end is not a number."""
+    if len(seen.regions) != 1 or seen.n_q != seen.n_k:
+        return None, None
+    (region,) = seen.regions
+    ends = [end for end in (region.band.least, region.band.most) if end is not None]
+    is_band = region.blocks is None and region.queries.is_open and region.keys.is_open
+    if not is_band or any(end.constant is None for end in ends):
+        return None, None
+    least, most = (None if end is None else end.constant for end in (region.band.least, region.band.most))
+    return least, most

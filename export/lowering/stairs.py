@@ -1,0 +1,115 @@
+"""Causal attention in steps: each block of queries meets the keys up to its own, and no later ones.
+
+Of n² products, `steps` blocks compute the share `(steps + 1) / (2 · steps)`, each in a kernel of its own. A query's
+keys stay together, so nothing has to be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from attnforge.export.attention.canonical import SiteAxes
+from attnforge.export.attention.layout import ONE, Axis, Layout, Size
+from attnforge.export.attention.operands import Operand
+from attnforge.export.graphs.build import Builder, constant, typed
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention
+
+BOOL = ir.DataType.BOOL
+
+
+def in_stairs(op: Builder, a: Attention, steps: int, attend: Callable[[Attention, int], ir.Value]) -> ir.Value:
+    """The output of attention to the keys up to each query's own.
+
+    Args:
+        a: the site, a triangle with static heads.
+        steps: blocks of queries.
+        attend: writes the attention of the block of a number, `(batch, width, heads · d_k)` on `(batch, (number + 1) ·
+            width, …)` under a boolean mask `(1, 1, width, (number + 1) · width)`, and returns its output. The last
+            block is filled up with zeros, which no other query sees.
+    """
+    *layouts, whole = (a.layout("B", *dims) for dims in SIDE_BY_SIDE)
+    operands = a.inputs(op, layouts)
+    stairs = _Stairs(op, operands[0], a.size("n_q"), steps)
+    filled = [stairs.filled(operand) for operand in operands]
+    outputs = [attend(_block(a, filled, stairs, i), i) for i in range(steps)]
+    result = op.Slice(op.Concat(*outputs, axis=1), constant(op, [0]), stairs.tokens, constant(op, [1]))
+    return a.as_output(op, typed(result, a.dtype, [size.dim() for size in whole.sizes()]), whole)
+
+
+def _block(a: Attention, filled: list[ir.Value], stairs: _Stairs, number: int) -> Attention:
+    """The attention of a block of queries and the keys up to its last."""
+    n_q, n_k = stairs.size(1), stairs.size(number + 1)
+    sizes = {"n_q": n_q, "n_k": n_k}
+    axes = SiteAxes({**a.axes.dims, **{name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}})
+
+    def operand(rows: ir.Value, layout: Layout) -> Operand:
+        return Operand(typed(rows, a.dtype, [size.dim() for size in layout.sizes()]), layout)
+
+    of_query, of_key, of_value, of_output = (axes.layout("B", *dims) for dims in SIDE_BY_SIDE)
+    query, key, value = filled
+    return replace(
+        a,
+        query=operand(stairs.rows(query, number, number + 1), of_query),
+        key=operand(stairs.rows(key, 0, number + 1), of_key),
+        value=operand(stairs.rows(value, 0, number + 1), of_value),
+        mask=typed(stairs.mask(number), BOOL, [1, 1, n_q.dim(), n_k.dim()]),
+        output=Operand(a.output.value, of_output),
+        is_causal=False,
+        silent_rows_are_nan=True,  # there are none: every query has its own key
+        axes=axes,
+        is_triangle=False,
+    )
+
+
+class _Stairs:
+    """Cuts tensors of tokens into blocks that begin with the first token.
+
+    Args:
+        query: `(batch, tokens, features)`.
+        tokens: how many there are.
+        steps: blocks.
+
+    Attributes:
+        tokens: how many there are, as a tensor `(1,)`.
+    """
+
+    def __init__(self, op: Builder, query: ir.Value, tokens: Size, steps: int) -> None:
+        self._op, self._steps = op, steps
+        self._size = _divided(tokens, steps)
+        self.tokens = op.Shape(query, start=1, end=2)
+        self._width = op.Div(op.Add(self.tokens, constant(op, [steps - 1])), constant(op, [steps]))
+
+    def size(self, blocks: int) -> Size:
+        """Tokens of some blocks."""
+        return Size(blocks) * self._size
+
+    def filled(self, x: ir.Value) -> ir.Value:
+        """`(batch, tokens, size)` with zeros behind the last token, up to a whole number of blocks."""
+        op = self._op
+        missing = op.Sub(self._end(self._steps), self.tokens)
+        return op.Pad(x, op.Concat(constant(op, [0] * 4), missing, constant(op, [0]), axis=0))
+
+    def rows(self, x: ir.Value, begin: int, end: int) -> ir.Value:
+        """The blocks from one to before another, of `(batch, blocks · width, size)`."""
+        return self._op.Slice(x, self._end(begin), self._end(end), constant(self._op, [1]))
+
+    def mask(self, number: int) -> ir.Value:
+        """`(1, 1, width, (number + 1) · width)`, True where the key is not later than the query."""
+        op, (begin, end) = self._op, (self._op.Squeeze(self._end(number)), self._op.Squeeze(self._end(number + 1)))
+        queries, keys = op.Range(begin, end, constant(op, 1)), op.Range(constant(op, 0), end, constant(op, 1))
+        return op.LessOrEqual(
+            op.Unsqueeze(keys, constant(op, [0, 1, 2])), op.Unsqueeze(queries, constant(op, [0, 1, 3]))
+        )
+
+    def _end(self, blocks: int) -> ir.Value:
+        return self._op.Mul(self._width, constant(self._op, [blocks]))
+
+
+def _divided(tokens: Size, by: int) -> Size:
+    """Tokens of a block, rounded up."""
+    if tokens.is_static:
+        return Size(-(-tokens.factor // by))
+    return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {by - 1})//{by}"))
