@@ -16,7 +16,8 @@ from attnforge.errors import BuildError
 from attnforge.export import measuring
 from attnforge.progress import Silent
 from attnforge.runtime import choose as choosing
-from tests.support.bundles import DeploySmall, small_example
+from tests.support.broken import Attention, made
+from tests.support.bundles import DeploySmall
 
 REFUSED = "measuring backends failed: .*; deploy without it"
 
@@ -39,7 +40,7 @@ def test_a_model_that_cannot_be_measured_leaves_no_optimized_one(
 
 
 def test_the_process_has_neither_torch_nor_the_module(tmp_path: Path) -> None:
-    module, args, shapes = small_example()
+    module, args, shapes = made(Attention)
     bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
     assert attnforge.verify(bundle).passed
     cost = bundle.manifest.children[measuring.MEASURING]
@@ -50,7 +51,7 @@ def test_the_process_has_neither_torch_nor_the_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", ["import os; os.abort()", "raise SystemExit('no room')", ""])
 def test_a_process_that_fails_leaves_no_bundle(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "command", lambda *arguments: [sys.executable, "-c", program])
-    module, args, shapes = small_example()
+    module, args, shapes = made(Attention)
     with pytest.raises(BuildError, match=REFUSED):
         attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import torch
 import attnforge
 from attnforge.deploy_cache import VARIABLE, DeployCache
 from attnforge.machine import versions
-from tests.support.bundles import small_example
+from tests.support.broken import Attention, made
 
 ABOUT = {"what": "a test"}
 HAS_RTX = "tensorrt_rtx" in versions(["tensorrt_rtx"])
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def deployed(folder: Path, change: Callable[[torch.nn.Module], object] = lambda module: None) -> attnforge.Bundle:
-    module, args, shapes = small_example()
+    module, args, shapes = made(Attention)
     change(module)
     return attnforge.deploy(module, args, folder, shapes, targets=TARGETS)
 
@@ -68,7 +68,7 @@ def test_a_second_deploy_makes_nothing_anew(tmp_path: Path, cache: Path, monkeyp
 
 
 def test_without_a_cache_nothing_is_kept(tmp_path: Path, cache: Path) -> None:
-    module, args, shapes = small_example()
+    module, args, shapes = made(Attention)
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, cache=False)
     assert bundle.manifest.reused == [] and not cache.exists()
 

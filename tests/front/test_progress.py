@@ -11,6 +11,7 @@ import attnforge
 from attnforge.memory import reset_peak
 from attnforge.progress import Progress, Stages, Steps
 from attnforge.runtime.cases import LARGEST
+from tests.support.broken import Attention, made
 from tests.support.bundles import small_example
 
 
@@ -55,7 +56,7 @@ def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
 
 
 def test_tuning_tells_every_site(tmp_path: Path) -> None:
-    module, args, shapes = small_example()
+    module, args, shapes = made(Attention)
     heard = Heard()
     bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], progress=heard)
     sites = [site.site for site in bundle.manifest.attention.details]
@@ -79,7 +80,7 @@ def test_a_function_hears_the_names_of_stages() -> None:
 def test_each_stage_has_a_peak_of_its_own() -> None:
     stages = Stages(None, ["large", "small"])
     stages.begin("large")
-    array = np.ones(2**24)
+    array = np.ones(2**25)
     del array
     stages.begin("small")
     peaks = stages.memory()

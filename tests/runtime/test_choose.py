@@ -20,7 +20,7 @@ from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity import verify
 from attnforge.runtime.preference import by_preference, fastest_first
 from attnforge.runtime.turns import medians
-from tests.support.bundles import rewrite
+from tests.support.bundles import example_of, rewrite
 
 pytestmark = pytest.mark.xdist_group("choose")
 
@@ -29,7 +29,7 @@ needs_openvino = pytest.mark.skipif(why_not_here("openvino") is not None, reason
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    module, args, shapes = build_model("self-attention")
+    module, args, shapes = example_of("self-attention")
     folder = tmp_path_factory.mktemp("choice") / "bundle"
     return attnforge.deploy(module, args, folder, shapes, targets=["onnxruntime"], name="self-attention")
 

@@ -161,7 +161,7 @@ def test_sizes_that_the_profile_does_not_take_are_the_requests_own_error(server:
 
     with client_of(server, protocol) as client:
         run = asking(client, protocol, name)
-        with pytest.raises(InferenceServerException, match="the profile takes 1 to 128"):
+        with pytest.raises(InferenceServerException, match="the profile takes 1 to 64"):
             run(values(129, 5, 5))
         with pytest.raises(InferenceServerException, match="keys is 5 in input 'memory' and 6 in input"):
             run(values(3, 5, 6))
@@ -188,7 +188,7 @@ def test_requests_at_once_are_joined_and_each_gets_its_own_answer(server: Server
         futures = [threads.submit(asking(client, "grpc", name), request) for request in requests]
         for i, (future, request) in enumerate(zip(futures, requests, strict=True)):
             if i == 8:
-                with pytest.raises(InferenceServerException, match="the profile takes 1 to 128"):
+                with pytest.raises(InferenceServerException, match="the profile takes 1 to 64"):
                     future.result()
             else:
                 output = session.run(request)["output"].astype(np.float64)
