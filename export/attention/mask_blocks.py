@@ -65,11 +65,37 @@ def mask_at_blocks(op: Builder, node: ir.Node, cut: Cut) -> ir.Value | None:
     return None if mask is None else _Blocks(op, query, key, cut).at(mask, scores_index(mask, query, key))
 
 
+def mask_by_key(op: Builder, node: ir.Node) -> ir.Value | None:
+    """The mask of a canonical Attention node that is the same for every query, `(B or 1, H or 1, 1, n_k or 1)`; else as
+    :func:`mask_at_blocks`.
+
+    Raises:
+        NotByBlocks: it is not proved to be the same for every query.
+    """
+    mask = node.inputs[3] if len(node.inputs) > 3 else None
+    query, key = node.inputs[:2]
+    assert query is not None and key is not None
+    return None if mask is None else _ByKey(op, query, key, _as_it_is).at(mask, scores_index(mask, query, key))
+
+
 def why_not_by_blocks(node: ir.Node) -> str | None:
     """Why :func:`mask_at_blocks` cannot write the mask of a node; None where it can."""
+    return _why_not(lambda op: mask_at_blocks(op, node, _as_it_is))
+
+
+def why_not_by_key(node: ir.Node) -> str | None:
+    """Why :func:`mask_by_key` cannot write the mask of a node; None where it can."""
+    return _why_not(lambda op: mask_by_key(op, node))
+
+
+def _as_it_is(op: Builder, value: ir.Value) -> ir.Value:
+    return value
+
+
+def _why_not(write: Callable[[Builder], object]) -> str | None:
     op = Builder()
     try:
-        mask_at_blocks(op, node, lambda _, value: value)
+        write(op)
     except NotByBlocks as reason:
         return str(reason)
     finally:
@@ -301,3 +327,24 @@ class _Blocks:
         if isinstance(atom, Scalar) and not atom.index:
             return cast(op, atom.value, INT64)
         raise NotByBlocks(f"{Affine.atom(atom).text()} cannot be computed here")
+
+
+class _ByKey(_Blocks):
+    """Writes values that are the same for every query."""
+
+    def _new(self, value: ir.Value, index: Index) -> ir.Value:
+        if value.dtype == BOOL and rank_of(value) == len(index) and Place.QUERY in places_of(index):
+            always = self.reader.truth(value, index).constant
+            if always is not None:
+                return constant(self.op, [[[[always]]]], BOOL)
+        return super()._new(value, index)
+
+    def _on_four_dims(self, value: ir.Value, index: Index) -> ir.Value:
+        if Place.QUERY in places_of(index):
+            raise NotByBlocks(f"{value.name!r} differs by query")
+        return super()._on_four_dims(value, index)
+
+    def _vector(self, x: Affine, place: Place) -> ir.Value:
+        if place is Place.QUERY and x.places:
+            raise NotByBlocks(f"{x.text()} differs by query")
+        return super()._vector(x, place)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import SILENT_ROWS
-from attnforge.export.attention.mask_blocks import why_not_by_blocks
+from attnforge.export.attention.mask_blocks import why_not_by_blocks, why_not_by_key
 from attnforge.export.attention.visibility import Visibility
 
 
@@ -50,6 +50,14 @@ def band_of(node: ir.Node, seen: Visibility) -> Band | None:
         if not (gives_zeros or seen.silent == "never") or why_not_by_blocks(node) is not None:
             return None
     return Band(least, most, is_all=not seen.residue)
+
+
+def is_by_key(node: ir.Node, seen: Visibility) -> bool:
+    """Whether a canonical node's mask is proved to hide the same keys from every query and to add nothing else, and what
+    a query without keys gets follows from that: the mean of all values where every key has one low score, or zeros."""
+    is_known = seen.silent != "empty" or node.metadata_props.get(SILENT_ROWS) != "nan"
+    hides = len(node.inputs) > 3 and seen.is_full and "bias" not in seen.residue
+    return hides and is_known and why_not_by_key(node) is None
 
 
 def is_triangle(seen: Visibility) -> bool:

@@ -8,6 +8,8 @@ else rules choose:
   costs transposes that the plain products do without (features as rows, say), it pays from some hundred tokens on.
 - `com.microsoft::GroupQueryAttention`, which is causal, does not hold them either: eight heads of 64 over 4,096 tokens
   take a tenth of the time of the products, which hold them several times; over 1,024, two thirds.
+- A mask that is the same for every query, as one of padding is, becomes one more feature of the keys, and every query
+  has a one there: so `MultiHeadAttention` without a mask computes it, at the cost of a feature more.
 - A mask that leaves a band, as a window does, is attended to in blocks (:mod:`.blocks`): of 256 keys behind the query
   over 4,096 tokens, a third of the time of attention without a mask, and memory linear in tokens.
 - With another mask, and causal where that does not fit, every fused form holds the scores too, and is seldom faster
@@ -37,6 +39,7 @@ from attnforge.arrays import Array
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, sizes_of
+from attnforge.export.attention.mask_blocks import mask_by_key
 from attnforge.export.attention.masking import any_key
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
@@ -49,13 +52,18 @@ from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.lowering.tuning import Candidate, FormChoice, Tuner, usual
 
-BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
+BOOL, INT32, FLOAT = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.FLOAT
 
 CONTRIB = "com.microsoft"
 MULTI_HEAD = f"{CONTRIB}::MultiHeadAttention"
 ONE_HEAD = f"{MULTI_HEAD}, a head at a time"
 HEAD_AFTER_HEAD = f"{MULTI_HEAD}, head after head"
+MASK_AS_FEATURE = f"{MULTI_HEAD}, mask as a feature"
 GROUP_QUERY = f"{CONTRIB}::GroupQueryAttention"
+
+HIDDEN = -1e30
+"""The feature of a key that is not to be seen. Beside it every other score vanishes, so that keys with it alone get
+equal weights, as those that a very low number hides."""
 
 MANY_BYTES = 24 * 2**20
 """Bytes of queries, keys and values of all heads, at the largest sizes, from which each head is projected and attended
@@ -142,6 +150,9 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
         if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
             apart = partial(_multi_head, packed=False, name=name)
             candidates.append(Candidate(ONE_HEAD, name, apart, holds_scores=holds))
+    if a.is_by_key and a.size("H").is_static and a.size("d_k").is_static and a.dtype == FLOAT and not a.softcap:
+        name = f"{site}/MultiHeadAttention"
+        candidates.append(Candidate(MASK_AS_FEATURE, name, partial(_mask_as_feature, name=name), holds_scores=False))
     if a.mask is None or not a.silent_rows_are_nan:
         name = f"{site}/Attention"
         candidates.append(Candidate("Attention", name, partial(_standard, name=name)))
@@ -191,6 +202,8 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
         return FormChoice(
             GROUP_QUERY, "causal, and no other mask: memory linear in tokens, and less time where these are many"
         )
+    if MASK_AS_FEATURE in frugal and scores >= MANY_SCORES:
+        return FormChoice(MASK_AS_FEATURE, "the mask is the same for every query: memory linear in tokens")
     if a.band is not None and scores >= MANY_SCORES:
         width = next((width for width in BLOCKS if width >= a.band.span), BLOCKS[-1])
         form = _blocks_form(a.band, width)
@@ -278,6 +291,41 @@ def _multi_head(op: Builder, a: Attention, packed: bool, name: str) -> ir.Value:
         inputs += [None, None, _bias(op, a, a.mask)]
     result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=name)
     return _guarded(op, a, typed(result, a.dtype, _dims(output)), output)
+
+
+def _mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
+    heads, width = a.size("H").factor, a.size("d_k").factor + 1
+    query, key, value = a.inputs(
+        op, [a.layout("B", "n_q", "H", "d_k"), a.layout("B", "n_k", "H", "d_k"), a.layout("B", "n_k", "H d_v")]
+    )
+    mask = _mask_by_key(op, a, key)
+    if mask.dtype == BOOL:
+        number = op.Where(mask, constant(op, 0.0, a.dtype), constant(op, HIDDEN, a.dtype))
+    else:
+        number = op.Max(mask, constant(op, HIDDEN, a.dtype))
+    column = a.arranged(op, Operand(like(number, mask, a.dtype), _mask_layout(a, mask)), a.layout("B", "n_k", "H", ""))
+    scaled = op.Mul(query, constant(op, a.scale, a.dtype))
+    ones = op.Pad(scaled, constant(op, [0] * 7 + [1]), constant(op, 1.0, a.dtype))
+    packed = constant(op, [0, -1, heads * width])
+    inputs = [op.Reshape(ones, packed), op.Reshape(op.Concat(key, column, axis=3), packed), value]
+    output = a.layout("B", "n_q", "H d_v")
+    result = op.op("MultiHeadAttention", inputs, {"num_heads": heads, "scale": 1.0}, domain=CONTRIB, name=name)
+    return _guarded(op, replace(a, mask=mask), typed(result, a.dtype, _dims(output)), output)
+
+
+def _mask_by_key(op: Builder, a: Attention, key: ir.Value) -> ir.Value:
+    """The mask of one query, which is that of all, `(B or 1, H or 1, 1, n_k)`; `key` has its tokens as dim 1."""
+    mask = a.mask
+    assert mask is not None and mask.dtype is not None
+    if sizes_of(mask)[2] == ONE:
+        return mask
+    batch, heads, _, n_k = dims_of(mask)
+    if mask is not a.node.inputs[3]:  # of a site that is measured alone
+        row = op.Slice(mask, constant(op, [0]), constant(op, [1]), constant(op, [2]))
+        return typed(row, mask.dtype, [batch, heads, 1, n_k])
+    row = mask_by_key(op, a.node)  # type: ignore[assignment]
+    whole = op.Expand(row, op.Concat(constant(op, [1, 1, 1]), op.Shape(key, start=1, end=2), axis=0))
+    return typed(whole, mask.dtype, [*dims_of(row)[:3], n_k])
 
 
 def _head_after_head(op: Builder, a: Attention, name: str) -> ir.Value:

@@ -291,8 +291,8 @@ def _copied(op: Builder, mask: ir.Value, sizes: Mapping[str, int], inputs: dict[
 def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
     """Random inputs for a model that :func:`alone` made, by name; their scores are of about one.
 
-    A mask that leaves a band or a triangle leaves it here too. In every other mask that differs by query, the first row
-    attends to nothing.
+    A mask that leaves a band or a triangle leaves it here too, and one that is the same for every query is so here. In
+    every other mask that differs by query, the first row attends to nothing.
     """
     rng = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
@@ -311,6 +311,8 @@ def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
             array /= np.float32(a.scale * a.size("d_k").factor ** 0.5)
         elif left is None and value.name.startswith("mask_") and prod(shape[:-1]) > 1:
             array.reshape(-1, shape[-1])[0] = False if value.dtype == BOOL else -np.inf
+        if a.is_by_key and value.name.startswith("mask_"):
+            array = np.ascontiguousarray(np.broadcast_to(array[..., -1:, :], shape))
         arrays[value.name] = array
     return arrays
 
