@@ -53,8 +53,8 @@ def band_of(node: ir.Node, seen: Visibility) -> Band | None:
 
 
 def is_by_key(node: ir.Node, seen: Visibility) -> bool:
-    """Whether a canonical node's mask is proved to hide the same keys from every query and to add nothing else, and what
-    a query without keys gets follows from that: the mean of all values where every key has one low score, or zeros."""
+    """Whether a canonical node's mask is proved to hide the same keys from every query and to add nothing else, where a
+    query without keys gets zeros, or the mean of all values, for every key has one low score."""
     is_known = seen.silent != "empty" or node.metadata_props.get(SILENT_ROWS) != "nan"
     hides = len(node.inputs) > 3 and seen.is_full and "bias" not in seen.residue
     return hides and is_known and why_not_by_key(node) is None
