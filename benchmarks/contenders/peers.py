@@ -143,6 +143,15 @@ def _open_compiled(job: PeerJob, stack: ExitStack) -> Runner:
     return torch_runner(torch.compile(job.torch_module(), dynamic=False), job.precision)
 
 
+def _open_flex(job: PeerJob, stack: ExitStack) -> Runner:
+    with_threads(job.threads, stack)
+    make = getattr(job.torch_module(), "with_flex_attention", None)
+    if make is None:
+        raise UnavailableError("its module has no method with_flex_attention that returns its form for flex_attention")
+    torch.compiler.reset()
+    return torch_runner(make(), job.precision)
+
+
 def _open_sdpa(job: PeerJob, stack: ExitStack) -> Runner:
     with_threads(job.threads, stack)
     source = job.bundle.manifest.source
@@ -375,6 +384,11 @@ PEERS: dict[str, Peer] = {
     "torch-compile": Peer(
         "the module through torch.compile",
         module=_open_compiled,
+        any_sizes=False,
+    ),
+    "flex-attention": Peer(
+        "the module's own form for torch's compiled flex_attention",
+        module=_open_flex,
         any_sizes=False,
     ),
     "onnxruntime-plain": Peer("ONNX Runtime on the exporter's graph", "onnxruntime", _plain_file),

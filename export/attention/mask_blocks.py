@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import Affine, Atom, Dim, Place, Quotient, Scalar
+from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Place, Quotient, Scalar
 from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.indices import START, Index, broadcast, pieces, places_of
 from attnforge.export.attention.layout import Size
 from attnforge.export.attention.mask_reader import BOOL, INT64, Reader
 from attnforge.export.attention.moves import MOVES, rank_of
 from attnforge.export.attention.operands import scalar
-from attnforge.export.attention.truth import at_least_zero
+from attnforge.export.attention.truth import ALWAYS, at_least_zero
 from attnforge.export.attention.visibility import scores_index
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
 
@@ -65,9 +65,12 @@ def mask_at_blocks(op: Builder, node: ir.Node, cut: Cut) -> ir.Value | None:
     return None if mask is None else _Blocks(op, query, key, cut).at(mask, scores_index(mask, query, key))
 
 
-def mask_by_key(op: Builder, node: ir.Node) -> ir.Value | None:
+def mask_by_key(op: Builder, node: ir.Node, is_triangle: bool = False) -> ir.Value | None:
     """The mask of a canonical Attention node that is the same for every query, `(B or 1, H or 1, 1, n_k or 1)`; else as
     :func:`mask_at_blocks`.
+
+    Args:
+        is_triangle: whether only pairs of a query and a key that is not later are asked for.
 
     Raises:
         NotByBlocks: it is not proved to be the same for every query.
@@ -75,7 +78,7 @@ def mask_by_key(op: Builder, node: ir.Node) -> ir.Value | None:
     mask = node.inputs[3] if len(node.inputs) > 3 else None
     query, key = node.inputs[:2]
     assert query is not None and key is not None
-    return None if mask is None else _ByKey(op, query, key, _as_it_is).at(mask, scores_index(mask, query, key))
+    return None if mask is None else _ByKey(op, query, key, is_triangle).at(mask, scores_index(mask, query, key))
 
 
 def why_not_by_blocks(node: ir.Node) -> str | None:
@@ -83,9 +86,9 @@ def why_not_by_blocks(node: ir.Node) -> str | None:
     return _why_not(lambda op: mask_at_blocks(op, node, _as_it_is))
 
 
-def why_not_by_key(node: ir.Node) -> str | None:
+def why_not_by_key(node: ir.Node, is_triangle: bool) -> str | None:
     """Why :func:`mask_by_key` cannot write the mask of a node; None where it can."""
-    return _why_not(lambda op: mask_by_key(op, node))
+    return _why_not(lambda op: mask_by_key(op, node, is_triangle))
 
 
 def _as_it_is(op: Builder, value: ir.Value) -> ir.Value:
@@ -332,11 +335,16 @@ class _Blocks:
 class _ByKey(_Blocks):
     """Writes values that are the same for every query."""
 
+    def __init__(self, op: Builder, query: ir.Value, key: ir.Value, is_triangle: bool) -> None:
+        super().__init__(op, query, key, _as_it_is)
+        self._asked = at_least_zero(QUERY - KEY, self.reader.largest) if is_triangle else ALWAYS
+
     def _new(self, value: ir.Value, index: Index) -> ir.Value:
         if value.dtype == BOOL and rank_of(value) == len(index) and Place.QUERY in places_of(index):
-            always = self.reader.truth(value, index).constant
-            if always is not None:
-                return constant(self.op, [[[[always]]]], BOOL)
+            truth = self.reader.truth(value, index)
+            for answer, other in ((True, ~truth), (False, truth)):
+                if (self._asked & other).constant is False:
+                    return constant(self.op, [[[[answer]]]], BOOL)
         return super()._new(value, index)
 
     def _on_four_dims(self, value: ir.Value, index: Index) -> ir.Value:

@@ -24,7 +24,7 @@ from attnforge.export.attention.layout import (
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, cast
-from attnforge.export.lowering.band import Band, band_of, is_by_key, is_triangle
+from attnforge.export.lowering.band import Band, Residue, band_of, is_triangle, residue_of
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
 """Tokens and features of query, key, value and output with all heads in the last dim; some query heads may share those
@@ -66,9 +66,9 @@ class Attention:
         silent_rows_are_nan: whether a query without keys gets NaN instead of zeros.
         axes: the axes of the canonical dims.
         band: what the mask is proved to leave, where that is a band and nothing else.
-        is_triangle: whether exactly the pairs of a query and a key that is not later are visible, of as many queries as
-            keys, by causality or by the mask.
-        is_by_key: whether the mask hides the same keys from every query and adds nothing else, as one of padding does.
+        is_triangle: whether no other pairs may be visible than those of a query and a key that is not later, of as many
+            queries as keys, by causality or by the mask.
+        residue: what the mask does beside that, or, where it is no triangle, at all (:func:`~.band.residue_of`).
     """
 
     node: ir.Node
@@ -85,7 +85,7 @@ class Attention:
     axes: SiteAxes
     band: Band | None = None
     is_triangle: bool = False
-    is_by_key: bool = False
+    residue: Residue = "none"
 
     @property
     def dtype(self) -> ir.DataType:
@@ -158,7 +158,7 @@ def _read(node: ir.Node) -> Attention:
         axes=axes,
         band=band_of(node, seen),
         is_triangle=is_triangle(seen),
-        is_by_key=is_by_key(node, seen),
+        residue=residue_of(node, seen),
     )
 
 

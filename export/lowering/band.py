@@ -4,6 +4,7 @@ ahead of it, as a window does."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +12,8 @@ import onnx_ir as ir
 from attnforge.export.attention.canonical import SILENT_ROWS
 from attnforge.export.attention.mask_blocks import why_not_by_blocks, why_not_by_key
 from attnforge.export.attention.visibility import Visibility
+
+Residue = Literal["none", "by key", "other"]
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,23 @@ def band_of(node: ir.Node, seen: Visibility) -> Band | None:
     return Band(least, most, is_all=not seen.residue)
 
 
-def is_by_key(node: ir.Node, seen: Visibility) -> bool:
-    """Whether a canonical node's mask is proved to hide the same keys from every query and to add nothing else, where a
-    query without keys gets zeros, or the mean of all values, for every key has one low score."""
-    is_known = seen.silent != "empty" or node.metadata_props.get(SILENT_ROWS) != "nan"
-    hides = len(node.inputs) > 3 and seen.is_full and "bias" not in seen.residue
-    return hides and is_known and why_not_by_key(node) is None
-
-
 def is_triangle(seen: Visibility) -> bool:
-    """Whether exactly the pairs of a query and a key that is not later are visible, of as many queries as keys."""
-    return _ends(seen) == (0, None) and not seen.residue
+    """Whether no other pairs may be visible than those of a query and a key that is not later, of as many queries as
+    keys."""
+    return _ends(seen) == (0, None)
+
+
+def residue_of(node: ir.Node, seen: Visibility) -> Residue:
+    """What a canonical node's mask does beside its regions: nothing; or it hides the same keys from every query, and
+    queries without keys get zeros, or, if nothing else is hidden, the mean of all values; or more than that."""
+    if not seen.residue:
+        return "none"
+    gets_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
+    is_known = gets_zeros or seen.silent == "never" or (seen.silent == "mean" and seen.is_full)
+    below = is_triangle(seen)
+    if "bias" in seen.residue or not is_known or not (seen.is_full or below):
+        return "other"
+    return "other" if why_not_by_key(node, below) is not None else "by key"
 
 
 def _ends(seen: Visibility) -> tuple[int | None, int | None]:

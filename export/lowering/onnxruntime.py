@@ -25,6 +25,7 @@ with a bias NaN, as a bare softmax does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,7 @@ from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VAL
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, sizes_of
 from attnforge.export.attention.mask_blocks import mask_by_key
-from attnforge.export.attention.masking import any_key
+from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.passes import SitesResult
@@ -60,6 +61,7 @@ ONE_HEAD = f"{MULTI_HEAD}, a head at a time"
 HEAD_AFTER_HEAD = f"{MULTI_HEAD}, head after head"
 MASK_AS_FEATURE = f"{MULTI_HEAD}, mask as a feature"
 GROUP_QUERY = f"{CONTRIB}::GroupQueryAttention"
+CAUSAL_AS_FEATURE = f"{GROUP_QUERY}, mask as a feature"
 
 HIDDEN = -1e30
 """The feature of a key that is not to be seen. Beside it every other score vanishes, so that keys with it alone get
@@ -139,7 +141,19 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
     """The forms that compute what `a` does at any sizes; the plain products first."""
     name = f"{site}/Softmax"
     candidates = [Candidate(_products_form(a), name, partial(_products, name=name), fused=False)]
-    if a.softmax_dtype != a.dtype or (a.mask is not None and not _is_additive(a)):
+    if a.softmax_dtype != a.dtype:
+        return candidates
+    if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and _are_static(a) and not a.softcap:
+        if not a.is_triangle:
+            emit, name = partial(_mask_as_feature, name=f"{site}/MultiHeadAttention"), f"{site}/MultiHeadAttention"
+            candidates.append(Candidate(MASK_AS_FEATURE, name, emit, holds_scores=False))
+        elif sizes_of(a.mask)[1] == ONE:
+            emit, name = (
+                partial(_causal_mask_as_feature, name=f"{site}/GroupQueryAttention"),
+                f"{site}/GroupQueryAttention",
+            )
+            candidates.append(Candidate(CAUSAL_AS_FEATURE, name, emit, holds_scores=False))
+    if a.mask is not None and not _is_additive(a):
         return candidates
     as_many = a.size("n_q") == a.size("n_k")
     if not a.softcap and (not a.is_causal or as_many):
@@ -150,22 +164,23 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
         if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
             apart = partial(_multi_head, packed=False, name=name)
             candidates.append(Candidate(ONE_HEAD, name, apart, holds_scores=holds))
-    if a.is_by_key and a.size("H").is_static and a.size("d_k").is_static and a.dtype == FLOAT and not a.softcap:
-        name = f"{site}/MultiHeadAttention"
-        candidates.append(Candidate(MASK_AS_FEATURE, name, partial(_mask_as_feature, name=name), holds_scores=False))
     if a.mask is None or not a.silent_rows_are_nan:
         name = f"{site}/Attention"
         candidates.append(Candidate("Attention", name, partial(_standard, name=name)))
-    sizes = [a.size(dim) for dim in ("H", "H_kv", "d_k", "d_v")]
-    fits = a.size("d_k") == a.size("d_v") and a.size("d_k").factor % 8 == 0 and all(size.is_static for size in sizes)
-    if a.is_triangle and fits:
+    fits = a.size("d_k") == a.size("d_v") and a.size("d_k").factor % 8 == 0 and _are_static(a)
+    if a.is_triangle and a.residue == "none" and fits:
         name = f"{site}/GroupQueryAttention"
         candidates.append(Candidate(GROUP_QUERY, name, partial(_group_query, name=name), holds_scores=False))
-    if a.band is not None and all(size.is_static for size in sizes):
+    if a.band is not None and _are_static(a):
         for width in BLOCKS:
             emit = partial(_in_blocks, width=width, name=f"{site}/Attention")
             candidates.append(Candidate(_blocks_form(a.band, width), f"{site}/Attention", emit, holds_scores=False))
     return candidates
+
+
+def _are_static(a: Attention) -> bool:
+    """Whether heads and their sizes are known."""
+    return all(a.size(dim).is_static for dim in ("H", "H_kv", "d_k", "d_v"))
 
 
 def _blocks_form(band: Band, width: int) -> str:
@@ -202,8 +217,9 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
         return FormChoice(
             GROUP_QUERY, "causal, and no other mask: memory linear in tokens, and less time where these are many"
         )
-    if MASK_AS_FEATURE in frugal and scores >= MANY_SCORES:
-        return FormChoice(MASK_AS_FEATURE, "the mask is the same for every query: memory linear in tokens")
+    for form in (MASK_AS_FEATURE, CAUSAL_AS_FEATURE):
+        if form in frugal and scores >= MANY_SCORES:
+            return FormChoice(form, "the mask hides the same keys from every query: memory linear in tokens")
     if a.band is not None and scores >= MANY_SCORES:
         width = next((width for width in BLOCKS if width >= a.band.span), BLOCKS[-1])
         form = _blocks_form(a.band, width)
@@ -294,36 +310,72 @@ def _multi_head(op: Builder, a: Attention, packed: bool, name: str) -> ir.Value:
 
 
 def _mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
-    heads, width = a.size("H").factor, a.size("d_k").factor + 1
-    query, key, value = a.inputs(
-        op, [a.layout("B", "n_q", "H", "d_k"), a.layout("B", "n_k", "H", "d_k"), a.layout("B", "n_k", "H d_v")]
-    )
-    mask = _mask_by_key(op, a, key)
-    if mask.dtype == BOOL:
-        number = op.Where(mask, constant(op, 0.0, a.dtype), constant(op, HIDDEN, a.dtype))
-    else:
-        number = op.Max(mask, constant(op, HIDDEN, a.dtype))
-    column = a.arranged(op, Operand(like(number, mask, a.dtype), _mask_layout(a, mask)), a.layout("B", "n_k", "H", ""))
-    scaled = op.Mul(query, constant(op, a.scale, a.dtype))
-    ones = op.Pad(scaled, constant(op, [0] * 7 + [1]), constant(op, 1.0, a.dtype))
-    packed = constant(op, [0, -1, heads * width])
-    inputs = [op.Reshape(ones, packed), op.Reshape(op.Concat(key, column, axis=3), packed), value]
+    mask, inputs = _with_feature(op, a, "H", 1)
+    inputs.append(a.arranged(op, a.value, a.layout("B", "n_k", "H d_v")))
     output = a.layout("B", "n_q", "H d_v")
-    result = op.op("MultiHeadAttention", inputs, {"num_heads": heads, "scale": 1.0}, domain=CONTRIB, name=name)
+    attributes = {"num_heads": a.size("H").factor, "scale": 1.0}
+    result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=name)
     return _guarded(op, replace(a, mask=mask), typed(result, a.dtype, _dims(output)), output)
 
 
+def _causal_mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
+    """Heads of queries, keys and values are filled up to one size, a multiple of 8."""
+    d_k, d_v = a.size("d_k").factor, a.size("d_v").factor
+    size = 8 * (max(d_k + 1, d_v) // 8 + (max(d_k + 1, d_v) % 8 > 0))
+    mask, inputs = _with_feature(op, a, "H_kv", size - d_k)
+    value = a.arranged(op, a.value, a.layout("B", "n_k", "H_kv", "d_v"))
+    if size > d_v:
+        value = op.Pad(value, constant(op, [0] * 7 + [size - d_v]))
+    inputs.append(op.Reshape(value, constant(op, [0, -1, a.size("H_kv").factor * size])))
+    apart = op.Reshape(_grouped(op, a, inputs, 1.0, name), constant(op, [0, -1, a.size("H").factor, size]))
+    output = a.layout("B", "n_q", "H", "d_v")
+    result = typed(op.Slice(apart, constant(op, [0]), constant(op, [d_v]), constant(op, [3])), a.dtype, _dims(output))
+    if not a.silent_rows_are_nan:  # zeros, where neither the query's own key nor an earlier one is to be seen
+        seen = op.CumSum(op.Cast(_is_shown(op, mask), to=INT32.value), constant(op, 3))
+        some = op.Transpose(op.Greater(seen, constant(op, 0, INT32)), perm=[0, 3, 1, 2])
+        result = like(op.Where(some, result, constant(op, 0.0, a.dtype)), result)
+    return a.as_output(op, result, output)
+
+
+def _with_feature(op: Builder, a: Attention, heads: str, more: int) -> tuple[ir.Value, list[ir.Value]]:
+    """The mask of one query, and query and key, heads side by side, with `more` features a head: the first tells of a
+    key whether it is hidden, the others are zeros. The scale is the query's already."""
+    query = a.arranged(op, a.query, a.layout("B", "n_q", "H", "d_k"))
+    key = a.arranged(op, a.key, a.layout("B", "n_k", heads, "d_k"))
+    mask = _mask_by_key(op, a, key)
+    number = op.Where(_is_shown(op, mask), constant(op, 0.0, a.dtype), constant(op, HIDDEN, a.dtype))
+    have = Operand(like(number, mask, a.dtype), _mask_layout(a, mask))
+    column = a.arranged(op, have, a.layout("B", "n_k", heads, ""))
+    one, none = constant(op, 1.0, a.dtype), constant(op, [0] * 7 + [more - 1])
+    query = op.Pad(op.Mul(query, constant(op, a.scale, a.dtype)), constant(op, [0] * 7 + [1]), one)
+    key = op.Concat(key, column, axis=3)
+    if more > 1:
+        query, key = op.Pad(query, none), op.Pad(key, none)
+    width = a.size("d_k").factor + more
+    query = op.Reshape(query, constant(op, [0, -1, a.size("H").factor * width]))
+    return mask, [query, op.Reshape(key, constant(op, [0, -1, a.size(heads).factor * width]))]
+
+
+def _is_shown(op: Builder, mask: ir.Value) -> ir.Value:
+    """A mask that only hides, as a condition."""
+    if mask.dtype == BOOL:
+        return mask
+    assert mask.dtype is not None
+    return like(op.Greater(mask, constant(op, NEGLIGIBLE, mask.dtype)), mask, BOOL)
+
+
 def _mask_by_key(op: Builder, a: Attention, key: ir.Value) -> ir.Value:
-    """The mask of one query, which is that of all, `(B or 1, H or 1, 1, n_k)`; `key` has its tokens as dim 1."""
+    """The mask of one query that sees no fewer keys than any other, `(B or 1, H or 1, 1, n_k)`; `key` has its tokens as
+    dim 1."""
     mask = a.mask
     assert mask is not None and mask.dtype is not None
     if sizes_of(mask)[2] == ONE:
         return mask
     batch, heads, _, n_k = dims_of(mask)
     if mask is not a.node.inputs[3]:  # of a site that is measured alone
-        row = op.Slice(mask, constant(op, [0]), constant(op, [1]), constant(op, [2]))
+        row = op.Slice(mask, constant(op, [-1]), constant(op, [sys.maxsize]), constant(op, [2]))
         return typed(row, mask.dtype, [batch, heads, 1, n_k])
-    row = mask_by_key(op, a.node)  # type: ignore[assignment]
+    row = mask_by_key(op, a.node, a.is_triangle)  # type: ignore[assignment]
     whole = op.Expand(row, op.Concat(constant(op, [1, 1, 1]), op.Shape(key, start=1, end=2), axis=0))
     return typed(whole, mask.dtype, [*dims_of(row)[:3], n_k])
 
@@ -403,7 +455,13 @@ def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
 
 def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     *layouts, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
-    query, key, value = a.inputs(op, layouts)
+    result = _grouped(op, a, a.inputs(op, layouts), a.scale, name)
+    return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
+
+
+def _grouped(op: Builder, a: Attention, operands: Sequence[ir.Value], scale: float, name: str) -> ir.Value:
+    """GroupQueryAttention of `(batch, tokens, heads · size)` operands."""
+    query, key, value = operands
     batch, tokens = op.Shape(query, start=0, end=1), op.Shape(query, start=1, end=2)
     last = op.Expand(
         op.Cast(op.Sub(tokens, constant(op, [1])), to=INT32.value), batch
@@ -411,12 +469,12 @@ def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     attributes: dict[str, int | float] = {
         "num_heads": a.size("H").factor,
         "kv_num_heads": a.size("H_kv").factor,
-        "scale": a.scale,
+        "scale": scale,
         "softcap": a.softcap,
     }
     inputs = [query, key, value, None, None, last, op.Cast(op.Squeeze(tokens), to=INT32.value)]
     result, *_ = op.op_multi_out("GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=name)
-    return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
+    return result
 
 
 def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:

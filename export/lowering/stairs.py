@@ -24,7 +24,7 @@ def in_stairs(op: Builder, a: Attention, steps: int, attend: Callable[[Attention
     """The output of attention to the keys up to each query's own.
 
     Args:
-        a: the site, a triangle with static heads.
+        a: the site, a triangle without residue, with static heads.
         steps: blocks of queries.
         attend: writes the attention of the block of a number, `(batch, width, heads · d_k)` on `(batch, (number + 1) ·
             width, …)` under a boolean mask `(1, 1, width, (number + 1) · width)`, and returns its output. The last

@@ -162,7 +162,7 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Reci
     if (width := _width(a, sizes)) is not None:
         why = "the mask leaves a band: of the keys, each block of queries meets those alone"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
-    elif a.is_triangle and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
+    elif a.is_triangle and a.residue == "none" and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
         why = "causal: each block of queries meets the keys up to its own"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
     if recipe.unfused is not None:

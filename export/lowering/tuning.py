@@ -291,17 +291,17 @@ def _copied(op: Builder, mask: ir.Value, sizes: Mapping[str, int], inputs: dict[
 def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
     """Random inputs for a model that :func:`alone` made, by name; their scores are of about one.
 
-    A mask that leaves a band or a triangle leaves it here too, and one that is the same for every query is so here. In
-    every other mask that differs by query, the first row attends to nothing.
+    A mask that leaves a band or a triangle, or is the same for every query, does so here too. In every other mask that
+    differs by query, the first row attends to nothing.
     """
     rng = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
-    left = Band(0, sys.maxsize) if a.is_triangle else a.band
+    hides_by_rule = a.is_triangle or a.band is not None or a.residue == "by key"
     for value in model.graph.inputs:
         assert value.name is not None and value.shape is not None and value.dtype is not None
-        shape = tuple(value.shape.numpy())
-        if left is not None and value.name.startswith("mask_"):
-            shown = np.broadcast_to(left.holds(*shape[-2:]), shape)
+        shape, is_mask = tuple(value.shape.numpy()), value.name.startswith("mask_")
+        if is_mask and hides_by_rule:
+            shown = np.broadcast_to(_shown(a, shape, rng), shape)
             array: Array = shown if value.dtype == BOOL else np.where(shown, np.float32(0), np.float32(-np.inf))
         elif value.dtype == BOOL:
             array = np.asarray(rng.random(shape) < 0.75)
@@ -309,12 +309,21 @@ def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
             array = rng.standard_normal(shape, np.float32)
         if value.name == "query":
             array /= np.float32(a.scale * a.size("d_k").factor ** 0.5)
-        elif left is None and value.name.startswith("mask_") and prod(shape[:-1]) > 1:
+        elif is_mask and not hides_by_rule and prod(shape[:-1]) > 1:
             array.reshape(-1, shape[-1])[0] = False if value.dtype == BOOL else -np.inf
-        if a.is_by_key and value.name.startswith("mask_"):
-            array = np.ascontiguousarray(np.broadcast_to(array[..., -1:, :], shape))
         arrays[value.name] = array
     return arrays
+
+
+def _shown(a: Attention, shape: Sequence[int], rng: np.random.Generator) -> Array:
+    """Which pairs are visible where a mask hides by a rule; the first key is, wherever the rule allows it."""
+    band = Band(0, sys.maxsize) if a.is_triangle else a.band
+    shown = np.ones(shape[-2:], bool) if band is None else band.holds(*shape[-2:])
+    if a.residue != "by key":
+        return shown
+    keys = rng.random(shape[-1]) < 0.75
+    keys[0] = True
+    return shown & keys
 
 
 def _signature(a: Attention, sizes: Mapping[str, int]) -> Hashable:

@@ -16,8 +16,9 @@ from torch.export import Dim
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.lowering import tuning
 from attnforge.export.lowering.attention import attentions
-from attnforge.export.lowering.onnxruntime import MASK_AS_FEATURE, candidates_for, write
+from attnforge.export.lowering.onnxruntime import CAUSAL_AS_FEATURE, MASK_AS_FEATURE, candidates_for, write
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
@@ -91,7 +92,7 @@ def truth(name: str, *args: Tensor) -> Array:
 def test_masks_by_key_are_known_and_no_other_is_one() -> None:
     model = exported().model.clone()
     sites = [attention for _, attention in attentions(model, canonicalize(model).sites)]
-    assert [attention.is_by_key for attention in sites] == [True] * len(BY_KEY) + [False] * len(OTHERS)
+    assert [attention.residue for attention in sites] == ["by key"] * len(BY_KEY) + ["other"] * len(OTHERS)
 
 
 @functools.cache
@@ -99,7 +100,7 @@ def as_features() -> tuple[ir.Model, Any]:
     """The sites by key in that form, and a session of them."""
     model = exported().model.clone()
     for site, attention in list(attentions(model, canonicalize(model).sites)):
-        if attention.is_by_key:
+        if attention.residue == "by key":
             (candidate,) = (each for each in candidates_for(site.name, attention) if each.form == MASK_AS_FEATURE)
             assert not candidate.holds_scores
             write(model.graph, attention, candidate)
@@ -124,7 +125,9 @@ def test_no_mask_of_all_pairs_is_left() -> None:
     assert values and not any([str(dim) for dim in value.shape or ()][-2:] == ["queries", "keys"] for value in values)
 
 
-def test_rules_take_it_where_there_are_many_scores_and_it_is_measured() -> None:
+def test_rules_take_it_where_there_are_many_scores_and_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "ROUNDS", 1)
+
     def forms(queries: int, tuner: Tuner | None = None) -> list[str]:
         model = exported().model.clone()
         sites = canonicalize(model).sites
@@ -133,8 +136,79 @@ def test_rules_take_it_where_there_are_many_scores_and_it_is_measured() -> None:
 
     assert MASK_AS_FEATURE not in forms(256)
     assert [form == MASK_AS_FEATURE for form in forms(1024)] == [name in BY_KEY for name in (*BY_KEY, *OTHERS)]
-    tuner = Tuner({"batch": 2, "queries": 64, "keys": 512}, seconds=3.0)
+    tuner = Tuner({"batch": 2, "queries": 64, "keys": 512}, seconds=60.0)
     forms(64, tuner)
     measured = [choice for choice in tuner.chosen.values() if choice.measured]
     assert measured and sum(MASK_AS_FEATURE in choice.measured for choice in measured) == len(BY_KEY)
     assert not any(MASK_AS_FEATURE in choice.dropped for choice in measured)
+
+
+# --- causal -----------------------------------------------------------------------------------------------------------
+
+
+class CausalPadded(Padded):
+    """Causal sites of as many queries as keys."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor, bias: Tensor) -> dict[str, Tensor]:
+        """Attention of `(batch, heads, tokens, features)`, 4 heads on 2."""
+        index = torch.arange(query.shape[2])
+        words, earlier = padding[:, None, None], index <= index[:, None]
+        shown = words & earlier
+        masks = {
+            "words": shown,
+            "added": torch.zeros(shown.shape, dtype=query.dtype).masked_fill(~shown, -torch.inf),
+            "words, or not later": earlier & ~(~words & earlier),
+            "later words too": words & ((index - 1) <= index[:, None]),
+            "the third query sees all": earlier & (words | (index[:, None] == 3)),
+            "its own key": earlier & (words | (index[:, None] == index)),
+            "biased": torch.where(shown, bias[:, None].to(query.dtype), -torch.inf),
+            "least number": torch.where(shown, 0.0, LEAST).to(query.dtype),
+        }
+        attend = nn.functional.scaled_dot_product_attention
+        return {name: attend(query, key, value, attn_mask=masks[name], enable_gqa=True) for name in self.names}
+
+
+CAUSAL = ("words", "added", "words, or not later")
+NOT_CAUSAL = ("later words too", "the third query sees all", "its own key", "biased", "least number")
+
+
+@functools.cache
+def exported_causal() -> Captured:
+    batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=999)
+    shapes: dict[str, Any] = {name: {0: batch, 2: tokens} for name in NAMES[:3]}
+    shapes |= {"padding": {0: batch, 1: tokens}, "bias": {1: tokens}}
+    captured = capture(CausalPadded(*CAUSAL, *NOT_CAUSAL), inputs(2, 30, 30), shapes, precision_named("fp32"))
+    captured.model.graph.sort()
+    return captured
+
+
+def test_a_padding_beside_causality_is_known_and_nothing_else() -> None:
+    model, sizes = exported_causal().model.clone(), {"batch": 1, "tokens": 1024}
+    lowered = for_onnxruntime.lower(model, canonicalize(model).sites, sizes).sites
+    assert [site.form == CAUSAL_AS_FEATURE for site in lowered] == [True] * len(CAUSAL) + [False] * len(NOT_CAUSAL)
+
+
+@functools.cache
+def causal_session() -> Any:
+    model = exported_causal().model.clone()
+    for_onnxruntime.lower(model, canonicalize(model).sites, {"batch": 1, "tokens": 1024})
+    return session_of(model)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 13), (3, 64), (2, 129)])
+def test_causal_ones_are_the_same_function(batch: int, tokens: int) -> None:
+    args = inputs(batch, tokens, tokens)
+    results = causal_session().run(None, dict(zip(NAMES, map(Tensor.numpy, args), strict=True)))
+    for name, result in zip((*CAUSAL, *NOT_CAUSAL), results, strict=True):
+        wide = [arg.double() if arg.is_floating_point() else arg for arg in args]
+        expected = CausalPadded(name)(*wide)[name].numpy()
+        np.testing.assert_allclose(result, expected, rtol=0, atol=2e-6 * np.abs(expected).max(), err_msg=name)
+
+
+def test_a_causal_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "ROUNDS", 1)
+    model, sizes = exported_causal().model.clone(), {"batch": 2, "tokens": 64}
+    tuner = Tuner(sizes, seconds=60.0)
+    for_onnxruntime.lower(model, canonicalize(model).sites, sizes, tuner=tuner)
+    chosen = list(tuner.chosen.values())[: len(CAUSAL)]
+    assert all(CAUSAL_AS_FEATURE in choice.measured for choice in chosen), chosen

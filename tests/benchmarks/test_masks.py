@@ -1,0 +1,93 @@
+"""What is claimed of masks: every limit is held against the fastest peer that is right."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from attnforge.benchmarks.contenders.peers import PEERS, PeerJob
+from attnforge.benchmarks.measure.results import Fit, Growth, Results, Series
+from attnforge.benchmarks.suites import masks
+from attnforge.errors import UnavailableError
+from attnforge.records import Interval
+
+
+def contender(name: str, ratio: float | None, *, ours: bool = False, wrong: str | None = None) -> dict[str, Any]:
+    exactly = {"value": 1.0, "low": 1.0, "high": 1.0}
+    latency = {"rounds": [[1.0]], "median": exactly, "min": 1.0, "p90": 1.0, "p99": 1.0, "samples": 1}
+    return {
+        "name": name, "precision": "fp32", "ours": ours, "picked": ours, "what": "", "error": 0.0, "budget": 1.0,
+        "latency": latency, "ratio": ratio and {"value": ratio, "low": ratio, "high": ratio},
+        "cases": wrong and {"held": 1, "of": 1, "wrong": wrong},
+    }  # fmt: skip
+
+
+def model(name: str, tokens: int, contenders: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "sizes": {"tokens": tokens},
+        "inputs": {},
+        "rounds": 1,
+        "deployed": [],
+        "contenders": contenders,
+    }
+
+
+def growth(name: str, time: float, memory: float, extra_mib: float) -> Growth:
+    laws = [Fit(exponent=Interval(value=law, low=law, high=law), last=law) for law in (time, memory)]
+    series = Series(
+        name="onnxruntime-cpu", precision="fp32", ours=True, ms=[1.0] * 5, extra_mib=[1.0, 1.0, 1.0, 1.0, extra_mib],
+        time=laws[0], memory=laws[1],
+    )  # fmt: skip
+    return Growth(model=name, along="tokens", sizes=list(masks.TOKENS), series=[series])
+
+
+def results(models: list[dict[str, Any]], grown: list[Growth]) -> dict[str, Any]:
+    machine = {"system": "s", "processor": "p", "processors": 2, "instructions": [], "gpus": []}
+    environment = {"machine": machine, "versions": {}, "threads": 2, "governor": "g", "load_before": 0, "load_after": 0}
+    return {
+        "command": "c", "created": "now", "seconds": 1, "environment": environment,
+        "ceilings": None, "models": models, "growth": [each.model_dump() for each in grown],
+    }  # fmt: skip
+
+
+def test_the_fastest_right_peer_counts_and_what_is_broken_is_told() -> None:
+    ours, wrong = contender("onnxruntime-cpu", 1.0, ours=True), contender("torch-compile", 1.0, wrong="extremes")
+    peers = [contender("eager", 5.0), contender("openvino-plain", 4.0), contender("ort-fusions", None), wrong]
+    kept = model("window", 4096, [ours, contender("openvino", 0.9, ours=True), *peers])
+    slow = model("causal", 16384, [ours, contender("eager", 1.25)])
+    grown = [growth("window", 1.2, 1.0, 100.0), growth("causal", 2.0, 1.05, 65.0)]
+    figures = results([kept, slow], grown)
+    lines = masks.table(figures).splitlines()
+    assert lines[2] == "| window, 4,096 tokens | time, of the fastest peer's | openvino-plain | 0.25 | 0.3 | yes |"
+    assert lines[3] == "| window | time ~ tokens^ |  | 1.20 | 1.15 | no |"
+    told = {(claim.of, claim.what): claim.value for claim in masks.broken(Results.model_validate(figures))}
+    assert told == {
+        ("window", "time ~ tokens^"): 1.2,
+        ("causal, 16,384 tokens", "time, of the fastest peer's"): 0.8,
+        ("causal, 16,384 tokens", "MiB that a call adds"): 65.0,
+    }
+
+
+@pytest.mark.parametrize("make", [masks.window, masks.causal])
+def test_both_forms_see_the_same_keys(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "WINDOW", 5)
+    module, args, _ = make()
+    tokens = 12
+    index = torch.arange(tokens)
+    seen = module.with_flex_attention()._is_seen(index, index, index[:, None], index)
+    query, key, value = (arg[:, :, :tokens] for arg in args)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    assert torch.allclose(module(query, key, value)["out"], expected, atol=1e-6)
+    assert seen.sum() == (5 * (tokens - 5) + 15 if module.is_window else tokens * (tokens + 1) / 2)
+
+
+def test_a_module_without_a_form_for_flex_attention_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PeerJob, "torch_module", lambda job: torch.nn.Identity())
+    job = PeerJob.__new__(PeerJob)
+    job.threads = torch.get_num_threads()
+    with ExitStack() as stack, pytest.raises(UnavailableError, match="no method with_flex_attention"):
+        PEERS["flex-attention"].open(job, stack)
