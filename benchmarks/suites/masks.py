@@ -88,12 +88,18 @@ class Flexed(nn.Module):
 
         tokens = query.shape[2]
         if tokens not in self.blocks:
-            self.blocks[tokens] = create_block_mask(self._is_seen, None, None, tokens, tokens, device="cpu")
+            self.blocks[tokens] = create_block_mask(seen_by(self.is_window), None, None, tokens, tokens, device="cpu")
         return {"out": self.attend(query, key, value, block_mask=self.blocks[tokens])}
 
-    def _is_seen(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+
+def seen_by(is_window: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Which keys a query sees, as `flex_attention` asks for them: by batch, head, query and key."""
+
+    def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_causal = key <= query
-        return is_causal & (key > query - WINDOW) if self.is_window else is_causal
+        return is_causal & (key > query - WINDOW) if is_window else is_causal
+
+    return is_seen
 
 
 def bare(is_window: bool) -> Example:
@@ -152,7 +158,7 @@ SUBJECTS = (
         extra_mib=64,
     ),
     Subject(
-        Published("ModernBERT-base, 4,096 tokens", "encoder", "ModernBertModel", {}, _WHOLE),
+        Published("ModernBERT-base", "encoder", "ModernBertModel", {}, _WHOLE),
         {EXAMPLE: 0.7},
         {EXAMPLE: _OTHERS},
     ),

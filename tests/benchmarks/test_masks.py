@@ -78,7 +78,7 @@ def test_both_forms_see_the_same_keys(make: Any, monkeypatch: pytest.MonkeyPatch
     module, args, _ = make()
     tokens = 12
     index = torch.arange(tokens)
-    seen = module.with_flex_attention()._is_seen(index, index, index[:, None], index)
+    seen = masks.seen_by(module.is_window)(index, index, index[:, None], index)
     query, key, value = (arg[:, :, :tokens] for arg in args)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
     assert torch.allclose(module(query, key, value)["out"], expected, atol=1e-6)
