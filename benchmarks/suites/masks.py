@@ -179,7 +179,7 @@ SUBJECTS = (
 
 def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
-    only: Annotated[list[str] | None, typer.Option(help="A model; repeat. The others are left out.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A model; repeat. The others keep their figures.")] = None,
     rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 9,
 ) -> None:
     """Measure, write the figures, and end with 1 where a limit is not kept."""
@@ -193,6 +193,10 @@ def main(
         console.print(f"{time.perf_counter() - start:6.0f} s  {stage}", style="dim", highlight=False, markup=False)
 
     measured = new_results(COMMAND, processors(), say, with_ceilings=False)
+    if only and results.is_file():
+        before = files.read(results)
+        measured.models = [model for model in before.models if model.name not in only]
+        measured.growth = [growth for growth in before.growth if growth.model not in only]
     for subject in SUBJECTS:
         if not only or subject.name in only:
             with tempfile.TemporaryDirectory() as folder:
