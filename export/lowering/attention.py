@@ -23,7 +23,7 @@ from attnforge.export.attention.layout import (
 )
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
-from attnforge.export.graphs.build import Builder, cast
+from attnforge.export.graphs.build import Builder, cast, typed
 from attnforge.export.lowering.band import Band, Residue, band_of, is_triangle, residue_of
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
@@ -128,6 +128,33 @@ class Attention:
     def as_output(self, op: Builder, result: ir.Value, layout: Layout) -> ir.Value:
         """A result in the dims that the graph's output has."""
         return self.arranged(op, Operand(result, layout), self.output.layout)
+
+    def of_block(self, sizes: Mapping[str, Size], operands: Sequence[ir.Value], mask: ir.Value) -> Attention:
+        """The attention of a part of the queries and keys, of which the mask alone says who sees whom.
+
+        Args:
+            sizes: of the dims that are others than here, by name.
+            operands: query, key and value, laid out as `B` and :data:`SIDE_BY_SIDE`.
+            mask: `(B or 1, H or 1, n_q, n_k)`.
+        """
+        others = {name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}
+        axes = SiteAxes({**self.axes.dims, **others})
+        *layouts, output = (axes.layout("B", *dims) for dims in SIDE_BY_SIDE)
+        query, key, value = (
+            Operand(typed(rows, self.dtype, [size.dim() for size in layout.sizes()]), layout)
+            for rows, layout in zip(operands, layouts, strict=True)
+        )
+        return replace(
+            self, query=query, key=key, value=value, mask=mask, output=Operand(self.output.value, output),
+            is_causal=False, axes=axes, band=None, is_triangle=False, residue="other",
+        )  # fmt: skip
+
+
+def blocks_of(tokens: Size, width: int) -> Size:
+    """How many blocks of `width` hold all tokens."""
+    if tokens.is_static:
+        return Size(-(-tokens.factor // width))
+    return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {width - 1})//{width}"))
 
 
 def attentions(model: ir.Model, sites: Sequence[Site]) -> Iterator[tuple[Site, Attention]]:

@@ -80,9 +80,9 @@ def _ends(seen: Visibility) -> tuple[int | None, int | None]:
     if len(seen.regions) != 1 or seen.n_q != seen.n_k:
         return None, None
     (region,) = seen.regions
-    ends = [end for end in (region.band.least, region.band.most) if end is not None]
     is_band = region.blocks is None and region.queries.is_open and region.keys.is_open
-    if not is_band or any(end.constant is None for end in ends):
+    ends = (region.band.least, region.band.most)
+    if not is_band or any(end is not None and end.constant is None for end in ends):
         return None, None
-    least, most = (None if end is None else end.constant for end in (region.band.least, region.band.most))
+    least, most = (None if end is None else end.constant for end in ends)
     return least, most

@@ -14,12 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonical import SiteAxes
-from attnforge.export.attention.layout import ONE, Axis, Layout, Size
+from attnforge.export.attention.layout import Size
 from attnforge.export.attention.mask_blocks import mask_at_blocks
-from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, typed
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 from attnforge.export.lowering.band import Band
 
 BOOL = ir.DataType.BOOL
@@ -42,7 +40,7 @@ def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention
     assert a.band is not None
     *layouts, whole = (a.layout("B", *dims) for dims in SIDE_BY_SIDE)
     query, key, value = a.inputs(op, layouts)
-    count = _count(a.size("n_q"), width)
+    count = blocks_of(a.size("n_q"), width)
     cut = _Cut(op, query, a.band, width)
     seen = op.And(constant(op, band_pairs(a.band, width), BOOL), op.Unsqueeze(cut.there, constant(op, [1])))
     mask = typed(op.Unsqueeze(seen, constant(op, [0, 2])), BOOL, [1, count.dim(), 1, width, cut.wide])
@@ -53,31 +51,11 @@ def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention
         mask = broadcast_like(op.Where(mask, rest, constant(op, -np.inf, rest.dtype)), rest, mask)
     samples = a.size("B") * count
     sizes = {"B": samples, "n_q": Size(width), "n_k": Size(cut.wide)}
-    axes = SiteAxes({**a.axes.dims, **{name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}})
-    of_query, of_key, of_value, of_output = (axes.layout("B", *dims) for dims in SIDE_BY_SIDE)
-
-    def operand(rows: ir.Value, layout: Layout) -> Operand:
-        return Operand(typed(rows, a.dtype, [size.dim() for size in layout.sizes()]), layout)
-
-    blocks = replace(
-        a,
-        query=operand(cut.queries(query), of_query),
-        key=operand(cut.keys(key), of_key),
-        value=operand(cut.keys(value), of_value),
-        mask=cut.of_samples(mask, samples),
-        output=Operand(a.output.value, of_output),
-        silent_rows_are_nan=a.band.is_all or a.silent_rows_are_nan,  # of a band alone, every query has its own key
-        axes=axes,
-        band=None,
-    )
+    operands = [cut.queries(query), cut.keys(key), cut.keys(value)]
+    blocks = a.of_block(sizes, operands, cut.of_samples(mask, samples))
+    if a.band.is_all:  # every query has its own key
+        blocks = replace(blocks, silent_rows_are_nan=True)
     return a.as_output(op, typed(cut.joined(attend(blocks)), a.dtype, [size.dim() for size in whole.sizes()]), whole)
-
-
-def _count(tokens: Size, width: int) -> Size:
-    """How many blocks there are."""
-    if tokens.is_static:
-        return Size(-(-tokens.factor // width))
-    return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {width - 1})//{width}"))
 
 
 class _Cut:

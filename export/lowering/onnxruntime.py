@@ -145,13 +145,12 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
         return candidates
     if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and _are_static(a) and not a.softcap:
         if not a.is_triangle:
-            emit, name = partial(_mask_as_feature, name=f"{site}/MultiHeadAttention"), f"{site}/MultiHeadAttention"
+            name = f"{site}/MultiHeadAttention"
+            emit = partial(_mask_as_feature, name=name)
             candidates.append(Candidate(MASK_AS_FEATURE, name, emit, holds_scores=False))
         elif sizes_of(a.mask)[1] == ONE:
-            emit, name = (
-                partial(_causal_mask_as_feature, name=f"{site}/GroupQueryAttention"),
-                f"{site}/GroupQueryAttention",
-            )
+            name = f"{site}/GroupQueryAttention"
+            emit = partial(_causal_mask_as_feature, name=name)
             candidates.append(Candidate(CAUSAL_AS_FEATURE, name, emit, holds_scores=False))
     if a.mask is not None and not _is_additive(a):
         return candidates
@@ -321,7 +320,7 @@ def _mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
 def _causal_mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
     """Heads of queries, keys and values are filled up to one size, a multiple of 8."""
     d_k, d_v = a.size("d_k").factor, a.size("d_v").factor
-    size = 8 * (max(d_k + 1, d_v) // 8 + (max(d_k + 1, d_v) % 8 > 0))
+    size = -(-max(d_k + 1, d_v) // 8) * 8
     mask, inputs = _with_feature(op, a, "H_kv", size - d_k)
     value = a.arranged(op, a.value, a.layout("B", "n_k", "H_kv", "d_v"))
     if size > d_v:

@@ -11,11 +11,9 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import SiteAxes
-from attnforge.export.attention.layout import ONE, Axis, Layout, Size
-from attnforge.export.attention.operands import Operand
+from attnforge.export.attention.layout import Size
 from attnforge.export.graphs.build import Builder, constant, typed
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 
 BOOL = ir.DataType.BOOL
 
@@ -42,26 +40,11 @@ def in_stairs(op: Builder, a: Attention, steps: int, attend: Callable[[Attention
 def _block(a: Attention, filled: list[ir.Value], stairs: _Stairs, number: int) -> Attention:
     """The attention of a block of queries and the keys up to its last."""
     n_q, n_k = stairs.size(1), stairs.size(number + 1)
-    sizes = {"n_q": n_q, "n_k": n_k}
-    axes = SiteAxes({**a.axes.dims, **{name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}})
-
-    def operand(rows: ir.Value, layout: Layout) -> Operand:
-        return Operand(typed(rows, a.dtype, [size.dim() for size in layout.sizes()]), layout)
-
-    of_query, of_key, of_value, of_output = (axes.layout("B", *dims) for dims in SIDE_BY_SIDE)
     query, key, value = filled
-    return replace(
-        a,
-        query=operand(stairs.rows(query, number, number + 1), of_query),
-        key=operand(stairs.rows(key, 0, number + 1), of_key),
-        value=operand(stairs.rows(value, 0, number + 1), of_value),
-        mask=typed(stairs.mask(number), BOOL, [1, 1, n_q.dim(), n_k.dim()]),
-        output=Operand(a.output.value, of_output),
-        is_causal=False,
-        silent_rows_are_nan=True,  # there are none: every query has its own key
-        axes=axes,
-        is_triangle=False,
-    )
+    operands = [stairs.rows(query, number, number + 1), *(stairs.rows(x, 0, number + 1) for x in (key, value))]
+    mask = typed(stairs.mask(number), BOOL, [1, 1, n_q.dim(), n_k.dim()])
+    block = a.of_block({"n_q": n_q, "n_k": n_k}, operands, mask)
+    return replace(block, silent_rows_are_nan=True)  # there are none: every query has its own key
 
 
 class _Stairs:
@@ -78,7 +61,7 @@ class _Stairs:
 
     def __init__(self, op: Builder, query: ir.Value, tokens: Size, steps: int) -> None:
         self._op, self._steps = op, steps
-        self._size = _divided(tokens, steps)
+        self._size = blocks_of(tokens, steps)
         self.tokens = op.Shape(query, start=1, end=2)
         self._width = op.Div(op.Add(self.tokens, constant(op, [steps - 1])), constant(op, [steps]))
 
@@ -106,10 +89,3 @@ class _Stairs:
 
     def _end(self, blocks: int) -> ir.Value:
         return self._op.Mul(self._width, constant(self._op, [blocks]))
-
-
-def _divided(tokens: Size, by: int) -> Size:
-    """Tokens of a block, rounded up."""
-    if tokens.is_static:
-        return Size(-(-tokens.factor // by))
-    return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {by - 1})//{by}"))

@@ -188,6 +188,23 @@ def of_rtx() -> Any:
     return session_of(for_rtx(exported(), 2048)[0])
 
 
+def test_a_band_of_a_causal_site_is_computed_once() -> None:
+    """Blocks hide by their own mask what the flag hides: counted from a block's first key, it would hide others."""
+    model, (batch, tokens) = exported().model.clone(), (1, 159)
+    sites = canonicalize(model).sites
+    (node,) = (node for node in model.graph if node.name == sites[list(BANDS).index("around")].node)
+    node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+    (around, *_) = (a for _, a in attentions(model, sites) if a.node is node)
+    assert around.band == Band(0, 40) and around.is_causal
+    for_tensorrt.lower(model, sites, sizes={"batch": 1, "tokens": 2048})
+    feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True))
+    result = session_of(model).run(["around"], feeds)[0]
+    query, key, value, *_ = (x.double() if x.is_floating_point() else x for x in inputs(batch, tokens))
+    back = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    expected = Windows().attend(query, key, value, (back >= 0) & (back <= 40)).numpy()
+    assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
 class Attends(nn.Module):
     """Causal attention, and attention to the last 256 keys, of `(1, 8, tokens, 64)`; with `padding` `(1, tokens)`."""
 
