@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import pytest
 import torch._dynamo.config
 from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
+from onnxscript.values import TracedOnnxFunction
 
 import attnforge
 from attnforge.benchmarks.ray.cluster import local_cluster
@@ -40,21 +40,14 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-# torch's exporter makes millions of small objects; looking for cycles among them is a fifth of an export at Python's
-# own thresholds. Its cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
-gc.set_threshold(100_000, 20, 20)
+# Torch's cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
-_read_source, _kept_source = inspect.getsource, functools.cache(inspect.getsource)
-
-
-def getsource(object: Any) -> str:
-    """:func:`inspect.getsource`, which reads a function of onnxscript's library once: each export asks for all 500."""
-    is_in_library = str(getattr(object, "__module__", "")).startswith("onnxscript.function_libs.")
-    return _kept_source(object) if is_in_library else _read_source(object)
-
-
-inspect.getsource = getsource
+# Each export asks for the signatures of all 500 functions of onnxscript's library, which reads and parses the source of
+# each whenever it is asked.
+_signature_of = cast(property, TracedOnnxFunction.function_ir).fget
+assert _signature_of is not None
+TracedOnnxFunction.function_ir = property(functools.cache(_signature_of))
 
 
 def pytest_configure() -> None:

@@ -21,7 +21,7 @@ from attnforge.bundle import Bundle
 from attnforge.deploy_cache import VARIABLE
 from tests.support.bundles import DeploySmall
 
-TIMES = int(os.environ.get("ATTNFORGE_KILLS", "10"))
+TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6"))
 """How often a process is killed: `make kill` says a hundred."""
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
