@@ -47,7 +47,7 @@ torch._dynamo.config.fake_tensor_cache_enabled = False
 # each whenever it is asked.
 _signature_of = cast(property, TracedOnnxFunction.function_ir).fget
 assert _signature_of is not None
-TracedOnnxFunction.function_ir = property(functools.cache(_signature_of))
+TracedOnnxFunction.function_ir = property(functools.cache(_signature_of))  # type: ignore[method-assign,assignment]
 
 
 def pytest_configure() -> None:

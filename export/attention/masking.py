@@ -53,7 +53,59 @@ def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps
                 weights = replace(weights, kept_with_keys=(*weights.kept_with_keys, zeroing))
         else:
             raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
-    return scores, weights
+    return scores, _settle_rows(scores, weights)
+
+
+def _settle_rows(scores: ScoreSteps, weights: WeightSteps) -> WeightSteps:
+    """Drop the zeros for queries without keys, where one mask alone hides keys: the canonical node gives them zeros."""
+    if len(scores.masking) != 1 or scores.sink is not None:
+        return weights
+    fill = scores.masking[0]
+    if not isinstance(fill, Fill) or fill.number != -np.inf:
+        return weights
+    kept = tuple(rows for rows in weights.kept_rows if not _zeroes_rows_without_keys(rows, False, fill))
+    zeroed = tuple(rows for rows in weights.zeroed_rows if not _zeroes_rows_without_keys(rows, True, fill))
+    if len(kept) + len(zeroed) < len(weights.kept_rows) + len(weights.zeroed_rows):
+        weights = replace(weights, kept_rows=kept, zeroed_rows=zeroed, nan_rows_zeroed=True)
+    return weights
+
+
+def _zeroes_rows_without_keys(rows: Operand, where_true: bool, fill: Fill) -> bool:
+    """Whether a condition, by which queries get zeros where it is `where_true`, is computed to be so for exactly those
+    whose keys `fill` excludes: as the maximum of what it leaves, or the minimum of what it excludes."""
+    condition, negated = without_not(rows)
+    reduction = _before_casts(condition.value).producer()
+    if reduction is None or reduction.domain != "" or reduction.op_type not in ("ReduceMax", "ReduceMin"):
+        return False
+    if reduction.inputs[0] is None or len(reduction.inputs) < 2 or reduction.attributes.get_int("keepdims", 1) != 1:
+        return False
+    axes = ir.convenience.get_const_tensor(reduction.inputs[1]) if reduction.inputs[1] is not None else None
+    if axes is None or axes.size != 1:
+        return False
+    dims = list(fill.condition.layout.dims)
+    dims[int(axes.numpy().reshape(()))] = ()
+    counted = reduction.inputs[0]
+    inner, inner_negated = without_not(
+        Operand(counted if counted.dtype == BOOL else _before_casts(counted), fill.condition.layout)
+    )
+    before, before_negated = without_not(fill.condition)
+    is_of_left = inner_negated == (before_negated ^ fill.inverted)
+    is_any = reduction.op_type == "ReduceMax"
+    says_none = (where_true ^ negated) != is_any
+    return (
+        is_of_left == is_any and says_none and dims == list(rows.layout.dims) and same_value(inner.value, before.value)
+    )
+
+
+def _before_casts(value: ir.Value) -> ir.Value:
+    """The value that was cast; of a condition that was cast to numbers, the condition."""
+    while True:
+        node = value.producer()
+        if node is None or node.domain != "" or node.op_type != "Cast" or node.inputs[0] is None:
+            return value
+        value = node.inputs[0]
+        if value.dtype == BOOL:
+            return value
 
 
 def _same_keys(zeroing: Zeroing, fill: Fill) -> bool:

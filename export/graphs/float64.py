@@ -294,9 +294,8 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
         key, value = op.Concat(past_key, key, axis=2), op.Concat(past_value, value, axis=2)
     present = [key, value]
     assert heads is not None and shared is not None
-    if shared and heads != shared:
-        own = constant(op, np.repeat(np.arange(shared), heads // shared))
-        key, value = op.Gather(key, own, axis=1), op.Gather(value, own, axis=1)
+    if shared:
+        key, value = _repeated(op, (key, value), heads, shared)
     scores = _scores(op, query, key, node.attributes.get_float("scale"))
     if softcap:
         scores = op.Mul(op.Tanh(op.Div(scores, _number(op, softcap))), _number(op, softcap))
@@ -330,6 +329,35 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     if not four:
         key, value = _apart(op, key, heads), _apart(op, value, heads)
     return [_microsoft(op, node, query, key, value, _optional(node, 4), _optional(node, 5))]
+
+
+def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """com.microsoft GroupQueryAttention of separate query, key and value: causal, of each sample's first tokens."""
+    attributes, lengths = node.attributes, _input(node, 5)
+    special = attributes.get_int("do_rotary", 0) or attributes.get_int("smooth_softmax", 0)
+    if any(_optional(node, i) for i in (3, 4, *range(7, len(node.inputs)))) or special:
+        raise NoDoublePath("a past, a rotation, a sink or a bias")
+    if (attributes.get_int("local_window_size", -1) or -1) > 0:
+        raise NoDoublePath("a window")
+    heads, shared = attributes.get_int("num_heads") or 1, attributes.get_int("kv_num_heads") or 1
+    query, *present = (_apart(op, _input(node, i), count) for i, count in enumerate((heads, shared, shared)))
+    key, value = _repeated(op, present, heads, shared)
+    scores = _scores(op, query, key, attributes.get_float("scale", 0.0) or None)
+    if softcap := attributes.get_float("softcap", 0.0):
+        scores = op.Mul(op.Tanh(op.Div(scores, _number(op, softcap))), _number(op, softcap))
+    last = op.Reshape(op.Cast(lengths, to=ir.DataType.INT64.value), constant(op, [-1, 1, 1, 1]))  # of each sample
+    columns = op.Range(constant(op, 0), op.Gather(op.Shape(key), constant(op, 2)), constant(op, 1))
+    seen = op.And(_not_later(op, query, key), op.LessOrEqual(columns, last))
+    result = op.MatMul(op.Softmax(op.Where(seen, scores, _number(op, -np.inf)), axis=-1), value)
+    return [_joined(op, result), *present]
+
+
+def _repeated(op: Builder, operands: Sequence[ir.Value], heads: int, shared: int) -> list[ir.Value]:
+    """Keys and values `(B, shared, n, d)` as `(B, heads, n, d)`."""
+    if heads == shared:
+        return list(operands)
+    own = constant(op, np.repeat(np.arange(shared), heads // shared))
+    return [op.Gather(x, own, axis=1) for x in operands]
 
 
 def _packed_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
@@ -437,6 +465,7 @@ _WRITTEN_OUT: dict[tuple[str, str], Write] = {
     ("com.microsoft", "EmbedLayerNormalization"): _embed_layer_norm,
     ("com.microsoft", "FastGelu"): _gelu,
     ("com.microsoft", "Gelu"): _gelu,
+    ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
     ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
     ("com.microsoft", "QuickGelu"): _quick_gelu,
     ("com.microsoft", "SkipLayerNormalization"): _skip_layer_norm,

@@ -63,9 +63,10 @@ MASK_AS_FEATURE = f"{MULTI_HEAD}, mask as a feature"
 GROUP_QUERY = f"{CONTRIB}::GroupQueryAttention"
 CAUSAL_AS_FEATURE = f"{GROUP_QUERY}, mask as a feature"
 
-HIDDEN = -1e30
+HIDDEN = -2e38
 """The feature of a key that is not to be seen. Beside it every other score vanishes, so that keys with it alone get
-equal weights, as those that a very low number hides."""
+equal weights, as those that a very low number hides. No score of up to 1e38 makes it infinite or brings it up to that
+of a key that is seen; minus infinity itself would be no number where a block of keys in the kernel is hidden whole."""
 
 MANY_BYTES = 24 * 2**20
 """Bytes of queries, keys and values of all heads, at the largest sizes, from which each head is projected and attended

@@ -128,13 +128,13 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
 def _forget_graphs() -> None:
     """Let onnxscript's rules, which live as long as the process, go of the last graph that each looked at, for it has
     the module's weights."""
-    for matcher in _matchers():
+    for matcher in matchers():
         for name in {"_graph", "_current_node", "_match"} & vars(matcher).keys():
             setattr(matcher, name, None)
 
 
 @cache
-def _matchers() -> list[Any]:
+def matchers() -> list[Any]:
     """The matchers of onnxscript's rules, all of which a first export has made; looking through all objects of a
     process takes a tenth of a small export."""
     return [thing for thing in gc.get_objects() if type(thing).__name__ == "SimplePatternMatcher"]

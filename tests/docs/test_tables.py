@@ -10,7 +10,8 @@ import pytest
 from attnforge.benchmarks.suites import pages
 from attnforge.benchmarks.suites.pages import FAULTS_PAGE, PAGES
 from tests.docs.pages import ROOT
-from tests.support import faults, polygraphy
+from tests.support import polygraphy
+from tests.support.faults import page as faults
 
 
 def test_every_table_is_what_its_results_file_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

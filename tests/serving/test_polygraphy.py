@@ -27,7 +27,7 @@ from attnforge.runtime.parity.verify import References
 from attnforge.serving.polygraphy import folder
 from attnforge.serving.polygraphy.folder import BUDGET, BUNDLE, FLOAT64, INPUTS, package
 from tests.support.bundles import Deploy, DeploySmall, rewrite
-from tests.support.faults import verified
+from tests.support.faults.bench import verified
 from tests.support.keys import new_key
 from tests.support.polygraphy import BACKEND, held_to, of_faults, polygraphy, verdicts
 

@@ -30,7 +30,9 @@ from attnforge.runtime.parity.verify import BackendReport
 from attnforge.scratch import temporary_folder
 from attnforge.serving.polygraphy.folder import BUDGET, BUNDLE, FLOAT64, INPUTS, package
 from tests.support.bundles import example_of
-from tests.support.faults import FAULTS, PRECISIONS, Bench, deploy, verified
+from tests.support.faults.bench import Bench, verified
+from tests.support.faults.catalogue import FAULTS
+from tests.support.faults.subjects import PRECISIONS, deploy
 
 COMMAND = "python -m tests.support.polygraphy"
 FIGURES, PAGE = RESULTS / "polygraphy.json", Path("docs/guides/polygraphy.md")

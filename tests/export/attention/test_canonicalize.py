@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from attnforge.arrays import Array
+from attnforge.export.attention.canonical import SILENT_ROWS
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -204,3 +206,48 @@ def test_a_mask_that_hides_nothing_is_left_out(idle: float, inverted: bool, fuse
     assert (len(node.inputs) > 3 and node.inputs[3] is not None) == hides
     (result,) = session_of(captured.model).run(None, {"x": x.numpy()})
     assert relative_error(result, captured.exact({"x": x.numpy()})["output"]) < 1e-6
+
+
+class Guarded(nn.Module):
+    """Attention with a mask, and zeros for the queries that `silent` finds in it."""
+
+    def __init__(self, silent: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.silent = silent
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        weights = (x @ x.mT).masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(self.silent(mask), 0.0)
+        result: Tensor = weights @ x
+        return result
+
+
+SILENT: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "none is seen": (lambda mask: ~mask.any(-1, keepdim=True), True),
+    "all are hidden": (lambda mask: (~mask).all(-1, keepdim=True), True),
+    "not one is seen": (lambda mask: mask.any(-1, keepdim=True).logical_not(), True),
+    "all but the first are hidden": (lambda mask: ~mask[..., 1:].any(-1, keepdim=True), False),
+    "one is hidden": (lambda mask: (~mask).any(-1, keepdim=True), False),
+    "all are seen": (lambda mask: mask.all(-1, keepdim=True), False),
+    "one is seen": (lambda mask: mask.any(-1, keepdim=True), False),
+    "nobody sees it": (lambda mask: ~mask.any(-2, keepdim=True).mT, False),
+}
+"""What gives a query zeros, and whether that is to see no key."""
+
+
+@pytest.mark.parametrize("silent", SILENT)
+def test_zeros_for_queries_without_keys_are_the_nodes_own(silent: str) -> None:
+    """And nothing else that zeroes a query is, which stays as it was written."""
+    function, is_own = SILENT[silent]
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[0, 1], mask[1, 3] = False, True
+    captured = capture(Guarded(function), (x, mask), None, precision_named("fp32"))
+    (site,) = canonicalize(captured.model).sites
+    (node,) = (node for node in captured.model.graph if node.name == site.node)
+    assert (SILENT_ROWS not in node.metadata_props) == is_own
+    sees_none = ~mask.any(-1)
+    feeds = {"x": x.numpy(), "mask": mask.numpy()}
+    (result,) = session_of(captured.model).run(None, feeds)
+    exact = captured.exact(feeds)["output"]
+    held = ~sees_none.numpy() if not is_own else np.ones_like(sees_none.numpy())
+    assert relative_error(result[held], exact[held]) < 1e-6

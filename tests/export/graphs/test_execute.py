@@ -73,3 +73,44 @@ def test_a_widened_graph_runs_from_bfloat16() -> None:
     exact = in_float64(model)(feeds)["y"]
     widen(model)
     np.testing.assert_allclose(as_it_is(model)(feeds)["y"], exact, rtol=2**-8)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_group_query_attention_is_computed_in_float64(softcap: float) -> None:
+    """Grouped heads, and a sample that is shorter: what the kernel gives its tokens, and float64's own formula."""
+    batch, tokens, heads, shared, size = 2, 9, 4, 2, 8
+    names = {"query": heads, "key": shared, "value": shared}
+    inputs = [
+        ir.Value(name=name, shape=ir.Shape([batch, tokens, count * size]), type=ir.TensorType(FLOAT))
+        for name, count in names.items()
+    ]
+    lengths = [tokens, tokens - 3]
+    constants = {"last": np.asarray(lengths, np.int32) - 1, "total": np.asarray(tokens, np.int32)}
+    weights = [ir.Value(name=name, const_value=ir.tensor(array, name=name)) for name, array in constants.items()]
+    node = ir.node(
+        "GroupQueryAttention", [*inputs, None, None, *weights], domain="com.microsoft", num_outputs=3,
+        attributes={"num_heads": heads, "kv_num_heads": shared, "scale": 0.4, "softcap": softcap},
+    )  # fmt: skip
+    (output, *_) = node.outputs
+    output.name, output.type = "output", ir.TensorType(FLOAT)
+    opsets = {"": 21, "com.microsoft": 1}
+    model = ir.Model(
+        ir.Graph(inputs, [output], nodes=[node], initializers=weights, opset_imports=opsets), ir_version=10
+    )
+    draws = np.random.default_rng(0)
+    feeds = {name: draws.normal(size=(batch, tokens, count * size)).astype(np.float32) for name, count in names.items()}
+    query, key, value = (
+        np.repeat(feeds[name].astype(np.float64).reshape(batch, tokens, count, size), heads // count, 2).swapaxes(1, 2)
+        for name, count in names.items()
+    )
+    scores = query @ key.swapaxes(2, 3) * 0.4
+    if softcap:
+        scores = np.tanh(scores / softcap) * softcap
+    scores[:, :, ~np.tri(tokens, dtype=bool)] = -np.inf
+    weighted = np.exp(scores - scores.max(-1, keepdims=True))
+    result = weighted / weighted.sum(-1, keepdims=True) @ value
+    expected = result.swapaxes(1, 2).reshape(batch, tokens, -1)
+    exact, kernel = (run(model)(feeds)["output"] for run in (in_float64, as_it_is))
+    for sample, length in enumerate(lengths):
+        np.testing.assert_allclose(exact[sample, :length], expected[sample, :length], rtol=1e-12)
+        np.testing.assert_allclose(kernel[sample, :length], expected[sample, :length], rtol=1e-4, atol=1e-6)

@@ -27,7 +27,7 @@ from attnforge.export.sources.exported_program import open_program
 from attnforge.export.sources.onnx_file import import_graph
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.shapes import infer_shapes
-from attnforge.export.sources.torch_module import capture
+from attnforge.export.sources.torch_module import capture, matchers
 from attnforge.precision import precision_named
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.bundles import small_example
@@ -454,6 +454,7 @@ def test_files_that_are_no_model(name: str, content: bytes | None, words: str, t
 def test_nothing_keeps_a_module_that_was_captured() -> None:
     """Rules of onnxscript, which torch's exporter runs, keep the graph that they last looked at."""
     gc.unfreeze()  # what the test run froze, the collector neither lists nor frees
+    matchers.cache_clear()
     module, args, shapes = small_example()
     captured = capture(module, args, shapes, precision_named("fp32"))
     copied = weakref.ref(captured.module), weakref.ref(next(captured.module.parameters()))

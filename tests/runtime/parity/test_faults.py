@@ -7,7 +7,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tests.support.faults import FAULTS, INERT, NEVER, PRECISIONS, Faults, Graph, NotThere, is_sampled, softmax_twice
+from tests.support.faults.bench import NEVER, Faults, is_sampled
+from tests.support.faults.catalogue import FAULTS, INERT, softmax_twice
+from tests.support.faults.graph import Graph, NotThere
+from tests.support.faults.subjects import PRECISIONS
 
 TESTED = [(name, p) for name, precisions in PRECISIONS.items() for p in precisions if p in ("fp32", "fp16")]
 """Of the sixteen bits one kind: `python -m tests.support.faults` tries both."""

@@ -1,0 +1,229 @@
+"""A deployed graph to be altered, and what a fault is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.arrays import Array
+from attnforge.export.graphs.build import Builder, constant, insert
+
+KEPT = "faults.to"
+"""On a cast that float64 must not lose: the type that it casts to."""
+
+
+class NotThere(Exception):
+    """What a fault is to alter is not in the graph, or the alteration changed nothing."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`x W + b`: its weight (in, out; of a Gemm as it stands), its bias, and what comes out."""
+
+    weight: ir.Value
+    bias: ir.Value
+    output: ir.Value
+
+
+@dataclass(frozen=True)
+class Products:
+    """Attention as it is written out: `MatMul·(Where·)Softmax·MatMul(·Where)`."""
+
+    scores: ir.Node
+    fill: ir.Node | None
+    softmax: ir.Node
+    context: ir.Node
+    guard: ir.Node | None
+
+
+PARTS = {
+    "query": "attention.query_proj",
+    "key": "attention.key_proj",
+    "value": "attention.value_proj",
+    "output": "attention.output_proj",
+    "up": "feed_forward.linear1",
+    "down": "feed_forward.linear2",
+    "patches": "embedding",
+    "head": "head",
+}
+
+Build = Callable[[Builder, ir.Value], ir.Value]
+
+
+class Graph:
+    """A deployed graph to be altered in place: its parts, and what puts something before or behind one."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.graph = model.graph
+        self._changes = 0
+
+    def nodes(self, op_type: str) -> list[ir.Node]:
+        return [node for node in self.graph if node.op_type == op_type]
+
+    def node(self, op_type: str, i: int = 0) -> ir.Node:
+        found = self.nodes(op_type)
+        if not -len(found) <= i < len(found):
+            raise NotThere(f"{op_type} number {i} of {len(found)}")
+        return found[i]
+
+    def weight(self, ending: str, i: int = 0) -> ir.Value:
+        """The weight whose name ends so, by number in the order of layers."""
+        found = sorted(name for name in self.graph.initializers if f".{name}".endswith(f".{ending}"))
+        if i >= len(found):
+            raise NotThere(f"{ending} number {i} of {len(found)}")
+        return self.graph.initializers[found[i]]
+
+    def linear(self, part: str, layer: int = 0) -> Linear:
+        bias = self.weight(f"{PARTS[part]}.bias", layer)
+        (user,) = self.users(bias)
+        product = user if user.op_type == "Gemm" else producer(other(user, bias))
+        weight = product.inputs[1]
+        assert weight is not None
+        return Linear(weight, bias, user.outputs[0])
+
+    @property
+    def mask(self) -> ir.Value:
+        return self.input("key_padding_mask")
+
+    def input(self, name: str) -> ir.Value:
+        for value in self.graph.inputs:
+            if value.name == name:
+                return value
+        raise NotThere(name)
+
+    @property
+    def fused(self) -> ir.Node | None:
+        """The fused attention node, where the graph has its attention so."""
+        return next(iter(self.nodes("MultiHeadAttention")), None)
+
+    @property
+    def sites(self) -> list[Products]:
+        found = []
+        for softmax in self.nodes("Softmax"):
+            before = producer(softmax.inputs[0])
+            fill = before if before.op_type == "Where" else None
+            scores = producer(fill.inputs[1]) if fill is not None else before
+            (context,) = self.users(softmax.outputs[0])
+            guard = next((user for user in self.users(context.outputs[0]) if user.op_type == "Where"), None)
+            found.append(Products(scores, fill, softmax, context, guard))
+        if not found:
+            raise NotThere("attention as products")
+        return found
+
+    def masked(self) -> Iterator[tuple[ir.Node, ir.Node]]:
+        """Of every site the Where that fills scores, and the one that gives zeros to a query without keys."""
+        for site in self.sites:
+            if site.fill is None or site.guard is None:
+                raise NotThere("a mask")
+            yield site.fill, site.guard
+
+    def users(self, value: ir.Value) -> list[ir.Node]:
+        return [use.node for use in value.uses()]
+
+    def set(self, value: ir.Value, array: Array) -> None:
+        """Let a weight, or the output of a Constant, be `array`."""
+        before = numbers(value)
+        array = np.asarray(array).astype(before.dtype)
+        if array.shape != before.shape or np.array_equal(array, before):
+            raise NotThere(f"a change of {value.name}")
+        node = value.producer()
+        if node is None:
+            value.const_value = ir.tensor(array, name=value.name)
+        else:
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(array))
+            value.const_value = None
+
+    def behind(self, value: ir.Value, build: Build) -> None:
+        """Let what `build` makes of `value` stand in its place for all that use it."""
+        uses, node, is_output = list(value.uses()), value.producer(), value.is_graph_output()
+        at = next(iter(self.graph)) if node is None else node
+        made = self._insert(at, value, build, after=node is not None)
+        for user, index in uses:
+            user.replace_input_with(index, made)
+        if is_output:
+            value.name, made.name = f"{value.name}/before", value.name
+            self.graph.outputs[list(self.graph.outputs).index(value)] = made
+        elif not uses:
+            raise NotThere(f"a user of {value.name}")
+        self.graph.sort()
+
+    def before(self, node: ir.Node, index: int, build: Build) -> None:
+        """Let `node` alone have what `build` makes of its input `index`."""
+        value = node.inputs[index]
+        assert value is not None
+        node.replace_input_with(index, self._insert(node, value, build))
+        self.graph.sort()
+
+    def _insert(self, at: ir.Node, value: ir.Value, build: Build, after: bool = False) -> ir.Value:
+        self._changes += 1
+        made = insert(self.graph, at, lambda op: build(op, value), after, stem=f"fault/{self._changes}")
+        made.type = made.type or value.type
+        return made
+
+    def replace(self, old: ir.Value, new: ir.Value) -> None:
+        """Let every user of `old` have `new`."""
+        uses = [(user, index) for user, index in old.uses() if new not in user.outputs]
+        if not uses:
+            raise NotThere(f"a user of {old.name}")
+        for user, index in uses:
+            user.replace_input_with(index, new)
+
+
+def producer(value: ir.Value | None) -> ir.Node:
+    node = value.producer() if value is not None else None
+    if node is None:
+        raise NotThere("the node that makes a value")
+    return node
+
+
+def other(node: ir.Node, value: ir.Value) -> ir.Value:
+    """The one of two inputs that is not `value`."""
+    (found,) = [one for one in node.inputs if one is not value]
+    assert found is not None
+    return found
+
+
+def numbers(value: ir.Value) -> Array:
+    node = value.producer()
+    tensor = value.const_value if node is None else node.attributes["value"].as_tensor()
+    if tensor is None:
+        raise NotThere(f"numbers of {value.name}")
+    return tensor.numpy()
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    node = value.producer() if value is not None else None
+    return node is not None and node.op_type == "Constant"
+
+
+def float_constant(op: Builder, like: ir.Value, data: Any) -> ir.Value:
+    assert like.dtype is not None
+    return constant(op, data, like.dtype)
+
+
+Alter = Callable[[Graph], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake.
+
+    Attributes:
+        what: in one line.
+        alter: makes it.
+        subjects: that it is put into.
+        is_inert: whether the function stays the same, provably.
+        not_in: the precisions in which there is nothing to alter.
+    """
+
+    name: str
+    family: str
+    what: str
+    alter: Alter
+    subjects: tuple[str, ...]
+    is_inert: bool = False
+    not_in: tuple[str, ...] = ()

@@ -1,0 +1,305 @@
+"""Faults of what is made of masks: blocks of queries against the keys of a window, and hidden keys as a feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.arrays import Array
+from attnforge.export.graphs.build import Builder, constant
+from tests.support.faults.graph import Alter, Build, Graph, NotThere, is_constant, numbers, producer
+
+WINDOW, BARE, PADDED, PADDED_CAUSAL = "window", "bare-window", "padded", "padded-causal"
+WINDOWS = (BARE, WINDOW)
+FEATURES = (PADDED, PADDED_CAUSAL)
+
+Family = list[tuple[str, str, Alter, tuple[str, ...] | str]]
+
+
+class Blocks:
+    """The parts of attention in blocks.
+
+    Attributes:
+        attention: the node that computes all blocks.
+        band: `(width, wide)`, the pairs of a block that are visible.
+        first: how many keys before its first query a block's first key is.
+        there: whether a block's key is neither before the first token nor behind the last.
+        keys, values: the Gather of each.
+        rows: `(blocks, wide)`, the keys of each block.
+        rest: `(batch, blocks, 1, width, wide)`, the mask itself, where it is more than a band.
+        mask: the whole mask, by sample and block.
+    """
+
+    def __init__(self, g: Graph) -> None:
+        self.attention = g.node("Attention")
+        self.keys, self.values = (self._behind(g, i) for i in (1, 2))
+        self.rows = self._input(self.keys, 1)
+        wanted = producer(self._input(producer(self.rows), 0)).inputs[0]  # of Max(Min(wanted, last), 0)
+        begin = producer(producer(self._input(producer(wanted), 0)).inputs[0])
+        self.first = self._input(begin, 1)
+        fill = producer(self.attention.inputs[3])
+        self.mask = self._input(fill, 0)
+        seen = producer(producer(producer(self.mask).inputs[0]).inputs[0])
+        self.rest = self._input(seen, 0) if seen.op_type == "And" else None
+        if self.rest is not None:
+            seen = producer(seen.inputs[1])
+        seen = producer(seen.inputs[0])
+        self.band, there = self._input(seen, 0), producer(self._input(seen, 1))
+        self.there = producer(there.inputs[0])
+        if not (is_constant(self.band) and is_constant(self.first) and self.there.op_type == "And"):
+            raise NotThere("attention in blocks")
+
+    def _behind(self, g: Graph, index: int) -> ir.Node:
+        node = producer(producer(self.attention.inputs[index]).inputs[0])
+        if node.op_type != "Gather":
+            raise NotThere("attention in blocks")
+        return node
+
+    @staticmethod
+    def _input(node: ir.Node, index: int) -> ir.Value:
+        value = node.inputs[index]
+        if value is None:
+            raise NotThere(f"input {index} of {node.name}")
+        return value
+
+
+def band(change: Callable[[Array], Array]) -> Alter:
+    """The visible pairs of a block, changed."""
+
+    def alter(g: Graph) -> None:
+        pairs = Blocks(g).band
+        g.set(pairs, change(numbers(pairs)))
+
+    return alter
+
+
+def without_edge(edge: str) -> Callable[[Array], Array]:
+    """The pairs without those of the furthest key behind, or ahead."""
+
+    def change(pairs: Array) -> Array:
+        changed = pairs.copy()
+        for row in changed:
+            seen = np.flatnonzero(row)
+            row[seen[0] if edge == "behind" else seen[-1]] = False
+        return changed
+
+    return change
+
+
+def with_edge(edge: str) -> Callable[[Array], Array]:
+    """The pairs with one key more behind, or ahead, where the block has it."""
+
+    def change(pairs: Array) -> Array:
+        changed = pairs.copy()
+        for row in changed:
+            seen = np.flatnonzero(row)
+            row[max(seen[0] - 1, 0) if edge == "behind" else min(seen[-1] + 1, len(row) - 1)] = True
+        return changed
+
+    return change
+
+
+def first_row(pairs: Array) -> Array:
+    """The pairs of the first query for all."""
+    return np.broadcast_to(pairs[:1], pairs.shape)
+
+
+def first_key(by: int) -> Alter:
+    """The keys of every block begin later by some; the band stays where it was."""
+
+    def alter(g: Graph) -> None:
+        first = Blocks(g).first
+        g.set(first, numbers(first) - by)
+
+    return alter
+
+
+def there(keep: int | None) -> Alter:
+    """Keys outside of the tokens are left in: of both ends, or of the one that is not checked by input `keep`."""
+
+    def alter(g: Graph) -> None:
+        both = Blocks(g).there
+        left = both.inputs[keep or 0]
+        assert left is not None
+        g.behind(both.outputs[0], lambda op, x: op.Or(x, op.Not(x)) if keep is None else op.Identity(left))
+
+    return alter
+
+
+def of_block(part: str, build: Build) -> Alter:
+    """What `build` makes of a part of the blocks takes its place."""
+
+    def alter(g: Graph) -> None:
+        blocks = Blocks(g)
+        if part == "keys" or part == "values":
+            g.before(getattr(blocks, part), 1, build)
+        elif part == "output":
+            g.behind(blocks.attention.outputs[0], build)
+        else:
+            g.behind(required(getattr(blocks, part)), build)
+
+    return alter
+
+
+def required(value: ir.Value | None) -> ir.Value:
+    if value is None:
+        raise NotThere("a mask beside the band")
+    return value
+
+
+def moved(axis: int) -> Build:
+    """Everything one further along an axis, the last in the first's place."""
+
+    def build(op: Builder, x: ir.Value) -> ir.Value:
+        last, rest = (
+            op.Slice(x, constant(op, [begin]), constant(op, [end]), constant(op, [axis]))
+            for begin, end in ((-1, 2**31), (0, -1))
+        )
+        return op.Concat(last, rest, axis=axis)
+
+    return build
+
+
+def first_along(axis: int) -> Build:
+    """The first along an axis in the place of all."""
+
+    def build(op: Builder, x: ir.Value) -> ir.Value:
+        first = op.Slice(x, constant(op, [0]), constant(op, [1]), constant(op, [axis]))
+        return op.Expand(first, op.Shape(x))
+
+    return build
+
+
+def all_true(op: Builder, x: ir.Value) -> ir.Value:
+    return op.Or(x, op.Not(x))
+
+
+def last_block_lost(op: Builder, rows: ir.Value) -> ir.Value:
+    """A block too few: the last gives zeros."""
+    kept = op.Slice(rows, constant(op, [0]), constant(op, [-1]), constant(op, [0]))
+    last = op.Slice(rows, constant(op, [-1]), constant(op, [2**31]), constant(op, [0]))
+    return op.Concat(kept, op.Mul(last, constant(op, 0.0, rows.dtype or ir.DataType.FLOAT)), axis=0)
+
+
+def fill(number: float) -> Alter:
+    """What is added to the scores of pairs that are not visible."""
+
+    def alter(g: Graph) -> None:
+        where = producer(Blocks(g).attention.inputs[3])
+        hidden = where.inputs[2]
+        assert hidden is not None
+        g.set(hidden, np.asarray(number))
+
+    return alter
+
+
+def without_guard(g: Graph) -> None:
+    """A query that sees no key keeps what the kernel gives it."""
+    guard = next((node for node in reversed(g.nodes("Where")) if _is_zero(node.inputs[2])), None)
+    if guard is None or guard.inputs[1] is None:
+        raise NotThere("a guard of queries without keys")
+    g.replace(guard.outputs[0], guard.inputs[1])
+
+
+def _is_zero(value: ir.Value | None) -> bool:
+    return value is not None and is_constant(value) and numbers(value).size == 1 and not numbers(value).any()
+
+
+def padded(g: Graph) -> ir.Node:
+    """The Where that makes a number of each key."""
+    for node in g.nodes("Where"):
+        hidden = node.inputs[2]
+        if is_constant(hidden) and hidden is not None and numbers(hidden).size == 1 and numbers(hidden) < -1e30:
+            return node
+    raise NotThere("a mask as a feature")
+
+
+def feature(build: Build) -> Alter:
+    """What `build` makes of the feature of hidden keys, in its place."""
+    return lambda g: g.behind(padded(g).outputs[0], build)
+
+
+def hidden_is(number: float) -> Alter:
+    def alter(g: Graph) -> None:
+        hidden = padded(g).inputs[2]
+        assert hidden is not None
+        g.set(hidden, np.asarray(number))
+
+    return alter
+
+
+def ones_of_query(number: float) -> Alter:
+    """Every query has another number where it has to have a one."""
+
+    def alter(g: Graph) -> None:
+        for node in g.nodes("Pad"):
+            if len(node.inputs) > 2 and (one := node.inputs[2]) is not None and numbers(one) == 1:
+                return g.set(one, np.asarray(number))
+        raise NotThere("the feature of queries")
+
+    return alter
+
+
+def without_scale(g: Graph) -> None:
+    """The query is not scaled."""
+    for node in g.nodes("Pad"):
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            query = producer(node.inputs[0])
+            by = query.inputs[1]
+            if query.op_type == "Mul" and by is not None and is_constant(by):
+                return g.set(by, np.asarray(1.0))
+    raise NotThere("a scaled query")
+
+
+def guard_behind(number: int) -> Alter:
+    """A query needs so many keys more than one for a result other than zeros."""
+
+    def alter(g: Graph) -> None:
+        node = g.node("Greater", -1)
+        least = node.inputs[1]
+        assert least is not None
+        g.set(least, numbers(least) + number)
+
+    return alter
+
+
+IN_BLOCKS: Family = [
+    ("band-shorter-behind", "the furthest key behind is left out", band(without_edge("behind")), WINDOWS),
+    ("band-shorter-ahead", "the furthest key ahead is left out", band(without_edge("ahead")), WINDOWS),
+    ("band-longer-behind", "one key more behind, where a block has it", band(with_edge("behind")), BARE),
+    ("band-longer-ahead", "one key more ahead, where a block has it", band(with_edge("ahead")), BARE),
+    ("band-mirrored", "behind and ahead exchanged", band(lambda pairs: pairs[:, ::-1]), WINDOWS),
+    ("band-of-block", "a query sees all keys of its block", band(np.ones_like), BARE),
+    ("band-first-row", "all queries of a block see what its first sees", band(first_row), WINDOWS),
+    ("block-later", "the keys of every block begin one later", first_key(1), WINDOWS),
+    ("block-earlier", "the keys of every block begin one earlier", first_key(-1), WINDOWS),
+    ("ends-seen", "copies of the ends' keys are seen", there(None), WINDOWS),
+    ("start-seen", "copies of the first key are seen", there(1), WINDOWS),
+    ("end-seen", "copies of the last key are seen", there(0), WINDOWS),
+    ("block-lost", "a block too few", of_block("output", last_block_lost), WINDOWS),
+    ("blocks-moved", "every block in the next one's place", of_block("output", moved(0)), WINDOWS),
+    ("keys-of-first-block", "all blocks have the first one's keys", of_block("keys", first_along(0)), WINDOWS),
+    ("keys-moved", "every block has the keys of the one before", of_block("keys", moved(0)), WINDOWS),
+    ("values-moved", "values one behind the keys", of_block("values", moved(1)), WINDOWS),
+    ("residue-dropped", "padding inside the band is ignored", of_block("rest", all_true), WINDOW),
+    ("residue-of-first-block", "all blocks have the first one's padding", of_block("rest", first_along(1)), WINDOW),
+    ("residue-of-first-sample", "all samples have the first one's padding", of_block("rest", first_along(0)), WINDOW),
+    ("residue-moved", "padding one key further", of_block("rest", moved(4)), WINDOW),
+    ("blocks-fill-10", "-10 where -inf is meant", fill(-10.0), WINDOWS),
+]  # fmt: skip
+
+AS_FEATURES: Family = [
+    ("feature-missing", "padding is ignored", feature(lambda op, x: op.Sub(x, x)), FEATURES),
+    ("feature-moved", "moved by one key", feature(moved(3)), FEATURES),
+    ("feature-first-sample", "all samples have the first one's", feature(first_along(0)), FEATURES),
+    ("feature-10", "-10 where a very low number is meant", hidden_is(-10.0), FEATURES),
+    ("feature-1e30", "-1e30: not below scores of as much", hidden_is(-1e30), FEATURES),
+    ("feature-positive", "hidden keys have a very high number", hidden_is(1e30), FEATURES),
+    ("query-without-feature", "queries have a zero where a one is meant", ones_of_query(0.0), FEATURES),
+    ("query-minus-one", "queries have minus one where a one is meant", ones_of_query(-1.0), FEATURES),
+    ("feature-scale-missing", "queries are not scaled", without_scale, FEATURES),
+    ("silent-rows", "a query without keys gets the mean of all values", without_guard, FEATURES),
+    ("silent-but-one", "zeros for queries with one key", guard_behind(1), PADDED_CAUSAL),
+]

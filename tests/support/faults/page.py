@@ -1,0 +1,72 @@
+"""The results file of all faults, and the tables of the page that are made of it."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from tests.support.faults.bench import NEVER, VERDICTS, Row
+from tests.support.faults.catalogue import FAULTS, INERT
+
+PAGE, RESULTS = Path("docs/faults.md"), Path("benchmarks/results/faults.csv")
+START, END = f"<!-- faults: from {RESULTS.as_posix()} -->", "<!-- /faults -->"
+COLUMNS = ("kind", "fault", "what", "model", "precision", "effect", "allowed", "verdict", "case")
+
+Line = dict[str, str]
+"""A row as the results file has it, by :data:`COLUMNS`."""
+
+
+def page_of(lines: list[Line]) -> str:
+    """The verdicts by precision and by kind of fault, and each fault that verify lets pass somewhere."""
+    parts = [f"{len({line['fault'] for line in lines})} faults, put in {len(lines)} times:", ""]
+    by_precision = sorted(lines, key=lambda line: ("fp32", "fp16", "bf16").index(line["precision"]))
+    parts += _counts(by_precision, "precision", (*VERDICTS, *NEVER))
+    parts += ["", "By kind:", "", *_counts(lines, "kind", VERDICTS)]
+    parts += ["", "Faults that pass somewhere, and the largest share of the budget that they take up:", ""]
+    parts += ["| kind | fault | passes in | share of the budget | why |", "|---|---|---|---:|---|"]
+    passed = [line for line in lines if line["verdict"] != "caught"]
+    for fault in {line["fault"]: None for line in passed}:
+        same = [line for line in passed if line["fault"] == fault]
+        share = max(float(line["effect"]) / float(line["allowed"]) for line in same)
+        first, where = same[0], ", ".join(f"{line['model']} {line['precision']}" for line in same)
+        parts.append(f"| {first['kind']} | {first['what']} | {where} | {share:.0%} | {INERT.get(fault, 'rounding')} |")
+    return "\n".join(parts)
+
+
+def _counts(lines: list[Line], column: str, verdicts: tuple[str, ...]) -> list[str]:
+    table = [f"| {column} | " + " | ".join(verdicts) + " |", "|---|" + "---:|" * len(verdicts)]
+    for value in {line[column]: None for line in lines}:
+        found = [line["verdict"] for line in lines if line[column] == value]
+        table.append(f"| {value} | " + " | ".join(str(found.count(verdict)) for verdict in verdicts) + " |")
+    return table
+
+
+def write_results(rows: list[Row]) -> None:
+    """Write the rows in the order of :data:`FAULTS`."""
+    order = [fault.name for fault in FAULTS]
+    with RESULTS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in sorted(rows, key=lambda row: order.index(row.fault.name)):
+            numbers = (f"{row.effect:.1e}", f"{row.allowed:.1e}")
+            fault = (row.fault.family, row.fault.name, row.fault.what, row.subject, row.precision)
+            writer.writerow((*fault, *numbers, row.verdict, row.case))
+
+
+def read_results() -> list[Line]:
+    """The rows of the results file."""
+    with RESULTS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def refresh(page: Path) -> None:
+    """Write the tables of a page anew from the results file.
+
+    Raises:
+        SystemExit: the page has no place for them.
+    """
+    head, start, rest = page.read_text(encoding="utf-8").partition(START)
+    _, end, tail = rest.partition(END)
+    if not (start and end):
+        raise SystemExit(f"{page} has no place for the tables: put {START} and {END} where they belong")
+    page.write_text(f"{head}{START}\n{page_of(read_results())}\n{END}{tail}", encoding="utf-8")

@@ -1,0 +1,98 @@
+"""The models that faults are put into."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import attnforge
+from attnforge.bundle import Bundle
+from attnforge.export.lowering import onnxruntime as lowering
+from attnforge.model import Example, MultiHeadAttention, build_model
+
+PRECISIONS = {
+    "encoder": ("fp32", "fp16", "bf16"),
+    "causal": ("fp32", "fp16"),
+    "vit": ("fp32", "fp16"),
+    "cross": ("fp32", "fp16", "bf16"),
+    "bare-window": ("fp32", "fp16"),
+    "window": ("fp32", "fp16"),
+    "padded": ("fp32",),
+    "padded-causal": ("fp32",),
+}
+"""The subjects, and the precisions that they are deployed in."""
+
+USUAL_TOKENS, MOST_TOKENS, MOST_BATCH = 16, 24, 4
+
+BY_MASK = ("bare-window", "window", "padded", "padded-causal")
+"""The subjects that are lowered by what their masks leave, as they would be with many tokens."""
+
+
+class Masked(nn.Module):
+    """Self-attention with padding, but for a bare window: of all tokens, of those that are not later, or, in a window,
+    of three behind and one ahead."""
+
+    def __init__(self, sees: str) -> None:
+        super().__init__()
+        self.sees, self.attention = sees, MultiHeadAttention(32, 2)
+
+    def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        mask = None
+        if self.sees.endswith("window"):
+            positions = torch.arange(tokens.shape[1])
+            behind = positions[:, None] - positions
+            mask = (behind >= -1) & (behind <= 3)
+        attended: Tensor = self.attention(tokens, tokens, tokens, mask, key_padding_mask, self.sees == "padded-causal")
+        return attended
+
+
+def subject(name: str) -> Example:
+    """A registered model, small, with the weights of one that has learnt: norms and biases are not what they are
+    initialised to, and attention prefers some keys."""
+    batch, tokens = Dim("batch", min=1, max=MOST_BATCH), Dim("tokens", min=1, max=MOST_TOKENS)
+    sequence = {0: batch, 1: tokens}
+    shapes: Any = {"tokens": sequence, "key_padding_mask": sequence}
+    if name == "encoder":
+        module, args, _ = build_model("transformer-encoder")
+    elif name == "causal":
+        module, args, _ = build_model("transformer-encoder", num_layers=1, is_causal=True)
+    elif name == "vit":
+        module, args, _ = build_model("vit", num_layers=1)
+        shapes = {"image": {0: batch}}
+    elif name in BY_MASK:
+        draws = torch.Generator().manual_seed(2)
+        module, args = Masked(name).eval(), (torch.randn(2, 2 * USUAL_TOKENS, 32, generator=draws), _padding())
+        if name == "bare-window":
+            args, shapes = args[:1], {"tokens": sequence}
+    else:
+        module, args, _ = build_model("cross-attention", embed_dim=64, memory_dim=48)
+        keys = {0: batch, 1: Dim("keys", min=1, max=MOST_TOKENS)}
+        shapes = {"query": sequence, "memory": keys, "key_padding_mask": keys}
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if parameter.ndim == 1 or key == "class_token":
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
+            elif key.endswith("query_proj.weight"):
+                parameter.mul_(4)
+    if name != "vit":
+        args = tuple(arg[:, -USUAL_TOKENS:] for arg in args)
+    return Example(module, args, shapes)
+
+
+def _padding() -> Tensor:
+    """`(2, tokens)`: the second sample has fewer."""
+    return torch.arange(2 * USUAL_TOKENS) >= torch.tensor([[2 * USUAL_TOKENS], [2 * USUAL_TOKENS - 5]])
+
+
+def deploy(name: str, precision: str, folder: Path) -> Bundle:
+    module, args, shapes = subject(name)
+    many = mock.patch.multiple(lowering, MANY_SCORES=1, BLOCKS=(4,)) if name in BY_MASK else contextlib.nullcontext()
+    with many:
+        return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)
