@@ -381,10 +381,11 @@ def _operands_of(node: ir.Node, tensors: Mapping[int, Array], heads: int, apart:
         query, key = query[0], key[0]
         mask = _first_of(tensors[3]) if 3 in tensors else None
     elif node.op_type == "GroupQueryAttention":
-        is_causal = True
-        query, key = (
-            _apart(x[0], attributes.get_int(name) or 1) for x, name in ((query, "num_heads"), (key, "kv_num_heads"))
-        )
+        is_causal, counts = True, [attributes.get_int(name) or 1 for name in ("num_heads", "kv_num_heads")]
+        if counts[0] == heads:
+            query, key = (_apart(x[0], count) for x, count in zip((query, key), counts, strict=True))
+        else:  # every head a sample of its own
+            query, key = query[:heads], key[:heads]
     else:
         is_causal = bool(attributes.get_int("unidirectional", 0))
         packed = (attributes.get_int("num_heads") or 1) if apart else heads

@@ -327,7 +327,8 @@ def _causal_mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
     if size > d_v:
         value = op.Pad(value, constant(op, [0] * 7 + [size - d_v]))
     inputs.append(op.Reshape(value, constant(op, [0, -1, a.size("H_kv").factor * size])))
-    apart = op.Reshape(_grouped(op, a, inputs, 1.0, name), constant(op, [0, -1, a.size("H").factor, size]))
+    heads = a.size("H").factor, a.size("H_kv").factor
+    apart = op.Reshape(_grouped(op, a, inputs, heads, 1.0, name), constant(op, [0, -1, heads[0], size]))
     output = a.layout("B", "n_q", "H", "d_v")
     result = typed(op.Slice(apart, constant(op, [0]), constant(op, [d_v]), constant(op, [3])), a.dtype, _dims(output))
     if not a.silent_rows_are_nan:  # zeros, where neither the query's own key nor an earlier one is to be seen
@@ -454,21 +455,27 @@ def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
 
 
 def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
-    *layouts, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
-    result = _grouped(op, a, a.inputs(op, layouts), a.scale, name)
+    """Heads that come apart are samples, which the kernel computes in half the memory: it need not move them."""
+    packed = [a.layout("B", *ends) for ends in SIDE_BY_SIDE]
+    are_samples = a.size("H") == a.size("H_kv") and _moves(a, _apart(a)) < _moves(a, packed)
+    *layouts, output = _apart(a) if are_samples else packed
+    heads = (1, 1) if are_samples else (a.size("H").factor, a.size("H_kv").factor)
+    result = _grouped(op, a, a.inputs(op, layouts), heads, a.scale, name)
     return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
 
 
-def _grouped(op: Builder, a: Attention, operands: Sequence[ir.Value], scale: float, name: str) -> ir.Value:
-    """GroupQueryAttention of `(batch, tokens, heads · size)` operands."""
+def _grouped(
+    op: Builder, a: Attention, operands: Sequence[ir.Value], heads: tuple[int, int], scale: float, name: str
+) -> ir.Value:
+    """GroupQueryAttention of `(batch, tokens, heads · size)` operands: `heads` of queries, and of keys and values."""
     query, key, value = operands
     batch, tokens = op.Shape(query, start=0, end=1), op.Shape(query, start=1, end=2)
     last = op.Expand(
         op.Cast(op.Sub(tokens, constant(op, [1])), to=INT32.value), batch
     )  # of the keys, in every sequence
     attributes: dict[str, int | float] = {
-        "num_heads": a.size("H").factor,
-        "kv_num_heads": a.size("H_kv").factor,
+        "num_heads": heads[0],
+        "kv_num_heads": heads[1],
         "scale": scale,
         "softcap": a.softcap,
     }

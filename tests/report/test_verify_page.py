@@ -176,6 +176,33 @@ def test_weights_of_heads_run_one_after_another(tmp_path: Path, monkeypatch: pyt
     np.testing.assert_allclose(one.deployed, module.weights(*args), rtol=0, atol=3e-7)
 
 
+class Apart(nn.Module):
+    """Causal attention of four heads that are projected apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.Parameter(torch.randn(3, 4, 32, 8) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = x[:, None] @ self.projections[:, None]
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def test_weights_of_heads_that_are_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    module = Apart()
+    bundle, (x,) = deployed_as(GROUP_QUERY, module, False, tmp_path / "bundle", "fp32", monkeypatch)
+    model = ir.load(bundle.file(bundle.manifest.targets["onnxruntime"].model))
+    (node,) = (node for node in model.graph if node.op_type == "GroupQueryAttention")
+    assert node.attributes.get_int("num_heads") == 1
+    assert attnforge.verify(bundle).passed
+    query, key, _ = x[:1].double() @ module.projections.double()
+    scores = query @ key.mT / 8**0.5
+    truth = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    (one,) = attention_maps(bundle)
+    np.testing.assert_allclose(one.deployed, truth.detach().numpy(), rtol=0, atol=3e-7)
+
+
 class Window(Attends):
     """Each query sees the three keys before its own, its own, and the next one."""
 

@@ -120,6 +120,17 @@ def test_the_same_function(batch: int, queries: int, keys: int) -> None:
         np.testing.assert_allclose(result, expected, rtol=0, atol=2e-6 * np.abs(expected).max(), err_msg=name)
 
 
+def test_hidden_keys_stay_hidden_beside_very_large_scores() -> None:
+    """Scores of up to 1e37, of either sign, where the softmax takes the largest of those that are seen."""
+    query, key, value, padding, bias = inputs(2, 13, 7)
+    padding = torch.arange(7) > torch.tensor([[1], [4]])
+    args = query * 1e18, key * 1e18, value, padding, bias
+    results = as_features()[1].run(None, dict(zip(NAMES, map(Tensor.numpy, args), strict=True)))
+    for name, result in zip(BY_KEY, results, strict=True):
+        if name != "least number":  # which is no lower than such scores, so eager sees those keys
+            np.testing.assert_allclose(result, truth(name, *args), rtol=0, atol=1e-6, err_msg=name)
+
+
 def test_no_mask_of_all_pairs_is_left() -> None:
     values = [value for node in as_features()[0].graph for value in node.outputs if value.shape is not None]
     assert values and not any([str(dim) for dim in value.shape or ()][-2:] == ["queries", "keys"] for value in values)

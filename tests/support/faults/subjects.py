@@ -23,7 +23,7 @@ PRECISIONS = {
     "cross": ("fp32", "fp16", "bf16"),
     "bare-window": ("fp32", "fp16"),
     "window": ("fp32", "fp16"),
-    "padded": ("fp32",),
+    "padded": ("fp32", "fp16"),
     "padded-causal": ("fp32",),
 }
 """The subjects, and the precisions that they are deployed in."""
