@@ -75,30 +75,18 @@ def band(change: Callable[[Array], Array]) -> Alter:
     return alter
 
 
-def without_edge(edge: str) -> Callable[[Array], Array]:
-    """The pairs without those of the furthest key behind, or ahead."""
+def edge(of: str, by: int) -> Alter:
+    """The band ends one key further, or with `by` -1 one earlier, behind or ahead, where the block has that key."""
 
     def change(pairs: Array) -> Array:
         changed = pairs.copy()
         for row in changed:
             seen = np.flatnonzero(row)
-            row[seen[0] if edge == "behind" else seen[-1]] = False
+            end = seen[0] - max(by, 0) if of == "behind" else seen[-1] + max(by, 0)
+            row[np.clip(end, 0, len(row) - 1)] = by > 0
         return changed
 
-    return change
-
-
-def with_edge(edge: str) -> Callable[[Array], Array]:
-    """The pairs with one key more behind, or ahead, where the block has it."""
-
-    def change(pairs: Array) -> Array:
-        changed = pairs.copy()
-        for row in changed:
-            seen = np.flatnonzero(row)
-            row[max(seen[0] - 1, 0) if edge == "behind" else min(seen[-1] + 1, len(row) - 1)] = True
-        return changed
-
-    return change
+    return band(change)
 
 
 def first_row(pairs: Array) -> Array:
@@ -266,10 +254,10 @@ def guard_behind(number: int) -> Alter:
 
 
 IN_BLOCKS: Family = [
-    ("band-shorter-behind", "the furthest key behind is left out", band(without_edge("behind")), WINDOWS),
-    ("band-shorter-ahead", "the furthest key ahead is left out", band(without_edge("ahead")), WINDOWS),
-    ("band-longer-behind", "one key more behind, where a block has it", band(with_edge("behind")), BARE),
-    ("band-longer-ahead", "one key more ahead, where a block has it", band(with_edge("ahead")), BARE),
+    ("band-shorter-behind", "the furthest key behind is left out", edge("behind", -1), WINDOWS),
+    ("band-shorter-ahead", "the furthest key ahead is left out", edge("ahead", -1), WINDOWS),
+    ("band-longer-behind", "one key more behind, where a block has it", edge("behind", 1), BARE),
+    ("band-longer-ahead", "one key more ahead, where a block has it", edge("ahead", 1), BARE),
     ("band-mirrored", "behind and ahead exchanged", band(lambda pairs: pairs[:, ::-1]), WINDOWS),
     ("band-of-block", "a query sees all keys of its block", band(np.ones_like), BARE),
     ("band-first-row", "all queries of a block see what its first sees", band(first_row), WINDOWS),
