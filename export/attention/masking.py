@@ -82,19 +82,19 @@ def _zeroes_rows_without_keys(rows: Operand, where_true: bool, fill: Fill) -> bo
     axes = ir.convenience.get_const_tensor(reduction.inputs[1]) if reduction.inputs[1] is not None else None
     if axes is None or axes.size != 1:
         return False
-    dims = list(fill.condition.layout.dims)
-    dims[int(axes.numpy().reshape(()))] = ()
     counted = reduction.inputs[0]
     inner, inner_negated = without_not(
         Operand(counted if counted.dtype == BOOL else _before_casts(counted), fill.condition.layout)
     )
     before, before_negated = without_not(fill.condition)
+    if not same_value(inner.value, before.value):
+        return False
+    dims = list(fill.condition.layout.dims)
+    dims[int(axes.numpy().reshape(()))] = ()
     is_of_left = inner_negated == (before_negated ^ fill.inverted)
     is_any = reduction.op_type == "ReduceMax"
     says_none = (where_true ^ negated) != is_any
-    return (
-        is_of_left == is_any and says_none and dims == list(rows.layout.dims) and same_value(inner.value, before.value)
-    )
+    return is_of_left == is_any and says_none and dims == list(rows.layout.dims)
 
 
 def _before_casts(value: ir.Value) -> ir.Value:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
@@ -251,3 +252,23 @@ def test_zeros_for_queries_without_keys_are_the_nodes_own(silent: str) -> None:
     exact = captured.exact(feeds)["output"]
     held = ~sees_none.numpy() if not is_own else np.ones_like(sees_none.numpy())
     assert relative_error(result[held], exact[held]) < 1e-6
+
+
+class GuardedByAnother(nn.Module):
+    """Attention with a mask for all samples, and zeros for the queries without keys in one of more dims."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        weights = (x @ x.mT).masked_fill(~mask[0], -torch.inf).softmax(-1).masked_fill(~mask.any(2, keepdim=True), 0.0)
+        result: Tensor = weights @ x
+        return result
+
+
+def test_zeros_by_a_mask_of_more_dims_are_left() -> None:
+    mask = torch.ones(2, 5, 5, dtype=torch.bool)
+    captured = capture(GuardedByAnother(), (torch.randn(2, 5, 16), mask), None, precision_named("fp32"))
+    (reduction,) = (node for node in captured.model.graph if node.op_type == "ReduceMax")
+    axes = ir.convenience.get_const_tensor(reduction.inputs[1])
+    assert axes is not None and axes.numpy().tolist() == [2]
+    (site,) = canonicalize(captured.model).sites
+    (node,) = (node for node in captured.model.graph if node.name == site.node)
+    assert SILENT_ROWS in node.metadata_props

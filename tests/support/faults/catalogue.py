@@ -16,11 +16,15 @@ from tests.support.faults.graph import (
     Fault,
     Graph,
     NotThere,
+    all_true,
+    first_along,
     float_constant,
     is_constant,
     numbers,
     other,
     producer,
+    required,
+    rolled,
 )
 from tests.support.faults.masks import AS_FEATURES, IN_BLOCKS
 from tests.support.faults.subjects import MOST_BATCH, MOST_TOKENS
@@ -89,13 +93,6 @@ def allowed_becomes(build: Build, *layers: int) -> Alter:
     return alter
 
 
-def rolled(op: Builder, x: ir.Value, axis: int) -> ir.Value:
-    """`x` with its first place along `axis` moved behind the last."""
-    zero, one, end = constant(op, [0]), constant(op, [1]), constant(op, [np.iinfo(np.int64).max])
-    where = constant(op, [axis])
-    return op.Concat(op.Slice(x, one, end, where), op.Slice(x, zero, one, where), axis=axis)
-
-
 def place(op: Builder, x: ir.Value, axis: int, shape: list[int]) -> tuple[ir.Value, ir.Value]:
     """0, 1, … along one axis of `x`, in a shape of four dims, and the last of these."""
     size = op.Squeeze(op.Shape(x, start=axis, end=axis + 1))
@@ -122,11 +119,6 @@ def also_last_row(g: Graph) -> None:
 def only_first_keys(op: Builder, allowed: ir.Value) -> ir.Value:
     places, _ = place(op, allowed, 3, [1, 1, 1, -1])
     return op.And(allowed, op.Less(places, constant(op, CLIPPED)))
-
-
-def of_first_sample(op: Builder, mask: ir.Value) -> ir.Value:
-    first = op.Slice(mask, constant(op, [0]), constant(op, [1]), constant(op, [0]))
-    return op.Expand(first, op.Shape(mask))
 
 
 def without_first_key(op: Builder, mask: ir.Value) -> ir.Value:
@@ -343,12 +335,6 @@ def bias_of(part: str, layer: int = 0) -> Callable[[Graph], ir.Value]:
 
 def named(ending: str) -> Callable[[Graph], ir.Value]:
     return lambda g: g.weight(ending)
-
-
-def required(value: ir.Value | None) -> ir.Value:
-    if value is None:
-        raise NotThere("an input")
-    return value
 
 
 def times(weight: Callable[[Graph], ir.Value], factor: float) -> Alter:
@@ -629,14 +615,14 @@ family(
     ("padding-shifted", "moved by one key", mask_becomes(lambda op, m: rolled(op, m, 1)), (ENCODER, CAUSAL, CROSS)),
     ("padding-inverted", "True and False exchanged", mask_becomes(lambda op, m: op.Not(m)), (ENCODER, CAUSAL, CROSS)),
     ("padding-ignored", "nothing is padding", mask_becomes(nowhere), (ENCODER, CAUSAL, CROSS)),
-    ("padding-first-sample", "all samples have the first one's", mask_becomes(of_first_sample), PRODUCTS),
+    ("padding-first-sample", "all samples have the first one's", mask_becomes(first_along(0)), PRODUCTS),
     ("padding-first-key", "the first key is never padding", mask_becomes(without_first_key), PRODUCTS),
     ("padding-one-head", "ignored by one head", allowed_becomes(also_head), PRODUCTS),
     ("padding-one-sample", "ignored for the last sample", allowed_becomes(also_last_sample), PRODUCTS),
     (
         "padding-one-layer",
         "ignored in the second layer",
-        allowed_becomes(lambda op, a: op.Or(a, op.Not(a)), 1),
+        allowed_becomes(all_true, 1),
         ENCODER,
     ),
     ("mask-last-row", "one row too few: ignored by the last query", also_last_row, (ENCODER, CAUSAL, CROSS)),

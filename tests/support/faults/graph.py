@@ -205,6 +205,34 @@ def float_constant(op: Builder, like: ir.Value, data: Any) -> ir.Value:
     return constant(op, data, like.dtype)
 
 
+def required(value: ir.Value | None) -> ir.Value:
+    if value is None:
+        raise NotThere("an input")
+    return value
+
+
+def rolled(op: Builder, x: ir.Value, axis: int) -> ir.Value:
+    """`x` with its first place along `axis` moved behind the last."""
+    zero, one, end = constant(op, [0]), constant(op, [1]), constant(op, [np.iinfo(np.int64).max])
+    where = constant(op, [axis])
+    return op.Concat(op.Slice(x, one, end, where), op.Slice(x, zero, one, where), axis=axis)
+
+
+def first_along(axis: int) -> Build:
+    """The first along an axis in the place of all."""
+
+    def build(op: Builder, x: ir.Value) -> ir.Value:
+        first = op.Slice(x, constant(op, [0]), constant(op, [1]), constant(op, [axis]))
+        return op.Expand(first, op.Shape(x))
+
+    return build
+
+
+def all_true(op: Builder, x: ir.Value) -> ir.Value:
+    """True in the place of every condition."""
+    return op.Or(x, op.Not(x))
+
+
 Alter = Callable[[Graph], None]
 
 

@@ -9,7 +9,19 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant
-from tests.support.faults.graph import Alter, Build, Graph, NotThere, is_constant, numbers, producer
+from tests.support.faults.graph import (
+    Alter,
+    Build,
+    Graph,
+    NotThere,
+    all_true,
+    first_along,
+    is_constant,
+    numbers,
+    producer,
+    required,
+    rolled,
+)
 
 WINDOW, BARE, PADDED, PADDED_CAUSAL = "window", "bare-window", "padded", "padded-causal"
 WINDOWS = (BARE, WINDOW)
@@ -35,18 +47,18 @@ class Blocks:
     def __init__(self, g: Graph) -> None:
         self.attention = g.node("Attention")
         self.keys, self.values = (self._behind(g, i) for i in (1, 2))
-        self.rows = self._input(self.keys, 1)
-        wanted = producer(self._input(producer(self.rows), 0)).inputs[0]  # of Max(Min(wanted, last), 0)
-        begin = producer(producer(self._input(producer(wanted), 0)).inputs[0])
-        self.first = self._input(begin, 1)
+        self.rows = required(self.keys.inputs[1])
+        wanted = producer(required(producer(self.rows).inputs[0])).inputs[0]  # of Max(Min(wanted, last), 0)
+        begin = producer(producer(required(producer(wanted).inputs[0])).inputs[0])
+        self.first = required(begin.inputs[1])
         fill = producer(self.attention.inputs[3])
-        self.mask = self._input(fill, 0)
+        self.mask = required(fill.inputs[0])
         seen = producer(producer(producer(self.mask).inputs[0]).inputs[0])
-        self.rest = self._input(seen, 0) if seen.op_type == "And" else None
+        self.rest = required(seen.inputs[0]) if seen.op_type == "And" else None
         if self.rest is not None:
             seen = producer(seen.inputs[1])
         seen = producer(seen.inputs[0])
-        self.band, there = self._input(seen, 0), producer(self._input(seen, 1))
+        self.band, there = required(seen.inputs[0]), producer(required(seen.inputs[1]))
         self.there = producer(there.inputs[0])
         if not (is_constant(self.band) and is_constant(self.first) and self.there.op_type == "And"):
             raise NotThere("attention in blocks")
@@ -56,13 +68,6 @@ class Blocks:
         if node.op_type != "Gather":
             raise NotThere("attention in blocks")
         return node
-
-    @staticmethod
-    def _input(node: ir.Node, index: int) -> ir.Value:
-        value = node.inputs[index]
-        if value is None:
-            raise NotThere(f"input {index} of {node.name}")
-        return value
 
 
 def band(change: Callable[[Array], Array]) -> Alter:
@@ -109,9 +114,8 @@ def there(keep: int | None) -> Alter:
 
     def alter(g: Graph) -> None:
         both = Blocks(g).there
-        left = both.inputs[keep or 0]
-        assert left is not None
-        g.behind(both.outputs[0], lambda op, x: op.Or(x, op.Not(x)) if keep is None else op.Identity(left))
+        left = required(both.inputs[keep or 0])
+        g.behind(both.outputs[0], lambda op, x: all_true(op, x) if keep is None else op.Identity(left))
 
     return alter
 
@@ -131,37 +135,9 @@ def of_block(part: str, build: Build) -> Alter:
     return alter
 
 
-def required(value: ir.Value | None) -> ir.Value:
-    if value is None:
-        raise NotThere("a mask beside the band")
-    return value
-
-
 def moved(axis: int) -> Build:
-    """Everything one further along an axis, the last in the first's place."""
-
-    def build(op: Builder, x: ir.Value) -> ir.Value:
-        last, rest = (
-            op.Slice(x, constant(op, [begin]), constant(op, [end]), constant(op, [axis]))
-            for begin, end in ((-1, 2**31), (0, -1))
-        )
-        return op.Concat(last, rest, axis=axis)
-
-    return build
-
-
-def first_along(axis: int) -> Build:
-    """The first along an axis in the place of all."""
-
-    def build(op: Builder, x: ir.Value) -> ir.Value:
-        first = op.Slice(x, constant(op, [0]), constant(op, [1]), constant(op, [axis]))
-        return op.Expand(first, op.Shape(x))
-
-    return build
-
-
-def all_true(op: Builder, x: ir.Value) -> ir.Value:
-    return op.Or(x, op.Not(x))
+    """Everything one earlier along an axis, the first in the last's place."""
+    return lambda op, x: rolled(op, x, axis)
 
 
 def last_block_lost(op: Builder, rows: ir.Value) -> ir.Value:
@@ -175,10 +151,7 @@ def fill(number: float) -> Alter:
     """What is added to the scores of pairs that are not visible."""
 
     def alter(g: Graph) -> None:
-        where = producer(Blocks(g).attention.inputs[3])
-        hidden = where.inputs[2]
-        assert hidden is not None
-        g.set(hidden, np.asarray(number))
+        g.set(required(producer(Blocks(g).attention.inputs[3]).inputs[2]), np.asarray(number))
 
     return alter
 
@@ -211,9 +184,7 @@ def feature(build: Build) -> Alter:
 
 def hidden_is(number: float) -> Alter:
     def alter(g: Graph) -> None:
-        hidden = padded(g).inputs[2]
-        assert hidden is not None
-        g.set(hidden, np.asarray(number))
+        g.set(required(padded(g).inputs[2]), np.asarray(number))
 
     return alter
 
@@ -245,9 +216,7 @@ def guard_behind(number: int) -> Alter:
     """A query needs so many keys more than one for a result other than zeros."""
 
     def alter(g: Graph) -> None:
-        node = g.node("Greater", -1)
-        least = node.inputs[1]
-        assert least is not None
+        least = required(g.node("Greater", -1).inputs[1])
         g.set(least, numbers(least) + number)
 
     return alter
@@ -267,14 +236,14 @@ IN_BLOCKS: Family = [
     ("start-seen", "copies of the first key are seen", there(1), WINDOWS),
     ("end-seen", "copies of the last key are seen", there(0), WINDOWS),
     ("block-lost", "a block too few", of_block("output", last_block_lost), WINDOWS),
-    ("blocks-moved", "every block in the next one's place", of_block("output", moved(0)), WINDOWS),
+    ("blocks-moved", "every block in the place of the one before", of_block("output", moved(0)), WINDOWS),
     ("keys-of-first-block", "all blocks have the first one's keys", of_block("keys", first_along(0)), WINDOWS),
-    ("keys-moved", "every block has the keys of the one before", of_block("keys", moved(0)), WINDOWS),
-    ("values-moved", "values one behind the keys", of_block("values", moved(1)), WINDOWS),
+    ("keys-moved", "every block has the keys of the next", of_block("keys", moved(0)), WINDOWS),
+    ("values-moved", "values one ahead of the keys", of_block("values", moved(1)), WINDOWS),
     ("residue-dropped", "padding inside the band is ignored", of_block("rest", all_true), WINDOW),
     ("residue-of-first-block", "all blocks have the first one's padding", of_block("rest", first_along(1)), WINDOW),
     ("residue-of-first-sample", "all samples have the first one's padding", of_block("rest", first_along(0)), WINDOW),
-    ("residue-moved", "padding one key further", of_block("rest", moved(4)), WINDOW),
+    ("residue-moved", "padding one key earlier", of_block("rest", moved(4)), WINDOW),
     ("blocks-fill-10", "-10 where -inf is meant", fill(-10.0), WINDOWS),
 ]  # fmt: skip
 
