@@ -267,6 +267,7 @@ def test_zeros_by_a_mask_of_more_dims_are_left() -> None:
     mask = torch.ones(2, 5, 5, dtype=torch.bool)
     captured = capture(GuardedByAnother(), (torch.randn(2, 5, 16), mask), None, precision_named("fp32"))
     (reduction,) = (node for node in captured.model.graph if node.op_type == "ReduceMax")
+    assert reduction.inputs[1] is not None
     axes = ir.convenience.get_const_tensor(reduction.inputs[1])
     assert axes is not None and axes.numpy().tolist() == [2]
     (site,) = canonicalize(captured.model).sites
