@@ -61,6 +61,7 @@ PRECISIONS = {
         Precision("tf32", np.dtype(np.float32), 10, 1e-3),
         Precision("fp16", np.dtype(np.float16), 10, 1e-3),
         Precision("bf16", np.dtype(ml_dtypes.bfloat16), 7, 8e-3),
+        Precision("int8", np.dtype(np.float32), 7, 8e-3),  # 127 steps a side; inputs, outputs and sums are fp32
     )
 }
 

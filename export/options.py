@@ -22,6 +22,10 @@ from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric
 AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
 """Values of `precision` that let attnforge choose every operator's precision, and the 16-bit ones that each tries."""
 
+EIGHT_BIT = {"int8": False, "auto-int8": True}
+"""Values of `precision` that put products in 8 bits, and whether some may stay in fp32 for the model to be as right as
+was asked for."""
+
 
 class Keywords(TypedDict, total=False):
     """The options that :func:`attnforge.deploy` takes by keyword alone; its docstring says what each means."""
@@ -80,24 +84,47 @@ class DeployOptions:
         return AUTOMATIC.get(self.precision or "", ())
 
     @property
+    def is_eight_bit(self) -> bool:
+        """Whether products are to be in 8 bits."""
+        return self.precision in EIGHT_BIT
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether some of these products may stay in fp32."""
+        return EIGHT_BIT.get(self.precision or "", False)
+
+    @property
     def source_precision(self) -> str | None:
         """Name of the precision to export the model in; None for a graph's or program's own."""
-        return "fp32" if self.automatic else self.precision
+        return "fp32" if self.automatic or self.is_eight_bit else self.precision
 
     def _check_precision(self) -> None:
         precision, error = self.precision, self.max_error
-        if precision is not None and precision not in (*PRECISIONS, *AUTOMATIC):
-            raise UnknownNameError("precision", precision, (*PRECISIONS, *AUTOMATIC))
+        known = dict.fromkeys((*PRECISIONS, *AUTOMATIC, *EIGHT_BIT))
+        if precision is not None and precision not in known:
+            raise UnknownNameError("precision", precision, known)
         if error is not None:
-            if not self.automatic:
-                raise UsageError(f"a largest error of {error:g} is for precision auto, not {precision or 'fp32'}")
+            if not (self.automatic or self.is_eight_bit):
+                raise UsageError(
+                    f"a largest error of {error:g} is for precision auto or int8, not {precision or 'fp32'}"
+                )
             if not 0 < error < 1:
                 raise UsageError(f"the largest error is {error:g}; give a relative one, between 0 and 1")
+        if self.is_eight_bit and error is None and (self.metric is None or self.least is None):
+            raise UsageError(
+                f"{precision} changes what the model answers, and nothing says by how much it may; give max_error (a "
+                "relative one, such as 0.05), or a metric and the least that it is to reach"
+            )
         if self.attention_precision is None:
             return
         if self.automatic:
             raise UsageError("attention is given a precision of its own, and precision auto chooses it; leave one out")
         low = [p.name for p in PRECISIONS.values() if p.is_low]
+        if self.attention_precision in EIGHT_BIT:
+            raise UsageError(
+                f"attention is asked for in {self.attention_precision}, which no TensorRT fuses and which errs by a "
+                f"tenth; give {' or '.join(low)}"
+            )
         if self.attention_precision not in low:
             raise UnknownNameError("attention precision", self.attention_precision, low)
 
@@ -123,7 +150,8 @@ class DeployOptions:
             metric_named(self.metric, bool(self.labels))
 
     def attention_at(self, precision: Precision, targets: Sequence[str]) -> Precision | None:
-        """The precision that TensorRT computes attention alone in, or None where it is the bundle's own.
+        """The precision that TensorRT computes attention alone in, or None where it is the bundle's own. Beside products
+        in 8 bits it is fp16 where none is given, for TensorRT has no fused kernel for fp32.
 
         Args:
             precision: of the bundle.
@@ -133,7 +161,8 @@ class DeployOptions:
             UsageError: the bundle is a 16-bit one already, or TensorRT is no target.
         """
         if self.attention_precision is None:
-            return None
+            beside = self.is_eight_bit and set(targets) & set(FLAVOURS)
+            return PRECISIONS["fp16"] if beside else None
         if precision.is_low:
             raise UsageError(
                 f"attention is to be {self.attention_precision} in a bundle that is {precision.name} throughout; leave "

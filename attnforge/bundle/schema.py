@@ -294,6 +294,48 @@ class Mixed(StoredRecord):
     steps: list[str]
 
 
+class QuantisedProduct(StoredRecord):
+    """A product in 8 bits.
+
+    Attributes:
+        name: of the operator in the graph as it was before.
+        module: qualified name of the module.
+        by: what has a scale of its own: the whole input (`tensor`), or each token of it.
+        balanced: whether channels of the input are divided by numbers that the weights are multiplied with.
+        error: of the product on calibration data, relative to fp32.
+    """
+
+    name: Name
+    module: str
+    by: Literal["tensor", "token"]
+    balanced: bool
+    error: float
+
+
+class Quantised(StoredRecord):
+    """What is in 8 bits, and what that costs.
+
+    Attributes:
+        type: of weights and inputs of products.
+        max_error: relative, that quantising was allowed; None where a metric decided.
+        error: the largest relative error against float64 on real data, or on ordinary cases where there is none.
+        calibrated: how many cases of real data the ranges are of; 0 where each token has its own.
+        products: in 8 bits.
+        kept: by name, why a product stayed in fp32.
+        share: of the floating-point operations of matrix products and attention that are in 8 bits.
+        steps: what was tried in order, and what came of it.
+    """
+
+    type: Literal["int8"]
+    max_error: float | None
+    error: float
+    calibrated: Count
+    products: list[QuantisedProduct]
+    kept: dict[Name, str]
+    share: float
+    steps: list[str]
+
+
 class Choice(StoredRecord):
     """Which backend was fastest within the parity budget, on the machine that deployed the bundle.
 
@@ -349,6 +391,7 @@ class Manifest(StoredRecord):
         skipped: targets that it is not built for, and why.
         cases: what it is verified on.
         mixed: how precisions were chosen; None where they were given.
+        quantised: what is in 8 bits; None where nothing is.
         metric: name of the task's metric over the cases of real data.
         least: value that the metric must reach.
         choice: which backend was measured to be fastest, and where; None where there was nothing to choose.
@@ -374,6 +417,7 @@ class Manifest(StoredRecord):
     skipped: dict[Name, str] = {}
     cases: list[Case]
     mixed: Mixed | None = None
+    quantised: Quantised | None = None
     metric: str | None = None
     least: float | None = None
     choice: Choice | None = None
@@ -382,6 +426,12 @@ class Manifest(StoredRecord):
     children: dict[str, Cost] = {}
     reused: list[str] = []
     files: dict[FileName, Sha256] = {}
+
+    @property
+    def eager_precision(self) -> str:
+        """Name of the precision that a torch module has to run at to be the same function: fp32 where operators have
+        precisions of their own."""
+        return self.precision if self.mixed is None and self.quantised is None else "fp32"
 
     @property
     def stages(self) -> dict[str, Cost]:

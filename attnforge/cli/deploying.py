@@ -26,7 +26,7 @@ def deploy(
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="fp32, tf32, fp16, bf16, or auto to have it chosen; by default fp32, and a file's own."),
+        typer.Option(help="fp32, tf32, fp16, bf16, int8; auto or auto-int8 to have it chosen; fp32, or a file's own."),
     ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeat. All by default.")
@@ -55,7 +55,7 @@ def deploy(
     ] = None,
     max_error: Annotated[
         float | None,
-        typer.Option(help="For precision auto, the relative error allowed; by default twice fp16 eager's."),
+        typer.Option(help="For auto and int8, the relative error allowed; by default twice fp16 eager's for auto."),
     ] = None,
     data: Annotated[
         bool, typer.Option(help="Keep the model's real inputs, where it has some, as further cases to verify.")
@@ -89,6 +89,8 @@ def deploy(
     Example: `attnforge deploy vit --precision auto --require-fused tensorrt_rtx`
 
     Example: `attnforge deploy patch-attention-digits --precision auto --metric accuracy`
+
+    Example: `attnforge deploy patch-attention-digits --precision int8 --metric accuracy --least 0.97`
 
     Example: `attnforge deploy vit --profile batch=1:1:1 --profile batch=8:8:8`
 

@@ -14,7 +14,17 @@ from attnforge.version import __version__
 
 if TYPE_CHECKING:
     from attnforge.benchmarks.measure.results import Contender, Model, Results
-    from attnforge.bundle import Bundle, Certificate, Choice, Manifest, Mixed, SiteRecord, TargetRecord
+    from attnforge.bundle import (
+        Bundle,
+        Certificate,
+        Choice,
+        Manifest,
+        Mixed,
+        Quantised,
+        QuantisedProduct,
+        SiteRecord,
+        TargetRecord,
+    )
     from attnforge.certificate import SiteMask
     from attnforge.export.diagnosis.diagnose import Diagnosis
     from attnforge.runtime.parity.verify import BackendReport, Report
@@ -71,6 +81,8 @@ def print_bundle(bundle: Bundle) -> None:
         say(f"signature: {bundle.signature}{'' if bundle.trusted else '; --trusted KEY checks it'}")
     if manifest.mixed is not None:
         _print_mixed(manifest.mixed)
+    if manifest.quantised is not None:
+        _print_quantised(manifest.quantised)
     print_sites(manifest.attention)
     for name, record in manifest.targets.items():
         if record.tuning is not None:
@@ -117,6 +129,21 @@ def _print_mixed(mixed: Mixed) -> None:
     for region in mixed.regions:
         say(f"fp32 in {region.module}: {', '.join(region.nodes)}", indent=2)
         say(region.why, "dim", indent=4)
+
+
+def _print_quantised(quantised: Quantised) -> None:
+    say(
+        f"{quantised.type}: {quantised.share:.1%} of the operations of products, in {len(quantised.products)} products; "
+        f"error {error(quantised.error)}"
+    )
+    forms: dict[str, list[QuantisedProduct]] = {}
+    for product in quantised.products:
+        forms.setdefault(f"by {product.by}{', balanced' if product.balanced else ''}", []).append(product)
+    for form, alike in forms.items():
+        worst = max(alike, key=lambda product: product.error)
+        say(f"{form}: {len(alike)} products; {worst.name} errs most, by {error(worst.error)}", indent=2)
+    for name, why in quantised.kept.items():
+        say(f"fp32 in {name}: {why}", "dim", indent=2)
 
 
 def _print_choice(choice: Choice) -> None:

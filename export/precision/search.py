@@ -81,7 +81,7 @@ def choose(
     def inputs(case: Case) -> dict[str, Array]:
         return make_inputs(case, whole.inputs, stored)
 
-    answers, steps = Answers.of(yardstick, _judged_on(cases), inputs), Steps(progress)
+    answers, steps = Answers.of(yardstick, judged_on(cases), inputs), Steps(progress)
     candidates: list[ChosenPrecisions] = []
     for reference in references:
         trials = Trials(model, sites, reference.precision, yardstick.precision, requirement, answers, steps)
@@ -98,7 +98,7 @@ def choose(
     return min(candidates, key=lambda candidate: candidate.cost)
 
 
-def _judged_on(cases: Sequence[Case]) -> list[Case]:
+def judged_on(cases: Sequence[Case]) -> list[Case]:
     """The cases to judge assignments on: real data, and ordinary ones of all sorts, none of them the largest."""
     ordinary = {case.name: case for case in cases if case.is_ordinary}
     data = [case for case in ordinary.values() if case.kind == "data"]

@@ -95,6 +95,11 @@ class Answers:
         eager = {name: model.eager(arrays) for name, arrays in feeds.items()}
         return cls(cases, feeds, eager, {name: model.exact(arrays) for name, arrays in feeds.items()})
 
+    def stored(self, case: Case) -> dict[str, Array]:
+        """Eager's and float64's outputs of a case, by the keys that a bundle stores them under."""
+        answers = {"eager": self.eager[case.name], "float64": self.exact[case.name]}
+        return {key(case, name, which): array for which, outputs in answers.items() for name, array in outputs.items()}
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -104,11 +109,13 @@ class Trial:
         share: of the requirement that it uses up, on the worst case; 1 or less meets it, and infinity is a lost number.
         error: the largest relative error.
         case: the worst one; None where no output is of floating-point numbers.
+        said: how it did, in words; None for the share of the budget.
     """
 
     share: float
     error: float
     case: Case | None
+    said: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -116,6 +123,8 @@ class Trial:
 
     @property
     def text(self) -> str:
+        if self.said is not None:
+            return self.said
         share = "numbers are lost" if self.share == np.inf else f"{self.share:.2f} of the budget"
         return f"{share} in {self.case.name}" if self.case is not None else share
 
@@ -187,9 +196,7 @@ class Trials:
             eager, exact = answers.eager[case.name], answers.exact[case.name]
             outputs = run(answers.inputs[case.name])
             if scores is not None:
-                stored = {key(case, name, "eager"): array for name, array in eager.items()}
-                stored |= {key(case, name, "float64"): array for name, array in exact.items()}
-                scores.add(case, outputs, stored)
+                scores.add(case, outputs, answers.stored(case))
             for name, array in outputs.items():
                 if not is_floating(array):
                     continue  # whole numbers are right or wrong by the numbers that they are made of

@@ -45,7 +45,8 @@ def begin(job: Job, progress: Progress, flavour: str) -> Finish:
     Raises:
         UnavailableError: the flavour is not installed here.
     """
-    plain = _begin_plan(job, flavour, None, f"tensorrt/plain.{flavour}") if job.attention is not None else None
+    is_alone = job.attention is not None and job.precision.name != "int8"  # which says what attention alone gains
+    plain = _begin_plan(job, flavour, None, f"tensorrt/plain.{flavour}") if is_alone else None
     wanted = _begin_plan(job, flavour, job.attention, f"tensorrt/engine.{flavour}", "tensorrt/model.onnx")
     return partial(_finish, job, flavour, plain, wanted)
 

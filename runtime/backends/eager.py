@@ -165,8 +165,7 @@ class Eager:
     def __init__(self, bundle: Bundle, module: torch.nn.Module) -> None:
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"the eager backend runs a torch.nn.Module, and was given {type(module).__name__}")
-        # a bundle that chose its precisions is held to the module in fp32
-        precision = precision_named("fp32" if bundle.manifest.mixed is not None else bundle.manifest.precision)
+        precision = precision_named(bundle.manifest.eager_precision)
         self._dtype = torch_dtype(precision)
         self._inputs = [spec.name for spec in bundle.manifest.inputs]
         self._module = at_precision(module, precision)

@@ -87,9 +87,10 @@ class Allowed:
 
 def budget_precision(manifest: Manifest, backend: str) -> Precision:
     """The precision whose floor and ulp a backend has: that of its attention alone, where it is another, else the
-    bundle's."""
+    bundle's. Beside products in 8 bits attention at 16 counts for nothing."""
     record = manifest.targets.get(backend)
-    return precision_named((record and record.attention_precision) or manifest.precision)
+    alone = record.attention_precision if record is not None and manifest.quantised is None else None
+    return precision_named(alone or manifest.precision)
 
 
 def judge(

@@ -1,0 +1,77 @@
+"""Products between Q/DQ to integer products of ONNX Runtime's CPU.
+
+`com.microsoft::MatMulIntegerToFloat` multiplies uint8 by int8 into int32 and scales the sums, which AVX512-VNNI and AMX
+do without saturation. ONNX Runtime's own fusion of Q/DQ makes the same of uint8 inputs, and of int8 ones a product four
+times as slow (BERT-base's size, 128 tokens: 52 and 206 ms, 136 in fp32). So the input becomes uint8 with a zero point of
+128, which is the same number.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes import PassResult
+
+from attnforge.export.graphs.build import Builder, constant, insert, like, replace_value
+
+UINT8 = ir.DataType.UINT8
+
+CONTRIB = "com.microsoft"
+HALF = 128
+"""Of uint8, the zero point that stands for int8's zero."""
+
+
+def integer_products(model: ir.Model) -> PassResult:
+    """Write every product between Q/DQ of `model`, in place, as an integer product, with its bias where one follows."""
+    graph, quantised = model.graph, dict[ir.Value, ir.Value]()
+    changed = False
+    for node in list(graph):
+        if node.op_type != "MatMul" or (parts := _between(node)) is None:
+            continue
+        quantise, weight = parts
+        key = quantise.outputs[0]
+        if key not in quantised:
+            quantised[key] = insert(graph, quantise, lambda op, q=quantise: _unsigned(op, q))  # type: ignore[misc]
+        last, bias = _with_bias(node)
+        inputs = [quantised[key], weight.inputs[0], quantise.inputs[1], weight.inputs[1], bias]
+        replace_value(last.outputs[0], insert(graph, last, lambda op, i=inputs, n=node: _product(op, i, n)))  # type: ignore[misc]
+        changed = True
+    if changed:
+        graph.opset_imports[CONTRIB] = 1
+    return PassResult(model, changed)
+
+
+def _between(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
+    """The QuantizeLinear of a product's input and the DequantizeLinear of its weight; None of another product."""
+    x, weight = (value.producer() if value is not None else None for value in node.inputs)
+    if x is None or weight is None or x.op_type != "DequantizeLinear" or weight.op_type != "DequantizeLinear":
+        return None
+    quantise = x.inputs[0].producer() if x.inputs[0] is not None else None
+    stored = weight.inputs[0]
+    if quantise is None or quantise.op_type != "QuantizeLinear" or stored is None or not stored.is_initializer():
+        return None
+    return quantise, weight
+
+
+def _with_bias(node: ir.Node) -> tuple[ir.Node, ir.Value | None]:
+    """The node that ends a product, and its bias: the Add of one that every output channel has, or the product."""
+    output = node.outputs[0]
+    users = [use.node for use in output.uses()]
+    if len(users) != 1 or users[0].op_type != "Add" or output.is_graph_output():
+        return node, None
+    other = next((value for value in users[0].inputs if value is not output), None)
+    is_bias = other is not None and other.is_initializer() and other.shape is not None and len(other.shape) == 1
+    width = output.shape[-1] if output.shape is not None else None
+    return (users[0], other) if is_bias and other is not None and other.shape == [width] else (node, None)
+
+
+def _unsigned(op: Builder, quantise: ir.Node) -> ir.Value:
+    x, scale, *_ = quantise.inputs
+    return like(op.QuantizeLinear(x, scale, constant(op, HALF, UINT8)), quantise.outputs[0], UINT8)
+
+
+def _product(op: Builder, inputs: list[ir.Value | None], node: ir.Node) -> ir.Value:
+    x, weight, scale, scales, bias = inputs
+    operands = [x, weight, scale, scales, constant(op, HALF, UINT8), None, bias]
+    while operands[-1] is None:
+        operands.pop()
+    return like(op.op("MatMulIntegerToFloat", operands, domain=CONTRIB, name=node.name), node.outputs[0])

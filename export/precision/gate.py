@@ -1,0 +1,281 @@
+"""Quantised deployments: forms for every product, and the gate that what they cost has to pass.
+
+What quantising costs is the error of the quantised graph against float64 of the original weights, or the task's metric,
+on real data where there is some. The user says how much it may be. Where all products in 8 bits cost more, `auto` keeps
+as few as it can in fp32, those first that err most themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.arrays import Array, is_floating
+from attnforge.bundle import Case, Quantised, QuantisedProduct, TensorSpec
+from attnforge.errors import BuildError, UsageError
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.diagnosis.stages import module_of, written_out
+from attnforge.export.flops import run_cost
+from attnforge.export.graphs.execute import Runner, as_it_is
+from attnforge.export.precision.calibration import calibrate
+from attnforge.export.precision.cost import flops_of
+from attnforge.export.precision.quantisation import LEAST_WEIGHTS, Form, Product, products, quantise
+from attnforge.export.precision.search import judged_on
+from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial
+from attnforge.export.reference import Data, ReferenceModel, stored_inputs
+from attnforge.numbers import scientific
+from attnforge.precision import PRECISIONS, Precision
+from attnforge.progress import Progress, Steps
+from attnforge.runtime.cases import make_inputs
+from attnforge.runtime.parity.budget import judge, relative_error
+
+INT8 = PRECISIONS["int8"]
+
+LOWERED_AGAIN = 8
+"""Products that are tried in 8 bits again at most, after the gate is passed."""
+
+
+class QuantisedReference:
+    """The reference of a quantised deployment: the same Q/DQ in fp32 for eager, float64 of the original weights.
+
+    Args:
+        whole: the model in fp32.
+        model: the quantised canonical graph.
+        sites: its attention.
+    """
+
+    precision = INT8
+
+    def __init__(self, whole: ReferenceModel, model: ir.Model, sites: list[Site]) -> None:
+        self._whole, self._model, self._sites = whole, model, sites
+        self.inputs: list[TensorSpec] = whole.inputs
+
+    @property
+    def reference(self) -> str:
+        return f"{self._whole.reference} for float64, and its graph with the same Q/DQ in fp32 for eager"
+
+    @property
+    def example(self) -> dict[str, Array]:
+        return self._whole.example
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self._run(inputs)
+
+    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+        return self._whole.exact(inputs, peaks)
+
+    def at(self, precision: Precision) -> ReferenceModel:
+        return self._whole.at(precision)
+
+    @cached_property
+    def _run(self) -> Runner:
+        return as_it_is(written_out(self._model, self._sites))
+
+
+@dataclass(frozen=True)
+class ChosenForms:
+    """A quantised graph that passes the gate.
+
+    Attributes:
+        model: canonical, with Q/DQ.
+        reference: what the deployment is held against.
+        record: the manifest's.
+    """
+
+    model: ir.Model
+    reference: QuantisedReference
+    record: Quantised
+
+
+def choose_forms(
+    model: ir.Model,
+    sites: list[Site],
+    whole: ReferenceModel,
+    is_automatic: bool,
+    requirement: Requirement,
+    data: Data,
+    progress: Progress,
+) -> ChosenForms:
+    """Quantise a graph within a requirement.
+
+    Args:
+        model: canonical, in fp32; is not touched.
+        sites: its attention.
+        whole: the model in fp32.
+        is_automatic: whether products may stay in fp32 where the requirement is not met.
+        requirement: what has to be met, on real data, or on ordinary cases where there is none.
+        data: real inputs; they calibrate, too.
+        progress: hears of every trial.
+
+    Raises:
+        UsageError: no product is worth 8 bits.
+        BuildError: the requirement is not met; or the fp32 graph is not the model.
+    """
+    found = products(model)
+    if not found:
+        raise UsageError(
+            f"no product of this model is worth 8 bits: none before its head has {LEAST_WEIGHTS:,} weights or more; "
+            "deploy it in fp32 or at 16 bits"
+        )
+    stored, cases = stored_inputs(whole, data, run_cost(model))
+    real = [case for case in cases if case.kind == "data"]
+    answers = Answers.of(whole, real or judged_on(cases), lambda case: make_inputs(case, whole.inputs, stored))
+    steps = Steps(progress)
+    steps.begin("the graph in fp32")
+    run = as_it_is(written_out(model, sites))
+    for case in answers.cases:
+        _check_same(case, run(answers.inputs[case.name]), answers, whole.precision)
+    steps.begin(f"ranges of {len(found)} products")
+    inputs = [answers.inputs[case.name] for case in answers.cases]
+    forms = calibrate(written_out(model, sites), found, inputs, is_real=bool(real))
+    gate = _Gate(model, sites, found, forms, requirement, answers, steps)
+    high = gate.raise_until_passed() if is_automatic else gate.passed_whole()
+    quantised = gate.quantised(high)
+    sizes = cases[0].sizes
+    return ChosenForms(quantised, QuantisedReference(whole, quantised, sites), gate.record(high, sizes, len(real)))
+
+
+def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, precision: Precision) -> None:
+    """Hold the fp32 graph to the budget of its precision: eager's own error is the yardstick of what is quantised, so
+    an error that the graph had before would be allowed twice."""
+    for name, array in outputs.items():
+        exact = answers.exact[case.name][name]
+        comparison = judge(case, name, array, answers.eager[case.name][name], exact, precision)
+        if not comparison.passed:
+            raise BuildError(f"the graph that is to be quantised is not the model: {case.name}, {name}: {comparison.reason}")
+
+
+class _Gate:
+    """Judges which products are in 8 bits, each set once.
+
+    Attributes:
+        steps: what was tried in order, and what came of it.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        sites: list[Site],
+        found: Sequence[Product],
+        forms: Mapping[str, Form],
+        requirement: Requirement,
+        answers: Answers,
+        steps: Steps,
+    ) -> None:
+        self._model, self._sites, self._answers, self._progress = model, sites, answers, steps
+        self._products, self._forms, self._requirement = found, forms, requirement
+        self._by_error = sorted(forms, key=lambda name: -forms[name].error)
+        self._trials: dict[Assignment, Trial] = {}
+        self.steps: list[str] = []
+
+    def quantised(self, high: Iterable[str]) -> ir.Model:
+        """A copy of the graph with these products in fp32 and all others in 8 bits."""
+        model, kept = self._model.clone(), set(high)
+        quantise(model, {name: form for name, form in self._forms.items() if name not in kept})
+        return model
+
+    def passed_whole(self) -> Assignment:
+        """All products in 8 bits.
+
+        Raises:
+            BuildError: they do not pass.
+        """
+        high: Assignment = frozenset()
+        if not (trial := self._judge(high)).passed:
+            worst = ", ".join(f"{name} ({scientific(self._forms[name].error)})" for name in self._by_error[:3])
+            raise BuildError(
+                f"int8 misses what was asked for: {trial.text}; the products that err most are {worst}. Deploy with "
+                "precision auto-int8, which keeps in fp32 what has to be, with real data, which ranges are taken from, "
+                "or allow more"
+            )
+        return high
+
+    def raise_until_passed(self) -> Assignment:
+        """As few of the worst products in fp32 as pass, and of these only those that are needed there.
+
+        Raises:
+            BuildError: none may be in 8 bits.
+        """
+        low, high = -1, len(self._by_error)
+        at = 0
+        while high - low > 1:
+            if self._judge(frozenset(self._by_error[:at])).passed:
+                high = at
+            else:
+                low = at
+            at = (low + high) // 2
+        raised = frozenset(self._by_error[:high])
+        if high == len(self._by_error):
+            raise BuildError(
+                "no product may be in 8 bits for what was asked for; allow more, or deploy in fp32 or at 16 bits"
+            )
+        for name in reversed(self._by_error[max(high - LOWERED_AGAIN, 0) : max(high - 1, 0)]):
+            if self._judge(raised - {name}).passed:
+                raised -= {name}
+        return raised
+
+    def _judge(self, high: Assignment) -> Trial:
+        if high not in self._trials:
+            count = len(self._forms) - len(high)
+            self._progress.begin(f"{count} of {len(self._forms)} products in 8 bits")
+            self._trials[high] = trial = self._judged(high)
+            self.steps.append(f"{count} of {len(self._forms)} products in 8 bits: {trial.text}")
+        return self._trials[high]
+
+    def _judged(self, high: Assignment) -> Trial:
+        run = as_it_is(written_out(self.quantised(high), self._sites))
+        scores = self._requirement.metric() if self._requirement.metric is not None else None
+        error, worst, most = 0.0, None, self._requirement.max_error
+        for case in self._answers.cases:
+            outputs = run(self._answers.inputs[case.name])
+            if scores is not None:
+                scores.add(case, outputs, self._answers.stored(case))
+            for name, array in outputs.items():
+                exact = self._answers.exact[case.name][name]
+                held = np.isfinite(exact)
+                if is_floating(array) and (off := relative_error(array[held].astype(np.float64), exact[held])) >= error:
+                    error, worst = off, case
+        share = error / most if most is not None else 0.0
+        report = scores.report() if scores is not None else None
+        if report is not None and not report.passed:
+            share = max(share, 1.0 + report.least - report.value)
+        text = f"an error of {scientific(error)}" + (f" in {worst.name}" if worst is not None else "")
+        text += f", where {most:g} is allowed" if most is not None else ""
+        text += f"; {report.name} {report.value:.6g}, where {report.least:.6g} is to be reached" if report is not None else ""
+        return Trial(share if np.isfinite(share) else np.inf, error, worst, text)
+
+    def record(self, high: Assignment, sizes: Mapping[str, int], real: int) -> Quantised:
+        """The manifest's record.
+
+        Args:
+            high: products in fp32.
+            sizes: of the dynamic dims, at which operations are counted.
+            real: how many cases of real data the ranges are of.
+        """
+        low = [product for product in self._products if product.name not in high]
+        total = sum(flops_of(node, sizes) for node in self._model.graph)
+        why = "what was asked for is not met with it in 8 bits"
+        return Quantised(
+            type="int8",
+            max_error=self._requirement.max_error,
+            error=self._judge(high).error,
+            calibrated=real,
+            products=[_recorded(product, self._forms[product.name]) for product in low],
+            kept={product.name: why for product in self._products if product.name in high},
+            share=sum(flops_of(product.node, sizes) for product in low) / total if total else 0.0,
+            steps=self.steps,
+        )
+
+
+def _recorded(product: Product, form: Form) -> QuantisedProduct:
+    return QuantisedProduct(
+        name=product.name,
+        module=module_of(product.node),
+        by="token" if form.scale is None else "tensor",
+        balanced=form.balance is not None,
+        error=form.error,
+    )

@@ -1,0 +1,246 @@
+"""Products in 8 bits: which products of a graph are quantised, and the Q/DQ nodes around them.
+
+`QuantizeLinear` and `DequantizeLinear` around a product are ONNX's own way to say int8 (ONNX operators, opset 23): every
+builder reads it, and a runtime that has no kernel for it computes the same numbers in fp32. Weights are symmetric, with
+one scale for each output channel. The input is symmetric as well, and quantised in one of two ways:
+
+- *by token*: each token is divided by its largest number, so that a fixed scale of 1/127 fits, and the product is
+  multiplied by that number again. Nothing has to be known of the data, and an outlier in one token costs the others
+  nothing.
+- *by tensor*: one scale, from calibration data. A pass over the input less than by token, and numbers beyond the data's
+  are clipped.
+
+Either way the channels of an input may be *balanced* first: divided by numbers that the rows of the weights are
+multiplied with, so that a few large channels do not take all of the range (SmoothQuant, Xiao et al. 2023,
+https://arxiv.org/abs/2211.10438).
+
+Attention, norms, softmax, embeddings and heads stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import PassResult
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.arrays import Array
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
+
+FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
+
+MOST = 127
+"""The largest number of symmetric int8. -128 is not used by weights, and by inputs only where they are clipped."""
+
+LEAST_WEIGHTS = 4096
+"""Numbers of a weight below which 8 bits gain nothing: the passes over the input take longer than the product."""
+
+FOLLOWS = frozenset(
+    {
+        "Attention", "BatchNormalization", "Conv", "ConvTranspose", "Einsum", "Gemm", "GroupNormalization",
+        "InstanceNormalization", "LayerNormalization", "MatMul", "RMSNormalization", "ReduceMean", "Softmax",
+    }
+)  # fmt: skip
+"""Operators behind which a product is no head."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the input of a product is quantised.
+
+    Attributes:
+        scale: of the whole input, float > 0; None by token.
+        balance: (channels,) float32 > 0, what every channel is divided by; None where channels stay as they are.
+        error: of the product on calibration data, relative to the product in fp32.
+    """
+
+    scale: float | None = None
+    balance: Array | None = None
+    error: float = 0.0
+
+
+BY_TOKEN = Form()
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product that can be quantised.
+
+    Attributes:
+        node: MatMul or Gemm.
+        input: (..., channels) float32.
+        weight: (channels, outputs) float32.
+        bias: of a Gemm.
+    """
+
+    node: ir.Node
+    input: ir.Value
+    weight: Array
+    bias: ir.Value | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.node.name)
+
+
+def products(model: ir.Model) -> list[Product]:
+    """The products of an fp32 graph that are worth 8 bits: of a computed input with weights, and no head."""
+    found = (_product(node) for node in model.graph)
+    return [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS and not is_head(p.node)]
+
+
+def is_head(node: ir.Node) -> bool:
+    """Whether nothing but moves, sums and activations stands between a node and an output of the graph."""
+    values, seen = list(node.outputs), set[ir.Value]()
+    while values:
+        value = values.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.is_graph_output():
+            return True
+        values += [output for use in value.uses() if use.node.op_type not in FOLLOWS for output in use.node.outputs]
+    return False
+
+
+def _product(node: ir.Node) -> Product | None:
+    if node.domain != "" or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    x, weight, *rest = node.inputs
+    if x is None or weight is None or weight.const_value is None or x.const_value is not None:
+        return None
+    if x.dtype != FLOAT or x.shape is None or weight.dtype != FLOAT or len(weight.const_value.shape) != 2:
+        return None
+    if node.op_type == "MatMul":
+        return Product(node, x, weight.const_value.numpy())
+    factors = (node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0))
+    if factors != (1.0, 1.0) or node.attributes.get_int("transA", 0):
+        return None
+    array = weight.const_value.numpy()
+    return Product(node, x, array.T if node.attributes.get_int("transB", 0) else array, rest[0] if rest else None)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def quantised_weight(weight: Array) -> tuple[Array, Array]:
+    """A weight in int8 and the scale of every output channel.
+
+    Args:
+        weight: (channels, outputs) float32.
+
+    Returns:
+        (channels, outputs) int8 from -127 to 127, and (outputs,) float32; a channel of zeros has the scale 1.
+    """
+    scale = np.abs(weight).max(axis=0) / np.float32(MOST)
+    scale = np.where(scale > 0, scale, 1).astype(np.float32)
+    return np.clip(np.rint(weight / scale), -MOST, MOST).astype(np.int8), scale
+
+
+def fake_quantised(rows: Array, scale: float | None) -> Array:
+    """What quantising and dequantising leave of an input.
+
+    Args:
+        rows: (tokens, channels) float32.
+        scale: of all; None by token.
+    """
+    if scale is not None:
+        return np.clip(np.rint(rows / np.float32(scale)), -MOST - 1, MOST) * np.float32(scale)
+    largest = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
+    return np.rint(rows / largest * MOST) / np.float32(MOST) * largest
+
+
+# --- the graph --------------------------------------------------------------------------------------------------------
+
+
+def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
+    """Put Q/DQ around products of an fp32 graph, in place. Products of one input in one form share its Q/DQ.
+
+    Args:
+        model: canonical, fp32.
+        forms: by name, how the input of every product that is to be quantised is.
+    """
+    inputs: dict[tuple[ir.Value, int], _Input] = {}
+    chosen = [product for product in products(model) if product.name in forms]
+    for product in chosen:
+        form = forms[product.name]
+        key = (product.input, id(form))
+        if key not in inputs:
+            inputs[key] = _Input.of(model.graph, product, form)
+        _quantise(model.graph, product, form, inputs[key])
+    RemoveUnusedNodesPass()(model)
+    return PassResult(model, bool(chosen))
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An input behind its Q/DQ.
+
+    Attributes:
+        value: dequantised.
+        largest: of every token, which the product is multiplied with; None by tensor.
+    """
+
+    value: ir.Value
+    largest: ir.Value | None
+
+    @classmethod
+    def of(cls, graph: ir.Graph, product: Product, form: Form) -> _Input:
+        """The Q/DQ of a product's input, written before the product."""
+        made: list[ir.Value | None] = [None]
+
+        def write(op: Builder) -> ir.Value:
+            x, scale = product.input, form.scale
+            if form.balance is not None:
+                x = like(op.Mul(x, constant(op, 1 / form.balance, FLOAT)), x)
+            if scale is None:
+                *outer, _ = dims_of(x)
+                top = typed(op.ReduceMax(like(op.Abs(x), x), constant(op, [-1]), keepdims=1), FLOAT, [*outer, 1])
+                least = constant(op, np.finfo(np.float32).tiny, FLOAT)
+                made[0] = like(op.Max(top, least), top)
+                x, scale = like(op.Div(x, made[0]), x), 1 / MOST
+            step, zero = constant(op, scale, FLOAT), constant(op, 0, INT8)
+            quantised = like(op.QuantizeLinear(x, step, zero), x, INT8)
+            return like(op.DequantizeLinear(quantised, step, zero), x)
+
+        value = insert(graph, product.node, write, stem=f"{product.name}/input")
+        return cls(value, made[0])
+
+
+def _quantise(graph: ir.Graph, product: Product, form: Form, quantised: _Input) -> None:
+    """Let a product take its input and its weight from Q/DQ."""
+    node = product.node
+    weight = product.weight if form.balance is None else product.weight * form.balance[:, None]
+    numbers, scales = quantised_weight(weight)
+    stored = [
+        _initializer(graph, f"{product.name}/{what}", array)
+        for what, array in (("weight", numbers), ("weight_scale", scales))
+    ]
+
+    def write(op: Builder) -> ir.Value:
+        dequantised = typed(op.op("DequantizeLinear", stored, {"axis": 1}), FLOAT, product.weight.shape)
+        result = like(op.op("MatMul", [quantised.value, dequantised], name=f"{product.name}/int8"), node.outputs[0])
+        if quantised.largest is not None:
+            result = like(op.Mul(result, quantised.largest), node.outputs[0])
+        return result if product.bias is None else like(op.Add(result, product.bias), node.outputs[0])
+
+    replace_value(node.outputs[0], insert(graph, node, write, stem=f"{product.name}/product"))
+    graph.remove(node, safe=True)
+
+
+def _initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
+    tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+    value = ir.Value(name=name, const_value=tensor)
+    graph.register_initializer(typed(value, ir.DataType.from_numpy(array.dtype), array.shape))
+    return value
+
+
+def inputs_of(group: Iterable[Product]) -> dict[ir.Value, list[Product]]:
+    """Products by their input, in the order of the graph."""
+    by_input: dict[ir.Value, list[Product]] = {}
+    for product in group:
+        by_input.setdefault(product.input, []).append(product)
+    return by_input
