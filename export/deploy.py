@@ -76,7 +76,8 @@ def deploy(
             attention alone in it, between casts. All else stays as it is, ONNX Runtime's model too.
         require_fused: targets that must run every attention site as one fused kernel; where one does not, nothing is
             written.
-        data: real inputs, each as `args` are, of any sizes that the dynamic shapes allow. Each becomes a reference case
+        data: real inputs, each as `args` are, or by name, or an `.npz` that holds them by name, of any sizes that the
+            dynamic shapes allow. Each becomes a reference case
             that is verified; the bundle keeps them and their outputs. For 8 bits they also give the ranges.
         labels: the right answers for the samples of each of `data`.
         metric: `accuracy` or `cosine`, measured on `data` whenever the bundle is verified.

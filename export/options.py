@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +12,13 @@ import numpy as np
 
 from attnforge.arrays import is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec
-from attnforge.errors import UnknownNameError, UsageError
+from attnforge.errors import InputError, UnknownNameError, UsageError
 from attnforge.export.precision.trials import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
 from attnforge.precision import PRECISIONS, Precision
-from attnforge.runtime.inputs import by_name
+from attnforge.input_files import read_inputs
+from attnforge.runtime.inputs import by_name, in_order
 from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
 
 AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
@@ -26,6 +28,9 @@ EIGHT_BIT = {"int8": False, "auto-int8": True}
 """Values of `precision` that put products in 8 bits, and whether some may stay in fp32 for the model to be as right as
 was asked for."""
 
+Real = Sequence[Any] | Mapping[str, Any] | os.PathLike[str]
+"""Inputs of one call: by position, by name, or an `.npz` that holds them by name."""
+
 
 class Keywords(TypedDict, total=False):
     """The options that :func:`attnforge.deploy` takes by keyword alone; its docstring says what each means."""
@@ -34,7 +39,7 @@ class Keywords(TypedDict, total=False):
     profiles: Sequence[Mapping[str, Range]]
     attention_precision: str | None
     require_fused: Sequence[str]
-    data: Sequence[Sequence[Any]]
+    data: Sequence[Real]
     labels: Sequence[Any]
     metric: str | None
     least: float | None
@@ -62,7 +67,7 @@ class DeployOptions:
     profiles: Sequence[Mapping[str, Range]] = ()
     attention_precision: str | None = None
     require_fused: Sequence[str] = ()
-    data: Sequence[Sequence[Any]] = ()
+    data: Sequence[Real] = ()
     labels: Sequence[Any] = ()
     metric: str | None = None
     least: float | None = None
@@ -204,7 +209,8 @@ class DeployOptions:
         """
         cases = []
         for values in self.data:
-            arrays = {name: to_numpy(name, value) for name, value in by_name(inputs, values).items()}
+            named = _read(inputs, values)
+            arrays = {name: to_numpy(name, value) for name, value in named.items()}
             cases.append(
                 {spec.name: a.astype(spec.dtype) if is_floating(a := arrays[spec.name]) else a for spec in inputs}
             )
@@ -217,3 +223,15 @@ class DeployOptions:
         labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}
         metric = metric_named(self.metric, bool(data.labels))
         return Requirement(self.max_error, partial(MeasuredMetric, self.metric, metric, labels, self.least))
+
+
+def _read(inputs: list[TensorSpec], values: Real) -> dict[str, Any]:
+    """Inputs of one call by name."""
+    if isinstance(values, os.PathLike):
+        return {**read_inputs(inputs, [os.fspath(values)])}
+    if not isinstance(values, Mapping):
+        return by_name(inputs, values)
+    known = [spec.name for spec in inputs]
+    if unknown := next((name for name in values if name not in known), None):
+        raise InputError(f"real data has {unknown!r}, which the model does not take; it takes {', '.join(known)}")
+    return dict(zip(known, in_order(inputs, values), strict=True))

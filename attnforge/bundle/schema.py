@@ -209,6 +209,8 @@ class TargetRecord(StoredRecord):
         attention_precision: name of the precision of attention alone, where it is not the bundle's.
         without: the plan that has attention at the bundle's precision.
         engines: TensorRT plans.
+        eight_bit: products in 8 bits whose kernel multiplies 8-bit numbers, counted in what was compiled; None where
+            none is to be.
     """
 
     model: FileName
@@ -218,6 +220,7 @@ class TargetRecord(StoredRecord):
     attention_precision: PrecisionName | None = None
     without: PlainPlan | None = None
     engines: list[Engine] = []
+    eight_bit: Count | None = None
 
 
 Kind = Literal["example", "data", "normal", "uniform", "scaled", "outliers", "constant", "denormal", "extremes"]

@@ -82,7 +82,7 @@ def print_bundle(bundle: Bundle) -> None:
     if manifest.mixed is not None:
         _print_mixed(manifest.mixed)
     if manifest.quantised is not None:
-        _print_quantised(manifest.quantised)
+        _print_quantised(manifest.quantised, manifest.targets)
     print_sites(manifest.attention)
     for name, record in manifest.targets.items():
         if record.tuning is not None:
@@ -131,7 +131,7 @@ def _print_mixed(mixed: Mixed) -> None:
         say(region.why, "dim", indent=4)
 
 
-def _print_quantised(quantised: Quantised) -> None:
+def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) -> None:
     say(
         f"{quantised.type}: {quantised.share:.1%} of the operations of products, in {len(quantised.products)} products; "
         f"error {error(quantised.error)}"
@@ -142,6 +142,9 @@ def _print_quantised(quantised: Quantised) -> None:
     for form, alike in forms.items():
         worst = max(alike, key=lambda product: product.error)
         say(f"{form}: {len(alike)} products; {worst.name} errs most, by {error(worst.error)}", indent=2)
+    for name, record in targets.items():
+        if record.eight_bit is not None:
+            say(f"{name}: {record.eight_bit} of {len(quantised.products)} multiplied in 8 bits", indent=2)
     for name, why in quantised.kept.items():
         say(f"fp32 in {name}: {why}", "dim", indent=2)
 

@@ -6,7 +6,7 @@ by several. What counts is the error of the products themselves, so a channel th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -29,7 +29,7 @@ ROWS = 256
 DEGREES = (0.5, 0.65, 0.8, 0.9)
 """How much of the spread of an input's channels balancing moves to the weights: 0 none, 1 all of it."""
 
-CLIPS = (1.0, 0.9, 0.8, 0.65, 0.5)
+CLIPS = (1.0, 0.8, 0.6)
 """Shares of the largest number of the data that one scale for all is to hold."""
 
 AS_GOOD, GOOD = 1.5, 0.01
@@ -91,26 +91,31 @@ def _best(rows: Array, peak: Array, weight: Array, is_real: bool) -> Form:
         is_real: as :func:`calibrate` says.
     """
     exact = rows @ weight
-    by_token = min(_tried(rows, peak, weight, exact, (None,), is_real), key=lambda form: form.error)
-    if not is_real:
-        return by_token
-    by_tensor = min(_tried(rows, peak, weight, exact, CLIPS, is_real), key=lambda form: form.error)
-    return by_tensor if by_tensor.error <= max(AS_GOOD * by_token.error, GOOD) else by_token
+    by_token, by_tensor = [], []
+    for degree in (None, *(DEGREES if is_real else ())):
+        balance = None if degree is None else balanced(peak, weight, degree)
+        tried = _tried(rows, peak, weight, exact, balance)
+        by_token.append(tried(None))
+        by_tensor += [tried(clip) for clip in (CLIPS if is_real else ())]
+    best = min(by_token, key=lambda form: form.error)
+    static = min(by_tensor, key=lambda form: form.error, default=best)
+    return static if static.error <= max(AS_GOOD * best.error, GOOD) else best
 
 
 def _tried(
-    rows: Array, peak: Array, weight: Array, exact: Array, clips: Sequence[float | None], is_balanced: bool
-) -> Iterator[Form]:
-    """Forms, each with its error; a clip of None is by token."""
-    for degree in (None, *(DEGREES if is_balanced else ())):
-        balance = None if degree is None else balanced(peak, weight, degree)
-        x, w, top = (rows, weight, peak) if balance is None else (rows / balance, weight * balance[:, None], peak / balance)
-        numbers, scales = quantised_weight(w)
-        quantised = numbers * scales
-        for clip in clips:
-            scale = None if clip is None else max(float(top.max()) * clip / MOST, float(np.finfo(np.float32).tiny))
-            error = relative_error(fake_quantised(x, scale) @ quantised, exact)
-            yield Form(scale, balance, error)
+    rows: Array, peak: Array, weight: Array, exact: Array, balance: Array | None
+) -> Callable[[float | None], Form]:
+    """The form of a clip, with its error; by token for None."""
+    if balance is not None:
+        rows, weight, peak = rows / balance, weight * balance[:, None], peak / balance
+    numbers, scales = quantised_weight(weight)
+    quantised, largest = numbers * scales, float(peak.max(initial=0.0))
+
+    def tried(clip: float | None) -> Form:
+        scale = None if clip is None else max(largest * clip / MOST, float(np.finfo(np.float32).tiny))
+        return Form(scale, balance, relative_error(fake_quantised(rows, scale) @ quantised, exact))
+
+    return tried
 
 
 def balanced(peak: Array, weight: Array, degree: float) -> Array:

@@ -11,6 +11,8 @@ import onnxruntime as ort
 
 from attnforge.bundle import DimSpec, TargetRecord, Tuning
 from attnforge.errors import BuildError
+from attnforge.export.graphs.qdq import products_between
+from attnforge.export.lowering.integers import INTEGER_PRODUCT
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.targets.target import Built, Finish, Job
@@ -50,6 +52,9 @@ def begin(job: Job, progress: Progress) -> Finish:
         lower(model, job.sites, sizes, device="cuda")
         record.cuda_model = job.shelf.save(model, "onnxruntime/model.cuda.onnx")
     operators = compiled_operators(job.folder / record.model)
+    if eight_bit := products_between(job.model):
+        kernels = [operators.get(str(between.product.name), "") for between in eight_bit]
+        record.eight_bit = kernels.count(INTEGER_PRODUCT)
     built = Built(
         record,
         lowered,

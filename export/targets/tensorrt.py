@@ -12,6 +12,7 @@ import onnx_ir as ir
 from attnforge import cache
 from attnforge.bundle import PORTABLE, PlainPlan, TargetRecord
 from attnforge.errors import UnavailableError
+from attnforge.export.graphs.qdq import products_between
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.targets.target import Built, Finish, Job
@@ -109,6 +110,8 @@ def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps:
     if plan.process.memory:  # else the plan was taken from the cache, and no process built it
         children[flavour] = plan.process
     record.engines = [plan.record(wanted.file, flavour, _built_for(job, flavour), sha256(job.folder / wanted.file))]
+    if eight_bit := products_between(job.model):
+        record.eight_bit = sum(plan.multiplies_8_bits(between) for between in eight_bit)
     return Built(
         record,
         wanted.lowered,

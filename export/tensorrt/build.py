@@ -22,6 +22,7 @@ from typing import Any
 from attnforge.bundle import Cost, DimSpec, Engine, Range, TensorSpec
 from attnforge.children import command, environment
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
+from attnforge.export.graphs.qdq import Between
 from attnforge.export.tensorrt.process import Answer, Layer, Request
 from attnforge.runtime.plans import own_code
 from attnforge.scratch import temporary_folder
@@ -66,6 +67,13 @@ class Plan:
     def why_unfused(self, onnx_node: str) -> str:
         """Why no fused layer does the work of `onnx_node`, with the names of those that do."""
         return f"the builder chose separate kernels: {', '.join(self.layers_of(onnx_node)) or 'none named'}"
+
+    def multiplies_8_bits(self, between: Between) -> bool:
+        """Whether the kernel of a product takes 8-bit numbers: it dequantises neither input nor weight before, and its
+        sums after."""
+        product, *dequantised = (str(n.name) for n in (between.product, between.dequantise, between.weight))
+        gemms = [layer for layer in self.layers if layer.type == "gemm" and product in layer.onnx_nodes]
+        return bool(gemms) and all({*dequantised} <= {*layer.onnx_nodes} for layer in gemms)
 
     def record(self, file: str, flavour: str, compute_capabilities: Sequence[str], sha256: str) -> Engine:
         """The manifest's record of the plan, as one that this user built.
