@@ -12,7 +12,7 @@ from tests.support.faults.catalogue import FAULTS, INERT, softmax_twice
 from tests.support.faults.graph import Graph, NotThere
 from tests.support.faults.subjects import PRECISIONS
 
-TESTED = [(name, p) for name, precisions in PRECISIONS.items() for p in precisions if p in ("fp32", "fp16")]
+TESTED = [(name, p) for name, precisions in PRECISIONS.items() for p in precisions if p != "bf16"]
 """Of the sixteen bits one kind: `python -m tests.support.faults` tries both."""
 
 
@@ -35,11 +35,12 @@ def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     assert {row.fault.name for row in rows if row.verdict == "no effect"} <= set(INERT)
 
 
-@pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in ("fp32", "fp16")])
+@pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in ("fp32", "fp16", "int8")])
 def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> None:
-    caught = [row for name, p in TESTED if p == precision for row in faults.rows(name, p) if row.verdict == "caught"]
-    assert len({row.fault.name for row in caught}) >= 40
-    assert {row.fault.family for row in caught} == {fault.family for fault in FAULTS}
+    subjects = [name for name, p in TESTED if p == precision]
+    caught = [row for name in subjects for row in faults.rows(name, precision) if row.verdict == "caught"]
+    assert len({row.fault.name for row in caught}) >= 35
+    assert {row.fault.family for row in caught} == {f.family for f in FAULTS if not {*f.subjects}.isdisjoint(subjects)}
 
 
 @grouped("fp32")

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.graphs.build import Builder, constant
+from tests.support.faults.eight_bits import IN_EIGHT_BITS
 from tests.support.faults.graph import (
     KEPT,
     Alter,
@@ -788,3 +789,4 @@ family(
 )
 family("blocks", *IN_BLOCKS)
 family("mask as a feature", *AS_FEATURES)
+family("8 bits", *IN_EIGHT_BITS)

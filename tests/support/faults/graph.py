@@ -234,6 +234,8 @@ def all_true(op: Builder, x: ir.Value) -> ir.Value:
 
 
 Alter = Callable[[Graph], None]
+Family = list[tuple[str, str, Alter, tuple[str, ...] | str]]
+"""Name, what, how and the subjects of each fault of a kind."""
 
 
 @dataclass(frozen=True)

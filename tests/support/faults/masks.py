@@ -12,6 +12,7 @@ from attnforge.export.graphs.build import Builder, constant
 from tests.support.faults.graph import (
     Alter,
     Build,
+    Family,
     Graph,
     NotThere,
     all_true,
@@ -26,8 +27,6 @@ from tests.support.faults.graph import (
 WINDOW, BARE, PADDED, PADDED_CAUSAL = "window", "bare-window", "padded", "padded-causal"
 WINDOWS = (BARE, WINDOW)
 FEATURES = (PADDED, PADDED_CAUSAL)
-
-Family = list[tuple[str, str, Alter, tuple[str, ...] | str]]
 
 
 class Blocks:

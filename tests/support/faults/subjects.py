@@ -25,10 +25,15 @@ PRECISIONS = {
     "window": ("fp32", "fp16"),
     "padded": ("fp32", "fp16"),
     "padded-causal": ("fp32",),
+    "by-tensor": ("int8",),
+    "by-token": ("int8",),
 }
 """The subjects, and the precisions that they are deployed in."""
 
 USUAL_TOKENS, MOST_TOKENS, MOST_BATCH = 16, 24, 4
+
+IN_EIGHT_BITS = ("by-tensor", "by-token")
+"""The encoder with its products in 8 bits: with ranges from data, balanced, or a range for each token."""
 
 BY_MASK = ("bare-window", "window", "padded", "padded-causal")
 """The subjects that are lowered by what their masks leave, as they would be with many tokens."""
@@ -58,7 +63,7 @@ def subject(name: str) -> Example:
     batch, tokens = Dim("batch", min=1, max=MOST_BATCH), Dim("tokens", min=1, max=MOST_TOKENS)
     sequence = {0: batch, 1: tokens}
     shapes: Any = {"tokens": sequence, "key_padding_mask": sequence}
-    if name == "encoder":
+    if name in ("encoder", *IN_EIGHT_BITS):
         module, args, _ = build_model("transformer-encoder")
     elif name == "causal":
         module, args, _ = build_model("transformer-encoder", num_layers=1, is_causal=True)
@@ -94,6 +99,11 @@ def _padding() -> Tensor:
 
 def deploy(name: str, precision: str, folder: Path) -> Bundle:
     module, args, shapes = subject(name)
+    if name in IN_EIGHT_BITS:
+        data = [args] if name == "by-tensor" else []
+        return attnforge.deploy(
+            module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False, data=data, max_error=0.1
+        )
     many = mock.patch.multiple(lowering, MANY_SCORES=1, BLOCKS=(4,)) if name in BY_MASK else contextlib.nullcontext()
     with many:
         return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)
