@@ -16,8 +16,8 @@ from attnforge.errors import InputError, UnknownNameError, UsageError
 from attnforge.export.precision.trials import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
-from attnforge.precision import PRECISIONS, Precision
 from attnforge.input_files import read_inputs
+from attnforge.precision import PRECISIONS, Precision
 from attnforge.runtime.inputs import by_name, in_order
 from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
 
@@ -155,8 +155,8 @@ class DeployOptions:
             metric_named(self.metric, bool(self.labels))
 
     def attention_at(self, precision: Precision, targets: Sequence[str]) -> Precision | None:
-        """The precision that TensorRT computes attention alone in, or None where it is the bundle's own. Beside products
-        in 8 bits it is fp16 where none is given, for TensorRT has no fused kernel for fp32.
+        """The precision that TensorRT computes attention alone in, or None where it is the bundle's own. Beside
+        products in 8 bits it is fp16 where none is given, for TensorRT has no fused kernel for fp32.
 
         Args:
             precision: of the bundle.
@@ -228,7 +228,7 @@ class DeployOptions:
 def _read(inputs: list[TensorSpec], values: Real) -> dict[str, Any]:
     """Inputs of one call by name."""
     if isinstance(values, os.PathLike):
-        return {**read_inputs(inputs, [os.fspath(values)])}
+        values = read_inputs(inputs, [os.fspath(values)])
     if not isinstance(values, Mapping):
         return by_name(inputs, values)
     known = [spec.name for spec in inputs]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from attnforge.cli import printing
-from attnforge.cli.options import Json, pairs, ranges
+from attnforge.cli.options import Json, archives, pairs, ranges
 from attnforge.cli.terminal import print_json, stages_shown
 from attnforge.errors import UnfusedError
 
@@ -60,6 +60,12 @@ def deploy(
     data: Annotated[
         bool, typer.Option(help="Keep the model's real inputs, where it has some, as further cases to verify.")
     ] = True,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Real inputs, instead of the model's: an .npz with each by name, or a folder of such; repeat."
+        ),
+    ] = None,
     metric: Annotated[str | None, typer.Option(help="accuracy or cosine: what measures the task on that data.")] = None,
     least: Annotated[float | None, typer.Option(help="What the metric must reach.")] = None,
     tune: Annotated[
@@ -92,6 +98,8 @@ def deploy(
 
     Example: `attnforge deploy patch-attention-digits --precision int8 --metric accuracy --least 0.97`
 
+    Example: `attnforge deploy hf:all-MiniLM-L6-v2 --precision auto-int8 --max-error 0.1 --calibrate sentences/`
+
     Example: `attnforge deploy vit --profile batch=1:1:1 --profile batch=8:8:8`
 
     Example: `attnforge deploy hf:all-MiniLM-L6-v2 -o attention=eager -o max_tokens=128`
@@ -108,7 +116,7 @@ def deploy(
     with stages_shown(as_json) as progress:
         progress(f"build {model}")
         example, source = model_named(model, pairs(option), weights, ranges(dim, "--dim"))
-        real = real_data(model, example.args or ()) if data else Real()
+        real = real_data(model, example.args or ()) if data and not calibrate else Real()
         name = Path(model).stem if source is None else Path(model.rpartition(":")[2]).resolve().name
         suffix = precision or ("own" if source is None else "fp32")  # a file without a source record keeps its own
         try:
@@ -124,7 +132,7 @@ def deploy(
                 profiles=[ranges(text.split(","), "--profile") for text in profile or ()],
                 attention_precision=attention_precision,
                 require_fused=require_fused or (),
-                data=real.inputs,
+                data=[*real.inputs, *archives(calibrate or ())],
                 labels=real.labels,
                 metric=metric,
                 least=least,

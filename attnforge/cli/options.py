@@ -67,6 +67,21 @@ def sizes(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in values.items()}
 
 
+def archives(paths: Iterable[Path]) -> list[Path]:
+    """Files of real inputs: those named, and all `.npz` of the folders named, in the order of their names.
+
+    Raises:
+        UsageError: a path that is neither, or a folder without any.
+    """
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+        if not found or any(file.suffix != ".npz" or not file.is_file() for file in found):
+            raise UsageError(f"{path} holds no real inputs; give an .npz with every input by name, or a folder of such")
+        files += found
+    return files
+
+
 def check_unwritten(file: Path | None, force: bool) -> None:
     """Check that a file can be written before the work whose result it holds.
 

@@ -132,10 +132,8 @@ def _print_mixed(mixed: Mixed) -> None:
 
 
 def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) -> None:
-    say(
-        f"{quantised.type}: {quantised.share:.1%} of the operations of products, in {len(quantised.products)} products; "
-        f"error {error(quantised.error)}"
-    )
+    share = f"{quantised.share:.1%} of the operations of products, in {len(quantised.products)} products"
+    say(f"{quantised.type}: {share}; error {error(quantised.error)}")
     forms: dict[str, list[QuantisedProduct]] = {}
     for product in quantised.products:
         forms.setdefault(f"by {product.by}{', balanced' if product.balanced else ''}", []).append(product)

@@ -1,9 +1,9 @@
 """Products between Q/DQ to integer products of ONNX Runtime's CPU.
 
-`com.microsoft::MatMulIntegerToFloat` multiplies uint8 by int8 into int32 and scales the sums, which AVX512-VNNI and AMX
-do without saturation. ONNX Runtime's own fusion of Q/DQ makes the same of uint8 inputs, and of int8 ones a product four
-times as slow (BERT-base's size, 128 tokens: 52 and 206 ms, 136 in fp32). So the input becomes uint8 with a zero point of
-128, which is the same number.
+`com.microsoft::MatMulIntegerToFloat` multiplies uint8 by int8 into int32 and scales the sums, which AVX512-VNNI and
+AMX do without saturation. ONNX Runtime's own fusion of Q/DQ makes the same of uint8 inputs, and of int8 ones a product
+four times as slow (BERT-base's size, 128 tokens: 52 and 206 ms, 136 in fp32). So the input becomes uint8 with a zero
+point of 128, which is the same number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Forms of quantised products, chosen by what each does to the product on data.
 
-For each input the candidates are tried on rows of the data: by tensor and by token, balanced by several degrees, clipped
-by several. What counts is the error of the products themselves, so a channel that no weight reads may be coarse.
+For each input the candidates are tried on rows of the data: by token, and behind a norm by tensor, balanced by several
+degrees. What counts is the error of the products themselves, so a channel that no weight reads may be coarse.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ ROWS = 256
 DEGREES = (0.5, 0.65, 0.8, 0.9)
 """How much of the spread of an input's channels balancing moves to the weights: 0 none, 1 all of it."""
 
-CLIPS = (1.0, 0.8, 0.6)
-"""Shares of the largest number of the data that one scale for all is to hold."""
+HEADROOM = 1.2
+"""How many times the largest number of the data one scale for all is to hold."""
+
+NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization")
 
 AS_GOOD, GOOD = 1.5, 0.01
 """By tensor is chosen, which is faster, where it errs no more than so many times as much as by token, or than this."""
@@ -53,9 +55,17 @@ def calibrate(
     forms: dict[str, Form] = {}
     for value, group in groups.items():
         weight = np.concatenate([product.weight for product in group], axis=1)
-        form = _best(rows.sample[str(value.name)], rows.peak[str(value.name)], weight, is_real)
+        degrees, may_be_static = DEGREES if is_real else (), is_real and is_normed(value)
+        form = _best(rows.sample[str(value.name)], rows.peak[str(value.name)], weight, degrees, may_be_static)
         forms |= {product.name: form for product in group}
     return forms
+
+
+def is_normed(value: ir.Value) -> bool:
+    """Whether a norm computes a value, so that it has one range whatever the model is given. A range of other values
+    is the data's: attention over one token gives larger numbers than over many, which a range from many clips."""
+    node = value.producer()
+    return node is not None and node.op_type in NORMS
 
 
 class _Rows:
@@ -81,38 +91,37 @@ class _Rows:
         self.sample = {name: np.concatenate(arrays)[:ROWS] for name, arrays in drawn.items()}
 
 
-def _best(rows: Array, peak: Array, weight: Array, is_real: bool) -> Form:
+def _best(rows: Array, peak: Array, weight: Array, degrees: Sequence[float], may_be_static: bool) -> Form:
     """The form of one input.
 
     Args:
         rows: (tokens, channels) of it.
         peak: (channels,), the largest number of each.
         weight: (channels, outputs) of all products with it.
-        is_real: as :func:`calibrate` says.
+        degrees: of balancing, to try beside none.
+        may_be_static: whether it may have one range for all.
     """
     exact = rows @ weight
     by_token, by_tensor = [], []
-    for degree in (None, *(DEGREES if is_real else ())):
+    for degree in (None, *degrees):
         balance = None if degree is None else balanced(peak, weight, degree)
         tried = _tried(rows, peak, weight, exact, balance)
-        by_token.append(tried(None))
-        by_tensor += [tried(clip) for clip in (CLIPS if is_real else ())]
+        by_token.append(tried(False))
+        by_tensor += [tried(True)] if may_be_static else []
     best = min(by_token, key=lambda form: form.error)
     static = min(by_tensor, key=lambda form: form.error, default=best)
     return static if static.error <= max(AS_GOOD * best.error, GOOD) else best
 
 
-def _tried(
-    rows: Array, peak: Array, weight: Array, exact: Array, balance: Array | None
-) -> Callable[[float | None], Form]:
-    """The form of a clip, with its error; by token for None."""
+def _tried(rows: Array, peak: Array, weight: Array, exact: Array, balance: Array | None) -> Callable[[bool], Form]:
+    """The form by tensor or, for False, by token, with its error."""
     if balance is not None:
         rows, weight, peak = rows / balance, weight * balance[:, None], peak / balance
     numbers, scales = quantised_weight(weight)
-    quantised, largest = numbers * scales, float(peak.max(initial=0.0))
+    quantised, largest = numbers * scales, HEADROOM * float(peak.max(initial=0.0))
 
-    def tried(clip: float | None) -> Form:
-        scale = None if clip is None else max(largest * clip / MOST, float(np.finfo(np.float32).tiny))
+    def tried(is_static: bool) -> Form:
+        scale = max(largest / MOST, float(np.finfo(np.float32).tiny)) if is_static else None
         return Form(scale, balance, relative_error(fake_quantised(rows, scale) @ quantised, exact))
 
     return tried

@@ -146,7 +146,9 @@ def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, prec
         exact = answers.exact[case.name][name]
         comparison = judge(case, name, array, answers.eager[case.name][name], exact, precision)
         if not comparison.passed:
-            raise BuildError(f"the graph that is to be quantised is not the model: {case.name}, {name}: {comparison.reason}")
+            raise BuildError(
+                f"the graph that is to be quantised is not the model: {case.name}, {name}: {comparison.reason}"
+            )
 
 
 class _Gate:
@@ -245,7 +247,11 @@ class _Gate:
             share = max(share, 1.0 + report.least - report.value)
         text = f"an error of {scientific(error)}" + (f" in {worst.name}" if worst is not None else "")
         text += f", where {most:g} is allowed" if most is not None else ""
-        text += f"; {report.name} {report.value:.6g}, where {report.least:.6g} is to be reached" if report is not None else ""
+        text += (
+            f"; {report.name} {report.value:.6g}, where {report.least:.6g} is to be reached"
+            if report is not None
+            else ""
+        )
         return Trial(share if np.isfinite(share) else np.inf, error, worst, text)
 
     def record(self, high: Assignment, sizes: Mapping[str, int], real: int) -> Quantised:

@@ -1,14 +1,14 @@
 """Products in 8 bits: which products of a graph are quantised, and the Q/DQ nodes around them.
 
-`QuantizeLinear` and `DequantizeLinear` around a product are ONNX's own way to say int8 (ONNX operators, opset 23): every
-builder reads it, and a runtime that has no kernel for it computes the same numbers in fp32. Weights are symmetric, with
-one scale for each output channel. The input is symmetric as well, and quantised in one of two ways:
+`QuantizeLinear` and `DequantizeLinear` around a product are ONNX's own way to say int8 (ONNX operators, opset 23):
+every builder reads it, and a runtime that has no kernel for it computes the same numbers in fp32. Weights are
+symmetric, with one scale for each output channel. The input is symmetric as well, and quantised in one of two ways:
 
 - *by token*: each token is divided by its largest number, so that a fixed scale of 1/127 fits, and the product is
   multiplied by that number again. Nothing has to be known of the data, and an outlier in one token costs the others
   nothing.
-- *by tensor*: one scale, from calibration data. A pass over the input less than by token, and numbers beyond the data's
-  are clipped.
+- *by tensor*: one scale, from calibration data. A pass over the input less than by token, but numbers beyond the data's
+  are clipped, so it is for what a norm computes, which has one range whatever the model is given.
 
 Either way the channels of an input may be *balanced* first: divided by numbers that the rows of the weights are
 multiplied with, so that a few large channels do not take all of the range (SmoothQuant, Xiao et al. 2023,
@@ -117,10 +117,10 @@ def _product(node: ir.Node) -> Product | None:
     if node.op_type == "MatMul":
         return Product(node, x, weight.const_value.numpy())
     factors = (node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0))
-    if factors != (1.0, 1.0) or node.attributes.get_int("transA", 0):
+    if factors != (1.0, 1.0) or node.attributes.get_int("transA") == 1:
         return None
     array = weight.const_value.numpy()
-    return Product(node, x, array.T if node.attributes.get_int("transB", 0) else array, rest[0] if rest else None)
+    return Product(node, x, array.T if node.attributes.get_int("transB") == 1 else array, rest[0] if rest else None)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -147,10 +147,13 @@ def fake_quantised(rows: Array, scale: float | None) -> Array:
         rows: (tokens, channels) float32.
         scale: of all; None by token.
     """
+    kept: Array
     if scale is not None:
-        return np.clip(np.rint(rows / np.float32(scale)), -MOST - 1, MOST) * np.float32(scale)
-    largest = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
-    return np.rint(rows / largest * MOST) / np.float32(MOST) * largest
+        kept = np.clip(np.rint(rows / np.float32(scale)), -MOST - 1, MOST) * np.float32(scale)
+    else:
+        largest = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
+        kept = np.rint(rows / largest * MOST) / np.float32(MOST) * largest
+    return kept
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from tests.support.faults.graph import (
     rolled,
 )
 
-BY_TOKEN, BY_TENSOR = "by-token", "by-tensor"
-BOTH = (BY_TENSOR, BY_TOKEN)
+BY_TOKEN, CALIBRATED = "by-token", "calibrated"
+BOTH = (CALIBRATED, BY_TOKEN)
 
 QUERY, KEY, OUTPUT, UP, DOWN = 0, 1, 3, 4, 5
 """Products of a layer, in the order of the graph."""
@@ -57,6 +57,8 @@ class Product:
     def balance(self) -> ir.Value:
         """What the channels of the input are multiplied with."""
         mul = producer(self.quantise.inputs[0])
+        if mul.op_type == "Div":  # by token
+            mul = producer(mul.inputs[0])
         if mul.op_type != "Mul" or not is_constant(mul.inputs[1]):
             raise NotThere("a balanced input")
         return required(mul.inputs[1])
@@ -215,6 +217,14 @@ def twice(op: Builder, x: ir.Value) -> ir.Value:
     return op.Add(x, x)
 
 
+def half(op: Builder, x: ir.Value) -> ir.Value:
+    return op.Mul(x, float_constant(op, x, 0.5))
+
+
+def ones(op: Builder, x: ir.Value) -> ir.Value:
+    return op.Div(x, x)
+
+
 def next_token(op: Builder, x: ir.Value) -> ir.Value:
     return rolled(op, x, 1)
 
@@ -234,7 +244,7 @@ IN_EIGHT_BITS: Family = [
     ("zero-point-0", "the product takes unsigned numbers as they are", zero_point(UP, 0, "product"), BOTH),
     ("zero-point-quantise-0", "negative inputs are clipped", zero_point(OUTPUT, 0, "quantise"), BOTH),
     ("input-of-another", "the product has the input of another", of_another(UP, QUERY, 0), BOTH),
-    ("input-scale-of-another", "the product has the input's scale of another", of_another(OUTPUT, DOWN, 2), BY_TENSOR),
+    ("input-scale-of-another", "the product has the input's scale of another", of_another(UP, QUERY, 2), CALIBRATED),
     ("weight-of-another", "keys have the weights of queries", of_another(KEY, QUERY, 1), BOTH),
     ("scales-of-another", "queries have the scales of keys", of_another(QUERY, KEY, 3), BOTH),
     ("scales-1%", "all scales of a weight 1% too large", scales(UP, lambda s: s * 1.01), BOTH),
@@ -255,21 +265,21 @@ IN_EIGHT_BITS: Family = [
     ("weight-channels-swapped", "two output channels exchanged", weight(OUTPUT, channels_swapped), BOTH),
     ("weight-channel-negated", "one output channel negated", weight(DOWN, negated), BOTH),
     ("weight-row-lost", "one input channel is not read", weight(UP, row_lost), BOTH),
-    ("weight-rolled", "every input channel has the numbers of the next", weight(DOWN, lambda w: np.roll(w, 1, 0)), BOTH),
+    ("weight-rolled", "input channels have the next one's numbers", weight(DOWN, lambda w: np.roll(w, 1, 0)), BOTH),
     ("weight-reversed", "output channels reversed", weight(OUTPUT, lambda w: w[:, ::-1]), BOTH),
     ("bias-doubled", "the bias is added twice", bias(UP, 2.0), BOTH),
     ("bias-dropped", "the bias is left out", bias(DOWN, 0.0), BOTH),
     ("bias-negated", "the bias is subtracted", bias(OUTPUT, -1.0), BOTH),
     ("rounded-down", "inputs are rounded down", rounded_down(UP), BOTH),
-    ("balance-dropped", "channels are not divided", balance(DOWN, np.ones_like), BY_TENSOR),
-    ("balance-inverted", "channels are multiplied where they are to be divided", balance(UP, lambda b: 1 / b), BY_TENSOR),
-    ("balance-squared", "channels are divided twice", balance(OUTPUT, np.square), BY_TENSOR),
-    ("balance-rolled", "every channel is divided by the next one's number", balance(UP, lambda b: np.roll(b, 1)), BY_TENSOR),
-    ("largest-dropped", "products are not multiplied by their token's largest", largest(UP, lambda op, x: op.Div(x, x)), BY_TOKEN),
+    ("balance-dropped", "channels are not divided", balance(DOWN, np.ones_like), CALIBRATED),
+    ("balance-inverted", "channels multiplied, not divided", balance(UP, lambda b: 1 / b), CALIBRATED),
+    ("balance-squared", "channels are divided twice", balance(OUTPUT, np.square), CALIBRATED),
+    ("balance-rolled", "channels divided by the next one's", balance(UP, lambda b: np.roll(b, 1)), CALIBRATED),
+    ("largest-dropped", "products not multiplied by their token's largest", largest(UP, ones), BY_TOKEN),
     ("largest-twice", "twice as much as each token's largest", largest(DOWN, twice), BY_TOKEN),
     ("largest-of-first", "every token has the first one's largest", largest(UP, first_along(1)), BY_TOKEN),
     ("largest-of-next", "every token has the next one's largest", largest(OUTPUT, next_token), BY_TOKEN),
     ("largest-of-sample", "every sample has the first one's largest", largest(DOWN, first_along(0)), BY_TOKEN),
-    ("largest-halved", "tokens are divided by half their largest", largest(UP, lambda op, x: op.Mul(x, float_constant(op, x, 0.5)), True), BY_TOKEN),
+    ("largest-halved", "tokens divided by half their largest", largest(UP, half, everywhere=True), BY_TOKEN),
     ("largest-signed", "the largest number of a token, whatever its lowest", signed_largest, BY_TOKEN),
 ]  # fmt: skip

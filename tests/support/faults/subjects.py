@@ -25,15 +25,16 @@ PRECISIONS = {
     "window": ("fp32", "fp16"),
     "padded": ("fp32", "fp16"),
     "padded-causal": ("fp32",),
-    "by-tensor": ("int8",),
+    "calibrated": ("int8",),
     "by-token": ("int8",),
 }
 """The subjects, and the precisions that they are deployed in."""
 
 USUAL_TOKENS, MOST_TOKENS, MOST_BATCH = 16, 24, 4
 
-IN_EIGHT_BITS = ("by-tensor", "by-token")
-"""The encoder with its products in 8 bits: with ranges from data, balanced, or a range for each token."""
+IN_EIGHT_BITS = ("calibrated", "by-token")
+"""The encoder with its products in 8 bits: balanced on data, behind norms with one range, or each
+token with a range of its own."""
 
 BY_MASK = ("bare-window", "window", "padded", "padded-causal")
 """The subjects that are lowered by what their masks leave, as they would be with many tokens."""
@@ -100,7 +101,7 @@ def _padding() -> Tensor:
 def deploy(name: str, precision: str, folder: Path) -> Bundle:
     module, args, shapes = subject(name)
     if name in IN_EIGHT_BITS:
-        data = [args] if name == "by-tensor" else []
+        data = [args] if name == "calibrated" else []
         return attnforge.deploy(
             module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False, data=data, max_error=0.1
         )

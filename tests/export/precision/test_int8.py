@@ -1,0 +1,394 @@
+"""precision="int8": products in 8 bits, counted where they are compiled, and refused where they cost too much."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.export import Dim
+from typer.testing import CliRunner
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.bundle import CANONICAL, Bundle, Quantised
+from attnforge.cli import app
+from attnforge.errors import AttnforgeError, BuildError, InputError, UnknownNameError, UsageError
+from attnforge.export.graphs.build import typed
+from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.qdq import products_between
+from attnforge.export.lowering.integers import integer_products
+from attnforge.export.precision.calibration import balanced, calibrate
+from attnforge.export.precision.quantisation import Form, products, quantise
+from attnforge.export.sources.torch_module import capture
+from attnforge.model import MultiHeadAttention, build_model
+from attnforge.model.data import real_data
+from attnforge.precision import precision_named
+from attnforge.runtime.parity.budget import relative_error
+
+FLOAT = ir.DataType.FLOAT
+WIDTH, TOKENS = 64, 12
+SHAPES = {"x": {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=1, max=24)}}
+
+
+class Block(nn.Module):
+    """A pre-norm block of attention and a feed-forward layer, a norm, and a head."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.before_attention, self.before_feed_forward, self.last = (nn.LayerNorm(width) for _ in range(3))
+        self.attention = MultiHeadAttention(width, 4)
+        self.up, self.down, self.head = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Linear(width, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.before_attention(x)
+        x = x + self.attention(normed, normed, normed)
+        x = x + self.down(nn.functional.gelu(self.up(self.before_feed_forward(x))))
+        logits: Tensor = self.head(self.last(x))
+        return logits
+
+
+class Outliers(Block):
+    """The same, of whose normed channels two are a hundred times as large as the others, as trained models have some.
+    The weights that read them are as much smaller, so that all channels count alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention = self.attention
+        readers = {
+            self.before_attention: (attention.query_proj, attention.key_proj, attention.value_proj),
+            self.before_feed_forward: (self.up,),
+        }
+        with torch.no_grad():
+            for norm, of_norm in readers.items():
+                norm.weight[[3, 17]] *= 100
+                for linear in of_norm:
+                    linear.weight[:, [3, 17]] /= 100
+
+
+def made(kind: Callable[[], nn.Module]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind().eval(), (torch.randn(2, TOKENS, WIDTH),)
+
+
+def real(count: int = 4) -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(2, TOKENS, WIDTH, generator=generator),) for _ in range(count)]
+
+
+def deployed(folder: Path, kind: Callable[[], nn.Module] = Block, precision: str = "int8", **options: Any) -> Bundle:
+    module, args = made(kind)
+    options = {"targets": ["onnxruntime"], "tune": False, **options}
+    return attnforge.deploy(module, args, folder, SHAPES, precision, **options)
+
+
+def of(bundle: Bundle) -> Quantised:
+    assert bundle.manifest.quantised is not None
+    return bundle.manifest.quantised
+
+
+# --- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def linear(weight: Array, bias: Array | None, dims: list[int], transposed: bool = False) -> ir.Model:
+    """`x W + b` and a norm behind it, for `products` leave a head alone; a Gemm where x has two dims."""
+    x = ir.Value(name="x", shape=ir.Shape([*dims, len(weight)]), type=ir.TensorType(FLOAT))
+    transposed = transposed and len(dims) == 1
+    arrays = {"w": weight.T if transposed else weight, "b": bias, "gain": np.ones(weight.shape[1], np.float32)}
+    given = {
+        name: typed(ir.Value(name=name, const_value=ir.tensor(np.ascontiguousarray(array))), FLOAT, array.shape)
+        for name, array in arrays.items()
+        if array is not None
+    }
+    if len(dims) == 1:
+        nodes = [ir.node("Gemm", [x, given["w"], given.get("b")], {"transB": int(transposed)}, name="product")]
+    else:
+        nodes = [ir.node("MatMul", [x, given["w"]], name="product")]
+        if bias is not None:
+            nodes.append(ir.node("Add", [given["b"], nodes[0].outputs[0]], name="bias"))
+    nodes.append(ir.node("LayerNormalization", [nodes[-1].outputs[0], given["gain"]], name="norm"))
+    for node in nodes:
+        node.outputs[0].name, node.outputs[0].type = f"{node.name}:0", ir.TensorType(FLOAT)
+        node.outputs[0].shape = ir.Shape([*dims, weight.shape[1]])
+    weights = list(given.values())
+    graph = ir.Graph([x], nodes[-1].outputs, nodes=nodes, initializers=weights, opset_imports={"": 23})
+    return ir.Model(graph, ir_version=10)
+
+
+def result(model: ir.Model, x: Array) -> Array:
+    """The product with its bias."""
+    name = next(str(node.inputs[0].name) for node in model.graph if node.name == "norm" and node.inputs[0] is not None)
+    return as_it_is(model, [name])({"x": x})[name]
+
+
+def by_hand(x: Array, weight: Array, bias: Array | None, form: Form) -> Array:
+    """What the product is by the formulas, in float64; it knows no code of the graph's."""
+    inputs, matrix = x.astype(np.float64), weight.astype(np.float64)
+    if form.balance is not None:
+        inputs, matrix = inputs / form.balance, matrix * form.balance[:, None].astype(np.float64)
+    steps = np.abs(matrix).max(axis=0) / 127
+    steps[steps == 0] = 1
+    matrix = np.round(matrix / steps) * steps
+    if form.scale is None:
+        size = np.abs(inputs).max(axis=-1, keepdims=True)
+        size[size == 0] = 1
+        inputs = np.round(inputs / size * 127) / 127 * size
+    else:
+        inputs = np.clip(np.round(inputs / form.scale), -128, 127) * form.scale
+    product: Array = inputs @ matrix
+    return product if bias is None else product + bias
+
+
+@given(
+    st.sampled_from(([3], [2, 5], [1, 2, 3])), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(0, 2**16),
+)  # fmt: skip
+def test_a_product_is_what_the_formulas_say(
+    dims: list[int], by_token: bool, is_balanced: bool, has_bias: bool, transposed: bool, seed: int
+) -> None:
+    """The canonical graph, and the integer product that ONNX Runtime gets: the same but where a number lies half way
+    between two steps, which rounding before may move."""
+    rng = np.random.default_rng(seed)
+    channels, outputs = int(rng.integers(64, 90)), int(rng.integers(64, 90))
+    weight = rng.standard_normal((channels, outputs)).astype(np.float32)
+    bias = rng.standard_normal(outputs).astype(np.float32) if has_bias else None
+    balance = np.exp(rng.standard_normal(channels)).astype(np.float32) if is_balanced else None
+    x = rng.standard_normal([*dims, channels]).astype(np.float32) * np.float32(10.0 ** rng.integers(-3, 4))
+    x[0, ..., :] *= rng.integers(0, 2)  # a row of zeros, now and then
+    form = Form(None if by_token else float(np.abs(x).max() or 1) / rng.uniform(60, 200), balance)
+    model = linear(weight, bias, dims, transposed)
+    wanted = by_hand(x, weight, bias, form)
+    assert quantise(model, {"product": form}).modified
+    canonical = result(model, x)
+    assert relative_error(canonical.astype(np.float64), wanted) < 4e-3
+    rounded = np.isclose(canonical, wanted, rtol=1e-4, atol=1e-5 * float(np.abs(wanted).max() or 1))
+    assert rounded.mean() > 0.9
+    assert integer_products(model).modified
+    assert [node.op_type for node in model.graph].count("MatMulIntegerToFloat") == 1
+    lowered = result(model, x)
+    assert relative_error(lowered.astype(np.float64), canonical.astype(np.float64)) < 1e-6
+
+
+def test_what_is_not_finite_stays_in_its_token() -> None:
+    weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    model = linear(weight, None, [1, 4])
+    quantise(model, {"product": Form()})
+    x = np.random.default_rng(1).standard_normal((1, 4, 64)).astype(np.float32)
+    whole = result(model, x)
+    x[0, 1, 5], x[0, 2, 5] = np.nan, np.inf
+    got = result(model, x)
+    assert np.array_equal(got[0, [0, 3]], whole[0, [0, 3]])
+    assert np.isfinite(whole).all() and not np.isfinite(got[0, 2]).any()
+
+
+def test_products_of_a_model() -> None:
+    """All with weights but the head; one input's share its Q/DQ."""
+    module, args = made(Block)
+    model = capture(module, args, SHAPES, precision_named("fp32")).model
+    found = products(model)
+    assert len(found) == 6 and len({product.input for product in found}) == 4
+    quantise(model, dict.fromkeys((product.name for product in found), Form()))
+    assert len(products_between(model)) == 6
+    assert [node.op_type for node in model.graph].count("QuantizeLinear") == 4
+    assert sum(v.dtype == ir.DataType.INT8 for v in model.graph.initializers.values()) == 6
+    assert not products(linear(np.ones((8, 8), np.float32), None, [1, 4]))
+
+
+def test_balancing_gives_channels_and_weights_the_same_spread() -> None:
+    rng = np.random.default_rng(0)
+    peak = np.exp(rng.standard_normal(64) * 2).astype(np.float32)
+    weight = rng.standard_normal((64, 64)).astype(np.float32)
+    balance = balanced(peak, weight, 0.5)
+    share = (peak / balance) / (np.abs(weight).max(axis=1) * balance)
+    assert np.allclose(share, share[0], rtol=1e-4)
+    peak[:2], weight[2] = 0, 0
+    balance = balanced(peak, weight, 0.8)
+    assert np.isfinite(balance).all() and (balance[:3] == 1).all() and (balance > 0).all()
+
+
+def test_one_range_for_all_is_for_what_a_norm_computes_on_real_data() -> None:
+    module, args = made(Block)
+    model = capture(module, args, SHAPES, precision_named("fp32")).model
+    found = products(model)
+    for is_real in (True, False):
+        forms = calibrate(model, found, [{"x": x.numpy()} for (x,) in real()], is_real)
+        normed = [product.input.producer().op_type == "LayerNormalization" for product in found]  # type: ignore[union-attr]
+        assert [forms[product.name].scale is not None for product in found] == [is_real and n for n in normed]
+        assert all(0 < form.error < 0.02 for form in forms.values())
+        assert any(form.balance is not None for form in forms.values()) == is_real
+
+
+# --- a deployment -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_tensor(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return deployed(tmp_path_factory.mktemp("int8") / "b", data=real(), max_error=0.05, tune=True)
+
+
+def test_a_deployment_is_verified_on_every_backend_here(by_tensor: Bundle) -> None:
+    report = attnforge.verify(by_tensor, ["onnxruntime-cpu", "openvino"])
+    assert report.passed and report.warnings == []
+    cases = {case.kind for case in report.cases}
+    assert {"data", "scaled", "outliers", "normal"} <= cases
+    manifest, quantised = by_tensor.manifest, of(by_tensor)
+    assert manifest.precision == "int8" and manifest.eager_precision == "fp32"
+    assert {spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} == {"float32"}
+    assert len(quantised.products) == 6 and quantised.kept == {} and quantised.calibrated == 4
+    assert quantised.share > 0.7 and 0 < quantised.error <= 0.05
+    assert manifest.targets["onnxruntime"].eight_bit == 6
+    assert manifest.attention.fused["onnxruntime"] == 1
+
+
+def test_weights_are_stored_in_8_bits(by_tensor: Bundle, tmp_path: Path) -> None:
+    whole = deployed(tmp_path / "fp32", precision="fp32", cache=False)
+    sizes = []
+    for bundle in (by_tensor, whole):
+        weights = ir.load(bundle.file(CANONICAL)).graph.initializers.values()
+        sizes.append(sum(value.const_value.nbytes for value in weights if value.const_value is not None))
+    head = 4 * 128 * WIDTH
+    assert sizes[0] - head < 0.3 * (sizes[1] - head)
+
+
+def test_real_sizes_outside_the_data_are_right(by_tensor: Bundle) -> None:
+    module, _ = made(Block)
+    with attnforge.load(by_tensor, backend="onnxruntime-cpu") as session:
+        for batch, tokens in ((1, 1), (4, 24), (3, 7)):
+            x = torch.randn(batch, tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
+            got = session(x)
+            assert isinstance(got, Tensor)
+            assert relative_error(got.double().numpy(), module.double()(x.double()).detach().numpy()) < 0.02
+
+
+def test_inspect_says_what_is_in_8_bits(by_tensor: Bundle) -> None:
+    shown = CliRunner().invoke(app, ["inspect", str(by_tensor.path)]).output
+    assert "6 products" in shown and "by tensor" in shown and "onnxruntime: 6 of 6 multiplied in 8 bits" in shown
+    document = json.loads(CliRunner().invoke(app, ["inspect", str(by_tensor.path), "--json"]).output)
+    assert document["quantised"]["type"] == "int8" and document["targets"]["onnxruntime"]["eight_bit"] == 6
+
+
+def test_without_data_each_token_has_a_range(tmp_path: Path) -> None:
+    bundle = deployed(tmp_path / "b", max_error=0.05)
+    assert {product.by for product in of(bundle).products} == {"token"} and of(bundle).calibrated == 0
+    assert attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"]).passed
+
+
+@pytest.mark.parametrize("capability", ["SM89", "SM120"])
+def test_tensorrt_multiplies_in_8_bits_beside_fused_attention(tmp_path: Path, capability: str) -> None:
+    """With dynamic batch and tokens; attention in fp16, for which TensorRT has a fused kernel."""
+    bundle = deployed(
+        tmp_path / "b", data=real(1), max_error=0.05, targets=["tensorrt_rtx"], compute_capabilities=[capability]
+    )
+    record = bundle.manifest.targets["tensorrt_rtx"]
+    assert record.eight_bit == 6 and record.attention_precision == "fp16" and record.without is None
+    assert bundle.manifest.attention.fused["tensorrt_rtx"] == 1
+
+
+def test_digits_lose_no_accuracy(tmp_path: Path) -> None:
+    module, args, shapes = build_model("patch-attention-digits")
+    data = real_data("patch-attention-digits", args)
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", shapes, "int8", ["onnxruntime"], tune=False,
+        data=data.inputs, labels=data.labels, metric="accuracy", least=0.95,
+    )  # fmt: skip
+    metric = attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"].metric
+    assert metric is not None and metric.value >= metric.float64 - 0.003
+    assert len(of(bundle).products) == 8
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def test_outlier_channels_are_refused_balanced_or_kept_in_fp32(tmp_path: Path) -> None:
+    """The same gate: refused without data; met with data, by balancing; met without by what stays in fp32."""
+    with pytest.raises(BuildError, match=r"int8 misses what was asked for: an error of .*, where 0\.02 is allowed"):
+        deployed(tmp_path / "b", Outliers, max_error=0.02)
+    assert not (tmp_path / "b").exists()
+    quantised = of(deployed(tmp_path / "balanced", Outliers, max_error=0.02, data=real()))
+    assert quantised.kept == {} and quantised.error <= 0.02 and any(p.balanced for p in quantised.products)
+    some = of(deployed(tmp_path / "some", Outliers, "auto-int8", max_error=0.02))
+    assert 0 < len(some.kept) < 6 and some.error <= 0.02
+    assert len(some.products) + len(some.kept) == 6 and len(some.steps) > 1
+    assert attnforge.verify(tmp_path / "some", ["onnxruntime-cpu"]).passed
+
+
+def test_a_metric_that_is_missed_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"cosine 0\.9999\d+, where 0.999999 is to be reached"):
+        deployed(tmp_path / "b", data=real(), metric="cosine", least=0.999999)
+    bundle = deployed(tmp_path / "b", data=real(), metric="cosine", least=0.999)
+    report = attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+    assert report.metric is not None and report.metric.value >= 0.999
+
+
+def test_where_nothing_may_be_in_8_bits_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="no product may be in 8 bits for what was asked for"):
+        deployed(tmp_path / "b", precision="auto-int8", max_error=1e-9)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+BAD: dict[str, tuple[dict[str, Any], type[AttnforgeError], str]] = {
+    "nothing says how much": ({}, UsageError, "nothing says by how much it may; give max_error"),
+    "a metric without least": ({"metric": "cosine", "data": real(1)}, UsageError, "the least that it is to reach"),
+    "an error beyond one": ({"max_error": 2.0}, UsageError, "give a relative one, between 0 and 1"),
+    "int8 attention": (
+        {"precision": "fp32", "attention_precision": "int8"}, UsageError, "which no TensorRT fuses",
+    ),
+    "an unknown type": ({"precision": "int7", "max_error": 0.1}, UnknownNameError, "int8"),
+    "data of another shape": (
+        {"max_error": 0.1, "data": [(torch.randn(2, TOKENS, WIDTH + 1),)]}, InputError, "is 65",
+    ),
+    "data of another name": (
+        {"max_error": 0.1, "data": [{"y": torch.randn(1, 1, WIDTH)}]}, InputError, "real data has 'y'",
+    ),
+    "data without an input": ({"max_error": 0.1, "data": [{}]}, InputError, "input 'x' is missing"),
+    "an error for fp16": ({"precision": "fp16", "max_error": 0.1}, UsageError, "is for precision auto or int8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_told(name: str, tmp_path: Path) -> None:
+    options, error, message = BAD[name]
+    with pytest.raises(error, match=message) as raised:
+        deployed(tmp_path / "b", **options)
+    assert "\n" not in str(raised.value) and not (tmp_path / "b").exists()
+
+
+def test_a_model_without_products_worth_it_is_told(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = x[:, None]
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+    with pytest.raises(UsageError, match="no product of this model is worth 8 bits"):
+        deployed(tmp_path / "b", Bare, max_error=0.1)
+
+
+def test_the_cli_takes_real_inputs_from_files(tmp_path: Path) -> None:
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    image = np.random.default_rng(0).random((3, 1, 8, 8), np.float32)
+    np.savez(folder / "a.npz", image=image)
+    np.savez(folder / "b.npz", image=image[:1])
+    given = ["deploy", "patch-attention-digits", "--precision", "int8", "--max-error", "0.1", "--target", "onnxruntime"]
+    run = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "b"), "--calibrate", str(folder), "--no-tune"])
+    assert run.exit_code == 0, run.output
+    assert of(Bundle(tmp_path / "b")).calibrated == 2
+    np.savez(folder / "c.npz", picture=image)
+    for wrong, message in (
+        (folder, "the model has no input 'picture'; it takes image"),
+        (tmp_path, "holds no real inputs; give an .npz"),
+        (tmp_path / "none.npz", "holds no real inputs; give an .npz"),
+    ):
+        run = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "c"), "--calibrate", str(wrong)])
+        assert isinstance(run.exception, AttnforgeError) and message in str(run.exception)
