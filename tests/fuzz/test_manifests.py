@@ -43,6 +43,7 @@ def fill(document: Any) -> None:
         "tuning": {"processors": 2, "sizes": sizes, "seconds": 1.0},
         "session": {"machine": MACHINE, "version": "1.0", "threads": 1, "optimized": model, "measured": {"1": 1.0}},
         "attention_precision": None,
+        "eight_bit": 1,
     }
     document["targets"]["tensorrt_rtx"] |= {
         "attention_precision": "fp16",
@@ -57,6 +58,11 @@ def fill(document: Any) -> None:
     document |= {
         "mixed": {"low": "fp16", "max_error": 0.01, "exactly": True, "error": 0.001, "regions": [region],
                   "low_flops": 0.5, "trials": 2, "steps": ["all low"]},
+        "quantised": {
+            "type": "int8", "max_error": 0.1, "error": 0.01, "calibrated": 1, "share": 0.9, "kept": {"b": "its error"},
+            "products": [{"name": "a", "module": "m", "by": "token", "balanced": True, "error": 0.01}],
+            "steps": ["all in 8 bits"],
+        },
         "metric": None,
         "choice": {"machine": MACHINE, "versions": {"onnxruntime": "1"}, "sizes": sizes, "picked": "onnxruntime-cpu",
                    "milliseconds": {"onnxruntime-cpu": 1.0}, "dropped": {"openvino": "slower"}, "seconds": 1.0},

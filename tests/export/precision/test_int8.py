@@ -246,7 +246,7 @@ def test_a_deployment_is_verified_on_every_backend_here(by_tensor: Bundle) -> No
     assert len(quantised.products) == 6 and quantised.kept == {} and quantised.calibrated == 4
     assert quantised.share > 0.7 and 0 < quantised.error <= 0.05
     assert manifest.targets["onnxruntime"].eight_bit == 6
-    assert manifest.attention.fused["onnxruntime"] == 1
+    assert manifest.attention.canonical == 1
 
 
 def test_weights_are_stored_in_8_bits(by_tensor: Bundle, tmp_path: Path) -> None:
