@@ -81,11 +81,12 @@ def bench(
 
     Example: `attnforge bench my-encoder-fp32 --against eager --trust-source`
     """
-    from attnforge.benchmarks.contenders.peers import peers_here
+    from attnforge.benchmarks.contenders.registry import peers_here
     from attnforge.benchmarks.measure import results as files
     from attnforge.benchmarks.measure.compare import compare
     from attnforge.benchmarks.report.bench_page import write_page
     from attnforge.benchmarks.report.plots import save_plots
+    from attnforge.bundle import open_bundle
     from attnforge.files import check_writable
     from attnforge.report.render import check_page
 
@@ -94,12 +95,15 @@ def bench(
         check_page(html, force)
     if plots is not None:
         check_writable(plots / "plot.png")
+    peers = list(against or ())
+    if "all" in peers:
+        peers = peers_here({open_bundle(one, trusted=trusted).manifest.precision for one in bundle})
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     with stages_shown(as_json) as progress:
         results = attnforge.benchmark(
             bundle,
             backend,
-            peers_here() if "all" in (against or ()) else against or (),
+            peers,
             sizes=[options.sizes(text) for text in shapes or ()] or None,
             rounds=rounds,
             openings=openings,

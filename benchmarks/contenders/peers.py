@@ -32,7 +32,6 @@ from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.sources.named import check_trusted, rebuild
 from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.torch_module import capture
-from attnforge.machine import cuda_devices
 from attnforge.precision import Precision, precision_named
 from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import as_written, at_precision, doubled, named_outputs, run, torch_dtype
@@ -71,7 +70,7 @@ class PeerJob(Setup):
             return rebuild(manifest.source, self.trust_source).module
         check_trusted(manifest.source, self.trust_source)
         ranges = {name: tuple(map(int, str(text).split(":"))) for name, text in manifest.source.options.items()}
-        return import_graph(manifest.source.name, ranges, manifest.precision)  # type: ignore[arg-type]
+        return import_graph(manifest.source.name, ranges, manifest.eager_precision)  # type: ignore[arg-type]
 
     def torch_module(self) -> torch.nn.Module:
         """The module at the bundle's precision.
@@ -212,7 +211,7 @@ def _open_torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
 # --- the exporter's graph ---------------------------------------------------------------------------------------------
 
 
-def _plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
+def plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
     """The exporter's graph, untouched, at the bundle's precision or a wider one, with the bundle's dynamic dims."""
     precision = precision_named(wide_precision or job.precision.name)
     file = job.folder / f"plain-{precision.name}.onnx"
@@ -232,7 +231,7 @@ def _plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
 
 def _wide_file(job: PeerJob) -> Path:
     """The exporter's graph in fp32, for OpenVINO, which converts it to the precision that it is told."""
-    return _plain_file(job, "fp32")
+    return plain_file(job, "fp32")
 
 
 def _older_file(job: PeerJob) -> Path:
@@ -378,7 +377,7 @@ def fused_operators(model: onnx.ModelProto) -> int:
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
-PEERS: dict[str, Peer] = {
+FLOATING: dict[str, Peer] = {
     "eager": Peer("the module as its author wrote it", module=_open_eager),
     "eager-sdpa": Peer("the module with torch's fused attention", module=_open_sdpa),
     "torch-compile": Peer(
@@ -391,28 +390,21 @@ PEERS: dict[str, Peer] = {
         module=_open_flex,
         any_sizes=False,
     ),
-    "onnxruntime-plain": Peer("ONNX Runtime on the exporter's graph", "onnxruntime", _plain_file),
+    "onnxruntime-plain": Peer("ONNX Runtime on the exporter's graph", "onnxruntime", plain_file),
     "onnxruntime-optimizer": Peer(
         "ONNX Runtime after onnxruntime.transformers.optimizer", "onnxruntime", _by_optimizer
     ),
     "ort-fusions": Peer("ONNX Runtime after onnxscript's ort_fusions", "onnxruntime", _by_fusions),
     "openvino-plain": Peer("OpenVINO on the exporter's graph", "openvino", _wide_file),
     "openvino-static": Peer("the same, compiled for these sizes alone", "openvino-static", _wide_file, any_sizes=False),
-    "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", _plain_file),
+    "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", plain_file),
     "torch-tensorrt": Peer(
         "the module through Torch-TensorRT",
         module=_open_torch_tensorrt,
         any_sizes=False,
     ),
 }
-"""By name."""
-
-ON_GPU = ("onnxruntime-cuda-plain", "torch-tensorrt")
-
-
-def peers_here() -> list[str]:
-    """The peers that can run on a machine like this one: those on a GPU only where it has one."""
-    return [name for name in PEERS if name not in ON_GPU or cuda_devices()]
+"""Those that compute in floating point, by name."""
 
 
 def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict[str, tuple[Array, Array]]:

@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from attnforge.benchmarks.contenders.peers import ON_GPU as GPU_PEERS
-from attnforge.benchmarks.contenders.peers import PEERS, with_threads
+from attnforge.benchmarks.contenders.peers import with_threads
+from attnforge.benchmarks.contenders.registry import ON_GPU as GPU_PEERS
+from attnforge.benchmarks.contenders.registry import PEERS
 from attnforge.benchmarks.measure.ceilings import measure_ceilings
 from attnforge.benchmarks.measure.experiment import Experiment, Progress, case_at
 from attnforge.benchmarks.measure.limits import Ceilings, limit_seconds
@@ -62,7 +63,7 @@ def benchmark(
     Args:
         bundle: a bundle or its folder; or several of one model at several precisions, measured in one run.
         backends: by default every deployed one that this machine can run.
-        against: names of peers (:data:`attnforge.benchmarks.contenders.peers.PEERS`); peers in torch need the module.
+        against: names of peers (`attnforge.benchmarks.contenders.registry`); peers in torch need the module.
         sizes: of the dynamic dims, by symbol; or a sequence of such, each measured for itself. By default the
             example's.
         rounds: how often every contender has a turn.

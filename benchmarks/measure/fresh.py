@@ -141,7 +141,8 @@ def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
         return open_backend(order.contender, setup, stack)
     if order.file is not None:
         return ENGINES[order.engine](setup, Path(order.file), stack)
-    from attnforge.benchmarks.contenders.peers import PEERS, PeerJob
+    from attnforge.benchmarks.contenders.peers import PeerJob
+    from attnforge.benchmarks.contenders.registry import PEERS
 
     if order.trust_source:
         os.chdir(order.stands)  # the current folder is on no path of imports, but the source's files may be beside it

@@ -16,11 +16,15 @@ from pathlib import Path
 
 from attnforge.arrays import Array, is_floating
 from attnforge.benchmarks.contenders.engines import Runner, open_backend, why_no_products
-from attnforge.benchmarks.contenders.peers import PEERS, PeerJob, expected
+from attnforge.benchmarks.contenders.peers import PeerJob, expected
+from attnforge.benchmarks.contenders.registry import PEERS
 from attnforge.benchmarks.measure.experiment import Experiment, case_at
 from attnforge.benchmarks.measure.results import Cases, Contender
-from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle
+from attnforge.bundle import CANONICAL, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import BundleError, UnavailableError, first_line
+from attnforge.export.diagnosis.stages import sites_of, written_out
+from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.saving import load_graph
 from attnforge.export.reference import kept
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
@@ -129,8 +133,12 @@ class Yardstick:
         precisions = {budget_precision(manifest, name).name for name in BACKENDS} | {manifest.precision}
         self._outputs = {}
         for name in precisions:
-            at = precision_named("fp32" if manifest.mixed is not None else name)
-            for output, (eager, exact) in expected(self.job.module, at, feeds).items():
+            at = precision_named(name if manifest.eager_precision == manifest.precision else manifest.eager_precision)
+            answers = expected(self.job.module, at, feeds)
+            if manifest.quantised is not None:  # eager is the same Q/DQ
+                again = as_it_is(written_out(load_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
+                answers = {output: (again[output].reshape(-1), exact) for output, (_, exact) in answers.items()}
+            for output, (eager, exact) in answers.items():
                 is_own = name == manifest.precision  # a bundle that chose its precisions is compared with fp32
                 self._outputs |= kept(eager, case, reference.key(case, output, "eager" if is_own else name))
                 self._outputs |= kept(exact, case, reference.key(case, output, "float64")) if is_own else {}

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnforge.benchmarks.contenders.peers import PEERS
+from attnforge.benchmarks.contenders.registry import PEERS
 from attnforge.benchmarks.measure import fresh
 from attnforge.benchmarks.measure.experiment import Experiment
 from attnforge.benchmarks.measure.race import Entry

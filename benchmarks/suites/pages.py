@@ -16,6 +16,7 @@ from attnforge.benchmarks.measure import results
 from attnforge.benchmarks.publish import RESULTS
 from attnforge.benchmarks.suites import (
     deploy_costs,
+    eight_bits,
     false_alarms,
     fusion,
     masks,
@@ -40,6 +41,7 @@ OTHERS = {
     "real-sizes": ("real_sizes.json", real_sizes.table),
     "real-sizes-growth": ("real_sizes.json", real_sizes.growth),
     "deploy-costs": ("deploy_costs.json", deploy_costs.table),
+    "eight-bits": ("eight_bits.json", eight_bits.table),
     "masks": ("masks.json", masks.table),
     "overhead": ("overhead.json", overhead.table),
     "scaling": ("scaling.json", scaling.table),

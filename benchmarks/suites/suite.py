@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 import attnforge
-from attnforge.benchmarks.contenders.peers import peers_here
+from attnforge.benchmarks.contenders.registry import peers_here
 from attnforge.benchmarks.measure import results as files
 from attnforge.benchmarks.measure.bench import finished, measure, new_results
 from attnforge.benchmarks.measure.compare import compare

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnforge.benchmarks.contenders.peers import PEERS, PeerJob
+from attnforge.benchmarks.contenders.peers import PeerJob
+from attnforge.benchmarks.contenders.registry import PEERS
 from attnforge.benchmarks.measure.results import Fit, Growth, Results, Series
 from attnforge.benchmarks.suites import masks
 from attnforge.errors import UnavailableError

@@ -23,8 +23,9 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.benchmarks.contenders import peers
-from attnforge.benchmarks.contenders.peers import PEERS, Peer, PeerJob, peers_here, using_sdpa
+from attnforge.benchmarks.contenders.peers import Peer, PeerJob, using_sdpa
+from attnforge.benchmarks.contenders.quantised import QUANTISED
+from attnforge.benchmarks.contenders.registry import ON_GPU, PEERS, peers_here
 from attnforge.benchmarks.measure import bench, ceilings, fresh, limits, race, throughput
 from attnforge.benchmarks.measure import results as found
 from attnforge.benchmarks.measure.experiment import Experiment, case_at
@@ -291,7 +292,7 @@ def test_what_cannot_run_is_a_result(bundle: Bundle, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 def test_every_peer_of_a_cpu_is_right_and_timed(bundle: Bundle) -> None:
-    named = [name for name in PEERS if name not in (*peers.ON_GPU, "torch-compile", "flex-attention")]
+    named = [name for name in PEERS if name not in (*ON_GPU, *QUANTISED, "torch-compile", "flex-attention")]
     (model,) = attnforge.benchmark(bundle, None, named, sizes={"batch": 2, "tokens": 7}, rounds=3, quick=True).models
     assert model.wrong == {} and model.sizes == {"batch": 2, "tokens": 7}
     assert {one.name for one in model.contenders} == {"onnxruntime-cpu", "openvino", *named}, model.skipped
@@ -373,7 +374,8 @@ def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(
 
 
 def test_without_a_gpu_no_peer_of_one_is_asked_for() -> None:
-    assert set(PEERS) - set(peers_here()) in (set(), set(peers.ON_GPU))
+    assert set(PEERS) - set(peers_here()) - set(QUANTISED) in (set(), set(ON_GPU))
+    assert set(peers_here(["int8"])) == {*peers_here(), *QUANTISED}
 
 
 # --- openings ---------------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def test_one_range_for_all_is_for_what_a_norm_computes_on_real_data() -> None:
 
 @pytest.fixture(scope="module")
 def by_tensor(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return deployed(tmp_path_factory.mktemp("int8") / "b", data=real(), max_error=0.05, tune=True)
+    return deployed(tmp_path_factory.mktemp("int8") / "b", data=real(), max_error=0.05)
 
 
 def test_a_deployment_is_verified_on_every_backend_here(by_tensor: Bundle) -> None:

@@ -1,0 +1,104 @@
+"""Peers of a bundle in 8 bits: the tools that quantise models for ONNX Runtime and OpenVINO, as their makers advise.
+
+Each starts from the exporter's fp32 graph, and calibrates on the bundle's real data where it needs some.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attnforge.arrays import Array
+from attnforge.benchmarks.contenders.peers import Peer, PeerJob, plain_file
+from attnforge.errors import UnavailableError
+from attnforge.quiet import quiet
+from attnforge.runtime.cases import make_inputs
+from attnforge.runtime.parity.verify import stored_inputs
+
+PRODUCTS = ["MatMul", "Gemm"]
+
+
+def _fp32_file(job: PeerJob) -> Path:
+    """The exporter's graph in fp32.
+
+    Raises:
+        UnavailableError: the bundle is in no 8 bits, so nobody asked for a quantised peer.
+    """
+    if job.bundle.manifest.quantised is None:
+        raise UnavailableError(f"it quantises to 8 bits, and the bundle is {job.precision.name}")
+    return plain_file(job, "fp32")
+
+
+def _real_data(job: PeerJob) -> list[dict[str, Array]]:
+    """The bundle's real inputs.
+
+    Raises:
+        UnavailableError: it was deployed without.
+    """
+    manifest, stored = job.bundle.manifest, stored_inputs(job.bundle)
+    data = [make_inputs(case, manifest.inputs, stored) for case in manifest.cases if case.kind == "data"]
+    if not data:
+        raise UnavailableError("it calibrates on real data, and the bundle was deployed without")
+    return data
+
+
+def _dynamic_file(job: PeerJob) -> Path:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    file = job.folder / "onnxruntime-dynamic.onnx"
+    if not file.exists():
+        with quiet():
+            quantize_dynamic(
+                _fp32_file(job), file, PRODUCTS, per_channel=True, weight_type=QuantType.QInt8,
+                use_external_data_format=True, extra_options={"MatMulConstBOnly": True},
+            )  # fmt: skip
+    return file
+
+
+def _static_file(job: PeerJob) -> Path:
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self, data: Iterator[dict[str, Array]]) -> None:
+            self._data = data
+
+        def get_next(self) -> dict[str, Array] | None:
+            return next(self._data, None)
+
+    file = job.folder / "onnxruntime-static.onnx"
+    if not file.exists():
+        source, data = _fp32_file(job), _real_data(job)
+        with quiet():
+            quantize_static(
+                source, file, Reader(iter(data)), QuantFormat.QDQ, PRODUCTS, per_channel=True,
+                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+                use_external_data_format=True, extra_options={"MatMulConstBOnly": True},
+            )  # fmt: skip
+    return file
+
+
+def _nncf_file(job: PeerJob) -> Path:
+    if importlib.util.find_spec("nncf") is None:
+        raise UnavailableError("nncf is not installed; pip install nncf")
+    import openvino
+
+    nncf: Any = importlib.import_module("nncf")
+    file = job.folder / "openvino-nncf.xml"
+    if not file.exists():
+        source, data = _fp32_file(job), _real_data(job)
+        with quiet():
+            model = openvino.Core().read_model(source)
+            transformer = nncf.ModelType.TRANSFORMER
+            model = nncf.quantize(model, nncf.Dataset(data), model_type=transformer, subset_size=len(data))
+            openvino.save_model(model, file, compress_to_fp16=False)
+    return file
+
+
+QUANTISED: dict[str, Peer] = {
+    "onnxruntime-dynamic": Peer("ONNX Runtime's own quantize_dynamic", "onnxruntime", _dynamic_file),
+    "onnxruntime-static": Peer("ONNX Runtime's own quantize_static", "onnxruntime", _static_file),
+    "openvino-nncf": Peer("OpenVINO on what NNCF quantised, for transformers", "openvino", _nncf_file),
+}
+"""By name."""

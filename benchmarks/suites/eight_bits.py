@@ -1,0 +1,238 @@
+"""Models in 8 bits beside the same in fp32 and bf16, and beside what others quantise, in one run.
+
+`python -m attnforge.benchmarks.suites.eight_bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
+quantise it, holds all to the same gate on sentences that calibrated nothing, and times those that pass, in turns. It
+writes `benchmarks/results/eight_bits.json`, and ends with 1 where a limit is broken.
+"""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.benchmarks.contenders.engines import ENGINES
+from attnforge.benchmarks.contenders.peers import PeerJob
+from attnforge.benchmarks.contenders.quantised import QUANTISED
+from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
+from attnforge.benchmarks.suites.huggingface import minilm
+from attnforge.benchmarks.suites.published import SENTENCES, Published
+from attnforge.bundle import WEIGHTS, Bundle
+from attnforge.errors import first_line
+from attnforge.export.sources.named import build
+from attnforge.export.sources.widened import Float64
+from attnforge.machine import processors
+from attnforge.model.registry import Example
+from attnforge.runtime.parity.budget import relative_error
+from attnforge.runtime.turns import race
+
+COMMAND = "python -m attnforge.benchmarks.suites.eight_bits"
+FILE = RESULTS / "eight_bits.json"
+
+TOKENS, BATCH = 128, 8
+SUBJECTS = {
+    "BERT-base, random weights": Published("bert", "encoder", "BertModel", {}, {"tokens": TOKENS, "batch": 1}),
+    "all-MiniLM-L6-v2": Published("minilm", "encoder", SENTENCES, {}, {"tokens": TOKENS, "batch": 1}),
+}
+GATE = {"max_error": 0.1}
+"""What quantising may cost: the relative error of sentences' embeddings, or of tokens', which is a cosine of 0.995."""
+
+OF_FP32, OF_PEERS, OF_BF16 = 1 / 1.8, 1.05, 1.0
+"""What int8 may take of the time of fp32, of the fastest quantised peer that passes, and of bf16."""
+
+CALIBRATE, TRY = 48, 240
+"""Sentences that calibrate, and others that the gate is measured on."""
+
+Runner = Callable[[dict[str, Array]], Mapping[str, Array]]
+
+
+def sentences(count: int) -> list[str]:
+    """Real English sentences: of Python's own reference, which comes with it."""
+    found: dict[str, None] = {}
+    for text in pydoc_data.topics.topics.values():
+        for paragraph in re.split(r"\n\s*\n", text):
+            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split())):
+                if 40 <= len(sentence) <= 300 and re.fullmatch(r"[A-Z][a-z][\w ,;'’()-]+\.", sentence):
+                    found[sentence] = None
+    return list(found)[:count]
+
+
+def tokenized(texts: Sequence[str], names: Sequence[str]) -> list[dict[str, Array]]:
+    """Batches of sentences as the models take them: ids of BERT's uncased vocabulary, padded in each batch."""
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(str(minilm()))
+    batches = [list(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+    made = [tokens(batch, padding=True, truncation=True, max_length=TOKENS, return_tensors="np") for batch in batches]
+    return [{name: encoded[name].astype(np.int64) for name in names} for encoded in made]
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
+    rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 15,
+    threads: int = processors(),
+) -> None:
+    """Measure, write the figures, and end with 1 where a limit is not kept."""
+    console = Console(stderr=True)
+    measured = {}
+    for name, model in SUBJECTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            example = build(model.source(Path(folder)), dict(model.options), None)[0]
+            measured[name] = measure(example, Path(folder), rounds, threads, partial(console.print, f"{name}:"))
+        write_figures(COMMAND, threads, results, models=measured)
+    show(results, table)
+    raise typer.Exit(bool(broken(measured)))
+
+
+def measure(example: Example, folder: Path, rounds: int, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """What every contender errs by, weighs and takes, at a batch of one and all tokens."""
+    names = list(example.dynamic_shapes or {})
+    texts = sentences(CALIBRATE + TRY)
+    calibrating, tried = tokenized(texts[:CALIBRATE], names), tokenized(texts[CALIBRATE:], names)
+    exact = Float64(example.module)
+    truth = [_first(exact(feeds)) for feeds in tried]
+    bundles = {}
+    for precision in ("fp32", "bf16", "int8"):
+        say(f"deploy {precision}")
+        options = {"data": calibrating, **GATE} if precision == "int8" else {}
+        bundles[precision] = attnforge.deploy(
+            example.module, example.args, folder / precision, example.dynamic_shapes, precision,
+            ["onnxruntime"], cache=False, **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+    timed = _timed(names)
+    contenders: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        runs: dict[str, Runner] = {}
+        for precision, bundle in bundles.items():
+            session = stack.enter_context(attnforge.load(bundle, threads=threads))
+            runs[f"attnforge {precision}"] = session.run
+            contenders[f"attnforge {precision}"] = {"backend": session.backend, "mb": _megabytes(bundle)}
+        job = PeerJob(bundles["int8"], timed, threads, folder, example.module)
+        for name, peer in QUANTISED.items():
+            say(name)
+            try:
+                runs[name] = peer.open(job, stack)
+                contenders[name] = {}
+            except Exception as error:  # what a tool refuses is a result
+                contenders[name] = {"refused": first_line(error)}
+        for name, run in runs.items():
+            say(f"hold {name}")
+            answers = [_first(run(feeds)) for feeds in tried]
+            contenders[name] |= {"error": _error(answers, truth), "cosine": _cosine(answers, truth)}
+            contenders[name]["passes"] = contenders[name]["error"] <= GATE["max_error"]
+        for name in [name for name in runs if name in QUANTISED and QUANTISED[name].engine == "openvino"]:
+            make = QUANTISED[name].file
+            assert make is not None
+            runs[name] = ENGINES["openvino-static"](job, make(job), stack)  # as a session of ours does by itself
+        say("time")
+        times = race({name: partial(run, timed) for name, run in runs.items()}, rounds)
+    for name, turns in times.items():
+        latency = latency_of(turns)
+        contenders[name]["ms"] = latency.median.model_dump()
+        contenders[name]["of_int8"] = ratio_of(times["attnforge int8"], turns).model_dump()
+    quantised = bundles["int8"].manifest.quantised
+    assert quantised is not None
+    return {
+        "contenders": contenders,
+        "sentences": len(texts) - CALIBRATE,
+        "share": quantised.share,
+        "by_token": sum(product.by == "token" for product in quantised.products),
+        "products": len(quantised.products),
+    }
+
+
+def _timed(names: Sequence[str]) -> dict[str, Array]:
+    """One sample of all tokens."""
+    ids = tokenized([" ".join(sentences(16))], names)[0]
+    return {name: array[:, :TOKENS] for name, array in ids.items()}
+
+
+def _first(outputs: Any) -> Array:
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    return np.asarray(next(iter(values)), np.float64)
+
+
+def _error(answers: Sequence[Array], truth: Sequence[Array]) -> float:
+    """The largest relative error of a batch."""
+    return max(relative_error(answer, exact) for answer, exact in zip(answers, truth, strict=True))
+
+
+def _cosine(answers: Sequence[Array], truth: Sequence[Array]) -> float:
+    """The least cosine of a row with float64's."""
+
+    def least(answer: Array, exact: Array) -> float:
+        norms = np.linalg.norm(answer, axis=-1) * np.linalg.norm(exact, axis=-1)
+        return float((np.sum(answer * exact, axis=-1) / norms).min())
+
+    return min(least(answer, exact) for answer, exact in zip(answers, truth, strict=True))
+
+
+def _megabytes(bundle: Bundle) -> float:
+    """MB of the canonical graph with its weights."""
+    files = [bundle.path / "canonical.onnx", bundle.path / WEIGHTS]
+    return sum(file.stat().st_size for file in files if file.exists()) / 1e6
+
+
+def claims(models: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
+    """Model, what int8's time is of, the ratio, and the most that it may be."""
+    found = []
+    for name, model in models.items():
+        of = {key: one["of_int8"]["value"] for key, one in model["contenders"].items() if one.get("passes")}
+        peers = {key: value for key, value in of.items() if key in QUANTISED}
+        found.append((name, "attnforge fp32", of["attnforge fp32"], OF_FP32))
+        found.append((name, "attnforge bf16", of["attnforge bf16"], OF_BF16))
+        if peers:
+            fastest = max(peers, key=lambda key: peers[key])
+            found.append((name, fastest, peers[fastest], OF_PEERS))
+    return found
+
+
+def broken(models: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
+    """The limits that are not kept."""
+    return [claim for claim in claims(models) if claim[2] > claim[3]]
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Every contender, and the limits, as Markdown."""
+    rows = []
+    for name, model in figures["models"].items():
+        for key, one in model["contenders"].items():
+            backend = f", {one['backend']}" if "backend" in one else ""
+            if "refused" in one:
+                rows.append((name, key, "", "", "", "", one["refused"]))
+                continue
+            ms, size = one["ms"], f"{one['mb']:,.0f}" if "mb" in one else ""
+            rows.append(
+                (
+                    name,
+                    key + backend,
+                    f"{ms['value']:.1f} ({ms['low']:.1f}–{ms['high']:.1f})",
+                    size,
+                    f"{one['error']:.1e}",
+                    f"{one['cosine']:.4f}",
+                    "yes" if one["passes"] else "no",
+                )
+            )
+    header = ("model", "contender", "ms (95%)", "MB", "error", "least cosine", "within 0.1")
+    limits = [
+        (name, against, f"{value:.2f}", f"{most:.2f}", "yes" if value <= most else "no")
+        for name, against, value, most in claims(figures["models"])
+    ]
+    kept = markdown_table(("model", "int8's time, of that of", "measured", "at most", "kept"), limits, 2)
+    return f"{markdown_table(header, rows, 2)}\n\n{kept}\n\n{where(figures)}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

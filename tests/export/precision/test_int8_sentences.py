@@ -1,0 +1,43 @@
+"""all-MiniLM-L6-v2 with its trained weights in 8 bits, on real sentences that calibrated nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import attnforge
+from attnforge.benchmarks.suites.eight_bits import sentences, tokenized
+from attnforge.benchmarks.suites.huggingface import minilm
+from attnforge.export.sources.named import build
+from attnforge.export.sources.widened import Float64
+
+CALIBRATING, TRIED = 32, 208
+
+
+@pytest.mark.usefixtures("warm_builder")
+def test_embeddings_of_200_sentences_stay_where_they_are(tmp_path: Path) -> None:
+    """Every cosine to float64 is 0.99 and more; all products but none is in fp32, and the weights of products take a
+    quarter."""
+    example = build(f"hf:{minilm()}", {}, None)[0]
+    texts = sentences(CALIBRATING + TRIED)
+    assert len(texts) == CALIBRATING + TRIED
+    names = list(example.dynamic_shapes)
+    calibrating = tokenized(texts[:CALIBRATING], names)
+    bundle = attnforge.deploy(
+        example.module, example.args, tmp_path / "b", example.dynamic_shapes, "int8", ["onnxruntime"], tune=False,
+        data=calibrating, metric="cosine", least=0.995,
+    )  # fmt: skip
+    quantised = bundle.manifest.quantised
+    assert quantised is not None and quantised.kept == {} and len(quantised.products) == 36
+    assert quantised.share > 0.9 and bundle.manifest.targets["onnxruntime"].eight_bit == 36
+    assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
+    exact, cosines = Float64(example.module), []
+    with attnforge.load(bundle, backend="onnxruntime-cpu") as session:
+        for feeds in tokenized(texts[CALIBRATING:], names):
+            (got,), (true,) = session.run(feeds).values(), exact(feeds).values()
+            truth = true.detach().numpy()
+            norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(truth, axis=-1)
+            cosines += list(np.sum(got * truth, axis=-1) / norms)
+    assert len(cosines) >= 200 and min(cosines) >= 0.99
