@@ -32,6 +32,9 @@ DEGREES = (0.5, 0.65, 0.8, 0.9)
 HEADROOM = 1.2
 """How many times the largest number of the data one scale for all is to hold."""
 
+PAYS = 1.25
+"""How many times less a balanced form has to err."""
+
 NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization")
 
 AS_GOOD, GOOD = 1.5, 0.01
@@ -108,9 +111,13 @@ def _best(rows: Array, peak: Array, weight: Array, degrees: Sequence[float], may
         tried = _tried(rows, peak, weight, exact, balance)
         by_token.append(tried(False))
         by_tensor += [tried(True)] if may_be_static else []
-    best = min(by_token, key=lambda form: form.error)
-    static = min(by_tensor, key=lambda form: form.error, default=best)
+    best, static = _least(by_token), _least(by_tensor or by_token)
     return static if static.error <= max(AS_GOOD * best.error, GOOD) else best
+
+
+def _least(forms: Sequence[Form]) -> Form:
+    """The form that errs least; a balanced one, which takes a pass over the input more, where it is clearly better."""
+    return min(forms, key=lambda form: form.error * (1 if form.balance is None else PAYS))
 
 
 def _tried(rows: Array, peak: Array, weight: Array, exact: Array, balance: Array | None) -> Callable[[bool], Form]:
