@@ -329,9 +329,9 @@ def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
     ("arguments", "error", "message"),
     [
         (
-            {"precision": "int8"},
+            {"precision": "int4"},
             UnknownNameError,
-            "unknown precision 'int8'; known: auto, auto-bf16, auto-fp16, bf16, fp16, fp32, tf32",
+            "unknown precision 'int4'; known: auto, auto-bf16, auto-fp16, auto-int8, bf16, fp16, fp32, int8, tf32",
         ),
         ({"targets": ["onnx"]}, UnknownNameError, "unknown target 'onnx'; known: onnxruntime, tensorrt, tensorrt_rtx"),
         ({"targets": []}, UsageError, "no target was given"),
