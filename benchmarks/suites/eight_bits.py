@@ -1,7 +1,7 @@
 """Models in 8 bits beside the same in fp32 and bf16, and beside what others quantise, in one run.
 
 `python -m attnforge.benchmarks.suites.eight_bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
-quantise it, holds all to the same gate on sentences that calibrated nothing, and times those that pass, in turns. It
+quantise it, holds all to the same gate on sentences that calibrated nothing, and times all in turns. It
 writes `benchmarks/results/eight_bits.json`, and ends with 1 where a limit is broken.
 """
 
@@ -180,7 +180,8 @@ def _cosine(answers: Sequence[Array], truth: Sequence[Array]) -> float:
 
 
 def _megabytes(bundle: Bundle) -> float:
-    """MB of the canonical graph with its weights."""
+    """MB of the canonical graph and of the weights that the bundle's graphs share; of 16 bits those are there in fp32
+    too, for ONNX Runtime."""
     files = [bundle.path / "canonical.onnx", bundle.path / WEIGHTS]
     return sum(file.stat().st_size for file in files if file.exists()) / 1e6
 
