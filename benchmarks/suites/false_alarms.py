@@ -4,6 +4,7 @@
 twice: usual ones (:mod:`attnforge.benchmarks.suites.random_models`), and ones whose inputs are hostile
 (:mod:`attnforge.benchmarks.suites.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
 model the plan of TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
+`--draw int8 --results benchmarks/results/false_alarms_int8.json` puts the products of the usual models in 8 bits.
 
 A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
 (:mod:`attnforge.runtime.parity.budget`). Such models are counted apart, as are models that deploy refuses.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +29,7 @@ import attnforge
 from attnforge.arrays import is_floating
 from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
 from attnforge.benchmarks.suites.hostile_models import draw_hostile, make_hostile
-from attnforge.benchmarks.suites.random_models import PRECISIONS, Recipe, draw, make
+from attnforge.benchmarks.suites.random_models import Recipe, draw, make
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
@@ -37,21 +38,32 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.precision.emulation import emulate
 from attnforge.export.tensorrt.build import Plan, build
 from attnforge.model.registry import Example
-from attnforge.precision import precision_named
+from attnforge.precision import PRECISIONS, precision_named
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import stored_inputs
 
 COMMAND = "python -m attnforge.benchmarks.suites.false_alarms"
+ANY_COST = 0.9
+"""What quantising may cost a random model: whether the deployment is the quantised model is asked here, not whether
+that is a good one."""
+
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
-Draw = Literal["usual", "hostile"]
+Draw = Literal["usual", "hostile", "int8"]
+
+
+def draw_in_8_bits(seed: int) -> Recipe:
+    """A usual model's recipe, with its products in 8 bits."""
+    return replace(draw(seed), precision="int8")
+
 
 DRAWS: Mapping[Draw, tuple[Callable[[int], Recipe], Callable[[Recipe], Example]]] = {
     "usual": (draw, make),
     "hostile": (draw_hostile, make_hostile),
+    "int8": (draw_in_8_bits, make),
 }
 """By name, what draws recipes and what makes their models."""
 
@@ -60,11 +72,13 @@ def main(
     results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "false_alarms.json",
     count: Annotated[int, typer.Option(help="How many models of each draw to deploy.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
+    drawn: Annotated[Draw | None, typer.Option("--draw", help="What to draw alone; else usual and hostile.")] = None,
 ) -> None:
     """Deploy and verify, and write the figures."""
     console = Console()
     outcomes: dict[Draw, list[Outcome]] = {}
-    for name, (recipe_of, model_of) in DRAWS.items():
+    for name in (drawn,) if drawn is not None else ("usual", "hostile"):
+        recipe_of, model_of = DRAWS[name]
         for seed in range(first, first + count):
             outcome = tried(recipe_of(seed), model_of)
             outcomes.setdefault(name, []).append(outcome)
@@ -126,7 +140,7 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
         try:
             bundle = attnforge.deploy(
                 module, args, Path(folder) / "b", shapes, recipe.precision, ["onnxruntime"], recipe.kind,
-                tune=False, cache=False,
+                tune=False, cache=False, max_error=ANY_COST if recipe.precision == "int8" else None,
             )  # fmt: skip
         except AttnforgeError as error:
             outcome.refused = str(error)
@@ -175,6 +189,8 @@ def margin(comparison: Comparison) -> float:
 def write_outcomes(outcomes: Mapping[Draw, Sequence[Outcome]], first: int, count: int, results: Path) -> None:
     """Write what became of `count` seeds of every draw, from `first` on."""
     command = f"{COMMAND} --count {count}" + (f" --first {first}" if first else "")
+    if len(outcomes) == 1:
+        command += "".join(f" --draw {name}" for name in outcomes)
     draws = {name: summary(of_draw) for name, of_draw in outcomes.items()}
     write_figures(command, torch.get_num_threads(), results, seeds=[first, first + count - 1], draws=draws)
 

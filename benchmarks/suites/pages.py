@@ -49,6 +49,7 @@ OTHERS = {
     "triton-load": ("triton_load.json", triton_load.table),
     "ray-load": ("ray_load.json", ray_load.table),
     "false-alarms": ("false_alarms.json", false_alarms.table),
+    "false-alarms-int8": ("false_alarms_int8.json", false_alarms.table),
 }
 
 

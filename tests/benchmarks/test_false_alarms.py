@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from attnforge.benchmarks.suites.false_alarms import DRAWS, Outcome, summary, table, tried, write_outcomes
+from attnforge.benchmarks.suites.false_alarms import (
+    DRAWS,
+    Outcome,
+    draw_in_8_bits,
+    summary,
+    table,
+    tried,
+    write_outcomes,
+)
 from attnforge.benchmarks.suites.hostile_models import HOSTILE, draw_hostile, make_hostile
 from attnforge.benchmarks.suites.random_models import KINDS, PRECISIONS, Recipe, draw
 from attnforge.bundle import Case
@@ -23,6 +31,9 @@ SEEDS = (1001, 1005, 1007, 1009, 1010, 1011, 1012, 1015)
 
 HOSTILE_SEEDS = (16, 17, 31, 48, 152, 170, 1005, 1009)
 """Seeds that were rejected once, and others."""
+
+INT8_SEEDS = (2, 3, 4)
+"""One of each kind that has products worth 8 bits."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -37,6 +48,13 @@ def test_what_is_right_is_not_rejected_where_inputs_are_hostile(seed: int) -> No
     outcome = tried(draw_hostile(seed), make_hostile)
     assert outcome.refused is None and not outcome.not_held, outcome.text()
     assert outcome.comparisons and outcome.rejected == {}, outcome.text()
+
+
+@pytest.mark.parametrize("seed", INT8_SEEDS)
+def test_what_is_right_is_not_rejected_in_8_bits(seed: int) -> None:
+    outcome = tried(draw_in_8_bits(seed))
+    assert outcome.refused is None and outcome.recipe.precision == "int8", outcome.text()
+    assert outcome.comparisons["onnxruntime"] and outcome.rejected == {}, outcome.text()
 
 
 def test_seeds_draw_every_kind_and_precision() -> None:
