@@ -324,9 +324,10 @@ class Quantised(StoredRecord):
         error: the largest relative error against float64 on real data, or on ordinary cases where there is none.
         calibrated: how many cases of real data the ranges are of; 0 where each token has its own.
         products: in 8 bits.
-        kept: by name, why a product stayed in fp32.
+        kept: by name, why a product or a table stayed in fp32.
         share: of the floating-point operations of matrix products and attention that are in 8 bits.
         steps: what was tried in order, and what came of it.
+        tables: stored in 8 bits, by the name of their first lookup: the error relative to the table in fp32.
     """
 
     type: Literal["int8"]
@@ -337,6 +338,7 @@ class Quantised(StoredRecord):
     kept: dict[Name, str]
     share: float
     steps: list[str]
+    tables: dict[Name, float] = {}
 
 
 class Choice(StoredRecord):

@@ -140,6 +140,10 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
     for form, alike in forms.items():
         worst = max(alike, key=lambda product: product.error)
         say(f"{form}: {len(alike)} products; {worst.name} errs most, by {error(worst.error)}", indent=2)
+    if quantised.tables:
+        worst_table = max(quantised.tables, key=lambda name: quantised.tables[name])
+        worst_error = error(quantised.tables[worst_table])
+        say(f"stored by row: {len(quantised.tables)} tables; {worst_table} errs most, by {worst_error}", indent=2)
     for name, record in targets.items():
         if record.eight_bit is not None:
             say(f"{name}: {record.eight_bit} of {len(quantised.products)} multiplied in 8 bits", indent=2)

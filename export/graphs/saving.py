@@ -16,7 +16,7 @@ from attnforge.errors import AttnforgeError, BundleError, first_line
 LIMIT = 2**31 - 2**26
 """Bytes of weights that one file can hold; the rest of 2 GiB is for the graph itself."""
 
-SHELVED = 2**25
+SHELVED = 2**24
 """Bytes of weights above which the graphs of a bundle share one file of weights. The file is mapped into memory, not
 parsed: such a model loads in half the time, and the bundle is half as large."""
 

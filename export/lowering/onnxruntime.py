@@ -49,7 +49,7 @@ from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered, attentions
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import BAND, in_blocks
-from attnforge.export.lowering.integers import integer_products
+from attnforge.export.lowering.integers import integer_products, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.lowering.tuning import Candidate, FormChoice, Tuner, usual
@@ -106,7 +106,7 @@ def lower(
     Returns:
         the form of every canonical site, and why it was chosen.
     """
-    modified = centre_group_norms(model).modified
+    modified = centre_group_norms(model).modified | rows_first(model).modified
     if device == "cpu":
         modified |= widen(model).modified | integer_products(model).modified
     lowered = []

@@ -23,7 +23,16 @@ from attnforge.export.flops import run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.cost import flops_of
-from attnforge.export.precision.quantisation import LEAST_WEIGHTS, Form, Product, products, quantise
+from attnforge.export.precision.quantisation import (
+    LEAST_WEIGHTS,
+    Form,
+    Product,
+    Table,
+    error_of,
+    products,
+    quantise,
+    tables,
+)
 from attnforge.export.precision.search import judged_on
 from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial
 from attnforge.export.reference import Data, ReferenceModel, stored_inputs
@@ -132,7 +141,9 @@ def choose_forms(
     steps.begin(f"ranges of {len(found)} products")
     inputs = [answers.inputs[case.name] for case in answers.cases]
     forms = calibrate(written_out(model, sites), found, inputs, is_real=bool(real))
-    gate = _Gate(model, sites, found, forms, requirement, answers, steps)
+    rows = tables(model)
+    forms |= {table.name: Form(error=error_of(table)) for table in rows}
+    gate = _Gate(model, sites, found, rows, forms, requirement, answers, steps)
     high = gate.raise_until_passed() if is_automatic else gate.passed_whole()
     quantised = gate.quantised(high)
     sizes = cases[0].sizes
@@ -163,13 +174,14 @@ class _Gate:
         model: ir.Model,
         sites: list[Site],
         found: Sequence[Product],
+        rows: Sequence[Table],
         forms: Mapping[str, Form],
         requirement: Requirement,
         answers: Answers,
         steps: Steps,
     ) -> None:
         self._model, self._sites, self._answers, self._progress = model, sites, answers, steps
-        self._products, self._forms, self._requirement = found, forms, requirement
+        self._products, self._tables, self._forms, self._requirement = found, rows, forms, requirement
         self._by_error = sorted(forms, key=lambda name: -forms[name].error)
         self._trials: dict[Assignment, Trial] = {}
         self.steps: list[str] = []
@@ -222,10 +234,19 @@ class _Gate:
 
     def _judge(self, high: Assignment) -> Trial:
         if high not in self._trials:
-            count = len(self._forms) - len(high)
-            self._progress.begin(f"{count} of {len(self._forms)} products in 8 bits")
+            parts: list[tuple[Sequence[Product | Table], str]] = [
+                (self._products, "products"),
+                (self._tables, "tables"),
+            ]
+            counted = [
+                f"{sum(part.name not in high for part in every)} of {len(every)} {what}"
+                for every, what in parts
+                if every
+            ]
+            text = " and ".join(counted) + " in 8 bits"
+            self._progress.begin(text)
             self._trials[high] = trial = self._judged(high)
-            self.steps.append(f"{count} of {len(self._forms)} products in 8 bits: {trial.text}")
+            self.steps.append(f"{text}: {trial.text}")
         return self._trials[high]
 
     def _judged(self, high: Assignment) -> Trial:
@@ -271,7 +292,8 @@ class _Gate:
             error=self._judge(high).error,
             calibrated=real,
             products=[_recorded(product, self._forms[product.name]) for product in low],
-            kept={product.name: why for product in self._products if product.name in high},
+            tables={table.name: error_of(table) for table in self._tables if table.name not in high},
+            kept={name: why for name in self._forms if name in high},
             share=sum(flops_of(product.node, sizes) for product in low) / total if total else 0.0,
             steps=self.steps,
         )

@@ -14,7 +14,8 @@ Either way the channels of an input may be *balanced* first: divided by numbers 
 multiplied with, so that a few large channels do not take all of the range (SmoothQuant, Xiao et al. 2023,
 https://arxiv.org/abs/2211.10438).
 
-Attention, norms, softmax, embeddings and heads stay as they were.
+Tables of embeddings are stored in 8 bits, with one scale for each row, and looked up as fp32: they are the most of a
+small encoder's weights and take none of its time. Attention, norms, softmax and heads stay as they were.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.qdq import is_lookup
+from attnforge.runtime.parity.budget import relative_error
 
 FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
 
@@ -92,6 +95,46 @@ def products(model: ir.Model) -> list[Product]:
     return [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS and not is_head(p.node)]
 
 
+@dataclass(frozen=True)
+class Table:
+    """Weights whose rows are looked up, and that nothing else reads.
+
+    Attributes:
+        lookups: Gather nodes of its rows, in the order of the graph.
+        stored: (rows, channels) float32.
+    """
+
+    lookups: tuple[ir.Node, ...]
+    stored: ir.Value
+
+    @property
+    def name(self) -> str:
+        return str(self.lookups[0].name)
+
+    @property
+    def weight(self) -> Array:
+        assert self.stored.const_value is not None
+        return self.stored.const_value.numpy()
+
+
+def tables(model: ir.Model) -> list[Table]:
+    """The tables of an fp32 graph, in the order of its lookups. One that a product reads too, as tied heads do, is
+    none: it would be stored twice."""
+    by_value: dict[ir.Value, list[ir.Node]] = {}
+    for node in model.graph:
+        if is_lookup(node) and node.inputs[0] is not None and _is_table(node.inputs[0]):
+            by_value.setdefault(node.inputs[0], []).append(node)
+    return [Table(tuple(nodes), value) for value, nodes in by_value.items() if len(value.uses()) == len(nodes)]
+
+
+def _is_table(value: ir.Value) -> bool:
+    array = value.const_value
+    is_weight = value.is_initializer() and not value.is_graph_input() and not value.is_graph_output()
+    if not is_weight or array is None or array.dtype != FLOAT or len(array.shape) != 2:
+        return False
+    return array.size >= LEAST_WEIGHTS
+
+
 def is_head(node: ir.Node) -> bool:
     """Whether nothing but moves, sums and activations stands between a node and an output of the graph."""
     values, seen = list(node.outputs), set[ir.Value]()
@@ -140,6 +183,25 @@ def quantised_weight(weight: Array) -> tuple[Array, Array]:
     return np.clip(np.rint(weight / scale), -MOST, MOST).astype(np.int8), scale
 
 
+def quantised_rows(weight: Array) -> tuple[Array, Array]:
+    """A table in int8 and the scale of every row.
+
+    Args:
+        weight: (rows, channels) float32.
+
+    Returns:
+        (rows, channels) int8 and (rows,) float32; a row of zeros has the scale 1.
+    """
+    numbers, scales = quantised_weight(weight.T)
+    return numbers.T, scales
+
+
+def error_of(table: Table) -> float:
+    """What quantising a table costs, relative to the table."""
+    numbers, scales = quantised_rows(table.weight)
+    return relative_error(numbers * scales[:, None], table.weight)
+
+
 def fake_quantised(rows: Array, scale: float | None) -> Array:
     """What quantising and dequantising leave of an input.
 
@@ -160,11 +222,12 @@ def fake_quantised(rows: Array, scale: float | None) -> Array:
 
 
 def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
-    """Put Q/DQ around products of an fp32 graph, in place. Products of one input in one form share its Q/DQ.
+    """Put Q/DQ around products of an fp32 graph and DQ behind tables, in place. Products of one input in one form
+    share its Q/DQ.
 
     Args:
         model: canonical, fp32.
-        forms: by name, how the input of every product that is to be quantised is.
+        forms: by name, how the input of every product that is to be quantised is; tables by name as well.
     """
     inputs: dict[tuple[ir.Value, int], _Input] = {}
     chosen = [product for product in products(model) if product.name in forms]
@@ -174,8 +237,11 @@ def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
         if key not in inputs:
             inputs[key] = _Input.of(model.graph, product, form)
         _quantise(model.graph, product, form, inputs[key])
+    low = [table for table in tables(model) if table.name in forms]
+    for table in low:
+        _store_in_8_bits(model.graph, table)
     RemoveUnusedNodesPass()(model)
-    return PassResult(model, bool(chosen))
+    return PassResult(model, bool(chosen or low))
 
 
 @dataclass(frozen=True)
@@ -232,6 +298,22 @@ def _quantise(graph: ir.Graph, product: Product, form: Form, quantised: _Input) 
 
     replace_value(node.outputs[0], insert(graph, node, write, stem=f"{product.name}/product"))
     graph.remove(node, safe=True)
+
+
+def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
+    """Let the lookups of a table read it from int8."""
+    numbers, scales = quantised_rows(table.weight)
+    stored = [
+        _initializer(graph, f"{table.stored.name}/{what}", array)
+        for what, array in (("rows", numbers), ("scale", scales))
+    ]
+
+    def write(op: Builder) -> ir.Value:
+        return typed(op.op("DequantizeLinear", stored, {"axis": 0}), FLOAT, numbers.shape)
+
+    dequantised = insert(graph, table.lookups[0], write, stem=f"{table.name}/table")
+    for lookup in table.lookups:
+        lookup.replace_input_with(0, dequantised)
 
 
 def _initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:

@@ -61,7 +61,7 @@ def fill(document: Any) -> None:
         "quantised": {
             "type": "int8", "max_error": 0.1, "error": 0.01, "calibrated": 1, "share": 0.9, "kept": {"b": "its error"},
             "products": [{"name": "a", "module": "m", "by": "token", "balanced": True, "error": 0.01}],
-            "steps": ["all in 8 bits"],
+            "steps": ["all in 8 bits"], "tables": {"c": 0.01},
         },
         "metric": None,
         "choice": {"machine": MACHINE, "versions": {"onnxruntime": "1"}, "sizes": sizes, "picked": "onnxruntime-cpu",

@@ -25,9 +25,9 @@ from attnforge.errors import AttnforgeError, BuildError, InputError, UnknownName
 from attnforge.export.graphs.build import typed
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import products_between
-from attnforge.export.lowering.integers import integer_products
+from attnforge.export.lowering.integers import integer_products, rows_first
 from attnforge.export.precision.calibration import balanced, calibrate
-from attnforge.export.precision.quantisation import Form, products, quantise
+from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
 from attnforge.export.sources.torch_module import capture
 from attnforge.model import MultiHeadAttention, build_model
 from attnforge.model.data import real_data
@@ -201,6 +201,87 @@ def test_products_of_a_model() -> None:
     assert [node.op_type for node in model.graph].count("QuantizeLinear") == 4
     assert sum(v.dtype == ir.DataType.INT8 for v in model.graph.initializers.values()) == 6
     assert not products(linear(np.ones((8, 8), np.float32), None, [1, 4]))
+
+
+def test_rows_of_a_table_are_what_the_formulas_say() -> None:
+    """As the canonical graph has them, and as ONNX Runtime gets them: to the bit, for both scale the same numbers."""
+    rng = np.random.default_rng(3)
+    weight = (rng.standard_normal((100, 48)) * 10.0 ** rng.integers(-3, 4, (100, 1))).astype(np.float32)
+    weight[7] = 0
+    model, index = lookups(weight), np.array([[0, 99, 7], [-1, 3, 3]])
+    (table,) = tables(model)
+    steps = np.abs(weight.astype(np.float64)).max(axis=1, keepdims=True) / 127
+    steps[7] = 1
+    wanted = (np.round(weight / steps) * steps)[index]
+    assert quantise(model, {table.name: Form()}).modified and tables(model) == []
+    stored = {name: value.const_value.size for name, value in model.graph.initializers.items() if value.const_value}
+    assert stored == {"w/rows": 4800, "w/scale": 100, "gain": 48}
+    canonical = looked_up(model, index)
+    assert relative_error(canonical.astype(np.float64), wanted) < 1e-6
+    assert 1e-3 < error_of(table) < 1e-2 and np.array_equal(canonical[0, 2], np.zeros(48))
+    assert rows_first(model).modified
+    assert np.array_equal(looked_up(model, index), canonical)
+
+
+def lookups(weight: Array) -> ir.Model:
+    """Rows of a table, and a norm behind them."""
+    ids = ir.Value(name="ids", shape=ir.Shape([2, 3]), type=ir.TensorType(ir.DataType.INT64))
+    stored, gain = (
+        typed(ir.Value(name=name, const_value=ir.tensor(array)), FLOAT, array.shape)
+        for name, array in (("w", weight), ("gain", np.ones(weight.shape[1], np.float32)))
+    )
+    rows = ir.node("Gather", [stored, ids], name="lookup")
+    norm = ir.node("LayerNormalization", [rows.outputs[0], gain], name="norm")
+    for node in (rows, norm):
+        node.outputs[0].name = f"{node.name}:0"
+        typed(node.outputs[0], FLOAT, [2, 3, weight.shape[1]])
+    graph = ir.Graph([ids], norm.outputs, nodes=[rows, norm], initializers=[stored, gain], opset_imports={"": 23})
+    return ir.Model(graph, ir_version=10)
+
+
+def looked_up(model: ir.Model, index: Array) -> Array:
+    name = next(str(node.inputs[0].name) for node in model.graph if node.name == "norm" and node.inputs[0] is not None)
+    return as_it_is(model, [name])({"ids": index})[name]
+
+
+class Words(nn.Module):
+    """Tokens that are looked up in a table, and a block; where tied, the table is the head's weights as well."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.table, self.block, self.tied = nn.Embedding(400, WIDTH), Block(), tied
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.table(ids)
+        result: Tensor = rows @ self.table.weight.T if self.tied else self.block(rows)
+        return result
+
+
+def _reads_table(node: ir.Node) -> bool:
+    return any(value is not None and str(value.name).startswith("table.weight/") for value in node.inputs)
+
+
+def test_a_table_that_a_product_reads_is_none() -> None:
+    ids, sizes = torch.arange(24).reshape(2, 12), {"ids": {0: Dim("batch", min=1, max=4)}}
+    free, tied = (capture(Words(tied), (ids,), sizes, precision_named("fp32")).model for tied in (False, True))
+    assert [table.weight.shape for table in tables(free)] == [(400, WIDTH)]
+    assert tables(tied) == []
+
+
+def test_tables_are_stored_in_8_bits_and_right_on_every_backend_here(tmp_path: Path) -> None:
+    """With them the weights take little more than a quarter, and every kernel reads rows, not the table."""
+    ids, sizes = torch.arange(24).reshape(2, 12), {"ids": {0: Dim("batch", min=1, max=4)}}
+    bundle = attnforge.deploy(
+        made(Words)[0], (ids,), tmp_path / "b", sizes, "int8", ["onnxruntime", "tensorrt_rtx"],
+        max_error=0.1, tune=False,
+    )  # fmt: skip
+    quantised = of(bundle)
+    (error,) = quantised.tables.values()
+    assert 1e-3 < error < 1e-2 and quantised.steps[0].startswith("6 of 6 products and 1 of 1 tables in 8 bits")
+    assert attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"]).passed
+    read = [node.op_type for node in ir.load(tmp_path / "b" / "onnxruntime" / "model.onnx").graph if _reads_table(node)]
+    assert read == ["Gather", "Gather"]
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "b")]).output.count("stored by row: 1 tables") == 1
 
 
 def test_balancing_gives_channels_and_weights_the_same_spread() -> None:
