@@ -292,7 +292,7 @@ class _Gate:
             error=self._judge(high).error,
             calibrated=real,
             products=[_recorded(product, self._forms[product.name]) for product in low],
-            tables={table.name: error_of(table) for table in self._tables if table.name not in high},
+            tables={table.name: self._forms[table.name].error for table in self._tables if table.name not in high},
             kept={name: why for name in self._forms if name in high},
             share=sum(flops_of(product.node, sizes) for product in low) / total if total else 0.0,
             steps=self.steps,
