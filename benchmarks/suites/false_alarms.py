@@ -4,7 +4,7 @@
 twice: usual ones (:mod:`attnforge.benchmarks.suites.random_models`), and ones whose inputs are hostile
 (:mod:`attnforge.benchmarks.suites.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
 model the plan of TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
-`--draw int8 --results benchmarks/results/false_alarms_int8.json` puts the products of the usual models in 8 bits.
+`--draw int8` puts the products of the usual models in 8 bits, and writes `benchmarks/results/false_alarms_int8.json`.
 
 A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
 (:mod:`attnforge.runtime.parity.budget`). Such models are counted apart, as are models that deploy refuses.
@@ -45,7 +45,8 @@ from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import stored_inputs
 
 COMMAND = "python -m attnforge.benchmarks.suites.false_alarms"
-ANY_COST = 0.9
+
+MAX_ERROR = 0.9
 """What quantising may cost a random model: whether the deployment is the quantised model is asked here, not whether
 that is a good one."""
 
@@ -69,13 +70,14 @@ DRAWS: Mapping[Draw, tuple[Callable[[int], Recipe], Callable[[Recipe], Example]]
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "false_alarms.json",
+    results: Annotated[Path | None, typer.Option(help="Where to write the figures; one file a draw alone.")] = None,
     count: Annotated[int, typer.Option(help="How many models of each draw to deploy.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
     drawn: Annotated[Draw | None, typer.Option("--draw", help="What to draw alone; else usual and hostile.")] = None,
 ) -> None:
     """Deploy and verify, and write the figures."""
     console = Console()
+    results = results or RESULTS / (f"false_alarms_{drawn}.json" if drawn is not None else "false_alarms.json")
     outcomes: dict[Draw, list[Outcome]] = {}
     for name in (drawn,) if drawn is not None else ("usual", "hostile"):
         recipe_of, model_of = DRAWS[name]
@@ -140,7 +142,7 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
         try:
             bundle = attnforge.deploy(
                 module, args, Path(folder) / "b", shapes, recipe.precision, ["onnxruntime"], recipe.kind,
-                tune=False, cache=False, max_error=ANY_COST if recipe.precision == "int8" else None,
+                tune=False, cache=False, max_error=MAX_ERROR if recipe.precision == "int8" else None,
             )  # fmt: skip
         except AttnforgeError as error:
             outcome.refused = str(error)

@@ -41,7 +41,7 @@ class Recipe:
     Attributes:
         seed: the recipe and its random numbers follow from it.
         kind: one of :data:`KINDS`.
-        precision: one of :data:`PRECISIONS`.
+        precision: drawn from :data:`PRECISIONS`, or `int8`.
         weights: factor on every parameter of two or more dims.
         options: arguments of the kind.
     """

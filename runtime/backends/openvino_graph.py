@@ -43,7 +43,9 @@ def rows_first(model: Any) -> None:
             continue
         converted, scale = (product.input_value(i).get_node() for i in range(2))
         table = converted.input_value(0) if converted.get_type_name() == "Convert" else None
-        if table is None or _kind(table) != "i8" or list(scale.get_output_shape(0)) != [table.get_shape()[0], 1]:
+        if table is None or table.get_node().get_type_name() != "Constant" or _kind(table) != "i8":
+            continue
+        if list(scale.get_output_shape(0)) != [table.get_shape()[0], 1]:
             continue
         index, axis = node.input_value(1), node.input_value(2)
         rows = ops.convert(ops.gather(table, index, axis), _kind(node.output(0)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import openvino
 import pytest
 import torch
 from hypothesis import given
@@ -32,6 +33,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.model import MultiHeadAttention, build_model
 from attnforge.model.data import real_data
 from attnforge.precision import precision_named
+from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.parity.budget import relative_error
 
 FLOAT = ir.DataType.FLOAT
@@ -269,7 +271,7 @@ def test_a_table_that_a_product_reads_is_none() -> None:
 
 
 def test_tables_are_stored_in_8_bits_and_right_on_every_backend_here(tmp_path: Path) -> None:
-    """With them the weights take little more than a quarter, and every kernel reads rows, not the table."""
+    """ONNX Runtime and OpenVINO look rows up before they dequantise them."""
     ids, sizes = torch.arange(24).reshape(2, 12), {"ids": {0: Dim("batch", min=1, max=4)}}
     bundle = attnforge.deploy(
         made(Words)[0], (ids,), tmp_path / "b", sizes, "int8", ["onnxruntime", "tensorrt_rtx"],
@@ -281,6 +283,9 @@ def test_tables_are_stored_in_8_bits_and_right_on_every_backend_here(tmp_path: P
     assert attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"]).passed
     read = [node.op_type for node in ir.load(tmp_path / "b" / "onnxruntime" / "model.onnx").graph if _reads_table(node)]
     assert read == ["Gather", "Gather"]
+    rewritten = prepared(openvino.Core().read_model(tmp_path / "b" / CANONICAL), widen=False)
+    looked_up_in = [node.input_value(0) for node in rewritten.get_ordered_ops() if node.get_type_name() == "Gather"]
+    assert "i8" in {port.get_element_type().get_type_name() for port in looked_up_in}
     assert CliRunner().invoke(app, ["inspect", str(tmp_path / "b")]).output.count("stored by row: 1 tables") == 1
 
 
