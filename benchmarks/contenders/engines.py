@@ -105,12 +105,14 @@ def openvino_request(
         shapes: of the inputs by name, to compile for these alone.
 
     Raises:
-        UnavailableError: OpenVINO is not here, or does not compute at the precision on this processor.
+        UnavailableError: OpenVINO is not here, or does not compute at the precision on this processor, or not rightly.
     """
     if (reason := why_not_here("openvino")) is not None:
         raise UnavailableError(reason)
     import openvino
 
+    if precision == "fp16":
+        raise UnavailableError("OpenVINO's own fp16 is not right on every processor")
     core: Any = openvino.Core()
     ability, hint = CAPABILITIES.get(precision, ("FP32", "f32"))
     if ability not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
