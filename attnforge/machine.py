@@ -19,8 +19,8 @@ from attnforge.records import Record
 from attnforge.version import __version__
 
 INSTRUCTIONS = (
-    "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16",
-    "asimd", "asimdhp", "bf16", "sve",
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
+    "amx_fp16", "asimd", "asimdhp", "bf16", "sve",
 )  # fmt: skip
 """The instruction sets that kernels of matrix products and attention are written for."""
 
@@ -47,6 +47,11 @@ class Machine(Record):
     processors: int
     instructions: list[str]
     gpus: list[str]
+
+    @property
+    def saturates(self) -> bool:
+        """Whether its products of 8-bit numbers add pairs in 16 bits, which can saturate: x86 without VNNI."""
+        return "x86" in self.system.lower() and {"avx_vnni", "avx512_vnni"}.isdisjoint(self.instructions)
 
 
 @functools.cache

@@ -20,17 +20,24 @@ class Precision:
         mantissa_bits: explicit bits of the mantissa of the numbers that are multiplied; with the dtype's exponent they
             give the ulp.
         floor: the relative error that is always allowed (:mod:`attnforge.runtime.parity.budget`).
+        bits: of the numbers that quantised weights are stored in; None where none are.
     """
 
     name: str
     dtype: np.dtype
     mantissa_bits: int
     floor: float
+    bits: int | None = None
 
     @property
     def is_low(self) -> bool:
         """Whether the dtype has 16 bits; TensorRT has fused attention kernels for no other."""
         return self.dtype.itemsize == 2
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether products are quantised, and all else is of the dtype."""
+        return self.bits is not None
 
     @property
     def largest(self) -> float:
@@ -61,7 +68,9 @@ PRECISIONS = {
         Precision("tf32", np.dtype(np.float32), 10, 1e-3),
         Precision("fp16", np.dtype(np.float16), 10, 1e-3),
         Precision("bf16", np.dtype(ml_dtypes.bfloat16), 7, 8e-3),
-        Precision("int8", np.dtype(np.float32), 7, 8e-3),  # 127 steps a side; inputs, outputs and sums are fp32
+        Precision("int8", np.dtype(np.float32), 7, 8e-3, bits=8),  # 127 steps a side; in- and outputs and sums are fp32
+        Precision("fp8", np.dtype(np.float32), 7, 8e-3, bits=8),  # as strict: eager's own error is what is allowed more
+        Precision("int4", np.dtype(np.float32), 7, 8e-3, bits=4),
     )
 }
 

@@ -57,9 +57,10 @@ def deploy(
             for dims without an upper bound or that are to have another range.
         precision: `fp32`, `tf32`, `fp16` or `bf16`; by default a graph's or program's own, and fp32 of a module. `auto`
             (or `auto-fp16`, `auto-bf16`) chooses: 16 bits, and fp32 for the operators that need it, with inputs and
-            outputs in fp32; the manifest says which operators stayed fp32, and why. `int8` puts products with weights
-            in 8 bits, heads and attention aside, and refuses where that costs more than `max_error` or `metric` and
-            `least` allow, one of which has to be given; `auto-int8` keeps products in fp32 until it does not.
+            outputs in fp32; the manifest says which operators stayed fp32, and why. `int8` and `fp8` put products with
+            weights in 8 bits, heads and attention aside, `int4` their weights alone in 4, and refuse where that costs
+            more than `max_error` or `metric` and `least` allow, one of which has to be given; `auto-int8`, `auto-fp8`
+            and `auto-int4` keep products in fp32 until it does not.
         targets: any of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that this machine can build.
             Where a builder refuses a target that was asked for by name, that is an error; where it refuses another,
             the manifest says why the target is missing.
@@ -78,13 +79,13 @@ def deploy(
             written.
         data: real inputs, each as `args` are, or by name, or an `.npz` that holds them by name, of any sizes that the
             dynamic shapes allow. Each becomes a reference case
-            that is verified; the bundle keeps them and their outputs. For 8 bits they also give the ranges.
+            that is verified; the bundle keeps them and their outputs. They also give the ranges of what is quantised.
         labels: the right answers for the samples of each of `data`.
         metric: `accuracy` or `cosine`, measured on `data` whenever the bundle is verified.
         least: value that the metric must reach; by default it may fall short of float64's twice as far as eager does.
         max_error: for `auto`, the relative error that is allowed on ordinary inputs; by default twice that of eager at
-            fp16, and no more than 1e-2. Where a metric is given and this is not, the metric decides. For `int8` and
-            `auto-int8`, the error against float64 on real data, or on ordinary inputs where there is none.
+            fp16, and no more than 1e-2. Where a metric is given and this is not, the metric decides. Where
+            products are quantised, the error against float64 on real data, or on ordinary inputs where there is none.
         tune: measure on this machine, for some seconds each, which form of each site ONNX Runtime runs fastest on its
             CPU, with which settings of its session, and which backend is fastest within the parity budget, which
             `auto` then loads here. Without it rules choose, and the same module gives the same bundle everywhere.
@@ -152,9 +153,9 @@ def _made(
             trials, requirement = stages.begin("choose precisions"), options.requirement(data)
             chosen = choose(model, sites, source, options.automatic, requirement, data, trials)
             model, reference, mixed = chosen.model, chosen.reference, chosen.mixed
-        elif options.is_eight_bit:
+        elif low := options.quantised:
             trials, requirement = stages.begin("quantise"), options.requirement(data)
-            forms = choose_forms(model, sites, source, options.keeps_some, requirement, data, trials)
+            forms = choose_forms(model, sites, source, low, options.keeps_some, requirement, data, trials)
             model, reference, quantised = forms.model, forms.reference, forms.record
 
         shelf = Shelf(folder)
@@ -176,12 +177,12 @@ def _made(
             precision=reference.precision,
             attention=attention,
             measuring=SECONDS / 2 if options.tune else 0.0,
-            compute_capabilities=options.compute_capabilities,
+            compute_capabilities=options.built_for,
             profiles=options.profiles,
         )
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
         give_back()
-        alone = attention if quantised is None else None  # errs by far less than products in 8 bits
+        alone = attention if quantised is None else None  # errs by far less than quantised products
         make = partial(write_reference, folder, reference, model, alone, data, stages.begin("reference"))
         cases = reuse.reference(reference, attention, data, make) if reference is source else make()
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
@@ -219,7 +220,7 @@ def _stage_names(options: DeployOptions, selection: Selection) -> list[str]:
         "export",
         "canonicalize",
         *(["choose precisions"] if options.automatic else []),
-        *(["quantise"] if options.is_eight_bit else []),
+        *(["quantise"] if options.quantised else []),
         *(_lowering(target) for target in selection.chosen),
         "reference",
         *([PLANS] if _has_plans(selection) else []),

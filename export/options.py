@@ -21,12 +21,19 @@ from attnforge.precision import PRECISIONS, Precision
 from attnforge.runtime.inputs import by_name, in_order
 from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
 
+KEEPS_SOME = "auto-"
+"""Prefix of a quantised precision with which products may stay in fp32 for the model to be as right as was asked."""
+
 AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
 """Values of `precision` that let attnforge choose every operator's precision, and the 16-bit ones that each tries."""
 
-EIGHT_BIT = {"int8": False, "auto-int8": True}
-"""Values of `precision` that put products in 8 bits, and whether some may stay in fp32 for the model to be as right as
-was asked for."""
+QUANTISED = {f"{auto}{p.name}": p for p in PRECISIONS.values() if p.is_quantised for auto in ("", KEEPS_SOME)}
+"""Values of `precision` that quantise products, and what to."""
+
+FP8_FOR = ("SM89", "SM120")
+"""GPUs that a TensorRT-RTX plan with fp8 is for, unless others are named; older ones have none."""
+
+WITHOUT_FP8 = ("SM75", "SM80", "SM86")
 
 Real = Sequence[Any] | Mapping[str, Any] | os.PathLike[str]
 """Inputs of one call: by position, by name, or an `.npz` that holds them by name."""
@@ -89,33 +96,43 @@ class DeployOptions:
         return AUTOMATIC.get(self.precision or "", ())
 
     @property
-    def is_eight_bit(self) -> bool:
-        """Whether products are to be in 8 bits."""
-        return self.precision in EIGHT_BIT
+    def quantised(self) -> Precision | None:
+        """What products are to be quantised to; None where none are."""
+        return QUANTISED.get(self.precision or "")
 
     @property
     def keeps_some(self) -> bool:
         """Whether some of these products may stay in fp32."""
-        return EIGHT_BIT.get(self.precision or "", False)
+        return (self.precision or "").startswith(KEEPS_SOME)
+
+    @property
+    def built_for(self) -> Sequence[str]:
+        """The compute capabilities that TensorRT-RTX's plan is for; none for a portable one."""
+        return self.compute_capabilities or (FP8_FOR if self._is_fp8 else ())
+
+    @property
+    def _is_fp8(self) -> bool:
+        return self.quantised is not None and self.quantised.name == "fp8"
 
     @property
     def source_precision(self) -> str | None:
         """Name of the precision to export the model in; None for a graph's or program's own."""
-        return "fp32" if self.automatic or self.is_eight_bit else self.precision
+        return "fp32" if self.automatic or self.quantised else self.precision
 
     def _check_precision(self) -> None:
         precision, error = self.precision, self.max_error
-        known = dict.fromkeys((*PRECISIONS, *AUTOMATIC, *EIGHT_BIT))
+        known = dict.fromkeys((*PRECISIONS, *AUTOMATIC, *QUANTISED))
         if precision is not None and precision not in known:
             raise UnknownNameError("precision", precision, known)
         if error is not None:
-            if not (self.automatic or self.is_eight_bit):
+            if not (self.automatic or self.quantised):
                 raise UsageError(
-                    f"a largest error of {error:g} is for precision auto or int8, not {precision or 'fp32'}"
+                    f"a largest error of {error:g} is for precision auto or {', '.join(QUANTISED)}, "
+                    f"not {precision or 'fp32'}"
                 )
             if not 0 < error < 1:
                 raise UsageError(f"the largest error is {error:g}; give a relative one, between 0 and 1")
-        if self.is_eight_bit and error is None and (self.metric is None or self.least is None):
+        if self.quantised and error is None and (self.metric is None or self.least is None):
             raise UsageError(
                 f"{precision} changes what the model answers, and nothing says by how much it may; give max_error (a "
                 "relative one, such as 0.05), or a metric and the least that it is to reach"
@@ -125,7 +142,7 @@ class DeployOptions:
         if self.automatic:
             raise UsageError("attention is given a precision of its own, and precision auto chooses it; leave one out")
         low = [p.name for p in PRECISIONS.values() if p.is_low]
-        if self.attention_precision in EIGHT_BIT:
+        if self.attention_precision in QUANTISED:
             raise UsageError(
                 f"attention is asked for in {self.attention_precision}, which no TensorRT fuses and which errs by a "
                 f"tenth; give {' or '.join(low)}"
@@ -156,7 +173,7 @@ class DeployOptions:
 
     def attention_at(self, precision: Precision, targets: Sequence[str]) -> Precision | None:
         """The precision that TensorRT computes attention alone in, or None where it is the bundle's own. Beside
-        products in 8 bits it is fp16 where none is given, for TensorRT has no fused kernel for fp32.
+        quantised products it is fp16 where none is given, for TensorRT has no fused kernel for fp32.
 
         Args:
             precision: of the bundle.
@@ -166,7 +183,7 @@ class DeployOptions:
             UsageError: the bundle is a 16-bit one already, or TensorRT is no target.
         """
         if self.attention_precision is None:
-            beside = self.is_eight_bit and set(targets) & set(FLAVOURS)
+            beside = self.quantised and set(targets) & set(FLAVOURS)
             return PRECISIONS["fp16"] if beside else None
         if precision.is_low:
             raise UsageError(
@@ -194,6 +211,11 @@ class DeployOptions:
             raise UsageError(
                 f"compute capabilities ({', '.join(self.compute_capabilities)}) are for tensorrt_rtx, and {built} is "
                 "built; add that target, or leave them out"
+            )
+        if self._is_fp8 and (old := [name for name in self.compute_capabilities if name in WITHOUT_FP8]):
+            raise UsageError(
+                f"fp8 is for GPUs of compute capability 8.9 and later, not {', '.join(old)}; name others "
+                f"({', '.join(FP8_FOR)}), or deploy in int8"
             )
         if self.profiles and not set(targets) & set(FLAVOURS):
             raise UsageError(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from attnforge.bundle.fields import (
     MOST_DIMS,
@@ -209,8 +209,8 @@ class TargetRecord(StoredRecord):
         attention_precision: name of the precision of attention alone, where it is not the bundle's.
         without: the plan that has attention at the bundle's precision.
         engines: TensorRT plans.
-        eight_bit: products in 8 bits whose kernel multiplies 8-bit numbers, counted in what was compiled; None where
-            none is to be.
+        low_bit: quantised products whose kernel takes the numbers as they are stored, counted in what was compiled;
+            None where none is to be.
     """
 
     model: FileName
@@ -220,7 +220,7 @@ class TargetRecord(StoredRecord):
     attention_precision: PrecisionName | None = None
     without: PlainPlan | None = None
     engines: list[Engine] = []
-    eight_bit: Count | None = None
+    low_bit: Count | None = Field(default=None, validation_alias=AliasChoices("low_bit", "eight_bit"))
 
 
 Kind = Literal["example", "data", "normal", "uniform", "scaled", "outliers", "constant", "denormal", "extremes"]
@@ -298,39 +298,42 @@ class Mixed(StoredRecord):
 
 
 class QuantisedProduct(StoredRecord):
-    """A product in 8 bits.
+    """A quantised product.
 
     Attributes:
         name: of the operator in the graph as it was before.
         module: qualified name of the module.
-        by: what has a scale of its own: the whole input (`tensor`), or each token of it.
+        by: what has a scale of its own: the whole input (`tensor`), or each token of it; None where the weights alone
+            are quantised.
+        block: channels of the weights that share a scale; None where all of an output do.
         balanced: whether channels of the input are divided by numbers that the weights are multiplied with.
         error: of the product on calibration data, relative to fp32.
     """
 
     name: Name
     module: str
-    by: Literal["tensor", "token"]
+    by: Literal["tensor", "token"] | None
+    block: Count | None = None
     balanced: bool
     error: float
 
 
 class Quantised(StoredRecord):
-    """What is in 8 bits, and what that costs.
+    """What is quantised, and what that costs.
 
     Attributes:
-        type: of weights and inputs of products.
+        type: of weights and inputs of products; of the weights alone where it is int4.
         max_error: relative, that quantising was allowed; None where a metric decided.
         error: the largest relative error against float64 on real data, or on ordinary cases where there is none.
         calibrated: how many cases of real data the ranges are of; 0 where each token has its own.
-        products: in 8 bits.
+        products: that are quantised.
         kept: by name, why a product or a table stayed in fp32.
-        share: of the floating-point operations of matrix products and attention that are in 8 bits.
+        share: of the floating-point operations of matrix products and attention that are of quantised products.
         steps: what was tried in order, and what came of it.
         tables: stored in 8 bits, by the name of their first lookup: the error relative to the table in fp32.
     """
 
-    type: Literal["int8"]
+    type: Literal["int8", "fp8", "int4"]
     max_error: float | None
     error: float
     calibrated: Count
@@ -396,7 +399,7 @@ class Manifest(StoredRecord):
         skipped: targets that it is not built for, and why.
         cases: what it is verified on.
         mixed: how precisions were chosen; None where they were given.
-        quantised: what is in 8 bits; None where nothing is.
+        quantised: what is quantised; None where nothing is.
         metric: name of the task's metric over the cases of real data.
         least: value that the metric must reach.
         choice: which backend was measured to be fastest, and where; None where there was nothing to choose.

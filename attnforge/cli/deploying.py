@@ -26,7 +26,7 @@ def deploy(
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="fp32, tf32, fp16, bf16, int8; auto or auto-int8 to have it chosen; fp32, or a file's own."),
+        typer.Option(help="fp32, tf32, fp16, bf16, int8, fp8, int4, or auto, auto-int8, … to choose; a file's own."),
     ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeat. All by default.")
@@ -55,7 +55,9 @@ def deploy(
     ] = None,
     max_error: Annotated[
         float | None,
-        typer.Option(help="For auto and int8, the relative error allowed; by default twice fp16 eager's for auto."),
+        typer.Option(
+            help="The relative error allowed to auto, int8, fp8, int4; by default twice fp16 eager's for auto."
+        ),
     ] = None,
     data: Annotated[
         bool, typer.Option(help="Keep the model's real inputs, where it has some, as further cases to verify.")

@@ -136,7 +136,8 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
     say(f"{quantised.type}: {share}; error {error(quantised.error)}")
     forms: dict[str, list[QuantisedProduct]] = {}
     for product in quantised.products:
-        forms.setdefault(f"by {product.by}{', balanced' if product.balanced else ''}", []).append(product)
+        by = f"in blocks of {product.block}" if product.block else f"by {product.by}"
+        forms.setdefault(f"{by}{', balanced' if product.balanced else ''}", []).append(product)
     for form, alike in forms.items():
         worst = max(alike, key=lambda product: product.error)
         say(f"{form}: {len(alike)} products; {worst.name} errs most, by {error(worst.error)}", indent=2)
@@ -145,8 +146,8 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         worst_error = error(quantised.tables[worst_table])
         say(f"stored by row: {len(quantised.tables)} tables; {worst_table} errs most, by {worst_error}", indent=2)
     for name, record in targets.items():
-        if record.eight_bit is not None:
-            say(f"{name}: {record.eight_bit} of {len(quantised.products)} multiplied in 8 bits", indent=2)
+        if record.low_bit is not None:
+            say(f"{name}: {record.low_bit} of {len(quantised.products)} multiplied as they are stored", indent=2)
     for name, why in quantised.kept.items():
         say(f"fp32 in {name}: {why}", "dim", indent=2)
 

@@ -117,8 +117,9 @@ def _diagnosed(
     manifest = opened.manifest
     if manifest.quantised is not None:
         raise UnavailableError(
-            f"{manifest.name} has products in 8 bits, of which nothing is traced; attnforge inspect says what each "
-            "errs by itself, and deploy --precision auto-int8 finds those that have to stay in fp32"
+            f"{manifest.name} has quantised products, of which nothing is traced; attnforge inspect says what each "
+            f"errs by itself, and deploy --precision auto-{manifest.quantised.type} finds those that have to stay in "
+            "fp32"
         )
     report = verify(opened, backends)
     chosen, why = _choose(manifest.cases, list(report.backends.values()), case)

@@ -1,4 +1,4 @@
-"""Products between Q/DQ and tables behind DQ, as a graph says that they are in 8 bits."""
+"""Products with Q/DQ and tables behind DQ, as a graph says that they are quantised."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import onnx_ir as ir
 
 @dataclass(frozen=True)
 class Between:
-    """A product whose input and weight are dequantised.
+    """A product whose weight is dequantised, and mostly its input.
 
     Attributes:
         product: the MatMul.
-        quantise: the QuantizeLinear of its input.
+        weight: the DequantizeLinear of its weight, which is stored in few bits.
+        quantise: the QuantizeLinear of its input; None where that stays as it is.
         dequantise: the DequantizeLinear of that.
-        weight: the DequantizeLinear of its weight, which is stored in 8 bits.
     """
 
     product: ir.Node
-    quantise: ir.Node
-    dequantise: ir.Node
     weight: ir.Node
+    quantise: ir.Node | None
+    dequantise: ir.Node | None
+
+    @property
+    def stored(self) -> ir.Value:
+        """The weight as it is stored."""
+        assert self.weight.inputs[0] is not None
+        return self.weight.inputs[0]
 
     @classmethod
     def of(cls, node: ir.Node) -> Between | None:
@@ -29,20 +35,25 @@ class Between:
         if node.op_type != "MatMul" or node.domain != "":
             return None
         dequantise, weight = (value.producer() if value is not None else None for value in node.inputs)
-        if not (_is(dequantise, "DequantizeLinear") and _is(weight, "DequantizeLinear")):
+        if weight is None or not _is(weight, "DequantizeLinear"):
             return None
-        assert dequantise is not None and weight is not None
+        if weight.inputs[0] is None or not weight.inputs[0].is_initializer():
+            return None
+        if dequantise is None or not _is(dequantise, "DequantizeLinear"):
+            return cls(node, weight, None, None)
         quantise = dequantise.inputs[0].producer() if dequantise.inputs[0] is not None else None
-        stored = weight.inputs[0]
-        if not _is(quantise, "QuantizeLinear") or stored is None or not stored.is_initializer():
-            return None
-        assert quantise is not None
-        return cls(node, quantise, dequantise, weight)
+        return cls(node, weight, quantise, dequantise) if _is(quantise, "QuantizeLinear") else None
 
 
-def products_between(model: ir.Model) -> list[Between]:
-    """The products between Q/DQ, in the order of the graph."""
-    return [between for node in model.graph if (between := Between.of(node)) is not None]
+def products_between(model: ir.Model, dtype: ir.DataType | None = None) -> list[Between]:
+    """The products with Q/DQ, in the order of the graph.
+
+    Args:
+        model: is not touched.
+        dtype: of the stored weight; by default any.
+    """
+    found = [between for node in model.graph if (between := Between.of(node)) is not None]
+    return [between for between in found if dtype in (None, between.stored.dtype)]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ else rules choose:
 - With another mask, and causal where that does not fit, every fused form holds the scores too, and is seldom faster
   than the products.
 - 16-bit types have no kernels for either: on the CPU the graph computes in fp32 between inputs and outputs of the
-  bundle's own type. Products between Q/DQ become integer products (:mod:`.integers`).
+  bundle's own type. Quantised products become integer products (:mod:`.integers`).
 
 The kernels of ONNX Runtime 1.31 want masks whose last two dims are not broadcast; a causal flag that counts from the
 first key (`MultiHeadAttention` counts so where there are as many queries as keys); heads of a multiple of 8 for
@@ -49,7 +49,7 @@ from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered, attentions
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import BAND, in_blocks
-from attnforge.export.lowering.integers import integer_products, rows_first
+from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.lowering.tuning import Candidate, FormChoice, Tuner, usual
@@ -106,7 +106,9 @@ def lower(
     Returns:
         the form of every canonical site, and why it was chosen.
     """
-    modified = centre_group_norms(model).modified | rows_first(model).modified
+    modified = centre_group_norms(model).modified
+    for rewrite in (rows_first, products_of_nibbles, casts_for_fp8):
+        modified |= rewrite(model).modified
     if device == "cpu":
         modified |= widen(model).modified | integer_products(model).modified
     lowered = []

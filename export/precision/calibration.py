@@ -1,12 +1,15 @@
 """Forms of quantised products, chosen by what each does to the product on data.
 
-For each input the candidates are tried on rows of the data: by token, and behind a norm by tensor, balanced by several
-degrees. What counts is the error of the products themselves, so a channel that no weight reads may be coarse.
+For each input the candidates are tried on rows of the data: by token, and behind a norm by tensor, or in blocks of
+several lengths, each balanced by several degrees. What counts is the error of the products themselves, so a channel
+that no weight reads may be coarse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -14,12 +17,11 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.precision.quantisation import (
-    MOST,
+    INT8,
     Form,
     Product,
-    fake_quantised,
+    Scheme,
     inputs_of,
-    quantised_weight,
 )
 from attnforge.runtime.parity.budget import relative_error
 
@@ -40,9 +42,16 @@ NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization", "Instan
 AS_GOOD, GOOD = 1.5, 0.01
 """By tensor is chosen, which is faster, where it errs no more than so many times as much as by token, or than this."""
 
+LONGER = 1.1
+"""Longer blocks, which take less memory, are chosen where they err no more than so many times as much."""
+
 
 def calibrate(
-    model: ir.Model, found: Sequence[Product], data: Sequence[Mapping[str, Array]], is_real: bool
+    model: ir.Model,
+    found: Sequence[Product],
+    data: Sequence[Mapping[str, Array]],
+    is_real: bool,
+    scheme: Scheme = INT8,
 ) -> dict[str, Form]:
     """The form of every product's input, by the product's name.
 
@@ -52,14 +61,16 @@ def calibrate(
         data: inputs of the model.
         is_real: whether the data is such as the model will see. Where it is not, forms are by token and unbalanced, and
             the data tells their errors alone.
+        scheme: of all.
     """
     groups = inputs_of(found)
     rows = _Rows(model, [str(value.name) for value in groups], data)
     forms: dict[str, Form] = {}
     for value, group in groups.items():
         weight = np.concatenate([product.weight for product in group], axis=1)
-        degrees, may_be_static = DEGREES if is_real else (), is_real and is_normed(value)
-        form = _best(rows.sample[str(value.name)], rows.peak[str(value.name)], weight, degrees, may_be_static)
+        tried = _Tried(rows.sample[str(value.name)], rows.peak[str(value.name)], weight, scheme)
+        degrees = (None, *DEGREES) if is_real else (None,)
+        form = tried.in_blocks(degrees) if scheme.blocks else tried.quantised(degrees, is_real and is_normed(value))
         forms |= {product.name: form for product in group}
     return forms
 
@@ -94,44 +105,67 @@ class _Rows:
         self.sample = {name: np.concatenate(arrays)[:ROWS] for name, arrays in drawn.items()}
 
 
-def _best(rows: Array, peak: Array, weight: Array, degrees: Sequence[float], may_be_static: bool) -> Form:
-    """The form of one input.
+@dataclass(frozen=True)
+class _Tried:
+    """Tries forms of one input.
 
-    Args:
+    Attributes:
         rows: (tokens, channels) of it.
         peak: (channels,), the largest number of each.
         weight: (channels, outputs) of all products with it.
-        degrees: of balancing, to try beside none.
-        may_be_static: whether it may have one range for all.
+        scheme: of the forms.
     """
-    exact = rows @ weight
-    by_token, by_tensor = [], []
-    for degree in (None, *degrees):
-        balance = None if degree is None else balanced(peak, weight, degree)
-        tried = _tried(rows, peak, weight, exact, balance)
-        by_token.append(tried(False))
-        by_tensor += [tried(True)] if may_be_static else []
-    best, static = _least(by_token), _least(by_tensor or by_token)
-    return static if static.error <= max(AS_GOOD * best.error, GOOD) else best
+
+    rows: Array
+    peak: Array
+    weight: Array
+    scheme: Scheme
+
+    def quantised(self, degrees: Sequence[float | None], may_be_static: bool) -> Form:
+        """The best form of a quantised input.
+
+        Args:
+            degrees: of balancing; None for none.
+            may_be_static: whether it may have one range for all.
+        """
+        balances = [self._balance(degree) for degree in degrees]
+        best = _least([self._with_error(Form(balance=balance, scheme=self.scheme)) for balance in balances])
+        if not may_be_static:
+            return best
+        static = _least([self._with_error(self._static(balance)) for balance in balances])
+        return static if static.error <= max(AS_GOOD * best.error, GOOD) else best
+
+    def in_blocks(self, degrees: Sequence[float | None]) -> Form:
+        """The best form of weights in blocks: the longest that err about as little as the shortest."""
+        balances = [self._balance(degree) for degree in degrees]
+        fitting = [block for block in self.scheme.blocks if self.scheme.fits(len(self.weight), block)]
+        by_block = [
+            _least([self._with_error(Form(None, balance, 0.0, self.scheme, block)) for balance in balances])
+            for block in fitting
+        ]
+        return max((form for form in by_block if form.error <= LONGER * by_block[0].error), key=lambda f: f.block or 0)
+
+    def _balance(self, degree: float | None) -> Array | None:
+        return None if degree is None else balanced(self.peak, self.weight, degree)
+
+    def _static(self, balance: Array | None) -> Form:
+        """One range for all that the data has."""
+        peak = self.peak if balance is None else self.peak / balance
+        scale = max(HEADROOM * float(peak.max(initial=0.0)) / self.scheme.most, float(np.finfo(np.float32).tiny))
+        return Form(scale, balance, scheme=self.scheme)
+
+    def _with_error(self, form: Form) -> Form:
+        product = form.fake_input(self.rows) @ form.fake_weight(self.weight)
+        return replace(form, error=relative_error(product, self._exact))
+
+    @cached_property
+    def _exact(self) -> Array:
+        return self.rows @ self.weight
 
 
 def _least(forms: Sequence[Form]) -> Form:
     """The form that errs least; a balanced one, which takes a pass over the input more, where it is clearly better."""
     return min(forms, key=lambda form: form.error * (1 if form.balance is None else PAYS))
-
-
-def _tried(rows: Array, peak: Array, weight: Array, exact: Array, balance: Array | None) -> Callable[[bool], Form]:
-    """The form by tensor or, for False, by token, with its error."""
-    if balance is not None:
-        rows, weight, peak = rows / balance, weight * balance[:, None], peak / balance
-    numbers, scales = quantised_weight(weight)
-    quantised, largest = numbers * scales, HEADROOM * float(peak.max(initial=0.0))
-
-    def tried(is_static: bool) -> Form:
-        scale = max(largest / MOST, float(np.finfo(np.float32).tiny)) if is_static else None
-        return Form(scale, balance, relative_error(fake_quantised(rows, scale) @ quantised, exact))
-
-    return tried
 
 
 def balanced(peak: Array, weight: Array, degree: float) -> Array:

@@ -25,8 +25,10 @@ from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.cost import flops_of
 from attnforge.export.precision.quantisation import (
     LEAST_WEIGHTS,
+    SCHEMES,
     Form,
     Product,
+    Scheme,
     Table,
     error_of,
     products,
@@ -37,15 +39,13 @@ from attnforge.export.precision.search import judged_on
 from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial
 from attnforge.export.reference import Data, ReferenceModel, stored_inputs
 from attnforge.numbers import scientific
-from attnforge.precision import PRECISIONS, Precision
+from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import make_inputs
 from attnforge.runtime.parity.budget import judge, relative_error
 
-INT8 = PRECISIONS["int8"]
-
 LOWERED_AGAIN = 8
-"""Products that are tried in 8 bits again at most, after the gate is passed."""
+"""Products that are quantised again at most, after the gate is passed."""
 
 
 class QuantisedReference:
@@ -53,14 +53,14 @@ class QuantisedReference:
 
     Args:
         whole: the model in fp32.
+        precision: of the deployment.
         model: the quantised canonical graph.
         sites: its attention.
     """
 
-    precision = INT8
-
-    def __init__(self, whole: ReferenceModel, model: ir.Model, sites: list[Site]) -> None:
+    def __init__(self, whole: ReferenceModel, precision: Precision, model: ir.Model, sites: list[Site]) -> None:
         self._whole, self._model, self._sites = whole, model, sites
+        self.precision = precision
         self.inputs: list[TensorSpec] = whole.inputs
 
     @property
@@ -104,6 +104,7 @@ def choose_forms(
     model: ir.Model,
     sites: list[Site],
     whole: ReferenceModel,
+    precision: Precision,
     is_automatic: bool,
     requirement: Requirement,
     data: Data,
@@ -115,20 +116,23 @@ def choose_forms(
         model: canonical, in fp32; is not touched.
         sites: its attention.
         whole: the model in fp32.
+        precision: int8, fp8 or int4.
         is_automatic: whether products may stay in fp32 where the requirement is not met.
         requirement: what has to be met, on real data, or on ordinary cases where there is none.
         data: real inputs; they calibrate, too.
         progress: hears of every trial.
 
     Raises:
-        UsageError: no product is worth 8 bits.
+        UsageError: no product is worth few bits.
         BuildError: the requirement is not met; or the fp32 graph is not the model.
     """
-    found = products(model)
+    scheme = SCHEMES[precision.name]
+    found = products(model, scheme)
     if not found:
+        fitting = f", of a multiple of {scheme.blocks[0]} channels, and more" if scheme.blocks else ""
         raise UsageError(
-            f"no product of this model is worth 8 bits: none before its head has {LEAST_WEIGHTS:,} weights or more; "
-            "deploy it in fp32 or at 16 bits"
+            f"no product of this model is worth {precision.bits} bits: none before its head has {LEAST_WEIGHTS:,} "
+            f"weights or more{fitting}; deploy it in fp32 or at 16 bits"
         )
     stored, cases = stored_inputs(whole, data, run_cost(model))
     real = [case for case in cases if case.kind == "data"]
@@ -140,14 +144,15 @@ def choose_forms(
         _check_same(case, run(answers.inputs[case.name]), answers, whole.precision)
     steps.begin(f"ranges of {len(found)} products")
     inputs = [answers.inputs[case.name] for case in answers.cases]
-    forms = calibrate(written_out(model, sites), found, inputs, is_real=bool(real))
+    forms = calibrate(written_out(model, sites), found, inputs, is_real=bool(real), scheme=scheme)
     rows = tables(model)
     forms |= {table.name: Form(error=error_of(table)) for table in rows}
-    gate = _Gate(model, sites, found, rows, forms, requirement, answers, steps)
+    gate = _Gate(model, sites, scheme, found, rows, forms, requirement, answers, steps)
     high = gate.raise_until_passed() if is_automatic else gate.passed_whole()
     quantised = gate.quantised(high)
     sizes = cases[0].sizes
-    return ChosenForms(quantised, QuantisedReference(whole, quantised, sites), gate.record(high, sizes, len(real)))
+    reference = QuantisedReference(whole, precision, quantised, sites)
+    return ChosenForms(quantised, reference, gate.record(high, sizes, len(real)))
 
 
 def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, precision: Precision) -> None:
@@ -163,7 +168,7 @@ def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, prec
 
 
 class _Gate:
-    """Judges which products are in 8 bits, each set once.
+    """Judges which products are quantised, each set once.
 
     Attributes:
         steps: what was tried in order, and what came of it.
@@ -173,6 +178,7 @@ class _Gate:
         self,
         model: ir.Model,
         sites: list[Site],
+        scheme: Scheme,
         found: Sequence[Product],
         rows: Sequence[Table],
         forms: Mapping[str, Form],
@@ -182,18 +188,19 @@ class _Gate:
     ) -> None:
         self._model, self._sites, self._answers, self._progress = model, sites, answers, steps
         self._products, self._tables, self._forms, self._requirement = found, rows, forms, requirement
+        self._scheme = scheme
         self._by_error = sorted(forms, key=lambda name: -forms[name].error)
         self._trials: dict[Assignment, Trial] = {}
         self.steps: list[str] = []
 
     def quantised(self, high: Iterable[str]) -> ir.Model:
-        """A copy of the graph with these products in fp32 and all others in 8 bits."""
+        """A copy of the graph with these products in fp32 and all others quantised."""
         model, kept = self._model.clone(), set(high)
         quantise(model, {name: form for name, form in self._forms.items() if name not in kept})
         return model
 
     def passed_whole(self) -> Assignment:
-        """All products in 8 bits.
+        """All products quantised.
 
         Raises:
             BuildError: they do not pass.
@@ -202,9 +209,9 @@ class _Gate:
         if not (trial := self._judge(high)).passed:
             worst = ", ".join(f"{name} ({scientific(self._forms[name].error)})" for name in self._by_error[:3])
             raise BuildError(
-                f"int8 misses what was asked for: {trial.text}; the products that err most are {worst}. Deploy with "
-                "precision auto-int8, which keeps in fp32 what has to be, with real data, which ranges are taken from, "
-                "or allow more"
+                f"{self._scheme.name} misses what was asked for: {trial.text}; the products that err most are {worst}. "
+                f"Deploy with precision auto-{self._scheme.name}, which keeps in fp32 what has to be, with real data, "
+                "which ranges are taken from, or allow more"
             )
         return high
 
@@ -212,7 +219,7 @@ class _Gate:
         """As few of the worst products in fp32 as pass, and of these only those that are needed there.
 
         Raises:
-            BuildError: none may be in 8 bits.
+            BuildError: none may be quantised.
         """
         low, high = -1, len(self._by_error)
         at = 0
@@ -225,7 +232,8 @@ class _Gate:
         raised = frozenset(self._by_error[:high])
         if high == len(self._by_error):
             raise BuildError(
-                "no product may be in 8 bits for what was asked for; allow more, or deploy in fp32 or at 16 bits"
+                f"no product may be in {self._scheme.name} for what was asked for; allow more, or deploy in fp32 or at "
+                "16 bits"
             )
         for name in reversed(self._by_error[max(high - LOWERED_AGAIN, 0) : max(high - 1, 0)]):
             if self._judge(raised - {name}).passed:
@@ -243,7 +251,7 @@ class _Gate:
                 for every, what in parts
                 if every
             ]
-            text = " and ".join(counted) + " in 8 bits"
+            text = " and ".join(counted) + " quantised"
             self._progress.begin(text)
             self._trials[high] = trial = self._judged(high)
             self.steps.append(f"{text}: {trial.text}")
@@ -285,9 +293,9 @@ class _Gate:
         """
         low = [product for product in self._products if product.name not in high]
         total = sum(flops_of(node, sizes) for node in self._model.graph)
-        why = "what was asked for is not met with it in 8 bits"
+        why = "what was asked for is not met where it is quantised"
         return Quantised(
-            type="int8",
+            type=self._scheme.name,  # type: ignore[arg-type]
             max_error=self._requirement.max_error,
             error=self._judge(high).error,
             calibrated=real,
@@ -303,7 +311,8 @@ def _recorded(product: Product, form: Form) -> QuantisedProduct:
     return QuantisedProduct(
         name=product.name,
         module=module_of(product.node),
-        by="token" if form.scale is None else "tensor",
+        by=None if form.block is not None else "token" if form.scale is None else "tensor",
+        block=form.block,
         balanced=form.balance is not None,
         error=form.error,
     )

@@ -1,18 +1,23 @@
-"""Products in 8 bits: which products of a graph are quantised, and the Q/DQ nodes around them.
+"""Products in few bits: which products of a graph are quantised, and the Q/DQ nodes around them.
 
-`QuantizeLinear` and `DequantizeLinear` around a product are ONNX's own way to say int8 (ONNX operators, opset 23):
-every builder reads it, and a runtime that has no kernel for it computes the same numbers in fp32. Weights are
-symmetric, with one scale for each output channel. The input is symmetric as well, and quantised in one of two ways:
+`QuantizeLinear` and `DequantizeLinear` around a product are ONNX's own way to say so (ONNX operators, opset 23): every
+builder reads it, and a runtime that has no kernel for it computes the same numbers in fp32. There are three schemes:
 
-- *by token*: each token is divided by its largest number, so that a fixed scale of 1/127 fits, and the product is
-  multiplied by that number again. Nothing has to be known of the data, and an outlier in one token costs the others
-  nothing.
+- **int8** and **fp8** (E4M3: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): weights are symmetric, with
+  one scale for each output channel, and the input of a product is quantised as well.
+- **int4**: the weights alone, symmetric, with a scale for each block of 32 or 128 channels of every output.
+
+An input is quantised in one of two ways:
+
+- *by token*: each token is divided by its largest number, so that a fixed scale fits, and the product is multiplied by
+  that number again. Nothing has to be known of the data, and an outlier in one token costs the others nothing.
 - *by tensor*: one scale, from calibration data. A pass over the input less than by token, but numbers beyond the data's
   are clipped, so it is for what a norm computes, which has one range whatever the model is given.
 
 Either way the channels of an input may be *balanced* first: divided by numbers that the rows of the weights are
 multiplied with, so that a few large channels do not take all of the range (SmoothQuant, Xiao et al. 2023,
-https://arxiv.org/abs/2211.10438).
+https://arxiv.org/abs/2211.10438), or those weights are exact that large channels read (AWQ, Lin et al. 2024,
+https://arxiv.org/abs/2306.00978).
 
 Tables of embeddings are stored in 8 bits, with one scale for each row, and looked up as fp32: they are the most of a
 small encoder's weights and take none of its time. Attention, norms, softmax and heads stay as they were.
@@ -33,13 +38,57 @@ from attnforge.export.graphs.build import Builder, constant, dims_of, insert, li
 from attnforge.export.graphs.qdq import is_lookup
 from attnforge.runtime.parity.budget import relative_error
 
-FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
+FLOAT = ir.DataType.FLOAT
 
-MOST = 127
-"""The largest number of symmetric int8. -128 is not used by weights, and by inputs only where they are clipped."""
+
+@dataclass(frozen=True)
+class Scheme:
+    """A type that products are quantised to.
+
+    Attributes:
+        name: the precision's.
+        dtype: of the weights, and of quantised inputs.
+        most: the largest number that a scale is made for.
+        blocks: lengths of a block of channels with one scale; none where a scale is for all channels of an output. With
+            blocks, inputs stay as they are.
+    """
+
+    name: str
+    dtype: ir.DataType
+    most: int
+    blocks: tuple[int, ...] = ()
+
+    def fits(self, channels: int, block: int) -> bool:
+        """Whether a weight of so many channels is made of several blocks; one alone TensorRT-RTX dequantises before."""
+        return channels % block == 0 and channels > block
+
+    @property
+    def least(self) -> int:
+        """The lowest number; weights do not use -128, and inputs only where they are clipped."""
+        return -self.most - int(self.dtype.is_integer())
+
+    def rounded(self, numbers: Array) -> Array:
+        """Numbers, divided by their scale, in the scheme's type; what is beyond it is clipped."""
+        whole = np.rint(numbers) if self.dtype.is_integer() else numbers
+        return np.clip(whole, self.least, self.most).astype(self.dtype.numpy())
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int8", ir.DataType.INT8, 127),
+        Scheme("fp8", ir.DataType.FLOAT8E4M3FN, 448),
+        Scheme("int4", ir.DataType.INT4, 7, blocks=(32, 128)),
+    )
+}
+INT8 = SCHEMES["int8"]
 
 LEAST_WEIGHTS = 4096
-"""Numbers of a weight below which 8 bits gain nothing: the passes over the input take longer than the product."""
+"""Numbers of a weight below which few bits gain nothing: the passes over the input take longer than the product."""
+
+SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""How much of the range of a block's numbers its scale may be made for: to clip the largest costs less in 4 bits than
+coarse steps for all others."""
 
 FOLLOWS = frozenset(
     {
@@ -52,20 +101,61 @@ FOLLOWS = frozenset(
 
 @dataclass(frozen=True)
 class Form:
-    """How the input of a product is quantised.
+    """How a product is quantised.
 
     Attributes:
-        scale: of the whole input, float > 0; None by token.
+        scale: of the whole input, float > 0; None by token, and where the input stays as it is.
         balance: (channels,) float32 > 0, what every channel is divided by; None where channels stay as they are.
         error: of the product on calibration data, relative to the product in fp32.
+        scheme: the types.
+        block: channels that share a scale; None where all of an output do.
     """
 
     scale: float | None = None
     balance: Array | None = None
     error: float = 0.0
+    scheme: Scheme = INT8
+    block: int | None = None
 
+    def weight(self, weight: Array) -> tuple[Array, Array]:
+        """A weight, balanced, as it is stored, and its scales.
 
-BY_TOKEN = Form()
+        Args:
+            weight: (channels, outputs) float32.
+
+        Returns:
+            (channels, outputs) of the scheme's type and, float32, (outputs,) or (channels / block, outputs).
+        """
+        if self.balance is not None:
+            weight = weight * self.balance[:, None]
+        return (
+            quantised_weight(weight, self.scheme)
+            if self.block is None
+            else quantised_blocks(weight, self.scheme, self.block)
+        )
+
+    def fake_weight(self, weight: Array) -> Array:
+        """What quantising and dequantising leave of a weight, balanced."""
+        numbers, scales = self.weight(weight)
+        return numbers.astype(np.float32) * (scales if self.block is None else np.repeat(scales, self.block, axis=0))
+
+    def fake_input(self, rows: Array) -> Array:
+        """What balancing, quantising and dequantising leave of an input.
+
+        Args:
+            rows: (tokens, channels) float32.
+        """
+        if self.balance is not None:
+            rows = rows / self.balance
+        if self.block is not None:
+            return rows
+        if self.scale is not None:
+            kept = self.scheme.rounded(rows / np.float32(self.scale)).astype(np.float32) * np.float32(self.scale)
+        else:
+            largest = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
+            numbers = self.scheme.rounded(rows / largest * self.scheme.most).astype(np.float32)
+            kept = numbers / np.float32(self.scheme.most) * largest
+        return kept
 
 
 @dataclass(frozen=True)
@@ -89,10 +179,12 @@ class Product:
         return str(self.node.name)
 
 
-def products(model: ir.Model) -> list[Product]:
-    """The products of an fp32 graph that are worth 8 bits: of a computed input with weights, and no head."""
+def products(model: ir.Model, scheme: Scheme = INT8) -> list[Product]:
+    """The products of an fp32 graph that are worth few bits: of a computed input with weights, and no head. With
+    blocks, they have several."""
     found = (_product(node) for node in model.graph)
-    return [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS and not is_head(p.node)]
+    fitting = [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS and not is_head(p.node)]
+    return [p for p in fitting if not scheme.blocks or scheme.fits(len(p.weight), scheme.blocks[0])]
 
 
 @dataclass(frozen=True)
@@ -169,18 +261,48 @@ def _product(node: ir.Node) -> Product | None:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def quantised_weight(weight: Array) -> tuple[Array, Array]:
-    """A weight in int8 and the scale of every output channel.
+def quantised_weight(weight: Array, scheme: Scheme = INT8) -> tuple[Array, Array]:
+    """A weight in a scheme's type and the scale of every output channel.
 
     Args:
         weight: (channels, outputs) float32.
+        scheme: of the type.
 
     Returns:
-        (channels, outputs) int8 from -127 to 127, and (outputs,) float32; a channel of zeros has the scale 1.
+        (channels, outputs) from -most to most, and (outputs,) float32; a channel of zeros has the scale 1.
     """
-    scale = np.abs(weight).max(axis=0) / np.float32(MOST)
-    scale = np.where(scale > 0, scale, 1).astype(np.float32)
-    return np.clip(np.rint(weight / scale), -MOST, MOST).astype(np.int8), scale
+    scale = _scale(np.abs(weight).max(axis=0), scheme)
+    return scheme.rounded(weight / scale), scale
+
+
+def quantised_blocks(weight: Array, scheme: Scheme, block: int) -> tuple[Array, Array]:
+    """A weight in a scheme's type and the scale of every block of channels of an output: that of :data:`SHRUNK` with
+    which the block errs least.
+
+    Args:
+        weight: (channels, outputs) float32.
+        scheme: of the type.
+        block: channels; the weight has a multiple.
+
+    Returns:
+        (channels, outputs) from least to most, and (channels / block, outputs) float32; a block of zeros has the
+        scale 1.
+    """
+    blocks = weight.reshape(-1, block, weight.shape[-1])
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    best, least = _scale(largest, scheme), np.full_like(largest, np.inf)
+    for shrunk in SHRUNK:
+        scale = _scale(largest * np.float32(shrunk), scheme)
+        kept = scheme.rounded(blocks / scale).astype(np.float32) * scale
+        error = np.square(kept - blocks).sum(axis=1, keepdims=True)
+        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+    return scheme.rounded(blocks / best).reshape(weight.shape), best[:, 0]
+
+
+def _scale(largest: Array, scheme: Scheme) -> Array:
+    """The scale for numbers of this size; 1 for zeros."""
+    scale = largest / np.float32(scheme.most)
+    return np.where(scale > 0, scale, 1).astype(np.float32)
 
 
 def quantised_rows(weight: Array) -> tuple[Array, Array]:
@@ -202,28 +324,12 @@ def error_of(table: Table) -> float:
     return relative_error(numbers * scales[:, None], table.weight)
 
 
-def fake_quantised(rows: Array, scale: float | None) -> Array:
-    """What quantising and dequantising leave of an input.
-
-    Args:
-        rows: (tokens, channels) float32.
-        scale: of all; None by token.
-    """
-    kept: Array
-    if scale is not None:
-        kept = np.clip(np.rint(rows / np.float32(scale)), -MOST - 1, MOST) * np.float32(scale)
-    else:
-        largest = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
-        kept = np.rint(rows / largest * MOST) / np.float32(MOST) * largest
-    return kept
-
-
 # --- the graph --------------------------------------------------------------------------------------------------------
 
 
 def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
-    """Put Q/DQ around products of an fp32 graph and DQ behind tables, in place. Products of one input in one form
-    share its Q/DQ.
+    """Put Q/DQ around products of an fp32 graph, or DQ behind their weights, and DQ behind tables, in place. Products
+    of one input in one form share its Q/DQ.
 
     Args:
         model: canonical, fp32.
@@ -249,7 +355,7 @@ class _Input:
     """An input behind its Q/DQ.
 
     Attributes:
-        value: dequantised.
+        value: dequantised; with blocks, balanced.
         largest: of every token, which the product is multiplied with; None by tensor.
     """
 
@@ -265,14 +371,16 @@ class _Input:
             x, scale = product.input, form.scale
             if form.balance is not None:
                 x = like(op.Mul(x, constant(op, 1 / form.balance, FLOAT)), x)
+            if form.block is not None:
+                return x
             if scale is None:
                 *outer, _ = dims_of(x)
                 top = typed(op.ReduceMax(like(op.Abs(x), x), constant(op, [-1]), keepdims=1), FLOAT, [*outer, 1])
                 least = constant(op, np.finfo(np.float32).tiny, FLOAT)
                 made[0] = like(op.Max(top, least), top)
-                x, scale = like(op.Div(x, made[0]), x), 1 / MOST
-            step, zero = constant(op, scale, FLOAT), constant(op, 0, INT8)
-            quantised = like(op.QuantizeLinear(x, step, zero), x, INT8)
+                x, scale = like(op.Div(x, made[0]), x), 1 / form.scheme.most
+            step, zero = constant(op, scale, FLOAT), constant(op, 0, form.scheme.dtype)
+            quantised = like(op.QuantizeLinear(x, step, zero), x, form.scheme.dtype)
             return like(op.DequantizeLinear(quantised, step, zero), x)
 
         value = insert(graph, product.node, write, stem=f"{product.name}/input")
@@ -280,18 +388,19 @@ class _Input:
 
 
 def _quantise(graph: ir.Graph, product: Product, form: Form, quantised: _Input) -> None:
-    """Let a product take its input and its weight from Q/DQ."""
+    """Let a product take its input and its weight from Q/DQ, or its weight from DQ."""
     node = product.node
-    weight = product.weight if form.balance is None else product.weight * form.balance[:, None]
-    numbers, scales = quantised_weight(weight)
+    numbers, scales = form.weight(product.weight)
+    by = {"axis": 1} if form.block is None else {"axis": 0, "block_size": form.block}
     stored = [
         _initializer(graph, f"{product.name}/{what}", array)
         for what, array in (("weight", numbers), ("weight_scale", scales))
     ]
 
     def write(op: Builder) -> ir.Value:
-        dequantised = typed(op.op("DequantizeLinear", stored, {"axis": 1}), FLOAT, product.weight.shape)
-        result = like(op.op("MatMul", [quantised.value, dequantised], name=f"{product.name}/int8"), node.outputs[0])
+        dequantised = typed(op.op("DequantizeLinear", stored, by), FLOAT, product.weight.shape)
+        name = f"{product.name}/{form.scheme.name}"
+        result = like(op.op("MatMul", [quantised.value, dequantised], name=name), node.outputs[0])
         if quantised.largest is not None:
             result = like(op.Mul(result, quantised.largest), node.outputs[0])
         return result if product.bias is None else like(op.Add(result, product.bias), node.outputs[0])

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from attnforge.bundle import DimSpec, TargetRecord, Tuning
 from attnforge.errors import BuildError
 from attnforge.export.graphs.qdq import products_between
-from attnforge.export.lowering.integers import INTEGER_PRODUCT
+from attnforge.export.lowering.integers import KERNELS
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.targets.target import Built, Finish, Job
@@ -52,9 +52,8 @@ def begin(job: Job, progress: Progress) -> Finish:
         lower(model, job.sites, sizes, device="cuda")
         record.cuda_model = job.shelf.save(model, "onnxruntime/model.cuda.onnx")
     operators = compiled_operators(job.folder / record.model)
-    if eight_bit := products_between(job.model):
-        kernels = [operators.get(str(between.product.name), "") for between in eight_bit]
-        record.eight_bit = kernels.count(INTEGER_PRODUCT)
+    if quantised := products_between(job.model):
+        record.low_bit = sum(operators.get(str(between.product.name)) in KERNELS for between in quantised)
     built = Built(
         record,
         lowered,

@@ -46,7 +46,7 @@ def begin(job: Job, progress: Progress, flavour: str) -> Finish:
     Raises:
         UnavailableError: the flavour is not installed here.
     """
-    is_alone = job.attention is not None and job.precision.name != "int8"  # which says what attention alone gains
+    is_alone = job.attention is not None and not job.precision.is_quantised  # which says what attention alone gains
     plain = _begin_plan(job, flavour, None, f"tensorrt/plain.{flavour}") if is_alone else None
     wanted = _begin_plan(job, flavour, job.attention, f"tensorrt/engine.{flavour}", "tensorrt/model.onnx")
     return partial(_finish, job, flavour, plain, wanted)
@@ -110,8 +110,8 @@ def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps:
     if plan.process.memory:  # else the plan was taken from the cache, and no process built it
         children[flavour] = plan.process
     record.engines = [plan.record(wanted.file, flavour, _built_for(job, flavour), sha256(job.folder / wanted.file))]
-    if eight_bit := products_between(job.model):
-        record.eight_bit = sum(plan.multiplies_8_bits(between) for between in eight_bit)
+    if quantised := products_between(job.model):
+        record.low_bit = sum(plan.reads_as_stored(between) for between in quantised)
     return Built(
         record,
         wanted.lowered,

@@ -68,12 +68,13 @@ class Plan:
         """Why no fused layer does the work of `onnx_node`, with the names of those that do."""
         return f"the builder chose separate kernels: {', '.join(self.layers_of(onnx_node)) or 'none named'}"
 
-    def multiplies_8_bits(self, between: Between) -> bool:
-        """Whether the kernel of a product takes 8-bit numbers: it dequantises neither input nor weight before, and its
-        sums after."""
-        product, *dequantised = (str(n.name) for n in (between.product, between.dequantise, between.weight))
-        gemms = [layer for layer in self.layers if layer.type == "gemm" and product in layer.onnx_nodes]
-        return bool(gemms) and all({*dequantised} <= {*layer.onnx_nodes} for layer in gemms)
+    def reads_as_stored(self, between: Between) -> bool:
+        """Whether the kernel of a product takes the numbers of its weight, and of a quantised input, as they are
+        stored: no other dequantises them before."""
+        parts = (between.product, between.dequantise, between.weight)
+        product, *dequantised = (str(node.name) for node in parts if node is not None)
+        multiplying = [la for la in self.layers if la.type in ("gemm", "runtime_fusion") and product in la.onnx_nodes]
+        return bool(multiplying) and all({*dequantised} <= {*layer.onnx_nodes} for layer in multiplying)
 
     def record(self, file: str, flavour: str, compute_capabilities: Sequence[str], sha256: str) -> Engine:
         """The manifest's record of the plan, as one that this user built.

@@ -1,9 +1,9 @@
 """OpenVINO on the CPU: the bundle's canonical graph, at the bundle's own precision.
 
 This backend uses a processor's units for bf16 (AMX, AVX512-BF16); ONNX Runtime's CPU kernels compute 16-bit bundles in
-fp32. So does this backend with fp16: in OpenVINO's own fp16, on a processor with AVX512-FP16, a transformer's encoder
-of one layer erred by 4 to 40% and cross-attention by more. By default OpenVINO would compute fp32 models in 16 bits as
-well; it is told not to.
+fp32. So does this backend with fp16: OpenVINO's own, on a processor with AVX512-FP16, erred by 4 to 40% in models whose
+masks leave queries without keys, and what became of that cause has not been measured on such a processor. By default
+OpenVINO would compute fp32 models in 16 bits as well; it is told not to.
 """
 
 from __future__ import annotations

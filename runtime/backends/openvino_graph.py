@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from attnforge.arrays import Array
+from attnforge.machine import this_machine
 
 NARROW = ("bf16", "f16")
 
@@ -24,6 +25,9 @@ def prepared(model: Any, widen: bool) -> Any:
         widen: whether to make 16-bit types fp32 (:func:`widened`), which needs memory for the weights in both.
     """
     rows_first(model)
+    if this_machine(gpus=False).saturates:
+        weights_in_fp32(model)
+    zeros_without_keys(model)
     heads_first(model)
     as_products(model)
     model.validate_nodes_and_infer_types()
@@ -52,6 +56,25 @@ def rows_first(model: Any) -> None:
         _replace(node, ops.multiply(rows, ops.gather(scale.output(0), index, axis)))
 
 
+def weights_in_fp32(model: Any) -> None:
+    """Dequantise weights of 8 bits, so that OpenVINO multiplies in fp32 what its integer products would saturate."""
+    from openvino import opset13 as ops
+
+    for node in model.get_ordered_ops():
+        scaled = node.input_value(1).get_node() if node.get_type_name() == "MatMul" else None
+        if scaled is None or scaled.get_type_name() != "Multiply":
+            continue
+        converted, scale = (scaled.input_value(i).get_node() for i in range(2))
+        stored = converted.input_value(0) if converted.get_type_name() == "Convert" else None
+        while scale.get_type_name() == "Reshape":
+            scale = scale.input_value(0).get_node()
+        if stored is None or stored.get_node().get_type_name() != "Constant" or _kind(stored) != "i8":
+            continue
+        if scale.get_type_name() == "Constant":
+            factors = scale.get_data().reshape(list(scaled.get_input_shape(1)))
+            _replace(scaled, ops.constant(stored.get_node().get_data() * factors))
+
+
 def heads_first(model: Any) -> None:
     """Add a missing batch dim before heads and tokens change places, and take it out after they have changed back.
 
@@ -71,6 +94,28 @@ def heads_first(model: Any) -> None:
             if inner.get_type_name() == "Squeeze" and _numbers(inner) == [0]:
                 swapped = ops.transpose(inner.input_value(0), _under_batch(order))
                 _replace(node, ops.squeeze(swapped, _ints([0])))
+
+
+def zeros_without_keys(model: Any) -> None:
+    """Give zeros to a query that its mask leaves no key, and to no other.
+
+    OpenVINO reads Attention as products whose NaN become zeros. In 16 bits its softmax over nothing is no NaN, and a
+    NaN of the model's input would be lost.
+    """
+    from openvino import opset13 as ops
+
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Select":
+            continue
+        found, attention = (node.input_value(i).get_node() for i in (0, 2))
+        if found.get_type_name() != "IsNaN" or attention.get_type_name() != "ScaledDotProductAttention":
+            continue
+        if attention.get_attributes().get("causal") or attention.get_input_size() < 4:
+            continue
+        mask = attention.input_value(3)
+        if _kind(mask) == "boolean":
+            none = ops.logical_not(ops.reduce_logical_or(mask, _ints([-1]), True))
+            _replace(node, ops.select(none, node.input_value(1), attention))
 
 
 def as_products(model: Any) -> None:

@@ -329,9 +329,10 @@ def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
     ("arguments", "error", "message"),
     [
         (
-            {"precision": "int4"},
+            {"precision": "int3"},
             UnknownNameError,
-            "unknown precision 'int4'; known: auto, auto-bf16, auto-fp16, auto-int8, bf16, fp16, fp32, int8, tf32",
+            "unknown precision 'int3'; known: auto, auto-bf16, auto-fp16, auto-fp8, auto-int4, auto-int8, bf16, fp16, "
+            "fp32, fp8, int4, int8, tf32",
         ),
         ({"targets": ["onnx"]}, UnknownNameError, "unknown target 'onnx'; known: onnxruntime, tensorrt, tensorrt_rtx"),
         ({"targets": []}, UsageError, "no target was given"),

@@ -338,7 +338,7 @@ def test_own_callable(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("arguments", "words"),
     [
         (("deploy", "no-such-model"), ("unknown model 'no-such-model'", "self-attention")),
-        (("deploy", "vit", "--precision", "fp8"), ("unknown precision 'fp8'", "bf16")),
+        (("deploy", "vit", "--precision", "fp7"), ("unknown precision 'fp7'", "bf16")),
         (("deploy", "vit", "--target", "tpu"), ("unknown target 'tpu'", "tensorrt_rtx")),
         (("deploy", "vit", "--require-fused", "tpu"), ("unknown target 'tpu'", "tensorrt_rtx")),
         (

@@ -43,7 +43,7 @@ def fill(document: Any) -> None:
         "tuning": {"processors": 2, "sizes": sizes, "seconds": 1.0},
         "session": {"machine": MACHINE, "version": "1.0", "threads": 1, "optimized": model, "measured": {"1": 1.0}},
         "attention_precision": None,
-        "eight_bit": 1,
+        "low_bit": 1,
     }
     document["targets"]["tensorrt_rtx"] |= {
         "attention_precision": "fp16",
@@ -60,8 +60,8 @@ def fill(document: Any) -> None:
                   "low_flops": 0.5, "trials": 2, "steps": ["all low"]},
         "quantised": {
             "type": "int8", "max_error": 0.1, "error": 0.01, "calibrated": 1, "share": 0.9, "kept": {"b": "its error"},
-            "products": [{"name": "a", "module": "m", "by": "token", "balanced": True, "error": 0.01}],
-            "steps": ["all in 8 bits"], "tables": {"c": 0.01},
+            "products": [{"name": "a", "module": "m", "by": "token", "block": 32, "balanced": True, "error": 0.01}],
+            "steps": ["all quantised"], "tables": {"c": 0.01},
         },
         "metric": None,
         "choice": {"machine": MACHINE, "versions": {"onnxruntime": "1"}, "sizes": sizes, "picked": "onnxruntime-cpu",

@@ -31,7 +31,7 @@ def test_embeddings_of_200_sentences_stay_where_they_are(tmp_path: Path) -> None
     )  # fmt: skip
     quantised = bundle.manifest.quantised
     assert quantised is not None and quantised.kept == {} and len(quantised.products) == 36
-    assert quantised.share > 0.9 and bundle.manifest.targets["onnxruntime"].eight_bit == 36
+    assert quantised.share > 0.9 and bundle.manifest.targets["onnxruntime"].low_bit == 36
     assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
     exact, cosines = Float64(example.module), []
     with attnforge.load(bundle, backend="onnxruntime-cpu") as session:

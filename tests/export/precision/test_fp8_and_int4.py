@@ -1,0 +1,186 @@
+"""precision="fp8" and "int4": the same Q/DQ and the same gate as int8, with other numbers and other kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from torch import Tensor, nn
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.bundle import CANONICAL
+from attnforge.errors import BuildError, UnavailableError, UsageError
+from attnforge.export.lowering.integers import casts_for_fp8, products_of_nibbles
+from attnforge.export.precision.quantisation import SCHEMES, SHRUNK, Form, quantise
+from attnforge.runtime.parity.budget import relative_error
+from tests.export.precision.test_int8 import WIDTH, Block, Outliers, deployed, linear, of, real, result
+
+FP8, INT4 = SCHEMES["fp8"], SCHEMES["int4"]
+DIMS, SEEDS = st.sampled_from(([3], [2, 5], [1, 2, 3])), st.integers(0, 2**16)
+
+
+def drawn(rng: np.random.Generator, dims: list[int], channels: int) -> tuple[Array, Array, Array, Array]:
+    """Inputs of some size, one row of them zeros now and then; a weight, its bias, and what balances it."""
+    outputs = int(rng.integers(64, 90))
+    weight, bias = rng.standard_normal((channels, outputs)).astype(np.float32), rng.standard_normal(outputs)
+    x = rng.standard_normal([*dims, channels]).astype(np.float32) * np.float32(10.0 ** rng.integers(-3, 4))
+    x[0, ..., :] *= rng.integers(0, 2)
+    return x, weight, bias.astype(np.float32), np.exp(rng.standard_normal(channels)).astype(np.float32)
+
+
+def in_fp8(numbers: Array) -> Array:
+    """Numbers rounded to E4M3, in float64."""
+    return np.clip(numbers, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+@settings(max_examples=30)
+@given(DIMS, st.booleans(), st.booleans(), SEEDS)
+def test_a_product_in_fp8_is_what_the_formulas_say(
+    dims: list[int], by_token: bool, is_balanced: bool, seed: int
+) -> None:
+    """The canonical graph, and the casts that ONNX Runtime gets: the same to the last bits, but where a number lies
+    half way between two."""
+    rng = np.random.default_rng(seed)
+    x, weight, bias, balance = drawn(rng, dims, int(rng.integers(64, 90)))
+    largest = float(np.abs(x).max() or 1)
+    scale = None if by_token else largest / rng.uniform(200, 600)
+    inputs, matrix = x.astype(np.float64), weight.astype(np.float64)
+    if is_balanced:
+        inputs, matrix = inputs / balance, matrix * balance[:, None]
+    steps = np.abs(matrix).max(axis=0) / 448
+    size = np.abs(inputs).max(axis=-1, keepdims=True)
+    step = np.where(size > 0, size, 1) / 448 if scale is None else scale
+    wanted = (in_fp8(inputs / step) * step) @ (in_fp8(matrix / steps) * steps) + bias
+    model = linear(weight, bias, dims)
+    quantise(model, {"product": Form(scale, balance if is_balanced else None, scheme=FP8)})
+    canonical = result(model, x)
+    assert relative_error(canonical.astype(np.float64), wanted) < 1e-2
+    assert casts_for_fp8(model).modified
+    RemoveUnusedNodesPass()(model)
+    assert not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in model.graph}
+    assert relative_error(result(model, x).astype(np.float64), canonical.astype(np.float64)) < 1e-2
+
+
+@settings(max_examples=30)
+@given(DIMS, st.sampled_from((32, 128)), st.booleans(), st.booleans(), SEEDS)
+def test_a_product_with_weights_of_4_bits_is_what_the_formulas_say(
+    dims: list[int], block: int, has_bias: bool, is_balanced: bool, seed: int
+) -> None:
+    """Every block is of the scale that errs least, and ONNX Runtime's kernel reads the same numbers. Its inputs are in
+    8 bits, which costs little where channels are alike, as balancing leaves them."""
+    rng = np.random.default_rng(seed)
+    x, weight, bias, balance = drawn(rng, dims, 256)
+    x = x * balance if is_balanced else x
+    form = Form(balance=balance if is_balanced else None, scheme=INT4, block=block)
+    model = linear(weight, bias if has_bias else None, dims)
+    quantise(model, {"product": form})
+    stored = {name: v.const_value for name, v in model.graph.initializers.items() if v.const_value is not None}
+    numbers, scales = (stored[f"product/{what}"].numpy() for what in ("weight", "weight_scale"))
+    assert numbers.dtype == ml_dtypes.int4 and scales.shape == (256 // block, weight.shape[1])
+    matrix = weight * balance[:, None] if is_balanced else weight
+    blocks, kept = (a.astype(np.float64).reshape(-1, block, weight.shape[1]) for a in (matrix, numbers))
+    share = scales * 7 / np.abs(blocks).max(axis=1)
+    assert (share >= SHRUNK[-1] - 1e-5).all() and (share <= 1 + 1e-5).all()
+    steps = np.abs(blocks).max(axis=1, keepdims=True) / 7
+    plain = np.square(np.rint(blocks / steps) * steps - blocks).sum(axis=1)
+    assert (np.square(kept * scales[:, None] - blocks).sum(axis=1) <= plain * (1 + 1e-5)).all()
+    inputs = x / balance if is_balanced else x
+    wanted = inputs.astype(np.float64) @ (kept * scales[:, None]).reshape(weight.shape) + (bias if has_bias else 0)
+    canonical = result(model, x)
+    assert relative_error(canonical.astype(np.float64), wanted) < 1e-5
+    assert products_of_nibbles(model).modified
+    RemoveUnusedNodesPass()(model)
+    assert [node.op_type for node in model.graph].count("MatMulNBits") == 1
+    assert "DequantizeLinear" not in {node.op_type for node in model.graph}
+    lowered = result(model, x, optimised=True).astype(np.float64)
+    assert relative_error(lowered, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+@pytest.mark.parametrize("has_data", [True, False])
+def test_a_deployment_is_verified_on_every_backend_here(tmp_path: Path, precision: str, has_data: bool) -> None:
+    bundle = deployed(tmp_path / "b", precision=precision, data=real() if has_data else [], max_error=0.15)
+    report = attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"])
+    assert report.passed and report.warnings == []
+    manifest, quantised = bundle.manifest, of(bundle)
+    assert manifest.precision == precision == quantised.type and manifest.eager_precision == "fp32"
+    assert len(quantised.products) == 6 and quantised.kept == {} and 0.01 < quantised.error <= 0.15
+    assert {product.block for product in quantised.products} <= ({32, 128} if precision == "int4" else {None})
+    by = {"fp8": {"token", "tensor"} if has_data else {"token"}, "int4": {None}}
+    assert {product.by for product in quantised.products} == by[precision]
+    assert manifest.targets["onnxruntime"].low_bit == (6 if precision == "int4" else 0)  # there it is no fp8 product
+    weights = ir.load(bundle.file(CANONICAL)).graph.initializers.values()
+    size = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
+    head, products = 4 * 128 * WIDTH, (4 * WIDTH * WIDTH + 4 * WIDTH * WIDTH) * (0.5 if precision == "int4" else 1)
+    assert head + products < size < head + 1.5 * products  # the scales, biases and norms of a model this small
+
+
+@pytest.mark.parametrize("capability", ["SM89", "SM120"])
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_tensorrt_reads_numbers_as_stored_beside_fused_attention(
+    tmp_path: Path, precision: str, capability: str
+) -> None:
+    """With dynamic batch and tokens; attention in fp16."""
+    bundle = deployed(
+        tmp_path / "b", precision=precision, data=real(1), max_error=0.15, targets=["tensorrt_rtx"],
+        compute_capabilities=[capability],
+    )  # fmt: skip
+    record = bundle.manifest.targets["tensorrt_rtx"]
+    assert record.low_bit == 6 and record.attention_precision == "fp16" and record.without is None
+    assert bundle.manifest.attention.fused["tensorrt_rtx"] == 1
+
+
+def test_a_plan_with_fp8_is_for_gpus_that_have_it(tmp_path: Path) -> None:
+    bundle = deployed(tmp_path / "b", precision="fp8", max_error=0.15, targets=["tensorrt_rtx"])
+    (engine,) = bundle.manifest.targets["tensorrt_rtx"].engines
+    assert engine.compute_capabilities == ["SM89", "SM120"]
+    with pytest.raises(UsageError, match=r"fp8 is for GPUs of compute capability 8\.9 and later, not SM80"):
+        deployed(tmp_path / "c", precision="auto-fp8", max_error=0.15, compute_capabilities=["SM80", "SM89"],
+                 targets=["tensorrt_rtx"])  # fmt: skip
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_costs_too_much_is_refused_or_kept_in_fp32(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"int4 misses what was asked for: .* precision auto-int4, which keeps"):
+        deployed(tmp_path / "b", Outliers, "int4", max_error=0.05)
+    assert not (tmp_path / "b").exists()
+    whole = of(deployed(tmp_path / "balanced", Outliers, "int4", max_error=0.05, data=real()))
+    assert whole.kept == {} and any(product.balanced for product in whole.products)
+    some = of(deployed(tmp_path / "some", Outliers, "auto-int4", max_error=0.05))
+    assert 0 < len(some.kept) < 6 and some.error <= 0.05
+    assert attnforge.verify(tmp_path / "some", ["onnxruntime-cpu", "openvino"]).passed
+
+
+def test_weights_of_no_whole_blocks_are_told(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up, self.norm = nn.Linear(WIDTH, 72), nn.Linear(72, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.up(self.down(x).relu()))
+            return y
+
+    quantised = of(deployed(tmp_path / "b", Odd, "int4", max_error=0.2))
+    assert len(quantised.products) == 1
+
+    class Odder(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.up(x[..., :72].repeat(1, 1, 2)[..., :72]))
+            return y
+
+    with pytest.raises(UsageError, match=r"worth 4 bits: .* weights or more, of a multiple of 32 channels, and more"):
+        deployed(tmp_path / "c", Odder, "int4", max_error=0.2)
+
+
+def test_diagnose_says_that_it_does_not_trace_them(tmp_path: Path) -> None:
+    bundle = deployed(tmp_path / "b", Block, "int4", max_error=0.15)
+    with pytest.raises(UnavailableError, match=r"quantised products, of which nothing is traced.*auto-int4"):
+        attnforge.diagnose(bundle)
