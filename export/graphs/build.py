@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from onnx_ir.tape import Tape
 
 
@@ -24,6 +25,14 @@ def constant(op: Builder, data: ArrayLike, dtype: ir.DataType = ir.DataType.INT6
     tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
     value = typed(op.Constant(value=tensor), dtype, np.shape(data))
     value.const_value = tensor
+    return value
+
+
+def initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+    """A new weight of `graph`."""
+    tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+    value = ir.Value(name=name, const_value=tensor)
+    graph.register_initializer(typed(value, tensor.dtype, array.shape))
     return value
 
 

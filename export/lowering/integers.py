@@ -23,7 +23,17 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.build import (
+    Builder,
+    cast,
+    constant,
+    dims_of,
+    initializer,
+    insert,
+    like,
+    replace_value,
+    typed,
+)
 from attnforge.export.graphs.qdq import Between, Lookup, lookups_in_8_bits, products_between
 
 FLOAT, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.UINT8
@@ -60,29 +70,37 @@ def integer_products(model: ir.Model) -> PassResult:
 
 def products_of_nibbles(model: ir.Model) -> PassResult:
     """Write every product with a weight of 4 bits of `model`, in place, as one that reads it so, with its bias."""
+    stored: dict[ir.Value, list[ir.Value]] = {}
     for found in (products := products_between(model, INT4)):
+        if found.stored not in stored:
+            stored[found.stored] = _nibbles(model.graph, found)
         last, bias = _with_bias(found.product)
-        result = insert(model.graph, last, partial(_nibbles, found=found, bias=bias))
+        result = insert(model.graph, last, partial(_by_nibbles, found=found, stored=stored[found.stored], bias=bias))
         replace_value(last.outputs[0], result)
     if products:
         model.graph.opset_imports[CONTRIB] = 1
     return PassResult(model, bool(products))
 
 
-def _nibbles(op: Builder, found: Between, bias: ir.Value | None) -> ir.Value:
-    stored, scale = found.stored.const_value, found.weight.inputs[1]
-    assert stored is not None and scale is not None and scale.const_value is not None
-    numbers, scales = stored.numpy().astype(np.int8), scale.const_value.numpy()
-    block = found.weight.attributes["block_size"].as_int()
-    (channels, outputs), blocks = numbers.shape, len(scales)
-    nibbles = (numbers.T + 8).astype(np.uint8).reshape(outputs, blocks, block)  # its zero is 8
-    operands = [
-        found.product.inputs[0],
-        constant(op, nibbles[..., ::2] | nibbles[..., 1::2] << 4, UINT8),
-        constant(op, np.ascontiguousarray(scales.T), FLOAT),
-        *([None, None, bias] if bias is not None else []),
+def _nibbles(graph: ir.Graph, found: Between) -> list[ir.Value]:
+    """A weight as the operator has it, (outputs, blocks, block / 2) of two numbers each, about a zero of 8, and its
+    scales, (outputs, blocks)."""
+    scale = found.weight.inputs[1]
+    assert found.stored.const_value is not None and scale is not None and scale.const_value is not None
+    numbers, scales = found.stored.const_value.numpy().astype(np.int8), scale.const_value.numpy()
+    halves = (numbers.T + 8).astype(np.uint8).reshape(numbers.shape[1], len(scales), -1)
+    return [
+        initializer(graph, f"{found.stored.name}/nibbles", halves[..., ::2] | halves[..., 1::2] << 4),
+        initializer(graph, f"{scale.name}/nibbles", scales.T),
     ]
+
+
+def _by_nibbles(op: Builder, found: Between, stored: list[ir.Value], bias: ir.Value | None) -> ir.Value:
+    assert found.stored.shape is not None
+    channels, outputs = found.stored.shape.numpy()
+    block = found.weight.attributes["block_size"].as_int()
     sizes = {"K": channels, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": IN_8_BITS}
+    operands = [found.product.inputs[0], *stored, *([None, None, bias] if bias is not None else [])]
     product = op.op(NIBBLES, operands, sizes, domain=CONTRIB, name=found.product.name)
     return like(product, found.product.outputs[0])
 

@@ -69,7 +69,8 @@ def calibrate(
     for value, group in groups.items():
         weight = np.concatenate([product.weight for product in group], axis=1)
         tried = _Tried(rows.sample[str(value.name)], rows.peak[str(value.name)], weight, scheme)
-        degrees = (None, *DEGREES) if is_real else (None,)
+        is_shared = any(product.is_shared for product in group)  # balanced, each would have a weight of its own
+        degrees = (None, *DEGREES) if is_real and not is_shared else (None,)
         form = tried.in_blocks(degrees) if scheme.blocks else tried.quantised(degrees, is_real and is_normed(value))
         forms |= {product.name: form for product in group}
     return forms

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -34,7 +35,7 @@ from onnx_ir.passes import PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, like, replace_value, typed
 from attnforge.export.graphs.qdq import is_lookup
 from attnforge.runtime.parity.budget import relative_error
 
@@ -177,6 +178,18 @@ class Product:
     @property
     def name(self) -> str:
         return str(self.node.name)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others read the weight, too."""
+        stored = self.node.inputs[1]
+        return stored is not None and len(stored.uses()) > 1
+
+    def stored_as(self, form: Form) -> tuple[Any, ...]:
+        """What tells one quantised weight from another."""
+        turned = self.node.attributes.get_int("transB", 0)
+        balance = None if form.balance is None else form.balance.tobytes()
+        return self.node.inputs[1], turned, form.scheme, form.block, balance
 
 
 def products(model: ir.Model, scheme: Scheme = INT8) -> list[Product]:
@@ -329,20 +342,26 @@ def error_of(table: Table) -> float:
 
 def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
     """Put Q/DQ around products of an fp32 graph, or DQ behind their weights, and DQ behind tables, in place. Products
-    of one input in one form share its Q/DQ.
+    of one input in one form share its Q/DQ, and those of one weight its numbers.
 
     Args:
         model: canonical, fp32.
         forms: by name, how the input of every product that is to be quantised is; tables by name as well.
     """
     inputs: dict[tuple[ir.Value, int], _Input] = {}
+    stored: dict[tuple[Any, ...], list[ir.Value]] = {}
     chosen = [product for product in products(model) if product.name in forms]
     for product in chosen:
         form = forms[product.name]
         key = (product.input, id(form))
         if key not in inputs:
             inputs[key] = _Input.of(model.graph, product, form)
-        _quantise(model.graph, product, form, inputs[key])
+        if (weight := product.stored_as(form)) not in stored:
+            stored[weight] = [
+                initializer(model.graph, f"{product.name}/{what}", array)
+                for what, array in zip(("weight", "weight_scale"), form.weight(product.weight), strict=True)
+            ]
+        _quantise(model.graph, product, form, inputs[key], stored[weight])
     low = [table for table in tables(model) if table.name in forms]
     for table in low:
         _store_in_8_bits(model.graph, table)
@@ -387,15 +406,10 @@ class _Input:
         return cls(value, made[0])
 
 
-def _quantise(graph: ir.Graph, product: Product, form: Form, quantised: _Input) -> None:
+def _quantise(graph: ir.Graph, product: Product, form: Form, quantised: _Input, stored: list[ir.Value]) -> None:
     """Let a product take its input and its weight from Q/DQ, or its weight from DQ."""
     node = product.node
-    numbers, scales = form.weight(product.weight)
     by = {"axis": 1} if form.block is None else {"axis": 0, "block_size": form.block}
-    stored = [
-        _initializer(graph, f"{product.name}/{what}", array)
-        for what, array in (("weight", numbers), ("weight_scale", scales))
-    ]
 
     def write(op: Builder) -> ir.Value:
         dequantised = typed(op.op("DequantizeLinear", stored, by), FLOAT, product.weight.shape)
@@ -413,7 +427,7 @@ def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
     """Let the lookups of a table read it from int8."""
     numbers, scales = quantised_rows(table.weight)
     stored = [
-        _initializer(graph, f"{table.stored.name}/{what}", array)
+        initializer(graph, f"{table.stored.name}/{what}", array)
         for what, array in (("rows", numbers), ("scale", scales))
     ]
 
@@ -423,13 +437,6 @@ def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
     dequantised = insert(graph, table.lookups[0], write, stem=f"{table.name}/table")
     for lookup in table.lookups:
         lookup.replace_input_with(0, dequantised)
-
-
-def _initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
-    tensor = ir.tensor(np.ascontiguousarray(array), name=name)
-    value = ir.Value(name=name, const_value=tensor)
-    graph.register_initializer(typed(value, ir.DataType.from_numpy(array.dtype), array.shape))
-    return value
 
 
 def inputs_of(group: Iterable[Product]) -> dict[ir.Value, list[Product]]:

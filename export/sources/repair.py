@@ -7,8 +7,12 @@ from functools import partial
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
+from attnforge.arrays import Array
 from attnforge.export.attention.layout import ONE, sizes_of
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
+
+LEAST_BYTES = 1024
+"""Of a weight that is worth sharing."""
 
 
 def repair(model: ir.Model) -> PassResult:
@@ -53,3 +57,21 @@ def _expanded(op: Builder, cache: ir.Value, x: ir.Value) -> ir.Value:
     assert cache.dtype is not None
     shape = op.Concat(op.Shape(x, start=0, end=1), constant(op, [1, 1]), axis=0)
     return typed(op.Expand(cache, shape), cache.dtype, [dims_of(x)[0], *dims_of(cache)[1:]])
+
+
+def share_weights(model: ir.Model) -> PassResult:
+    """Let layers that share a weight share its transpose too, in place: torch folds one for each, all views of the same
+    memory, which would be written once for each."""
+    first: dict[tuple[object, ...], tuple[ir.Value, Array]] = {}
+    modified = False
+    for name, value in list(model.graph.initializers.items()):
+        if value.const_value is None or value.const_value.nbytes < LEAST_BYTES or value.is_graph_output():
+            continue
+        array = value.const_value.numpy()  # held, so that no other array gets its place in memory
+        place = array.__array_interface__["data"][0]
+        kept, _ = first.setdefault((value.dtype, array.shape, array.strides, place), (value, array))
+        if kept is not value:
+            value.replace_all_uses_with(kept)
+            del model.graph.initializers[name]
+            modified = True
+    return PassResult(model, modified)

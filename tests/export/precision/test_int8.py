@@ -482,3 +482,23 @@ def test_the_cli_takes_real_inputs_from_files(tmp_path: Path) -> None:
     ):
         run = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "c"), "--calibrate", str(wrong)])
         assert isinstance(run.exception, AttnforgeError) and message in str(run.exception)
+
+
+def test_layers_that_share_their_weights_do_so_in_8_bits(tmp_path: Path) -> None:
+    class Twice(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = x + self.down(nn.functional.gelu(self.up(self.before_feed_forward(x))))
+            logits: Tensor = self.head(self.last(x))
+            return logits
+
+    for precision in ("int8", "int4"):
+        bundle = deployed(tmp_path / precision, Twice, precision, data=real(1), max_error=0.15)
+        assert len(of(bundle).products) == 4
+        for name in (CANONICAL, "onnxruntime/model.onnx"):
+            stored = ir.load(bundle.file(name)).graph.initializers
+            assert (
+                sum(value.const_value is not None and value.const_value.nbytes >= 4096 for value in stored.values())
+                == 3
+            )
+        assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
