@@ -61,11 +61,22 @@ def integer_products(model: ir.Model) -> PassResult:
         if key not in quantised:
             quantised[key] = insert(graph, quantise, partial(_unsigned, quantise=quantise))
         last, bias = _with_bias(node)
-        inputs = [quantised[key], weight.inputs[0], quantise.inputs[1], weight.inputs[1], bias]
+        stored = _own(graph, found)
+        inputs = [quantised[key], stored, quantise.inputs[1], weight.inputs[1], bias]
         replace_value(last.outputs[0], insert(graph, last, partial(_product, inputs=inputs, node=node)))
     if products:
         graph.opset_imports[CONTRIB] = 1
     return PassResult(model, bool(products))
+
+
+def _own(graph: ir.Graph, found: Between) -> ir.Value:
+    """The weight of a product under a name of its own, for ONNX Runtime cannot load one that two products read where it
+    makes weights unsigned (:func:`~attnforge.runtime.backends.onnxruntime.session_options`). A bundle holds it once."""
+    if len(found.stored.uses()) == 1:
+        return found.stored
+    own = ir.Value(name=f"{found.stored.name}/{found.product.name}", const_value=found.stored.const_value)
+    graph.register_initializer(like(own, found.stored))
+    return own
 
 
 def products_of_nibbles(model: ir.Model) -> PassResult:

@@ -129,21 +129,23 @@ class _Tried:
             degrees: of balancing; None for none.
             may_be_static: whether it may have one range for all.
         """
-        balances = [self._balance(degree) for degree in degrees]
-        best = _least([self._with_error(Form(balance=balance, scheme=self.scheme)) for balance in balances])
-        if not may_be_static:
-            return best
-        static = _least([self._with_error(self._static(balance)) for balance in balances])
+        by_token, by_tensor = [], []
+        for balance in (self._balance(degree) for degree in degrees):
+            form = Form(balance=balance, scheme=self.scheme)
+            weight = form.fake_weight(self.weight)
+            by_token.append(self._with_error(form, weight))
+            by_tensor += [self._with_error(self._static(balance), weight)] if may_be_static else []
+        best, static = _least(by_token), _least(by_tensor or by_token)
         return static if static.error <= max(AS_GOOD * best.error, GOOD) else best
 
     def in_blocks(self, degrees: Sequence[float | None]) -> Form:
         """The best form of weights in blocks: the longest that err about as little as the shortest."""
         balances = [self._balance(degree) for degree in degrees]
         fitting = [block for block in self.scheme.blocks if self.scheme.fits(len(self.weight), block)]
-        by_block = [
-            _least([self._with_error(Form(None, balance, 0.0, self.scheme, block)) for balance in balances])
-            for block in fitting
-        ]
+        by_block = []
+        for block in fitting:
+            forms = [Form(None, balance, 0.0, self.scheme, block) for balance in balances]
+            by_block.append(_least([self._with_error(form, form.fake_weight(self.weight)) for form in forms]))
         return max((form for form in by_block if form.error <= LONGER * by_block[0].error), key=lambda f: f.block or 0)
 
     def _balance(self, degree: float | None) -> Array | None:
@@ -155,9 +157,8 @@ class _Tried:
         scale = max(HEADROOM * float(peak.max(initial=0.0)) / self.scheme.most, float(np.finfo(np.float32).tiny))
         return Form(scale, balance, scheme=self.scheme)
 
-    def _with_error(self, form: Form) -> Form:
-        product = form.fake_input(self.rows) @ form.fake_weight(self.weight)
-        return replace(form, error=relative_error(product, self._exact))
+    def _with_error(self, form: Form, weight: Array) -> Form:
+        return replace(form, error=relative_error(form.fake_input(self.rows) @ weight, self._exact))
 
     @cached_property
     def _exact(self) -> Array:

@@ -40,7 +40,7 @@ def in_fp8(numbers: Array) -> Array:
     return np.clip(numbers, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(DIMS, st.booleans(), st.booleans(), SEEDS)
 def test_a_product_in_fp8_is_what_the_formulas_say(
     dims: list[int], by_token: bool, is_balanced: bool, seed: int
@@ -68,7 +68,7 @@ def test_a_product_in_fp8_is_what_the_formulas_say(
     assert relative_error(result(model, x).astype(np.float64), canonical.astype(np.float64)) < 1e-2
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(DIMS, st.sampled_from((32, 128)), st.booleans(), st.booleans(), SEEDS)
 def test_a_product_with_weights_of_4_bits_is_what_the_formulas_say(
     dims: list[int], block: int, has_bias: bool, is_balanced: bool, seed: int

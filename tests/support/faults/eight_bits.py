@@ -126,7 +126,12 @@ def of_another(i: int, j: int, index: int) -> Alter:
         node, other = (Product(g, k).node for k in (i, j))
         if node.inputs[index] is other.inputs[index]:
             raise NotThere("another operand")
-        node.replace_input_with(index, other.inputs[index])
+        operand = required(other.inputs[index])
+        if operand.is_initializer():  # under a name of its own, as the lowering has it
+            tensor = operand.const_value
+            operand = ir.Value(name=f"{operand.name}/again", type=operand.type, shape=operand.shape, const_value=tensor)
+            g.graph.register_initializer(operand)
+        node.replace_input_with(index, operand)
         g.graph.sort()
 
     return alter
