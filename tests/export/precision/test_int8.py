@@ -30,9 +30,11 @@ from attnforge.export.lowering.integers import integer_products, rows_first
 from attnforge.export.precision.calibration import balanced, calibrate
 from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
 from attnforge.export.sources.torch_module import capture
+from attnforge.machine import Machine
 from attnforge.model import MultiHeadAttention, build_model
 from attnforge.model.data import real_data
 from attnforge.precision import precision_named
+from attnforge.runtime.backends import openvino_graph
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.parity.budget import relative_error
 
@@ -363,6 +365,28 @@ def test_inspect_says_what_is_in_8_bits(by_tensor: Bundle) -> None:
     )
     document = json.loads(CliRunner().invoke(app, ["inspect", str(by_tensor.path), "--json"]).output)
     assert document["quantised"]["type"] == "int8" and document["targets"]["onnxruntime"]["low_bit"] == 6
+
+
+def _stored_as(output: Any) -> str:
+    """The type of the constant that an operand is made of; that of its first input's, and so on."""
+    while output.get_node().get_input_size():
+        output = output.get_node().input_value(0)
+    kind: str = output.get_element_type().get_type_name()
+    return kind
+
+
+@pytest.mark.parametrize(("instructions", "kind"), [(["avx2", "avx512f"], "f32"), (["avx2", "avx512_vnni"], "i8")])
+def test_where_products_would_saturate_openvino_multiplies_in_fp32(
+    by_tensor: Bundle, monkeypatch: pytest.MonkeyPatch, instructions: list[str], kind: str
+) -> None:
+    found = Machine(system="Linux x86_64", processor="", processors=1, instructions=instructions, gpus=[])
+    monkeypatch.setattr(openvino_graph, "this_machine", lambda gpus: found)
+    model = openvino_graph.prepared(openvino.Core().read_model(by_tensor.file(CANONICAL)), widen=False)
+    weights = [node.input_value(1) for node in model.get_ordered_ops() if node.get_type_name() == "MatMul"]
+    kinds = [_stored_as(weight) for weight in weights]
+    assert kinds.count(kind) >= 6 and (kind == "i8" or "i8" not in kinds)
+    if kind == "f32":
+        assert attnforge.verify(by_tensor, ["openvino"]).passed
 
 
 def test_without_data_each_token_has_a_range(tmp_path: Path) -> None:
