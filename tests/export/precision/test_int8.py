@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import CANONICAL, Bundle, Quantised
+from attnforge.bundle import CANONICAL, Bundle, Quantised, TargetRecord
 from attnforge.cli import app
 from attnforge.errors import AttnforgeError, BuildError, InputError, UnknownNameError, UsageError
 from attnforge.export.graphs.build import typed
@@ -441,6 +441,12 @@ def test_a_metric_that_is_missed_is_told(tmp_path: Path) -> None:
     bundle = deployed(tmp_path / "b", data=real(), metric="cosine", least=0.999)
     report = attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
     assert report.metric is not None and report.metric.value >= 0.999
+
+
+def test_a_count_under_its_earlier_name_is_read(by_tensor: Bundle) -> None:
+    record = json.loads(by_tensor.manifest.targets["onnxruntime"].model_dump_json())
+    record["eight_bit"] = record.pop("low_bit")
+    assert TargetRecord.model_validate(record).low_bit == 6
 
 
 def test_where_nothing_may_be_in_8_bits_that_is_said(tmp_path: Path) -> None:
