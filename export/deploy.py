@@ -10,10 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from attnforge.bundle import CANONICAL, FLAVOURS, PLAIN, Bundle, Manifest, Source, write_manifest, writing
+from attnforge.bundle import (
+    CANONICAL,
+    FLAVOURS,
+    PLAIN,
+    Bundle,
+    Manifest,
+    Source,
+    graph_tensors,
+    write_manifest,
+    writing,
+)
 from attnforge.deploy_cache import DeployCache
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused, masks_of
+from attnforge.export.decoding.insert import with_cache
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.measuring import MEASURING, SECONDS, measure
 from attnforge.export.options import DeployOptions, Keywords
@@ -93,6 +104,10 @@ def deploy(
         cache: take TensorRT plans, reference outputs and what was measured from an earlier deploy of the same model on
             this machine, and keep them for the next one (:mod:`attnforge.deploy_cache`).
         source: the manifest's record of how to make the module again; by default its class or file.
+        cache_tokens: make a step of a decoder of a causal model that takes `(batch, tokens, …)` alone: the bundle's
+            graphs take the next tokens and a cache of this many keys and values for every attention site
+            (:mod:`attnforge.export.decoding.insert`). A session still answers for whole sequences, and
+            :meth:`~attnforge.runtime.session.Session.decoder` step by step.
         trust_source: of a `.pt2` file, whether you trust its maker as you would a program's: without, a file is refused
             that holds pickles, expressions or calls which torch would run while it reads the file.
 
@@ -158,6 +173,12 @@ def _made(
             forms = choose_forms(model, sites, source, low, options.keeps_some, requirement, data, trials)
             model, reference, quantised = forms.model, forms.reference, forms.record
 
+        whole, decoding = model, None
+        if options.cache_tokens is not None:
+            whole = model.clone()
+            decoding = with_cache(model, sites, source.inputs, source.outputs, options.cache_tokens)
+        taken, _ = graph_tensors(source.inputs, source.outputs, decoding)
+
         shelf = Shelf(folder)
         shelf.save(model, CANONICAL)
         if reference is source:  # else the canonical graph has other weights, which the plain one cannot share
@@ -173,7 +194,7 @@ def _made(
             builders=builders,
             model=model,
             sites=sites,
-            inputs=source.inputs,
+            inputs=taken,
             precision=reference.precision,
             attention=attention,
             measuring=SECONDS / 2 if options.tune else 0.0,
@@ -183,7 +204,7 @@ def _made(
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
         give_back()
         alone = attention if quantised is None else None  # errs by far less than quantised products
-        make = partial(write_reference, folder, reference, model, alone, data, stages.begin("reference"))
+        make = partial(write_reference, folder, reference, whole, alone, data, stages.begin("reference"))
         cases = reuse.reference(reference, attention, data, make) if reference is source else make()
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
         certificate = certify(sites, built, masks)
@@ -203,6 +224,7 @@ def _made(
             cases=cases,
             mixed=mixed,
             quantised=quantised,
+            decoding=decoding,
             metric=options.metric,
             least=options.least,
             children={name: child for result in built.values() for name, child in result.children.items()},

@@ -30,6 +30,9 @@ AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf
 QUANTISED = {f"{auto}{p.name}": p for p in PRECISIONS.values() if p.is_quantised for auto in ("", KEEPS_SOME)}
 """Values of `precision` that quantise products, and what to."""
 
+MOST_PLACES = 2**24
+"""Tokens that a decoder's cache may hold for each sample."""
+
 FP8_FOR = ("SM89", "SM120")
 """GPUs that a TensorRT-RTX plan with fp8 is for, unless others are named; older ones have none."""
 
@@ -56,6 +59,7 @@ class Keywords(TypedDict, total=False):
     cache: bool
     source: Source | None
     trust_source: bool
+    cache_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,11 @@ class DeployOptions:
     cache: bool = True
     source: Source | None = None
     trust_source: bool = False
+    cache_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.cache_tokens is not None and not 1 <= self.cache_tokens <= MOST_PLACES:
+            raise UsageError(f"cache_tokens is {self.cache_tokens}; give a number of tokens, 1 to {MOST_PLACES:,}")
         self._check_precision()
         self._check_targets()
         self._check_data()

@@ -22,6 +22,7 @@ from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime, session_options
 from attnforge.runtime.backends.registry import BACKENDS, libraries_of, why_unavailable
+from attnforge.runtime.decoding.whole import as_model
 from attnforge.runtime.parity.verify import hold, stored_inputs
 from attnforge.runtime.preference import fastest_first
 from attnforge.runtime.session import Session, load
@@ -183,8 +184,9 @@ def _run_with(bundle: Bundle, model: Path, settings: SessionSettings) -> Callabl
     """The run of a session with these settings."""
     manifest = bundle.manifest
     file = bundle.path / settings.optimized if settings.optimized is not None else model
-    session = Session(bundle, OnnxRuntime("onnxruntime-cpu", file, manifest.inputs, manifest.outputs, None, settings))
-    return session.run
+    inputs, outputs = manifest.graph_inputs, manifest.graph_outputs
+    backend = OnnxRuntime("onnxruntime-cpu", file, inputs, outputs, None, settings)
+    return Session(bundle, as_model(backend, manifest)).run
 
 
 def _example(bundle: Bundle) -> dict[str, Array]:

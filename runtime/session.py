@@ -29,6 +29,8 @@ from attnforge.errors import (
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.registry import BACKENDS, open_first
+from attnforge.runtime.decoding.decoder import Decoder
+from attnforge.runtime.decoding.whole import WholeSequences
 from attnforge.runtime.inputs import (
     Shapes,
     by_name,
@@ -174,6 +176,26 @@ class Session:
                 self._threads = ThreadPoolExecutor(self._options.contexts, f"attnforge-{self.bundle.manifest.name}")
             future = self._threads.submit(self._named, values, out, stream)
         return Pending(future.result, future.done)
+
+    def decoder(self, batch: int = 1) -> Decoder:
+        """The caches of some samples, and the model's next step for them, of a bundle that was deployed with
+        `cache_tokens`. Any number of decoders may run at once, each in one thread.
+
+        Args:
+            batch: how many samples.
+
+        Raises:
+            UsageError: the session is closed, or the bundle has no cache.
+            InputError: more samples than the bundle takes.
+            UnavailableError: there is no memory for the caches.
+        """
+        self._check_open()
+        if not isinstance(self._backend, WholeSequences):
+            raise UsageError(
+                f"{self.bundle.manifest.name} on {self.backend} has no cache, so it answers for whole sequences alone; "
+                "deploy it with cache_tokens=… (--cache-tokens)"
+            )
+        return self._backend.decoder(batch)
 
     def warm_up(self, *sizes: Mapping[str, int]) -> None:
         """Run on random inputs until nothing is left to prepare: kernels are compiled, memory is allocated and CUDA

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field
 
 from attnforge.bundle.fields import (
+    LARGEST_SIZE,
     MOST_DIMS,
     Count,
     DType,
@@ -382,6 +383,51 @@ class Cost(StoredRecord):
         return f"{self.seconds:.1f} s" + (f" and {self.memory / 2**20:,.0f} MiB" if self.memory else "")
 
 
+class CacheSpec(StoredRecord):
+    """The cache of one attention site.
+
+    Attributes:
+        site: its name.
+        key: of keys, `(batch, key heads, places, head size)`.
+        value: of values, `(batch, key heads, places, value size)`.
+        window: how many tokens a query sees, its own included; None for all up to its own.
+    """
+
+    site: Name
+    key: TensorSpec
+    value: TensorSpec
+    window: Count | None = None
+
+
+NEXT = ".next"
+"""Behind the name of a cache: the output that is the cache with the new tokens."""
+
+
+class Decoding(StoredRecord):
+    """How the graphs of a bundle are steps of a decoder. Its `inputs` and `outputs` are those of the model itself, which
+    takes all tokens at once; a graph takes the next ones, how many came before, and the caches, and has the caches as
+    outputs, too.
+
+    Attributes:
+        tokens: name of the input with tokens, `(batch, tokens, …)`.
+        past: name of the input, int64 of `(batch,)`, with how many tokens each sample has in the caches.
+        places: tokens that the caches hold for each sample.
+        caches: of every attention site, in graph order.
+        vocabulary: how many ids the table of embeddings has; None where tokens are no ids.
+    """
+
+    tokens: Name
+    past: Name
+    places: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+    caches: Annotated[list[CacheSpec], Field(min_length=1)]
+    vocabulary: Count | None = None
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """All caches: of keys and of values by site."""
+        return [spec for cache in self.caches for spec in (cache.key, cache.value)]
+
+
 class Manifest(StoredRecord):
     """What a bundle holds.
 
@@ -400,6 +446,7 @@ class Manifest(StoredRecord):
         cases: what it is verified on.
         mixed: how precisions were chosen; None where they were given.
         quantised: what is quantised; None where nothing is.
+        decoding: how the graphs are steps of a decoder; None where they are the whole model.
         metric: name of the task's metric over the cases of real data.
         least: value that the metric must reach.
         choice: which backend was measured to be fastest, and where; None where there was nothing to choose.
@@ -426,6 +473,7 @@ class Manifest(StoredRecord):
     cases: list[Case]
     mixed: Mixed | None = None
     quantised: Quantised | None = None
+    decoding: Decoding | None = None
     metric: str | None = None
     least: float | None = None
     choice: Choice | None = None
@@ -434,6 +482,16 @@ class Manifest(StoredRecord):
     children: dict[str, Cost] = {}
     reused: list[str] = []
     files: dict[FileName, Sha256] = {}
+
+    @property
+    def graph_inputs(self) -> list[TensorSpec]:
+        """The inputs of the bundle's graphs: the model's, or those of a decoder's step."""
+        return graph_tensors(self.inputs, self.outputs, self.decoding)[0]
+
+    @property
+    def graph_outputs(self) -> list[TensorSpec]:
+        """The outputs of the bundle's graphs."""
+        return graph_tensors(self.inputs, self.outputs, self.decoding)[1]
 
     @property
     def eager_precision(self) -> str:
@@ -454,6 +512,22 @@ class Manifest(StoredRecord):
     def inconsistency(self) -> str | None:
         """What a whole manifest says that cannot be so, though every field is valid for itself; None where all fits."""
         return next(_inconsistencies(self), None)
+
+
+def graph_tensors(
+    inputs: list[TensorSpec], outputs: list[TensorSpec], decoding: Decoding | None
+) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """The inputs and outputs of a bundle's graphs: the model's, and of a decoder's step what it takes besides."""
+    if decoding is None:
+        return inputs, outputs
+    (tokens,) = (spec for spec in inputs if spec.name == decoding.tokens)
+    batch, count, *rest = tokens.dims
+    if isinstance(count, DimSpec):  # a step may have one token
+        count = count.model_copy(update={"min": 1})
+    tokens = tokens.model_copy(update={"dims": [batch, count, *rest]})
+    past = TensorSpec(name=decoding.past, dtype="int64", dims=[batch], low=0, high=0)
+    following = [spec.model_copy(update={"name": spec.name + NEXT}) for spec in decoding.tensors]
+    return [tokens, past, *decoding.tensors], [*outputs, *following]
 
 
 def _inconsistencies(manifest: Manifest) -> Iterator[str]:

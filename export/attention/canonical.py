@@ -34,6 +34,11 @@ Add, `fill` on a Where that puts a number in the place of scores. A finite numbe
 gives a query without keys the mean of all values."""
 
 
+WINDOW = "attnforge.window"
+"""Metadata of an Attention node that reads a cache: how many tokens a query sees, its own included; 0 for all up to its
+own. Its mask says the same in numbers."""
+
+
 def attention_node(
     op: Builder,
     name: str,

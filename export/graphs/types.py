@@ -26,14 +26,18 @@ _LARGE = 2**16
 """Bytes from which a tensor is converted only when it is asked for."""
 
 
-def widen(model: ir.Model) -> PassResult:
+def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
     """Let `model` compute in fp32 what it computes in fp16 or bf16, in place. Inputs and outputs keep their types.
 
     The parameters keep their values, rounded to 16 bits; only what is computed from them is rounded less.
+
+    Args:
+        model: is changed.
+        wide: inputs and outputs that become fp32, too.
     """
     graph = model.graph
-    outputs = [(value, value.dtype) for value in graph.outputs if value.dtype in LOW]
-    inputs = [(value, value.dtype) for value in graph.inputs if value.dtype in LOW]
+    outputs = [(value, value.dtype) for value in graph.outputs if value.dtype in LOW and value not in wide]
+    inputs = [(value, value.dtype) for value in graph.inputs if value.dtype in LOW and value not in wide]
     if not (inputs or outputs or any(v.dtype in LOW for v in graph.initializers.values())):
         return PassResult(model, False)
     retype(model, LOW, FLOAT)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SILENT_ROWS, VALUE, SiteAxes
+from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SILENT_ROWS, VALUE, WINDOW, SiteAxes
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import (
     ONE,
@@ -55,6 +55,28 @@ class Lowered:
 
 
 @dataclass(frozen=True)
+class Cached:
+    """The cache that keys and values of a decoder's step come from (:mod:`attnforge.export.decoding.insert`).
+
+    Attributes:
+        past: `(batch,)`, int64: how many tokens each sample has in the cache.
+        new_key, new_value: `(batch, key heads, tokens, size)`, what is written behind them.
+        key, value: `(batch, key heads, places, size)`, the cache before that.
+        next_key, next_value: the cache after it, which are outputs of the graph.
+        window: how many tokens a query sees, its own included; None for all up to its own.
+    """
+
+    past: ir.Value
+    new_key: ir.Value
+    new_value: ir.Value
+    key: ir.Value
+    value: ir.Value
+    next_key: ir.Value
+    next_value: ir.Value
+    window: int | None
+
+
+@dataclass(frozen=True)
 class Attention:
     """A canonical Attention node, its operands traced back through views, its output forward through views.
 
@@ -69,6 +91,7 @@ class Attention:
         is_triangle: whether no other pairs may be visible than those of a query and a key that is not later, of as many
             queries as keys, by causality or by the mask.
         residue: what the mask does beside that, or, where it is no triangle, at all (:func:`~.band.residue_of`).
+        cached: where keys and values come from, in a decoder's step; None elsewhere.
     """
 
     node: ir.Node
@@ -86,6 +109,7 @@ class Attention:
     band: Band | None = None
     is_triangle: bool = False
     residue: Residue = "none"
+    cached: Cached | None = None
 
     @property
     def dtype(self) -> ir.DataType:
@@ -165,6 +189,19 @@ def attentions(model: ir.Model, sites: Sequence[Site]) -> Iterator[tuple[Site, A
             yield by_name[node.name], _read(node)
 
 
+def _cached(node: ir.Node) -> Cached | None:
+    """The cache that a node reads; None where it reads none."""
+    window = node.metadata_props.get(WINDOW)
+    if window is None:
+        return None
+    writers = [value.producer() if value is not None else None for value in node.inputs[1:3]]
+    (key, new_key, past), (value, new_value, _) = (writer.inputs for writer in writers if writer is not None)
+    next_key, next_value = node.inputs[1:3]
+    values = (past, new_key, new_value, key, value, next_key, next_value)
+    assert all(isinstance(value, ir.Value) for value in values)
+    return Cached(*values, window=int(window) or None)  # type: ignore[arg-type]
+
+
 def _read(node: ir.Node) -> Attention:
     query, key, value = node.inputs[:3]
     assert query is not None and key is not None and value is not None and query.dtype is not None
@@ -186,6 +223,7 @@ def _read(node: ir.Node) -> Attention:
         band=band_of(node, seen),
         is_triangle=is_triangle(seen),
         residue=residue_of(node, seen),
+        cached=_cached(node),
     )
 
 

@@ -49,6 +49,7 @@ from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered, attentions
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import BAND, in_blocks
+from attnforge.export.lowering.cached import caches, group_query, is_for_group_query, over_filled
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
@@ -63,6 +64,7 @@ HEAD_AFTER_HEAD = f"{MULTI_HEAD}, head after head"
 MASK_AS_FEATURE = f"{MULTI_HEAD}, mask as a feature"
 GROUP_QUERY = f"{CONTRIB}::GroupQueryAttention"
 CAUSAL_AS_FEATURE = f"{GROUP_QUERY}, mask as a feature"
+GROUP_QUERY_CACHE, FILLED_ATTENTION = f"{GROUP_QUERY}, cache in place", "Attention, filled part of the cache"
 
 HIDDEN = -2e38
 """The feature of a key that is not to be seen. Beside it every other score vanishes, so that keys with it alone get
@@ -110,13 +112,13 @@ def lower(
     for rewrite in (rows_first, products_of_nibbles, casts_for_fp8):
         modified |= rewrite(model).modified
     if device == "cpu":
-        modified |= widen(model).modified | integer_products(model).modified
+        modified |= widen(model, caches(model)).modified | integer_products(model).modified
     lowered = []
     for site, attention in attentions(model, sites):
         candidates = candidates_for(site.name, attention)
         frugal = [c.form for c in candidates if not c.holds_scores and device == "cpu"]
         choice = _by_rules(attention, sizes, frugal)
-        if tuner is not None:
+        if tuner is not None and attention.cached is None:
             choice = tuner.choose(attention, candidates, choice)
         candidate = next(candidate for candidate in candidates if candidate.form == choice.form)
         if device == "cpu":
@@ -143,7 +145,9 @@ def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
 
 
 def candidates_for(site: str, a: Attention) -> list[Candidate]:
-    """The forms that compute what `a` does at any sizes; the plain products first."""
+    """The forms that compute what `a` does at any sizes; the plain products first, in a step those over the cache."""
+    if a.cached is not None:
+        return _candidates_for_step(site, a)
     name = f"{site}/Softmax"
     candidates = [Candidate(_products_form(a), name, partial(_products, name=name), fused=False)]
     if a.softmax_dtype != a.dtype:
@@ -182,6 +186,22 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
     return candidates
 
 
+def _candidates_for_step(site: str, a: Attention) -> list[Candidate]:
+    """The forms of attention over a cache."""
+    if a.softmax_dtype == a.dtype:
+        name = f"{site}/Attention"
+        standard = partial(over_filled, attend=partial(_standard, name=name))
+        candidates = [Candidate(FILLED_ATTENTION, name, standard)]
+    else:
+        name = f"{site}/Softmax"
+        products = partial(over_filled, attend=partial(_products, name=name))
+        candidates = [Candidate(f"{_products_form(a)}, filled part", name, products, fused=False)]
+    if is_for_group_query(a):
+        name = f"{site}/GroupQueryAttention"
+        candidates.append(Candidate(GROUP_QUERY_CACHE, name, partial(group_query, name=name), holds_scores=False))
+    return candidates
+
+
 def _are_static(a: Attention) -> bool:
     """Whether heads and their sizes are known."""
     return all(a.size(dim).is_static for dim in ("H", "H_kv", "d_k", "d_v"))
@@ -216,6 +236,11 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
         frugal: the forms that do not hold the scores on this device.
     """
     products = _products_form(a)
+    if a.cached is not None:
+        if GROUP_QUERY_CACHE in frugal:
+            return FormChoice(GROUP_QUERY_CACHE, "writes to the cache in place, and reads what is filled of it")
+        form = FILLED_ATTENTION if a.softmax_dtype == a.dtype else f"{products}, filled part"
+        return FormChoice(form, "reads what is filled of the cache")
     scores = usual(a.size("n_q"), sizes) * usual(a.size("n_k"), sizes)
     if GROUP_QUERY in frugal and scores >= MANY_SCORES:
         return FormChoice(

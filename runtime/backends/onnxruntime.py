@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from attnforge.runtime.options import Memory, Options
 BFLOAT16_ONNX = 16
 """TensorProto.BFLOAT16. NumPy has no such type, so ONNX Runtime is given the bits as uint16 with this type."""
 
+DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
+"""NumPy's names of floating-point types, by ONNX Runtime's."""
+
 COPIED = 1 << 16
 """Bytes of outputs up to which copying to the caller's arrays takes less time than binding them."""
 
@@ -33,7 +36,7 @@ def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
     name = settings.optimized if settings is not None and settings.optimized else record.model
     with bundle.steady(), refusals(f"{bundle.path / name}"):
         model = bundle.model(name)
-        return OnnxRuntime("onnxruntime-cpu", model, manifest.inputs, manifest.outputs, options.threads, settings)
+        return OnnxRuntime("onnxruntime-cpu", model, manifest.graph_inputs, manifest.graph_outputs, options.threads, settings)
 
 
 @contextmanager
@@ -92,9 +95,7 @@ class OnnxRuntime:
         self._weights = weights_of(model)
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        session = self._session
-        if session is None:  # closed by another thread since this call began
-            raise UsageError("the session was closed; load the bundle again")
+        session = self._open()  # another thread may have closed it since this call began
         small = out is None or sum([array.nbytes for array in out if array is not None]) <= COPIED
         if small and not self._has_bfloat16:
             own: list[Array] = session.run(self._outputs, dict(zip(self._inputs, arrays, strict=True)))
@@ -119,6 +120,37 @@ class OnnxRuntime:
             copied(value) if target is None else target
             for target, value in zip(targets, binding.get_outputs(), strict=True)
         ]
+
+    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
+        """A run from some arrays to others, which may share memory, to be called any number of times.
+
+        Args:
+            inputs: by name.
+            outputs: by name, of the shapes that the inputs give.
+        """
+        session = self._open()
+        binding = session.io_binding()
+        for name, array in inputs.items():
+            bind_host_input(binding, name, array)
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, host_value(array))
+        kept = (inputs, outputs)  # the binding holds addresses alone
+
+        def run() -> None:
+            assert kept
+            self._open().run_with_iobinding(binding)
+
+        return run
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        """The type of an input, as the model has it."""
+        types = {value.name: value.type for value in self._open().get_inputs()}
+        return np.dtype(DTYPES[types[name]])
+
+    def _open(self) -> Any:
+        if self._session is None:
+            raise UsageError("the session was closed; load the bundle again")
+        return self._session
 
     def memory(self) -> Memory:
         return Memory(weights=self._weights)

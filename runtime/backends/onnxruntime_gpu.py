@@ -60,8 +60,8 @@ class OnnxRuntimeGpu:
         self.name = backend
         self.gpu = Gpu(options.device)
         self.outputs = DeviceOutputs(self.gpu)
-        self._inputs = bundle.manifest.inputs
-        self._outputs = bundle.manifest.outputs
+        self._inputs = bundle.manifest.graph_inputs
+        self._outputs = bundle.manifest.graph_outputs
         self._lock = threading.Lock()
         self._graphs = options.graphs is True
         # ONNX Runtime replays a graph only on the thread that captured it, so one thread captures and replays all
@@ -246,7 +246,7 @@ def provider_options(bundle: Bundle, backend: str, options: Options, stream: int
     if backend == "onnxruntime-tensorrt":
         tensorrt = {"device_id": cuda["device_id"], "user_compute_stream": cuda["user_compute_stream"]}
         tensorrt["trt_cuda_graph_enable"] = graphs
-        tensorrt |= profile_options(manifest.inputs)
+        tensorrt |= profile_options(manifest.graph_inputs)
         if options.cache and (folder := cache.own_folder(bundle.path, "onnxruntime")) is not None:
             tensorrt |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(folder)}
             tensorrt |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(folder)}

@@ -75,7 +75,7 @@ class OpenVino:
 
         self._openvino: Any = openvino
         self._core: Any = openvino.Core()
-        self._inputs, self._outputs = manifest.inputs, manifest.outputs
+        self._inputs, self._outputs = manifest.graph_inputs, manifest.graph_outputs
         self._contexts = options.contexts
         self._properties: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",

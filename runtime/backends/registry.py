@@ -18,6 +18,7 @@ from attnforge.bundle import FLAVOURS, Bundle, Certificate
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.backends.backend import PROVIDERS, Backend
+from attnforge.runtime.decoding.whole import STEPPING, as_model
 from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for, is_vouched_for
 
@@ -56,6 +57,8 @@ class Registered:
 
 def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None:
     """Why `backend` cannot run `bundle` on this machine and its CUDA device `device`, or None."""
+    if bundle.manifest.decoding is not None and backend not in STEPPING:
+        return f"steps of a decoder run on {', '.join(STEPPING)} so far; {backend} has no caches that stay in place"
     return REGISTRY[backend].why_not_bundle(bundle, backend, device)
 
 
@@ -84,7 +87,7 @@ def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
         UnavailableError: its library refuses the bundle's model or plan after all.
         BundleError: a file that it needs is missing or altered.
     """
-    return REGISTRY[backend].open(bundle, backend, options)
+    return as_model(REGISTRY[backend].open(bundle, backend, options), bundle.manifest)
 
 
 def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, named: bool = True) -> Backend:

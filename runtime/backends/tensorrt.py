@@ -113,8 +113,8 @@ class TensorRT:
         if isinstance(record, str):
             raise UnavailableError(record)
         manifest = bundle.manifest
-        self.inputs = [spec.name for spec in manifest.inputs]
-        self.results = [(spec.name, np.dtype(spec.dtype)) for spec in manifest.outputs]
+        self.inputs = [spec.name for spec in manifest.graph_inputs]
+        self.results = [(spec.name, np.dtype(spec.dtype)) for spec in manifest.graph_outputs]
         self.tensors = [*self.inputs, *(name for name, _ in self.results)]
         self.profiles = record.profiles
         self.graphs = options.graphs is not False

@@ -1,0 +1,309 @@
+"""A cache of keys and values is put into a canonical graph, so that a call takes the next tokens alone.
+
+The author's own code for a cache is not needed: a canonical node says which keys and values it reads, where their
+tokens are, and, by its mask, that no query sees a later one. What the graph computes beside attention is proved to be
+by token (:mod:`.tokens`), and what it computes of places becomes a table (:mod:`.positions`).
+
+The step that comes out has the model's own input with the next tokens, how many came before in each sample, and a cache
+of keys and one of values for every site, which are inputs and outputs of one shape. It is standard ONNX of opset 24:
+TensorScatter (https://onnx.ai/onnx/operators/onnx__TensorScatter.html) writes the new keys and values behind the
+earlier ones, before Attention reads them. Numbers of the cache behind the last token are hidden by the mask, whatever
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, TensorSpec
+from attnforge.errors import UsageError
+from attnforge.export.attention.canonical import WINDOW
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.layout import Axis, Layout, Size, rearrange
+from attnforge.export.attention.operands import Operand
+from attnforge.export.attention.visibility import visibility
+from attnforge.export.decoding.positions import look_up_positions
+from attnforge.export.decoding.tokens import check_by_token, kinds_of
+from attnforge.export.graphs.build import Builder, constant, insert, typed
+from attnforge.export.lowering.attention import Attention, attentions
+
+OPSET = 24
+"""The first opset with TensorScatter."""
+
+PAST = "past"
+"""The input that says how many tokens each sample has in the cache."""
+
+BOOL, INT64 = ir.DataType.BOOL, ir.DataType.INT64
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The input that holds tokens.
+
+    Attributes:
+        spec: of the manifest.
+        value: of the graph.
+        batch: how many samples.
+        count: the symbol of the number of tokens.
+    """
+
+    spec: TensorSpec
+    value: ir.Value
+    batch: int | DimSpec
+    count: DimSpec
+
+
+def with_cache(
+    model: ir.Model, sites: Sequence[Site], inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], places: int
+) -> Decoding:
+    """Make a step of a decoder of a causal model, in place.
+
+    Args:
+        model: canonical.
+        sites: its attention.
+        inputs: of the model: one, `(batch, tokens, …)`, tokens dynamic.
+        outputs: of the model, each `(batch, tokens, …)`.
+        places: tokens that the cache holds for each sample.
+
+    Returns:
+        the manifest's record of the step.
+
+    Raises:
+        UsageError: the model takes more than tokens, or fewer places are asked for than a call may have tokens.
+        NotByToken: a site sees later tokens, or something else mixes tokens.
+        NotByPlace: positions change with the number of tokens, or end before the cache does.
+    """
+    graph = model.graph
+    tokens = _tokens(graph, inputs, outputs, places)
+    symbol = tokens.count.symbol
+    attended = list(attentions(model, sites))
+    _check_sites(sites, attended)
+    windows = {a.node.name: _window(site, a, symbol) for site, a in attended}
+    for _, a in attended:  # their masks are written anew, so what computes the old ones is not looked at
+        a.node.resize_inputs(3)
+        a.node.attributes.pop("is_causal", None)
+    RemoveUnusedNodesPass()(model)
+    kinds = kinds_of(graph, symbol)
+    check_by_token(graph, kinds, symbol, [str(a.node.name) for _, a in attended])
+    past = ir.Value(name=_unused(graph, PAST))
+    graph.inputs.append(typed(past, INT64, [_dim(tokens.batch)]))
+    places_of_tokens = _positions(graph, tokens, past)
+    look_up_positions(model, kinds, symbol, tokens.value, places_of_tokens, places)
+    masks: dict[int | None, ir.Value] = {}
+    caches = []
+    for i, (site, a) in enumerate(attended):
+        window = windows[a.node.name]
+        if window not in masks:
+            masks[window] = _mask(graph, places_of_tokens, window, places)
+        keys, values = _cached(graph, a, tokens, past, i, places)
+        a.node.replace_input_with(1, keys[1])
+        a.node.replace_input_with(2, values[1])
+        a.node.resize_inputs(4)
+        a.node.replace_input_with(3, masks[window])
+        a.node.metadata_props[WINDOW] = str(window or 0)
+        caches.append(
+            CacheSpec(site=site.name, key=_spec(keys, tokens), value=_spec(values, tokens), window=window)
+        )
+    graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
+    model.ir_version = max(model.ir_version, 11)
+    return Decoding(
+        tokens=tokens.spec.name, past=str(past.name), places=places, caches=caches, vocabulary=_vocabulary(tokens.value)
+    )
+
+
+# --- what a decoder can be made of ------------------------------------------------------------------------------------
+
+
+def _tokens(
+    graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], places: int
+) -> _Tokens:
+    """The one input, whose second dim is the tokens.
+
+    Raises:
+        UsageError: there are others, or its dims are not those; or a call may have more tokens than the cache.
+    """
+    if len(inputs) != 1:
+        raise UsageError(
+            f"a decoder with a cache takes tokens alone, and the model takes {', '.join(s.name for s in inputs)}; leave "
+            "masks and positions out of forward: lengths say which tokens there are"
+        )
+    (spec,) = inputs
+    count = spec.dims[1] if len(spec.dims) > 1 else None
+    if not isinstance(count, DimSpec) or count.factor != 1:
+        raise UsageError(
+            f"{spec.name} is {spec.text()}; a decoder with a cache takes (batch, tokens, …) with a dynamic number of "
+            "tokens: give its dim 1 a torch.export.Dim"
+        )
+    if count.max is not None and count.max > places:
+        raise UsageError(
+            f"cache_tokens is {places} and a call may have {count.max} tokens; give {count.max} or more, or a Dim with "
+            "a smaller max"
+        )
+    if isinstance(spec.dims[0], int) and spec.dims[0] != 1:
+        raise UsageError(
+            f"{spec.name} is {spec.text()}; a prompt is run sample by sample: give its dim 0 a torch.export.Dim, or 1"
+        )
+    if open_ := [each for each in (spec, *outputs) if any(isinstance(dim, DimSpec) for dim in each.dims[2:])]:
+        raise UsageError(
+            f"{open_[0].name} is {open_[0].text()}; a decoder with a cache has no dynamic dims behind the tokens"
+        )
+    for output in outputs:
+        if output.dims[:2] != spec.dims[:2] and [_text(d) for d in output.dims[:2]] != [_text(d) for d in spec.dims[:2]]:
+            raise UsageError(
+                f"output {output.name} is {output.text()}; a decoder with a cache answers for every token: "
+                "(batch, tokens, …)"
+            )
+    return _Tokens(spec, graph.inputs[0], spec.dims[0], count)
+
+
+def _vocabulary(ids: ir.Value) -> int | None:
+    """How many rows the smallest table has that ids are looked up in; None where none is."""
+    tables = [
+        use.node.inputs[0].shape[0]
+        for use in ids.uses()
+        if use.node.op_type == "Gather" and use.idx == 1 and use.node.inputs[0] is not None
+        if use.node.inputs[0].shape is not None and not use.node.attributes.get_int("axis", 0)
+    ]
+    return min((size for size in tables if isinstance(size, int)), default=None)
+
+
+def _text(dim: int | DimSpec) -> str:
+    return str(dim) if isinstance(dim, int) else dim.text
+
+
+def _check_sites(sites: Sequence[Site], attended: Sequence[tuple[Site, Attention]]) -> None:
+    known = {site.name for site, _ in attended}
+    for site in sites:
+        if site.name not in known:
+            raise UsageError(f"the attention of {site.name} was not recognised ({site.reason}), so it has no cache")
+    if not attended:
+        raise UsageError("the model has no attention, so there is nothing to keep in a cache; leave out cache_tokens")
+
+
+def _window(site: Site, a: Attention, tokens: str) -> int | None:
+    """How many tokens a query sees, itself included; None for all up to itself.
+
+    Raises:
+        UsageError: it sees later ones, or its mask does more than that.
+    """
+    n_q, n_k = a.size("n_q"), a.size("n_k")
+    if not n_q == n_k == Size(1, (tokens,)):
+        raise UsageError(
+            f"{site.name} attends from {n_q.dim()} queries to {n_k.dim()} keys; of self-attention over the tokens "
+            "alone earlier keys and values are a cache"
+        )
+    if a.is_triangle and a.residue == "none":
+        return None
+    if a.band is not None and a.band.least == 0 and a.band.is_all:
+        return a.band.most + 1
+    seen = visibility(a.node)
+    if seen.is_full and not seen.residue:
+        raise UsageError(f"{site.name} is bidirectional: a token sees later ones, so nothing can be kept in a cache")
+    raise UsageError(
+        f"the mask of {site.name} leaves {seen.text()}; a cache is for attention to earlier tokens, all or the last few"
+    )
+
+
+# --- new values -------------------------------------------------------------------------------------------------------
+
+
+def _dim(dim: int | DimSpec) -> int | ir.SymbolicDim:
+    return dim if isinstance(dim, int) else ir.SymbolicDim(dim.text)
+
+
+def _unused(graph: ir.Graph, name: str) -> str:
+    """A name that no input, output or parameter has."""
+    taken = {str(value.name) for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _positions(graph: ir.Graph, tokens: _Tokens, past: ir.Value) -> ir.Value:
+    """`(batch, tokens)`, int64: the place of every new token in its sample."""
+
+    def build(op: Builder) -> ir.Value:
+        zero, one = constant(op, 0), constant(op, 1)
+        count = op.Squeeze(op.Shape(tokens.value, start=1, end=2), constant(op, [0]))
+        following = op.Unsqueeze(op.Range(zero, count, one), constant(op, [0]))
+        places = op.Add(op.Unsqueeze(past, constant(op, [1])), following)
+        return typed(places, INT64, [_dim(tokens.batch), _dim(tokens.count)])
+
+    return insert(graph, graph[0], build, stem="decoding/positions")
+
+
+def _mask(graph: ir.Graph, positions: ir.Value, window: int | None, places: int) -> ir.Value:
+    """`(batch, 1, tokens, places)`, True where a place is a token's own or an earlier one, within the window."""
+    batch, count = positions.shape or ()
+    after = positions.producer()
+    assert after is not None
+
+    def build(op: Builder) -> ir.Value:
+        columns = constant(op, [[[list(range(places))]]])
+        own = op.Unsqueeze(positions, constant(op, [1, 3]))
+        shown = op.LessOrEqual(columns, own)
+        if window is not None:
+            shown = op.And(shown, op.Greater(columns, op.Sub(own, constant(op, window))))
+        return typed(shown, BOOL, [_copied(batch), 1, _copied(count), places])
+
+    return insert(graph, after, build, after=True, stem=f"decoding/mask{window or ''}")
+
+
+def _copied(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+    return dim if isinstance(dim, int) else ir.SymbolicDim(dim.value)
+
+
+_Written = tuple[ir.Value, ir.Value]
+"""A cache before and after the new tokens are written."""
+
+
+def _cached(
+    graph: ir.Graph, a: Attention, tokens: _Tokens, past: ir.Value, number: int, places: int
+) -> tuple[_Written, _Written]:
+    """The caches of keys and of values of a site, as inputs and outputs of the graph.
+
+    What several heads share is held once: the cache has the heads of the tensors before they are repeated.
+    """
+    heads = _own_heads(a)
+    result = []
+    for what, operand, features in (("key", a.key, "d_k"), ("value", a.value, "d_v")):
+        layout = Layout([*a.layout("B").dims, heads, *a.layout("n_k", features).dims])
+        size = a.size(features)
+        count = Layout([heads]).sizes()[0]
+        if not (count.is_static and size.is_static):
+            raise UsageError(f"{a.node.name} has heads of a dynamic size, so its cache has none")
+        dims = [_dim(tokens.batch), count.factor, places, size.factor]
+        before = ir.Value(name=_unused(graph, f"{what}_cache.{number}"))
+        graph.inputs.append(typed(before, a.dtype, dims))
+
+        def build(op: Builder, operand: Operand = operand, layout: Layout = layout, before: ir.Value = before) -> ir.Value:
+            new = rearrange(op, operand.value, operand.layout, layout, a.sized)
+            after = op.op("TensorScatter", [before, new, past], {"axis": 2})
+            return typed(after, a.dtype, [_copied(dim) for dim in before.shape or ()])
+
+        after = insert(graph, a.node, build, stem=f"{a.node.name}/{what}")
+        after.name = f"{before.name}{NEXT}"
+        graph.outputs.append(after)
+        result.append((before, after))
+    keys, values = result
+    return keys, values
+
+
+def _own_heads(a: Attention) -> tuple[Axis, ...]:
+    """The heads that keys and values have before they are repeated for groups of queries."""
+    heads = a.layout("H_kv").axes
+    present = [axis in a.key.layout.axes or axis in a.value.layout.axes for axis in heads]
+    own = sum(present)
+    return tuple(heads[:own] if all(present[:own]) else heads)
+
+
+def _spec(written: _Written, tokens: _Tokens) -> TensorSpec:
+    """The manifest's record of a cache."""
+    before, after = written
+    assert before.shape is not None and before.dtype is not None
+    dims = [tokens.batch, *(int(dim) for dim in list(before.shape)[1:] if isinstance(dim, int))]
+    return TensorSpec(name=str(before.name), dtype=before.dtype.numpy().name, dims=dims)

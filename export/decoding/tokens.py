@@ -1,0 +1,202 @@
+"""Whether a graph treats tokens apart: beside attention, what a token gets depends on that token and its place alone.
+
+Then a call with the next tokens and a cache of earlier keys and values gives what a call with all tokens gives. Values
+are of three kinds: constants, what depends on how many tokens there are (shapes, places), and what depends on the
+tokens themselves. The dims of a value say where its tokens are, for the exporter names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from attnforge.errors import UsageError
+from attnforge.export.attention.layout import Size
+
+SHAPE_INPUTS = {
+    "ConstantOfShape": {0}, "Expand": {1}, "Pad": {1, 3}, "Range": {0, 1, 2}, "Reshape": {1}, "Resize": {1, 2, 3},
+    "Slice": {1, 2, 3, 4}, "Split": {1}, "Squeeze": {1}, "Tile": {1}, "Unsqueeze": {1},
+}  # fmt: skip
+"""Inputs that are sizes or axes, by operator: they may be computed of the number of tokens."""
+
+BY_ELEMENT = frozenset(
+    "Abs Add And BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Celu Clip Cos Cosh DequantizeLinear Div "
+    "Elu Equal Erf Exp Expand Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish Identity IsInf IsNaN LeakyRelu "
+    "Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow QuantizeLinear Reciprocal Relu Round Selu "
+    "Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Sub Sum Swish Tan Tanh ThresholdedRelu Where Xor".split()
+)
+"""Operators whose every number depends on those in the same place."""
+
+VIEWS = frozenset("Flatten Reshape Squeeze Transpose Unsqueeze".split())
+
+ALONG_AXES = frozenset(
+    "ArgMax ArgMin ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum "
+    "ReduceSumSquare".split()
+)
+"""Operators that join the numbers along some axes."""
+
+ALONG_AXIS = frozenset(
+    "Concat CumSum GatherElements Hardmax LogSoftmax LpNormalization ScatterElements Softmax Split TopK".split()
+)
+"""Operators that mix or choose numbers along the axis that an attribute or an input names."""
+
+TO_THE_END = frozenset("LayerNormalization RMSNormalization".split())
+"""Operators that join all axes from one on."""
+
+
+class NotByToken(UsageError):
+    """A graph that mixes tokens beside attention, so that no cache of keys and values makes a decoder of it."""
+
+
+@dataclass
+class Kinds:
+    """What the values of a graph depend on.
+
+    Attributes:
+        by_token: on the numbers of the model's inputs.
+        by_count: on the number of tokens, and no input's numbers.
+    """
+
+    by_token: set[ir.Value] = field(default_factory=set)
+    by_count: set[ir.Value] = field(default_factory=set)
+
+
+def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
+    """The kinds of all values of a graph.
+
+    Args:
+        graph: with inputs that are all by token.
+        tokens: the symbol of the number of tokens.
+    """
+    kinds = Kinds(set(graph.inputs))
+    for node in graph:
+        given = [value for value in node.inputs if value is not None]
+        if node.op_type in ("Shape", "Size") and node.domain == "":
+            if given[0] in kinds.by_count or has_tokens(given[0], tokens):
+                kinds.by_count.update(node.outputs)
+        elif any(value in kinds.by_token for value in given):
+            kinds.by_token.update(node.outputs)
+        elif any(value in kinds.by_count for value in given):
+            kinds.by_count.update(node.outputs)
+    return kinds
+
+
+def has_tokens(value: ir.Value, tokens: str) -> bool:
+    """Whether a dim of a value depends on the number of tokens."""
+    return bool(token_axes(value, tokens))
+
+
+def token_axes(value: ir.Value, tokens: str) -> list[int]:
+    """The axes of a value whose size depends on the number of tokens; none where the shape is not known."""
+    if value.shape is None:
+        return []
+    return [i for i, dim in enumerate(value.shape) if any(tokens in symbol for symbol in Size.of(dim).symbols)]
+
+
+def is_count_as_shape(node: ir.Node, index: int) -> bool:
+    """Whether an input of a node is a size or an axis."""
+    return node.domain == "" and index in SHAPE_INPUTS.get(node.op_type, ())
+
+
+def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[str]) -> None:
+    """Check that what depends on tokens is computed token by token, but for attention.
+
+    Args:
+        graph: whose attention is canonical.
+        kinds: of its values.
+        tokens: the symbol of the number of tokens.
+        sites: names of the canonical Attention nodes.
+
+    Raises:
+        NotByToken: an operator mixes tokens, or is not known here; says which, and where.
+    """
+    attending = set(sites)
+    for node in graph:
+        if node.name in attending or not any(value in kinds.by_token for value in node.inputs if value is not None):
+            continue
+        if (reason := _why_mixing(node, kinds, tokens)) is not None:
+            raise NotByToken(
+                f"{node.op_type} ({node.name or 'without a name'}) {reason}, so a cache of keys and values does not "
+                "hold all that later tokens need; deploy the model without cache_tokens"
+            )
+
+
+def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
+    """Why a node that reads tokens may mix them; None where it does not."""
+    if node.op_type in ("Shape", "Size"):
+        return None
+    source = node.inputs[0]
+    assert source is not None
+    rank = len(source.shape) if source.shape is not None else 0
+    at = set(token_axes(source, tokens))
+    if node.domain != "":
+        return f"of the domain {node.domain!r} is not known to treat tokens apart"
+    if node.op_type in BY_ELEMENT:
+        return None
+    if node.op_type in VIEWS:
+        return None if has_tokens(node.outputs[0], tokens) or not at else "joins all tokens"
+    if node.op_type in ("MatMul", "Gemm"):
+        return _why_product(node, tokens)
+    if node.op_type == "Gather":
+        return _why_gather(node, kinds, tokens)
+    rule = _AXES.get(node.op_type)
+    if rule is None:
+        return "is not known to treat tokens apart"
+    axes = rule(node, rank)
+    if axes is None:
+        return "works along axes that are not known before it runs"
+    return "works along the tokens" if at & {axis % max(rank, 1) for axis in axes} else None
+
+
+def _why_product(node: ir.Node, tokens: str) -> str | None:
+    """A product sums over the last axis of its first operand."""
+    first = node.inputs[0]
+    assert first is not None
+    rank = len(first.shape) if first.shape is not None else 0
+    summed = 0 if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) else rank - 1
+    return "sums over the tokens" if summed in token_axes(first, tokens) else None
+
+
+def _why_gather(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
+    """A lookup of rows by token treats tokens apart; one among tokens chooses some of them."""
+    table = node.inputs[0]
+    assert table is not None
+    rank = len(table.shape) if table.shape is not None else 0
+    axis = node.attributes.get_int("axis", 0) or 0
+    if table in kinds.by_token and axis % max(rank, 1) in token_axes(table, tokens):
+        return "chooses among the tokens"
+    return None
+
+
+def _of_attribute(name: str, default: int) -> Callable[[ir.Node, int], list[int] | None]:
+    return lambda node, rank: [node.attributes.get_int(name, default) or 0]
+
+
+def _of_input(index: int) -> Callable[[ir.Node, int], list[int] | None]:
+    def axes(node: ir.Node, rank: int) -> list[int] | None:
+        value = node.inputs[index] if len(node.inputs) > index else None
+        if value is None:
+            return list(range(rank))
+        tensor = ir.convenience.get_const_tensor(value)
+        return None if tensor is None else [int(axis) for axis in tensor.numpy().reshape(-1)]
+
+    return axes
+
+
+def _to_the_end(node: ir.Node, rank: int) -> list[int]:
+    return list(range((node.attributes.get_int("axis", -1) or 0) % max(rank, 1), rank))
+
+
+_AXES: dict[str, Callable[[ir.Node, int], list[int] | None]] = {
+    **{name: _of_input(1) for name in ALONG_AXES - {"ArgMax", "ArgMin"}},
+    **{name: _of_attribute("axis", 0) for name in ("ArgMax", "ArgMin", "Concat", "GatherElements", "ScatterElements")},
+    **{name: _of_attribute("axis", -1) for name in ("Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK")},
+    "Split": _of_attribute("axis", 0),
+    "CumSum": _of_input(1),
+    "Slice": _of_input(3),
+    "Pad": _of_input(3),
+    **dict.fromkeys(TO_THE_END, _to_the_end),
+    "RotaryEmbedding": lambda node, rank: [],
+}

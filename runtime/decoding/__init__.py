@@ -1,0 +1,1 @@
+"""Decoders: caches of keys and values, steps of a token, and whole sequences by them."""

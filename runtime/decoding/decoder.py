@@ -1,0 +1,365 @@
+"""A decoder: the caches of some samples, and the model's next step for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from attnforge.arrays import Array, is_torch, to_numpy, to_torch
+from attnforge.bundle import NEXT, Decoding, DimSpec, Manifest, TensorSpec
+from attnforge.errors import AttnforgeError, InputError, RunError, UnavailableError, UsageError, first_line
+from attnforge.memory import available
+
+
+class Stepping(Protocol):
+    """A backend whose graph is a step.
+
+    Attributes:
+        name: of the backend.
+    """
+
+    name: str
+
+    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
+        """A run from these arrays to these, which is called any number of times. A cache is among both.
+
+        Args:
+            inputs: by name, contiguous.
+            outputs: by name.
+        """
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        """The type of an input: a backend may hold caches in a wider type than the bundle says."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the manifest says of a step.
+
+    Attributes:
+        tokens: of the input with tokens.
+        outputs: of the model.
+        decoding: of caches.
+    """
+
+    tokens: TensorSpec
+    outputs: list[TensorSpec]
+    decoding: Decoding
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Step:
+        assert manifest.decoding is not None
+        return cls(manifest.graph_inputs[0], manifest.outputs, manifest.decoding)
+
+    @property
+    def longest(self) -> int:
+        """How many tokens one run may have."""
+        count = self.tokens.dims[1]
+        return count.max or 1 if isinstance(count, DimSpec) else count
+
+    @property
+    def most_samples(self) -> int:
+        """How many samples one run may have."""
+        batch = self.tokens.dims[0]
+        return batch.max or 1 if isinstance(batch, DimSpec) else batch
+
+    def of_token(self, spec: TensorSpec) -> tuple[int, ...]:
+        """The dims of one token in an input or output."""
+        return tuple(dim for dim in spec.dims[2:] if isinstance(dim, int))
+
+
+class Decoder:
+    """The caches of some samples, on the host, and the model's next step for them.
+
+    Every sample has a length of its own. A decoder is for one thread at a time; several decoders of one session run at
+    once, each in its thread.
+
+    Args:
+        backend: runs steps.
+        step: what the manifest says of them.
+        batch: how many samples.
+
+    Raises:
+        InputError: more samples than the bundle takes.
+        UnavailableError: there is no memory for the caches; says how much they take.
+
+    Attributes:
+        batch: how many samples.
+        places: tokens that the caches hold for each.
+    """
+
+    def __init__(self, backend: Stepping, step: Step, batch: int = 1) -> None:
+        if not 1 <= batch <= step.most_samples:
+            raise InputError(f"{batch} samples were asked for; the bundle takes 1 to {step.most_samples}")
+        self.batch, self.places = batch, step.decoding.places
+        self._backend, self._step = backend, step
+        self._busy = threading.Lock()
+        self._past = np.zeros(batch, np.int64)
+        needed, left = cache_bytes(backend, step, batch), available()
+        if left is not None and needed > left:
+            raise UnavailableError(
+                f"the caches of {batch} samples with {self.places} tokens each take {needed / 2**30:,.2f} GiB, and "
+                f"{left / 2**30:,.2f} GiB are left; decode fewer samples at once, or deploy with fewer cache_tokens"
+            )
+        self._caches = {
+            spec.name: np.zeros((batch, *_fixed(spec)), backend.dtype_of(spec.name)) for spec in step.decoding.tensors
+        }
+        self._one = np.zeros((batch, 1, *step.of_token(step.tokens)), np.dtype(step.tokens.dtype))
+        self._answers = {
+            spec.name: np.zeros((batch, 1, *step.of_token(spec)), np.dtype(spec.dtype)) for spec in step.outputs
+        }
+        self._next: Callable[[], None] | None = None
+
+    # --- what users call ----------------------------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> Array:
+        """`(batch,)`, int64: how many tokens of every sample are in the caches."""
+        return self._past.copy()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        return sum(cache.nbytes for cache in self._caches.values())
+
+    def prefill(self, tokens: Any, lengths: Any = None) -> Any:
+        """Take the next tokens of every sample: a prompt, or any number of tokens behind what is there.
+
+        Args:
+            tokens: `(batch, tokens, …)`, or one `(tokens, …)` for each sample, of lengths of their own.
+            lengths: `(batch,)`, how many of each row are tokens; the rest is padding, and not read. All, by default.
+
+        Returns:
+            What the model answers for each sample's last token, `(batch, …)`; by name, where it has several outputs. A
+            torch tensor where `tokens` is one, else an array.
+
+        Raises:
+            InputError: tokens of another type, shape or number, none at all of a sample, ids outside of the table, or
+                more tokens than the caches have places for; nothing is written then.
+            UsageError: another thread runs this decoder.
+        """
+        rows = self._rows(tokens, lengths)
+        if empty := [i for i, row in enumerate(rows) if not len(row)]:
+            raise InputError(f"sample {empty[0]} has no token, so there is nothing to answer; give one or more")
+        answers = self._extended(rows)
+        last = {name: np.stack([sample[-1] for sample in samples]) for name, samples in answers.items()}
+        return self._handed(last, tokens)
+
+    def step(self, tokens: Any, out: Array | None = None) -> Any:
+        """Take the next token of every sample.
+
+        Args:
+            tokens: `(batch, …)`, one token each.
+            out: where to write the answer of a model with one output, `(batch, …)`; a new array by default.
+
+        Returns:
+            What the model answers, as :meth:`prefill` returns it.
+
+        Raises:
+            InputError: as of :meth:`prefill`.
+            UsageError: another thread runs this decoder.
+        """
+        array = self._checked(tokens, self._step.of_token(self._step.tokens))
+        with self._running():
+            self._check_places(np.ones(self.batch, np.int64))
+            self._one[:, 0] = array
+            self._run_one()
+            self._past += 1
+        if out is not None:
+            (answer,) = self._answers.values()
+            np.copyto(out, answer[:, 0])
+            return out
+        return self._handed({name: answer[:, 0].copy() for name, answer in self._answers.items()}, tokens)
+
+    def extend(self, tokens: Any, lengths: Any = None) -> dict[str, list[Array]]:
+        """As :meth:`prefill`, and returns the answers for every token: by output, `(tokens, …)` for each sample."""
+        return self._extended(self._rows(tokens, lengths))
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.crop(0)
+
+    def crop(self, lengths: Any) -> None:
+        """Forget the tokens of every sample behind a length.
+
+        Args:
+            lengths: one for all samples, or `(batch,)`; no more than are there.
+
+        Raises:
+            InputError: a length that a sample does not have.
+            UsageError: another thread runs this decoder.
+        """
+        wanted = self._lengths(lengths)
+        with self._running():
+            if (wanted > self._past).any() or (wanted < 0).any():
+                sample = int(np.argmax((wanted > self._past) | (wanted < 0)))
+                raise InputError(
+                    f"sample {sample} is to keep {wanted[sample]} tokens and has {self._past[sample]}; give 0 to that"
+                )
+            for sample, (keep, had) in enumerate(zip(wanted, self._past, strict=True)):
+                for cache in self._caches.values():
+                    cache[sample, :, keep:had] = 0  # a NaN there would reach others through products with zero
+            self._past[:] = wanted
+
+    def fork(self, samples: Sequence[int] | None = None) -> Decoder:
+        """Another decoder with the tokens of some samples of this one: one prompt, several continuations.
+
+        Args:
+            samples: which sample each of the new ones begins as; every sample once, by default.
+
+        Raises:
+            InputError: no such sample, or more than the bundle takes.
+            UnavailableError: there is no memory for more caches.
+            UsageError: another thread runs this decoder.
+        """
+        chosen = list(range(self.batch)) if samples is None else [int(sample) for sample in samples]
+        if unknown := [sample for sample in chosen if not 0 <= sample < self.batch]:
+            raise InputError(f"there is no sample {unknown[0]}; there are 0 to {self.batch - 1}")
+        with self._running():
+            other = Decoder(self._backend, self._step, len(chosen))
+            filled = int(self._past.max(initial=0))
+            for name, cache in self._caches.items():
+                other._caches[name][:, :, :filled] = cache[chosen, :, :filled]
+            other._past[:] = self._past[chosen]
+        return other
+
+    def __repr__(self) -> str:
+        return f"Decoder({self.batch} samples, lengths {self._past.tolist()} of {self.places})"
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """A block in which no other thread runs this decoder."""
+        if not self._busy.acquire(blocking=False):
+            raise UsageError(
+                "this decoder runs in another thread; wait for that, or give every thread a decoder of its own"
+            )
+        try:
+            yield
+        except (AttnforgeError, MemoryError):
+            raise
+        except Exception as error:
+            raise RunError(f"{self._backend.name} cannot run this step: {first_line(error)}") from error
+        finally:
+            self._busy.release()
+
+    def _rows(self, tokens: Any, lengths: Any) -> list[Array]:
+        """The tokens of every sample."""
+        of_token = self._step.of_token(self._step.tokens)
+        if isinstance(tokens, (list, tuple)) and all(hasattr(row, "shape") or isinstance(row, list) for row in tokens):
+            if lengths is not None:
+                raise InputError("tokens were given sample by sample, which says their lengths; leave lengths out")
+            if len(tokens) != self.batch:
+                raise InputError(f"tokens of {len(tokens)} samples were given; this decoder has {self.batch}")
+            return [self._checked(row, (None, *of_token), whole=False) for row in tokens]
+        array = self._checked(tokens, (None, *of_token))
+        if lengths is None:
+            return list(array)
+        counts = self._lengths(lengths)
+        if (counts < 0).any() or (counts > array.shape[1]).any():
+            raise InputError(f"lengths {counts.tolist()} of rows of {array.shape[1]} tokens; give 0 to that for each")
+        return [row[:count] for row, count in zip(array, counts, strict=True)]
+
+    def _lengths(self, lengths: Any) -> Array:
+        array = np.asarray(to_numpy("lengths", lengths) if hasattr(lengths, "__dlpack__") else lengths)
+        if array.dtype.kind not in "iu" or array.shape not in ((), (self.batch,)):
+            raise InputError(
+                f"lengths are {array.dtype.name}{list(array.shape)}; give whole numbers, one for all or {self.batch}"
+            )
+        return np.broadcast_to(array, (self.batch,)).astype(np.int64)
+
+    def _checked(self, tokens: Any, dims: Sequence[int | None], *, whole: bool = True) -> Array:
+        """Tokens as an array of the bundle's type: of all samples, `(batch, *dims)`, or of one."""
+        spec, vocabulary = self._step.tokens, self._step.decoding.vocabulary
+        wanted = np.dtype(spec.dtype)
+        array = to_numpy(spec.name, tokens) if hasattr(tokens, "__dlpack__") else np.asarray(tokens)
+        if array.dtype != wanted:
+            if array.dtype.kind not in "iu" or wanted.kind not in "iu":
+                raise InputError(f"{spec.name} is {array.dtype.name}; the model takes {spec.dtype}: convert it first")
+        expected = ((self.batch, *dims) if whole else tuple(dims))
+        if array.ndim != len(expected) or any(w not in (None, s) for s, w in zip(array.shape, expected, strict=True)):
+            shape = ", ".join("tokens" if dim is None else str(dim) for dim in expected)
+            raise InputError(f"{spec.name} has the shape {list(array.shape)}; give ({shape})")
+        if vocabulary is not None and array.size and not (0 <= array.min() and array.max() < vocabulary):
+            wrong = array[(array < 0) | (array >= vocabulary)].flat[0]
+            raise InputError(f"{spec.name} has the id {wrong}; the table has 0 to {vocabulary - 1}")
+        return array.astype(wanted, copy=False)
+
+    def _check_places(self, counts: Array) -> None:
+        ends = self._past + counts
+        if (ends > self.places).any():
+            sample = int(np.argmax(ends))
+            raise InputError(
+                f"sample {sample} has {self._past[sample]} tokens in the cache and {counts[sample]} more were given; "
+                f"there are {self.places} places: crop or reset it, or deploy with more cache_tokens"
+            )
+
+    def _handed(self, answers: Mapping[str, Array], like: Any) -> Any:
+        """Answers of the kind that users give tokens in."""
+        values = {name: to_torch(array) if is_torch(like) else array for name, array in answers.items()}
+        return next(iter(values.values())) if len(values) == 1 else values
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def _extended(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
+        """Run the next tokens of every sample: in one run where all have one, else sample by sample, each in pieces of
+        as many tokens as the bundle takes. Lengths change when all is done, so that a run that fails changes nothing."""
+        counts = np.array([len(row) for row in rows], np.int64)
+        with self._running():
+            self._check_places(counts)
+            if (counts == 1).all():
+                self._one[:, 0] = np.stack([row[0] for row in rows])
+                self._run_one()
+                answers = {name: list(answer.copy()) for name, answer in self._answers.items()}
+            else:
+                answers = self._sample_by_sample(rows)
+            self._past += counts
+        return answers
+
+    def _run_one(self) -> None:
+        """A run of one token for every sample, whose arrays are bound once."""
+        if self._next is None:
+            self._next = self._bound(self._one, self._past, self._answers, slice(None))
+        self._next()
+
+    def _sample_by_sample(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
+        answers: dict[str, list[Array]] = {
+            spec.name: [
+                np.empty((len(row), *self._step.of_token(spec)), np.dtype(spec.dtype)) for row in rows
+            ]
+            for spec in self._step.outputs
+        }
+        for sample, row in enumerate(rows):
+            for first in range(0, len(row), self._step.longest):
+                part = np.ascontiguousarray(row[None, first : first + self._step.longest])
+                past = np.array([self._past[sample] + first], np.int64)
+                outputs = {
+                    name: samples[sample][None, first : first + part.shape[1]] for name, samples in answers.items()
+                }
+                self._bound(part, past, outputs, slice(sample, sample + 1))()
+        return answers
+
+    def _bound(
+        self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice
+    ) -> Callable[[], None]:
+        """A run on some samples' caches, which it reads and writes where they are."""
+        caches = {name: cache[samples] for name, cache in self._caches.items()}
+        inputs = {self._step.tokens.name: tokens, self._step.decoding.past: past, **caches}
+        following = {f"{name}{NEXT}": cache for name, cache in caches.items()}
+        return self._backend.bound(inputs, {**outputs, **following})
+
+
+def _fixed(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(dim for dim in spec.dims[1:] if isinstance(dim, int))
+
+
+def cache_bytes(backend: Stepping, step: Step, batch: int) -> int:
+    """Bytes of the caches of so many samples."""
+    return sum(batch * prod(_fixed(spec)) * backend.dtype_of(spec.name).itemsize for spec in step.decoding.tensors)

@@ -1,0 +1,56 @@
+"""Whole sequences by steps: a backend that runs a decoder's step, as one that runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from attnforge.arrays import Array
+from attnforge.bundle import Manifest
+from attnforge.runtime.backends.backend import Backend
+from attnforge.runtime.decoding.decoder import Decoder, Step, Stepping
+from attnforge.runtime.inputs import Shapes
+from attnforge.runtime.options import Memory
+
+STEPPING = ("onnxruntime-cpu",)
+"""The backends that run steps."""
+
+
+class WholeSequences:
+    """A backend of a decoder's step that answers for whole sequences, each in caches that are new.
+
+    Args:
+        backend: of the step.
+        manifest: of the bundle.
+    """
+
+    gpu = None
+
+    def __init__(self, backend: Backend, manifest: Manifest) -> None:
+        self.name = backend.name
+        self._backend, self._step = backend, Step.of(manifest)
+
+    def decoder(self, batch: int) -> Decoder:
+        """A decoder of so many samples."""
+        return Decoder(cast(Stepping, self._backend), self._step, batch)
+
+    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        (tokens,) = arrays
+        answers = self.decoder(len(tokens)).extend(list(tokens))
+        return [np.stack(answers[spec.name]) for spec in self._step.outputs]
+
+    def memory(self) -> Memory:
+        return self._backend.memory()
+
+    def keep(self) -> None:
+        self._backend.keep()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def as_model(backend: Backend, manifest: Manifest) -> Backend:
+    """What runs a bundle's model: the backend itself, or its steps one after another."""
+    return backend if manifest.decoding is None else WholeSequences(backend, manifest)
