@@ -88,7 +88,7 @@ def _why_dropped(bundle: Bundle, name: str) -> str | None:
     takes the most of all."""
     try:
         with load(bundle, name, cache=False) as session:  # the bundle has yet to be moved
-            missed = hold(bundle, name, session.run).missed
+            missed = hold(bundle, name, session.run, schedules=session.schedules).missed
     except Exception as error:  # of any library: a backend that fails is not chosen
         return first_line(error)
     return None if missed is None else f"it missed the parity budget: {missed}"

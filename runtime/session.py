@@ -30,6 +30,7 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.registry import BACKENDS, open_first
 from attnforge.runtime.decoding.decoder import Decoder
+from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.decoding.whole import WholeSequences
 from attnforge.runtime.inputs import (
     Shapes,
@@ -196,6 +197,15 @@ class Session:
                 "deploy it with cache_tokens=… (--cache-tokens)"
             )
         return self._backend.decoder(batch)
+
+    @property
+    def schedules(self) -> dict[str, Callable[[Mapping[str, Array]], dict[str, Array]]]:
+        """Runs of the model by a decoder, from inputs to outputs by name, by the order in which it is given the tokens;
+        none where the bundle has no cache."""
+        backend = self._backend
+        if not isinstance(backend, WholeSequences):
+            return {}
+        return {name: functools.partial(backend.by_schedule, name) for name in SCHEDULES}
 
     def warm_up(self, *sizes: Mapping[str, int]) -> None:
         """Run on random inputs until nothing is left to prepare: kernels are compiled, memory is allocated and CUDA

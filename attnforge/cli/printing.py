@@ -271,7 +271,7 @@ def print_report(report: Report) -> None:
 
 def _print_failures(name: str, backend: BackendReport) -> None:
     for failure in backend.failures:
-        say(f"{name} {failure.case}, {failure.output}: {failure.reason}", "red")
+        say(f"{name} {failure.where}, {failure.output}: {failure.reason}", "red")
         if failure.worst is not None:
             say(failure.worst.text(failure.output), indent=2)
     if backend.reason is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -11,6 +11,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Manifest
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.decoding.decoder import Decoder, Step, Stepping
+from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 
@@ -35,6 +36,14 @@ class WholeSequences:
     def decoder(self, batch: int) -> Decoder:
         """A decoder of so many samples."""
         return Decoder(cast(Stepping, self._backend), self._step, batch)
+
+    def by_schedule(self, name: str, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The model's outputs, by name, where a decoder is given the tokens in an order of :data:`SCHEDULES`."""
+        tokens = feeds[self._step.tokens.name]
+        return {
+            output: np.stack(samples)
+            for output, samples in SCHEDULES[name](self.decoder(len(tokens)), tokens).items()
+        }
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         (tokens,) = arrays

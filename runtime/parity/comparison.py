@@ -56,6 +56,7 @@ class Comparison(Record):
 
     Attributes:
         case, output: names.
+        schedule: the order in which a decoder was given the tokens; None where all were given at once.
         size: how many numbers the output has, or how many the bundle keeps of it.
         compared: how many of them are finite in the backend and in float64, and so count in the errors.
         cosine: of the angle between the output and float64's, as vectors; None where one of them is zero.
@@ -85,6 +86,12 @@ class Comparison(Record):
     overflowed: int = 0
     worst: Element | None = None
     reason: str | None = None
+    schedule: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The case, and how a decoder was given its tokens."""
+        return self.case if self.schedule is None else f"{self.case} {self.schedule}"
 
 
 def cosine_of(got: Array, truth: Array) -> float | None:

@@ -116,7 +116,7 @@ class BackendReport(Record):
         """The first case and output that did not pass, and why, in a line; None where all did."""
         if self.passed:
             return None
-        first = next((f"{failure.case}, {failure.output}: {failure.reason}" for failure in self.failures), None)
+        first = next((f"{failure.where}, {failure.output}: {failure.reason}" for failure in self.failures), None)
         return first or self.reason or "it did not pass"
 
 
@@ -186,7 +186,9 @@ def verify(
                 nullcontext() if foreign else used(opened.path, "verified"),
             ):
                 again = replace(scores, measured=[]) if scores is not None else None
-                reports[name] = hold(opened, name, session.run, references=references, scores=again)
+                reports[name] = hold(
+                    opened, name, session.run, references=references, scores=again, schedules=session.schedules
+                )
     return reported(opened, reports, skipped)
 
 
@@ -289,6 +291,7 @@ def hold(
     cases: Sequence[Case] | None = None,
     references: References | None = None,
     scores: MeasuredMetric | None = None,
+    schedules: Mapping[str, Run] | None = None,
 ) -> BackendReport:
     """Hold whatever runs a bundle's model to the parity budget.
 
@@ -300,6 +303,8 @@ def hold(
         cases: the cases to run, by default the bundle's. Without any, nothing is proven and the report does not pass.
         references: what the cases are held to, by default what the bundle keeps.
         scores: a metric to measure over the cases of real data.
+        schedules: runs of a decoder, by the order in which it is given the tokens; each has to give what the whole
+            model gives at once, on the cases of :func:`_of_schedules`.
     """
     manifest = bundle.manifest
     proving = [case for case in cases or manifest.cases if case.is_ordinary]
@@ -308,17 +313,29 @@ def hold(
     cases = manifest.cases if cases is None else cases
     references = references or References.of(bundle)
     comparisons: list[Comparison] = []
+    stepwise = _of_schedules(cases, schedules or {})
     for case in cases:
         feeds = reference.make_inputs(case, manifest.inputs, references.inputs)
-        results = run(feeds)
-        if scores is not None:
-            scores.add(case, results, references.outputs)
         judged = _CaseOnBackend(manifest, backend, case, references.outputs)
         shapes = shapes_of(manifest.inputs, manifest.outputs, *((feed.shape, feed.dtype) for feed in feeds.values()))
-        for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
-            comparisons.append(judged.comparison(spec, shape, results[spec.name]))
+        for schedule in (None, *stepwise.get(case.name, ())):
+            results = (run if schedule is None or schedules is None else schedules[schedule])(feeds)
+            if scores is not None and schedule is None:
+                scores.add(case, results, references.outputs)
+            for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
+                comparisons.append(judged.comparison(spec, shape, results[spec.name]))
+                comparisons[-1].schedule = schedule
     measured = scores.report() if scores is not None and comparisons else None
-    return _report(comparisons, {case.name for case in proving}, len(cases), measured)
+    count = len({(c.case, c.schedule) for c in comparisons})
+    return _report(comparisons, {case.name for case in proving}, count, measured)
+
+
+def _of_schedules(cases: Sequence[Case], schedules: Iterable[str]) -> dict[str, list[str]]:
+    """The orders in which a decoder is given the tokens, by the case: all of them on the example and on prime sizes, and
+    one token after another on the largest sizes as well, so that the last place of the caches is written."""
+    every = list(schedules)
+    wanted = {"example": every, "normal-prime": every, reference.LARGEST: every[:1]}
+    return {case.name: wanted[case.name] for case in cases if case.name in wanted}
 
 
 def _report(
@@ -336,7 +353,7 @@ def _report(
         error=worst.error,
         eager_error=worst.eager_error,
         budget=worst.budget,
-        case=worst.case,
+        case=worst.where,
         cases=cases,
         failures=[c for c in comparisons if not c.passed],
         comparisons=list(comparisons),

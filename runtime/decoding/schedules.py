@@ -1,0 +1,96 @@
+"""Orders in which a decoder may be given a sequence. By each it has to answer as the whole sequence at once is answered,
+and so as the model without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from attnforge.arrays import Array
+from attnforge.runtime.decoding.decoder import Decoder
+
+STEPS = 64
+"""Steps of one token at the end of a sequence; what comes before is a prompt."""
+
+Answers = dict[str, list[Array]]
+"""By output, `(tokens, …)` of every sample."""
+
+Tokens = Array
+"""`(batch, tokens, …)`."""
+
+
+def token_by_token(decoder: Decoder, tokens: Tokens) -> Answers:
+    """The last :data:`STEPS` tokens one by one, behind a prompt of those before; all of a shorter sequence."""
+    prompt = max(tokens.shape[1] - STEPS, 0)
+    answers = decoder.extend(tokens[:, :prompt]) if prompt else None
+    for place in range(prompt, tokens.shape[1]):
+        answers = _joined(answers, decoder.extend(tokens[:, place : place + 1]))
+    assert answers is not None
+    return answers
+
+
+def in_pieces(decoder: Decoder, tokens: Tokens) -> Answers:
+    """Pieces of growing, odd lengths: 1, 3, 7, 15, … tokens."""
+    answers, first, length = None, 0, 1
+    while first < tokens.shape[1]:
+        answers = _joined(answers, decoder.extend(tokens[:, first : first + length]))
+        first, length = first + length, 2 * length + 1
+    assert answers is not None
+    return answers
+
+
+def ragged(decoder: Decoder, tokens: Tokens) -> Answers:
+    """Prompts of lengths of their own, which leaves every sample at another place; then steps for all together. A sample
+    that is done goes back by a token, and takes it again."""
+    batch, count = tokens.shape[:2]
+    lengths = np.array([max(1, (sample + 1) * count // (batch + 1)) for sample in range(batch)])
+    lengths = np.maximum(lengths, count - STEPS)
+    answers = decoder.extend([row[:n] for row, n in zip(tokens, lengths, strict=True)])
+    while (lengths < count).any():
+        done = lengths == count
+        decoder.crop(lengths - done)
+        following = np.stack([row[n - is_done] for row, n, is_done in zip(tokens, lengths, done, strict=True)])
+        new = decoder.extend(following[:, None])
+        for name, samples in new.items():
+            for sample, answer in enumerate(samples):
+                if done[sample]:
+                    answers[name][sample][-1:] = answer
+                else:
+                    answers[name][sample] = np.concatenate([answers[name][sample], answer])
+        lengths = lengths + ~done
+    return answers
+
+
+def cut_and_forked(decoder: Decoder, tokens: Tokens) -> Answers:
+    """Half of the sequence and the end of another one, which is cut off again; then the rest in a copy of the decoder."""
+    count = tokens.shape[1]
+    half = (count + 1) // 2
+    answers = decoder.extend(tokens[:, :half])
+    if half < count:
+        decoder.extend(tokens[:, : count - half])
+        decoder.crop(half)
+        copy = decoder.fork()
+        decoder.reset()
+        decoder.extend(tokens[:, ::-1])
+        answers = _joined(answers, copy.extend(tokens[:, half:]))
+    return answers
+
+
+SCHEDULES: Mapping[str, Callable[[Decoder, Tokens], Answers]] = {
+    "token by token": token_by_token,
+    "in pieces": in_pieces,
+    "ragged": ragged,
+    "cut and forked": cut_and_forked,
+}
+"""Every order by its name, as verification says it."""
+
+
+def _joined(first: Answers | None, second: Answers) -> Answers:
+    """The answers for some tokens and for those behind them."""
+    if first is None:
+        return second
+    return {
+        name: [np.concatenate(pair) for pair in zip(samples, second[name], strict=True)]
+        for name, samples in first.items()
+    }
