@@ -12,6 +12,7 @@ from attnforge.model.attention import (
     SelfAttention,
     attention,
 )
+from attnforge.model.decoder import Decoder, DecoderLayer, DecoderSizes, KeyValueCache, RotaryPositions, SwiGLU
 from attnforge.model.general import GeneralAttention, GeneralMultiHeadAttention
 from attnforge.model.patch import PatchAttention, PatchAttentionClassifier, merge_patches, split_patches
 from attnforge.model.registry import MODELS, Example, RegisteredModel, build_model
@@ -29,11 +30,15 @@ from attnforge.model.worked_example import WorkedExample
 __all__ = [
     "MODELS",
     "CrossAttention",
+    "Decoder",
+    "DecoderLayer",
+    "DecoderSizes",
     "EncoderLayer",
     "Example",
     "FeedForward",
     "GeneralAttention",
     "GeneralMultiHeadAttention",
+    "KeyValueCache",
     "LearnedPositions",
     "MultiHeadAttention",
     "MultiHeadSelfAttention",
@@ -43,8 +48,10 @@ __all__ = [
     "PostSoftmaxScale",
     "RegisteredModel",
     "ReshapeWithoutTranspose",
+    "RotaryPositions",
     "SelfAttention",
     "SinusoidalPositions",
+    "SwiGLU",
     "TransformerEncoder",
     "VisionTransformer",
     "WorkedExample",

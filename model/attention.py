@@ -23,16 +23,28 @@ from torch import Tensor, nn
 from attnforge.errors import ShapeError, UsageError
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, attn_mask: Tensor | None = None) -> Tensor:
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
     """``softmax(scale · Q Kᵀ) V`` over the last two axes.
 
     Shapes: query (..., n_q, d_k), key (..., n_k, d_k), value (..., n_k, d_v), attn_mask broadcastable to
     (..., n_q, n_k), bool, True = may attend; result (..., n_q, d_v) in the dtype of the arguments.
-    ``scale`` is a number, 1 / √d_k in the paper and 1 for plain dot products.
+    ``scale`` is a number, 1 / √d_k in the paper and 1 for plain dot products. With ``soft_cap`` c the softmax is over
+    c · tanh(scale · Q Kᵀ / c), which lies between -c and c.
 
-    Source: Vaswani et al. 2017, equation 1, https://arxiv.org/abs/1706.03762.
+    Source: Vaswani et al. 2017, equation 1, https://arxiv.org/abs/1706.03762; soft cap: Gemma 2,
+    https://arxiv.org/abs/2408.00118, section 2.
     """
     scores = query @ key.transpose(-2, -1) * scale  # (..., n_q, n_k)
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
     if attn_mask is None:
         return scores.softmax(-1) @ value
     weights = scores.masked_fill(~attn_mask, -math.inf).softmax(-1)

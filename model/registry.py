@@ -29,6 +29,7 @@ from attnforge.model.attention import (
     ParameterFreeAttention,
     SelfAttention,
 )
+from attnforge.model.decoder import Decoder, DecoderSizes
 from attnforge.model.general import GeneralAttention, GeneralMultiHeadAttention
 from attnforge.model.patch import PatchAttention, PatchAttentionClassifier
 from attnforge.model.slips import PostSoftmaxScale, ReshapeWithoutTranspose
@@ -295,6 +296,47 @@ def vit(
     return Example(module, (torch.randn(batch_size, 3, image_size, image_size),), {"image": dims})
 
 
+def decoder(
+    num_layers: int = 2,
+    positions: str = "rotary",
+    norm: str = "rms",
+    feed_forward: str = "swiglu",
+    bias: bool = False,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    tied: bool = False,
+    embed_dim: int = 64,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    vocab_size: int = 256,
+    max_tokens: int = MAX_TOKENS,
+    num_tokens: int = TOKENS,
+    batch_size: int = BATCH,
+    max_batch: int = 8,
+) -> Example:
+    require_sizes(num_tokens=(num_tokens, max_tokens), batch_size=(batch_size, max_batch))
+    sizes = DecoderSizes(
+        vocab_size,
+        embed_dim,
+        num_heads,
+        num_layers,
+        max_tokens,
+        num_kv_heads,
+        positions=positions,
+        norm=norm,
+        feed_forward=feed_forward,
+        bias=bias,
+        window=window or None,
+        soft_cap=soft_cap or None,
+        tied=tied,
+    )
+    ids = torch.randint(0, vocab_size, (batch_size, num_tokens))
+    dims = {1: Dim("tokens", min=1, max=max_tokens)}
+    if max_batch > 1:
+        dims[0] = Dim("batch", min=1, max=max_batch)
+    return Example(Decoder(sizes), (ids,), {"input_ids": dims})
+
+
 def require_sizes(**sizes: tuple[int, int]) -> None:
     """That every size of an example is at least 1 and at most its largest; an error that names those that are not."""
     for name, (size, largest) in sizes.items():
@@ -350,6 +392,9 @@ MODELS: dict[str, RegisteredModel] = {
             WEIGHTS / "patch-attention-digits.safetensors",
         ),
         RegisteredModel("transformer-encoder", "S12", "tokens, positions, padding, two layers", transformer_encoder),
+        RegisteredModel(
+            "decoder", "S12", "the next token's logits: causal, grouped keys, rotary positions, two layers", decoder
+        ),
         RegisteredModel("vit", "S12", "a Vision Transformer of 32×32 images, two layers", vit),
         RegisteredModel("post-softmax-scale", "S13", "slip: 1/√d_k after the softmax", post_softmax_scale),
         RegisteredModel(

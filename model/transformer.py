@@ -11,7 +11,9 @@ https://arxiv.org/abs/2002.04745; the PyTorch documentation of ``torch.nn.Transf
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,11 @@ from attnforge.errors import ShapeError, UnknownNameError, UsageError
 from attnforge.model.attention import MultiHeadAttention, merge_masks, require_positive, require_width
 from attnforge.model.patch import split_patches
 
-ACTIVATIONS = ("relu", "gelu")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+}
 POSITIONS = ("sinusoidal", "learned")
 
 
@@ -77,11 +83,12 @@ def rows_of(table: Tensor, x: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """The position-wise layer ``act(x W1 + b1) W2 + b2``, act relu or (exact) gelu.
+    """The position-wise layer ``act(x W1 + b1) W2 + b2``, act "relu", "gelu" (exact) or "gelu-tanh" (approximated).
 
     Shapes: x (..., embed_dim); result the same. Raises UnknownNameError for another activation.
 
-    Source: Vaswani et al. 2017, section 3.3, https://arxiv.org/abs/1706.03762.
+    Sources: Vaswani et al. 2017, section 3.3, https://arxiv.org/abs/1706.03762; gelu and its approximation by a tanh:
+    Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415, section 2.
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, activation: str = "relu", bias: bool = True) -> None:
@@ -89,7 +96,7 @@ class FeedForward(nn.Module):
         if activation not in ACTIVATIONS:
             raise UnknownNameError("activation", activation, ACTIVATIONS)
         require_positive(embed_dim=embed_dim, hidden_dim=hidden_dim)
-        self.activation = F.relu if activation == "relu" else F.gelu
+        self.activation = ACTIVATIONS[activation]
         self.linear1 = nn.Linear(embed_dim, hidden_dim, bias=bias)
         self.linear2 = nn.Linear(hidden_dim, embed_dim, bias=bias)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from attnforge.errors import ShapeError, UnknownNameError, UsageError
 from attnforge.model import (
+    Decoder,
+    DecoderSizes,
     FeedForward,
     GeneralAttention,
     GeneralMultiHeadAttention,
@@ -28,6 +31,13 @@ from attnforge.model import (
     merge_patches,
     split_patches,
 )
+
+
+def decoder(**sizes: Any) -> Decoder:
+    """A small decoder of ten positions."""
+    small = {"vocab_size": 9, "embed_dim": 16, "num_heads": 4, "num_layers": 1, "max_tokens": 10}
+    return Decoder(DecoderSizes(**small | sizes))
+
 
 REFUSED: dict[str, Callable[[], object]] = {
     "S1 query_dim": lambda: SelfAttention(8, 8, query_dim=4),
@@ -70,6 +80,20 @@ REFUSED: dict[str, Callable[[], object]] = {
     "S12 layers": lambda: TransformerEncoder(0, 8, 2),
     "S12 vit patch": lambda: VisionTransformer(10, 4, 10, 8, 2, 1),
     "S12 vit image": lambda: VisionTransformer(8, 4, 10, 8, 2, 1)(torch.randn(2, 3, 12, 12)),
+    "S12 decoder heads": lambda: decoder(embed_dim=10),
+    "S12 decoder no heads": lambda: decoder(num_heads=0),
+    "S12 decoder key heads": lambda: decoder(num_kv_heads=3),
+    "S12 decoder no key heads": lambda: decoder(num_kv_heads=0),
+    "S12 decoder odd head": lambda: decoder(embed_dim=12),
+    "S12 decoder size": lambda: decoder(vocab_size=0),
+    "S12 decoder layers": lambda: decoder(num_layers=0),
+    "S12 decoder hidden": lambda: decoder(hidden_dim=-1),
+    "S12 decoder positions": lambda: decoder(max_tokens=0),
+    "S12 decoder window": lambda: decoder(window=-1),
+    "S12 decoder soft cap": lambda: decoder(soft_cap=-1.0),
+    "S12 decoder rank": lambda: decoder()(torch.zeros(4, dtype=torch.int64)),
+    "S12 decoder length": lambda: decoder()(torch.zeros(1, 11, dtype=torch.int64)),
+    "S12 decoder learned length": lambda: decoder(positions="learned")(torch.zeros(1, 11, dtype=torch.int64)),
     "S13a heads": lambda: PostSoftmaxScale(8, 10, num_heads=4),
     "S13b heads": lambda: ReshapeWithoutTranspose(8, 8, 10, 4),
     "S13b batch": lambda: ReshapeWithoutTranspose(8, 8, 8, 4)(torch.randn(5, 8)),
@@ -94,6 +118,11 @@ def test_names_and_masks_that_cannot_be_meant_are_refused() -> None:
         TransformerEncoder(1, 8, 2, max_length=4, positions="rotary")
     with pytest.raises(UsageError, match="max_length"):
         TransformerEncoder(1, 8, 2, positions="learned")
+    for kind in ("positions", "norm", "feed_forward"):
+        with pytest.raises(UnknownNameError, match=f"unknown {kind} 'other'; known: "):
+            decoder(**{kind: "other"})
+    with pytest.raises(UsageError, match=r"input_ids are torch\.int32; give torch\.int64"):
+        decoder()(torch.zeros(1, 4, dtype=torch.int32))
     x = torch.randn(2, 4, 8)
     with pytest.raises(UsageError, match=r"attn_mask is torch\.float32"):
         MultiHeadSelfAttention(8, 8, 8, 2)(x, attn_mask=torch.zeros(4, 4))

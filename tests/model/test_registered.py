@@ -19,7 +19,8 @@ from attnforge.runtime.backends.registry import why_not_here
 from tests.support.bundles import Deploy, example_of
 
 BILINEAR = [name for name in MODELS if name != "additive-attention"]
-SITES = {name: 2 if name in ("patch-attention-digits", "transformer-encoder", "vit") else 1 for name in MODELS}
+TWO_LAYERS = ("patch-attention-digits", "transformer-encoder", "decoder", "vit")
+SITES = {name: 2 if name in TWO_LAYERS else 1 for name in MODELS}
 EXACT = (
     "self-attention", "multi-head-self-attention", "worked-example", "general-attention", "parameter-free-attention",
     "patch-attention", "post-softmax-scale", "reshape-without-transpose",

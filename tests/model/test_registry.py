@@ -33,6 +33,7 @@ NAMES = {
     "patch-attention": "S8",
     "patch-attention-digits": "S8",
     "transformer-encoder": "S12",
+    "decoder": "S12",
     "vit": "S12",
     "post-softmax-scale": "S13",
     "reshape-without-transpose": "S13",
