@@ -25,6 +25,7 @@ from attnforge.deploy_cache import DeployCache
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused, masks_of
 from attnforge.export.decoding.insert import with_cache
+from attnforge.export.decoding.tokenizer import keep_tokenizer
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.measuring import MEASURING, SECONDS, measure
 from attnforge.export.options import DeployOptions, Keywords
@@ -108,6 +109,9 @@ def deploy(
             graphs take the next tokens and a cache of this many keys and values for every attention site
             (:mod:`attnforge.export.decoding.insert`). A session still answers for whole sequences, and
             :meth:`~attnforge.runtime.session.Session.decoder` step by step.
+        tokenizer: a file of the `tokenizers` library, `tokenizer.json`, which the bundle keeps for `attnforge
+            generate`.
+        stop: ids behind which a text ends.
         trust_source: of a `.pt2` file, whether you trust its maker as you would a program's: without, a file is refused
             that holds pickles, expressions or calls which torch would run while it reads the file.
 
@@ -177,6 +181,9 @@ def _made(
         if options.cache_tokens is not None:
             whole = model.clone()
             decoding = with_cache(model, sites, source.inputs, source.outputs, options.cache_tokens)
+            decoding.stop = list(options.stop)
+            if options.tokenizer is not None:
+                decoding.tokenizer = keep_tokenizer(options.tokenizer, folder)
         taken, _ = graph_tensors(source.inputs, source.outputs, decoding)
 
         shelf = Shelf(folder)

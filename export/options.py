@@ -60,6 +60,8 @@ class Keywords(TypedDict, total=False):
     source: Source | None
     trust_source: bool
     cache_tokens: int | None
+    tokenizer: str | os.PathLike[str] | None
+    stop: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,16 @@ class DeployOptions:
     source: Source | None = None
     trust_source: bool = False
     cache_tokens: int | None = None
+    tokenizer: str | os.PathLike[str] | None = None
+    stop: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.cache_tokens is not None and not 1 <= self.cache_tokens <= MOST_PLACES:
             raise UsageError(f"cache_tokens is {self.cache_tokens}; give a number of tokens, 1 to {MOST_PLACES:,}")
+        if self.cache_tokens is None and (self.tokenizer is not None or self.stop):
+            raise UsageError(
+                "a tokenizer and the ids at which texts stop are for generation; give cache_tokens as well"
+            )
         self._check_precision()
         self._check_targets()
         self._check_data()

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
@@ -29,9 +29,10 @@ from attnforge.errors import (
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.registry import BACKENDS, open_first
+from attnforge.runtime.backends.whole_sequences import WholeSequences
 from attnforge.runtime.decoding.decoder import Decoder
+from attnforge.runtime.decoding.generation import GREEDY, Sampler, generate
 from attnforge.runtime.decoding.schedules import SCHEDULES
-from attnforge.runtime.decoding.whole import WholeSequences
 from attnforge.runtime.inputs import (
     Shapes,
     by_name,
@@ -197,6 +198,36 @@ class Session:
                 "deploy it with cache_tokens=… (--cache-tokens)"
             )
         return self._backend.decoder(batch)
+
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int,
+        *,
+        stop: Collection[int] | None = None,
+        sampler: Sampler = GREEDY,
+        lengths: Any = None,
+    ) -> Iterator[Array]:
+        """The tokens that the model goes on with, of a bundle that was deployed with `cache_tokens`.
+
+        Args:
+            prompts: `(batch, tokens)`, or `(tokens,)` for each sample, of lengths of their own.
+            max_new_tokens: how many tokens a sample gets at most.
+            stop: ids behind which a sample gets no more; by default those that the bundle names.
+            sampler: chooses the next token; the likeliest, by default.
+            lengths: `(batch,)`, how many of each row are tokens, where the rest is padding.
+
+        Returns:
+            An iterator over the next token of every sample, `(batch,)`, int64; -1 of a sample that has stopped.
+
+        Raises:
+            InputError: tokens that the model does not take, or more than the caches hold.
+            UsageError: as of :meth:`decoder`, or a model whose answers are no logits.
+        """
+        decoder = self.decoder(len(prompts))
+        decoding = self.bundle.manifest.decoding
+        ends = stop if stop is not None else decoding.stop if decoding is not None else ()
+        return generate(decoder, prompts, max_new_tokens, ends, sampler, lengths)
 
     @property
     def schedules(self) -> dict[str, Callable[[Mapping[str, Array]], dict[str, Array]]]:

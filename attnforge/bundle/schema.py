@@ -37,6 +37,7 @@ SIGNATURE = "model.sig"
 """The signature of a bundle that is signed. The manifest does not list it."""
 
 CANONICAL = "canonical.onnx"
+TOKENIZER = "tokenizer.json"
 PLAIN = "plain.onnx"
 """The graph as it was exported. The weights that the canonical graph has too are external data: they stand in its file
 or in :data:`WEIGHTS`. (In older bundles they are inputs.)"""
@@ -404,9 +405,9 @@ NEXT = ".next"
 
 
 class Decoding(StoredRecord):
-    """How the graphs of a bundle are steps of a decoder. Its `inputs` and `outputs` are those of the model itself, which
-    takes all tokens at once; a graph takes the next ones, how many came before, and the caches, and has the caches as
-    outputs, too.
+    """How the graphs of a bundle are steps of a decoder. The manifest's `inputs` and `outputs` are those of the model
+    itself, which takes all tokens at once; a graph takes the next ones, how many came before, and the caches, and has
+    the caches as outputs, too.
 
     Attributes:
         tokens: name of the input with tokens, `(batch, tokens, …)`.
@@ -414,6 +415,8 @@ class Decoding(StoredRecord):
         places: tokens that the caches hold for each sample.
         caches: of every attention site, in graph order.
         vocabulary: how many ids the table of embeddings has; None where tokens are no ids.
+        stop: ids behind which a text ends.
+        tokenizer: file of the `tokenizers` library that turns texts into ids; None where there is none.
     """
 
     tokens: Name
@@ -421,6 +424,8 @@ class Decoding(StoredRecord):
     places: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
     caches: Annotated[list[CacheSpec], Field(min_length=1)]
     vocabulary: Count | None = None
+    stop: list[Count] = []
+    tokenizer: FileName | None = None
 
     @property
     def tensors(self) -> list[TensorSpec]:
@@ -568,3 +573,5 @@ def _named_files(manifest: Manifest) -> Iterator[str]:
         yield from (engine.file for engine in record.engines)
         optimized = record.session.optimized if record.session is not None else None
         yield from (name for name in (record.cuda_model, optimized) if name is not None)
+    if manifest.decoding is not None and manifest.decoding.tokenizer is not None:
+        yield manifest.decoding.tokenizer

@@ -1,4 +1,5 @@
-"""The command line: `attnforge models | deploy | run | verify | diagnose | bench | inspect | sign | package | doctor`.
+"""The command line: `attnforge models | deploy | run | generate | verify | diagnose | bench | inspect | sign |
+package | doctor`.
 
 Every command takes `--json`: one JSON document on standard output, everything else on standard error. The exit code is
 0 where what was asked holds, 1 where a check failed or a build was refused, and 2 for misuse. Importing this package is
@@ -17,6 +18,7 @@ from attnforge.cli import ending, terminal
 from attnforge.cli.benchmarking import bench
 from attnforge.cli.bundles import diagnose, inspect, run, sign, verify
 from attnforge.cli.deploying import deploy
+from attnforge.cli.generating import generate
 from attnforge.cli.listing import doctor, models
 from attnforge.cli.packaging import package
 from attnforge.cli.refusing import told
@@ -33,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (models, deploy, run, verify, diagnose, bench, inspect, sign, package, doctor):
+for command in (models, deploy, run, generate, verify, diagnose, bench, inspect, sign, package, doctor):
     app.command()(command)
 
 

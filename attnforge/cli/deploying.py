@@ -79,6 +79,16 @@ def deploy(
         bool,
         typer.Option(help="Reuse plans, reference outputs and measurements of an earlier deploy of the same model."),
     ] = True,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Make steps of a decoder of a causal model, with caches of keys and values for so many tokens."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A tokenizer.json that the bundle keeps, for generate; by default the model's own."),
+    ] = None,
     trust_source: Annotated[
         bool,
         typer.Option("--trust-source", help="Let a .pt2 file that holds code run it, as a program of its maker."),
@@ -102,6 +112,8 @@ def deploy(
 
     Example: `attnforge deploy hf:all-MiniLM-L6-v2 --precision auto-int8 --max-error 0.1 --calibrate sentences/`
 
+    Example: `attnforge deploy hf:my-llama --precision fp16 --cache-tokens 2048`
+
     Example: `attnforge deploy vit --profile batch=1:1:1 --profile batch=8:8:8`
 
     Example: `attnforge deploy hf:all-MiniLM-L6-v2 -o attention=eager -o max_tokens=128`
@@ -110,14 +122,21 @@ def deploy(
     """
     from attnforge.bundle import check_place
     from attnforge.export.deploy import deploy as deploy_model
-    from attnforge.export.sources.named import model_named
+    from attnforge.export.sources.named import HUGGING_FACE, model_named, texts_of
     from attnforge.model.data import Real, real_data
 
     if out_folder is not None:
         check_place(out_folder, force)
     with stages_shown(as_json) as progress:
         progress(f"build {model}")
-        example, source = model_named(model, pairs(option), weights, ranges(dim, "--dim"))
+        stop: list[int] = []
+        options = pairs(option)
+        if cache_tokens is not None and model.startswith(HUGGING_FACE):
+            options = {"inputs": "input_ids", "max_tokens": str(cache_tokens), **options}
+        example, source = model_named(model, options, weights, ranges(dim, "--dim"))
+        if cache_tokens is not None:
+            own, stop = texts_of(model)
+            tokenizer = tokenizer or own
         real = real_data(model, example.args or ()) if data and not calibrate else Real()
         name = Path(model).stem if source is None else Path(model.rpartition(":")[2]).resolve().name
         suffix = precision or ("own" if source is None else "fp32")  # a file without a source record keeps its own
@@ -144,6 +163,9 @@ def deploy(
                 cache=cache,
                 source=source,
                 trust_source=trust_source,
+                cache_tokens=cache_tokens,
+                tokenizer=tokenizer,
+                stop=stop,
                 progress=progress,
             )
         except UnfusedError as error:

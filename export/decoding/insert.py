@@ -105,9 +105,7 @@ def with_cache(
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[window])
         a.node.metadata_props[WINDOW] = str(window or 0)
-        caches.append(
-            CacheSpec(site=site.name, key=_spec(keys, tokens), value=_spec(values, tokens), window=window)
-        )
+        caches.append(CacheSpec(site=site.name, key=_spec(keys, tokens), value=_spec(values, tokens), window=window))
     graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
     model.ir_version = max(model.ir_version, 11)
     return Decoding(
@@ -118,9 +116,7 @@ def with_cache(
 # --- what a decoder can be made of ------------------------------------------------------------------------------------
 
 
-def _tokens(
-    graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], places: int
-) -> _Tokens:
+def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], places: int) -> _Tokens:
     """The one input, whose second dim is the tokens.
 
     Raises:
@@ -128,8 +124,8 @@ def _tokens(
     """
     if len(inputs) != 1:
         raise UsageError(
-            f"a decoder with a cache takes tokens alone, and the model takes {', '.join(s.name for s in inputs)}; leave "
-            "masks and positions out of forward: lengths say which tokens there are"
+            f"a decoder with a cache takes tokens alone, and the model takes {', '.join(s.name for s in inputs)}; "
+            "leave masks and positions out of forward: lengths say which tokens there are"
         )
     (spec,) = inputs
     count = spec.dims[1] if len(spec.dims) > 1 else None
@@ -152,7 +148,9 @@ def _tokens(
             f"{open_[0].name} is {open_[0].text()}; a decoder with a cache has no dynamic dims behind the tokens"
         )
     for output in outputs:
-        if output.dims[:2] != spec.dims[:2] and [_text(d) for d in output.dims[:2]] != [_text(d) for d in spec.dims[:2]]:
+        if output.dims[:2] != spec.dims[:2] and [_text(d) for d in output.dims[:2]] != [
+            _text(d) for d in spec.dims[:2]
+        ]:
             raise UsageError(
                 f"output {output.name} is {output.text()}; a decoder with a cache answers for every token: "
                 "(batch, tokens, …)"
@@ -238,9 +236,9 @@ def _positions(graph: ir.Graph, tokens: _Tokens, past: ir.Value) -> ir.Value:
 
 def _mask(graph: ir.Graph, positions: ir.Value, window: int | None, places: int) -> ir.Value:
     """`(batch, 1, tokens, places)`, True where a place is a token's own or an earlier one, within the window."""
-    batch, count = positions.shape or ()
     after = positions.producer()
-    assert after is not None
+    assert after is not None and positions.shape is not None
+    batch, count = positions.shape
 
     def build(op: Builder) -> ir.Value:
         columns = constant(op, [[[list(range(places))]]])
@@ -280,7 +278,9 @@ def _cached(
         before = ir.Value(name=_unused(graph, f"{what}_cache.{number}"))
         graph.inputs.append(typed(before, a.dtype, dims))
 
-        def build(op: Builder, operand: Operand = operand, layout: Layout = layout, before: ir.Value = before) -> ir.Value:
+        def build(
+            op: Builder, operand: Operand = operand, layout: Layout = layout, before: ir.Value = before
+        ) -> ir.Value:
             new = rearrange(op, operand.value, operand.layout, layout, a.sized)
             after = op.op("TensorScatter", [before, new, past], {"axis": 2})
             return typed(after, a.dtype, [_copied(dim) for dim in before.shape or ()])
@@ -303,7 +303,7 @@ def _own_heads(a: Attention) -> tuple[Axis, ...]:
 
 def _spec(written: _Written, tokens: _Tokens) -> TensorSpec:
     """The manifest's record of a cache."""
-    before, after = written
+    before, _ = written
     assert before.shape is not None and before.dtype is not None
     dims = [tokens.batch, *(int(dim) for dim in list(before.shape)[1:] if isinstance(dim, int))]
     return TensorSpec(name=str(before.name), dtype=before.dtype.numpy().name, dims=dims)

@@ -156,12 +156,11 @@ def _rank_for(read: _Read, tokens: str, batch: Dim) -> int:
     )
 
 
-def _looked_up(
-    graph: ir.Graph, read: _Read, table: ir.Value, positions: ir.Value, tokens: str, rank: int
-) -> ir.Value:
+def _looked_up(graph: ir.Graph, read: _Read, table: ir.Value, positions: ir.Value, tokens: str, rank: int) -> ir.Value:
     """The rows of a table at `positions`, `(batch, …, tokens, …)` of a rank."""
     value = read.value
-    assert value.shape is not None and value.dtype is not None and table.shape is not None
+    dtype = value.dtype
+    assert value.shape is not None and dtype is not None and table.shape is not None
     own = list(value.shape)
     place = token_axes(value, tokens)[0] + rank - len(own)
     batch_dim, token_dim = positions.shape  # type: ignore[misc]
@@ -177,7 +176,7 @@ def _looked_up(
         order = [0 if i == 0 else 1 if i == place else 2 + others.index(i) for i in range(rank)]
         moved = apart if order == list(range(rank)) else op.Transpose(apart, perm=order)
         dims = [batch_dim if i == 0 else token_dim if i == place else _static(rest[i]) for i in range(rank)]
-        return typed(moved, value.dtype, [d if isinstance(d, int) else ir.SymbolicDim(d.value) for d in dims])
+        return typed(moved, dtype, [d if isinstance(d, int) else ir.SymbolicDim(d.value) for d in dims])
 
     first = next(node for node in graph if read.value in node.inputs)
     return insert(graph, first, build, stem=f"{value.name}/at positions/{rank}")

@@ -21,28 +21,29 @@ SHAPE_INPUTS = {
 }  # fmt: skip
 """Inputs that are sizes or axes, by operator: they may be computed of the number of tokens."""
 
-BY_ELEMENT = frozenset(
-    "Abs Add And BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Celu Clip Cos Cosh DequantizeLinear Div "
-    "Elu Equal Erf Exp Expand Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish Identity IsInf IsNaN LeakyRelu "
-    "Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow QuantizeLinear Reciprocal Relu Round Selu "
-    "Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Sub Sum Swish Tan Tanh ThresholdedRelu Where Xor".split()
-)
+BY_ELEMENT = frozenset((
+    "Abs", "Add", "And", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike", "Ceil", "Celu",
+    "Clip", "Cos", "Cosh", "DequantizeLinear", "Div", "Elu", "Equal", "Erf", "Exp", "Expand", "Floor", "Gelu",
+    "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Less",
+    "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow",
+    "QuantizeLinear", "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus",
+    "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor",
+))  # fmt: skip
 """Operators whose every number depends on those in the same place."""
 
-VIEWS = frozenset("Flatten Reshape Squeeze Transpose Unsqueeze".split())
+VIEWS = frozenset((
+    "Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze",
+))  # fmt: skip
 
-ALONG_AXES = frozenset(
-    "ArgMax ArgMin ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum "
-    "ReduceSumSquare".split()
-)
+ALONG_AXES = frozenset((
+    "ArgMax", "ArgMin", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
+    "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare",
+))  # fmt: skip
 """Operators that join the numbers along some axes."""
 
-ALONG_AXIS = frozenset(
-    "Concat CumSum GatherElements Hardmax LogSoftmax LpNormalization ScatterElements Softmax Split TopK".split()
-)
-"""Operators that mix or choose numbers along the axis that an attribute or an input names."""
-
-TO_THE_END = frozenset("LayerNormalization RMSNormalization".split())
+TO_THE_END = frozenset((
+    "LayerNormalization", "RMSNormalization",
+))  # fmt: skip
 """Operators that join all axes from one on."""
 
 
@@ -171,7 +172,11 @@ def _why_gather(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
 
 
 def _of_attribute(name: str, default: int) -> Callable[[ir.Node, int], list[int] | None]:
-    return lambda node, rank: [node.attributes.get_int(name, default) or 0]
+    def axes(node: ir.Node, rank: int) -> list[int]:
+        attribute = node.attributes.get(name)
+        return [default if attribute is None else attribute.as_int()]
+
+    return axes
 
 
 def _of_input(index: int) -> Callable[[ir.Node, int], list[int] | None]:
@@ -186,7 +191,7 @@ def _of_input(index: int) -> Callable[[ir.Node, int], list[int] | None]:
 
 
 def _to_the_end(node: ir.Node, rank: int) -> list[int]:
-    return list(range((node.attributes.get_int("axis", -1) or 0) % max(rank, 1), rank))
+    return list(range(int(node.attributes.get_int("axis", -1) or 0) % max(rank, 1), rank))
 
 
 _AXES: dict[str, Callable[[ir.Node, int], list[int] | None]] = {

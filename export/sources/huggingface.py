@@ -73,6 +73,7 @@ def example(
     attention: str | None = None,
     architecture: str | None = None,
     part: str | None = None,
+    inputs: str | None = None,
     batch: int | str = 2,
     tokens: int | str | None = None,
     max_batch: int | str = 8,
@@ -89,6 +90,8 @@ def example(
         architecture: class in transformers, such as `T5EncoderModel`; by default the one that the configuration names,
             and of a sentence-transformers folder its transformer with the pooling behind it.
         part: `encoder` or `decoder`, to deploy that part of an encoder-decoder alone.
+        inputs: which inputs the deployed model takes, `input_ids,attention_mask` say; by default all that are known
+            here. A decoder with a cache takes `input_ids` alone.
         batch, tokens: sizes of the example; of tokens by default 128, or as many as the model takes.
         max_batch, max_tokens: upper bounds of the dynamic dims; of tokens by default the model's own, 512 at most.
         dynamic: which dims vary: `batch,tokens`, `batch`, `tokens` or `none`.
@@ -117,6 +120,7 @@ def example(
         sentences.most_tokens(folder) if max_tokens is None else _number("max_tokens", max_tokens),
         dynamic,
         embedding,
+        inputs,
     )
     made.module.random_weights = random  # type: ignore[assignment]
     return made
@@ -251,6 +255,7 @@ def around(
     max_tokens: int | None = None,
     dynamic: str = "batch,tokens",
     embedding: sentences.Embedding | None = None,
+    only: str | None = None,
 ) -> Example:
     """`model` from transformers, wrapped for export, with example inputs and dynamic dims."""
     varying = {part.strip() for part in dynamic.split(",")} - {"none"}
@@ -259,7 +264,7 @@ def around(
     model.config.use_cache = False
     most = max_tokens or longest(model.config)
     tokens = tokens or min(TOKENS, most)
-    inputs = example_inputs(model, batch, tokens)
+    inputs = _chosen(example_inputs(model, batch, tokens), only)
     bounds = {"batch": (1, batch, max_batch), "tokens": (SHORTEST, tokens, most)}
     for name in varying:
         least, usual, largest = bounds[name]
@@ -274,6 +279,30 @@ def around(
         for name in inputs
     }
     return Example(PlainTensors.taking(list(inputs))(model, embedding), tuple(inputs.values()), shapes)
+
+
+def _chosen(inputs: dict[str, Tensor], only: str | None) -> dict[str, Tensor]:
+    """The inputs that are named, or all."""
+    wanted = list(inputs) if only is None else [name.strip() for name in only.split(",")]
+    if unknown := [name for name in wanted if name not in inputs]:
+        raise UsageError(f"inputs={only!r} names {unknown[0]!r}; of this model are known: {', '.join(inputs)}")
+    return {name: inputs[name] for name in wanted}
+
+
+def text_end(path: str | os.PathLike[str]) -> tuple[Path | None, list[int]]:
+    """The tokenizer beside a model, and the ids behind which its configuration ends a text.
+
+    Args:
+        path: of a folder, or a configuration file.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    found = Path(path) if Path(path).is_file() else folder / "config.json"
+    try:
+        end = json.loads(found.read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        end = None
+    ids = [token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int) and token >= 0]
+    return folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None, ids
 
 
 def _is_text(name: str) -> bool:

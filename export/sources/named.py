@@ -84,6 +84,16 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
     return _from_callable(model, options, path)
 
 
+def texts_of(model: str) -> tuple[Path | None, list[int]]:
+    """The tokenizer of a decoder that a text names, and the ids behind which its texts end; None and none where it has
+    no texts."""
+    if model.startswith(HUGGING_FACE):
+        from attnforge.export.sources import huggingface
+
+        return huggingface.text_end(model.removeprefix(HUGGING_FACE))
+    return None, []
+
+
 def _from_callable(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
     example = _call(model, options)
     if weights is not None:

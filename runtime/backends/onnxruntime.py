@@ -36,7 +36,9 @@ def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
     name = settings.optimized if settings is not None and settings.optimized else record.model
     with bundle.steady(), refusals(f"{bundle.path / name}"):
         model = bundle.model(name)
-        return OnnxRuntime("onnxruntime-cpu", model, manifest.graph_inputs, manifest.graph_outputs, options.threads, settings)
+        return OnnxRuntime(
+            "onnxruntime-cpu", model, manifest.graph_inputs, manifest.graph_outputs, options.threads, settings
+        )
 
 
 @contextmanager

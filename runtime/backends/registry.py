@@ -18,7 +18,7 @@ from attnforge.bundle import FLAVOURS, Bundle, Certificate
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.backends.backend import PROVIDERS, Backend
-from attnforge.runtime.decoding.whole import STEPPING, as_model
+from attnforge.runtime.backends.whole_sequences import STEPPING, as_model
 from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for, is_vouched_for
 

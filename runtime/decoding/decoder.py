@@ -144,7 +144,7 @@ class Decoder:
                 more tokens than the caches have places for; nothing is written then.
             UsageError: another thread runs this decoder.
         """
-        rows = self._rows(tokens, lengths)
+        rows = self.rows(tokens, lengths)
         if empty := [i for i, row in enumerate(rows) if not len(row)]:
             raise InputError(f"sample {empty[0]} has no token, so there is nothing to answer; give one or more")
         answers = self._extended(rows)
@@ -179,7 +179,7 @@ class Decoder:
 
     def extend(self, tokens: Any, lengths: Any = None) -> dict[str, list[Array]]:
         """As :meth:`prefill`, and returns the answers for every token: by output, `(tokens, …)` for each sample."""
-        return self._extended(self._rows(tokens, lengths))
+        return self._extended(self.rows(tokens, lengths))
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -250,8 +250,8 @@ class Decoder:
         finally:
             self._busy.release()
 
-    def _rows(self, tokens: Any, lengths: Any) -> list[Array]:
-        """The tokens of every sample."""
+    def rows(self, tokens: Any, lengths: Any = None) -> list[Array]:
+        """The tokens of every sample, checked, as :meth:`prefill` takes them."""
         of_token = self._step.of_token(self._step.tokens)
         if isinstance(tokens, (list, tuple)) and all(hasattr(row, "shape") or isinstance(row, list) for row in tokens):
             if lengths is not None:
@@ -280,14 +280,13 @@ class Decoder:
         spec, vocabulary = self._step.tokens, self._step.decoding.vocabulary
         wanted = np.dtype(spec.dtype)
         array = to_numpy(spec.name, tokens) if hasattr(tokens, "__dlpack__") else np.asarray(tokens)
-        if array.dtype != wanted:
-            if array.dtype.kind not in "iu" or wanted.kind not in "iu":
-                raise InputError(f"{spec.name} is {array.dtype.name}; the model takes {spec.dtype}: convert it first")
-        expected = ((self.batch, *dims) if whole else tuple(dims))
+        if array.dtype != wanted and (array.dtype.kind not in "iu" or wanted.kind not in "iu"):
+            raise InputError(f"{spec.name} is {array.dtype.name}; the model takes {spec.dtype}: convert it first")
+        expected = (self.batch, *dims) if whole else tuple(dims)
         if array.ndim != len(expected) or any(w not in (None, s) for s, w in zip(array.shape, expected, strict=True)):
             shape = ", ".join("tokens" if dim is None else str(dim) for dim in expected)
             raise InputError(f"{spec.name} has the shape {list(array.shape)}; give ({shape})")
-        if vocabulary is not None and array.size and not (0 <= array.min() and array.max() < vocabulary):
+        if vocabulary is not None and array.size and not (array.min() >= 0 and array.max() < vocabulary):
             wrong = array[(array < 0) | (array >= vocabulary)].flat[0]
             raise InputError(f"{spec.name} has the id {wrong}; the table has 0 to {vocabulary - 1}")
         return array.astype(wanted, copy=False)
@@ -310,7 +309,7 @@ class Decoder:
 
     def _extended(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
         """Run the next tokens of every sample: in one run where all have one, else sample by sample, each in pieces of
-        as many tokens as the bundle takes. Lengths change when all is done, so that a run that fails changes nothing."""
+        as many tokens as the bundle takes. Lengths change when all is done: a run that fails changes nothing."""
         counts = np.array([len(row) for row in rows], np.int64)
         with self._running():
             self._check_places(counts)
@@ -331,9 +330,7 @@ class Decoder:
 
     def _sample_by_sample(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
         answers: dict[str, list[Array]] = {
-            spec.name: [
-                np.empty((len(row), *self._step.of_token(spec)), np.dtype(spec.dtype)) for row in rows
-            ]
+            spec.name: [np.empty((len(row), *self._step.of_token(spec)), np.dtype(spec.dtype)) for row in rows]
             for spec in self._step.outputs
         }
         for sample, row in enumerate(rows):
@@ -346,9 +343,7 @@ class Decoder:
                 self._bound(part, past, outputs, slice(sample, sample + 1))()
         return answers
 
-    def _bound(
-        self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice
-    ) -> Callable[[], None]:
+    def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
         """A run on some samples' caches, which it reads and writes where they are."""
         caches = {name: cache[samples] for name, cache in self._caches.items()}
         inputs = {self._step.tokens.name: tokens, self._step.decoding.past: past, **caches}

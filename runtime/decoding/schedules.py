@@ -1,5 +1,5 @@
-"""Orders in which a decoder may be given a sequence. By each it has to answer as the whole sequence at once is answered,
-and so as the model without a cache."""
+"""Orders in which a decoder may be given a sequence. In each it has to answer as the model without a cache answers the
+whole sequence."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def in_pieces(decoder: Decoder, tokens: Tokens) -> Answers:
 
 
 def ragged(decoder: Decoder, tokens: Tokens) -> Answers:
-    """Prompts of lengths of their own, which leaves every sample at another place; then steps for all together. A sample
-    that is done goes back by a token, and takes it again."""
+    """Prompts of lengths of their own, which leaves every sample at another place; then steps for all together. A
+    sample that is done goes back by a token, and takes it again."""
     batch, count = tokens.shape[:2]
     lengths = np.array([max(1, (sample + 1) * count // (batch + 1)) for sample in range(batch)])
     lengths = np.maximum(lengths, count - STEPS)
@@ -63,7 +63,8 @@ def ragged(decoder: Decoder, tokens: Tokens) -> Answers:
 
 
 def cut_and_forked(decoder: Decoder, tokens: Tokens) -> Answers:
-    """Half of the sequence and the end of another one, which is cut off again; then the rest in a copy of the decoder."""
+    """Half of the sequence and a part of another one, which is cut off again; then the rest in a copy of the
+    decoder."""
     count = tokens.shape[1]
     half = (count + 1) // 2
     answers = decoder.extend(tokens[:, :half])

@@ -331,8 +331,8 @@ def hold(
 
 
 def _of_schedules(cases: Sequence[Case], schedules: Iterable[str]) -> dict[str, list[str]]:
-    """The orders in which a decoder is given the tokens, by the case: all of them on the example and on prime sizes, and
-    one token after another on the largest sizes as well, so that the last place of the caches is written."""
+    """The orders in which a decoder is given the tokens, by the case: all of them on the example and on prime sizes,
+    and one token after another on the largest sizes as well, so that the last place of the caches is written."""
     every = list(schedules)
     wanted = {"example": every, "normal-prime": every, reference.LARGEST: every[:1]}
     return {case.name: wanted[case.name] for case in cases if case.name in wanted}

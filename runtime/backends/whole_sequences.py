@@ -41,8 +41,7 @@ class WholeSequences:
         """The model's outputs, by name, where a decoder is given the tokens in an order of :data:`SCHEDULES`."""
         tokens = feeds[self._step.tokens.name]
         return {
-            output: np.stack(samples)
-            for output, samples in SCHEDULES[name](self.decoder(len(tokens)), tokens).items()
+            output: np.stack(samples) for output, samples in SCHEDULES[name](self.decoder(len(tokens)), tokens).items()
         }
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:

@@ -1,0 +1,68 @@
+"""Texts and token ids, by the tokenizer that a bundle keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from attnforge.bundle import Bundle
+from attnforge.errors import BundleError, UnavailableError, UsageError, first_line
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer shows for a letter of which some bytes are still to come."""
+
+
+class Tokenizer:
+    """The tokenizer of a bundle that was deployed with one.
+
+    Args:
+        bundle: with the file.
+
+    Raises:
+        UsageError: the bundle has none.
+        UnavailableError: the `tokenizers` library is not installed.
+        BundleError: the file is not one of that library's.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        decoding = bundle.manifest.decoding
+        if decoding is None or decoding.tokenizer is None:
+            raise UsageError(
+                f"{bundle.path} has no tokenizer; give token ids (--ids), or deploy with a tokenizer.json (--tokenizer)"
+            )
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            raise UnavailableError(f"tokenizers cannot be used here ({error}); pip install attnforge[hf]") from error
+        try:
+            self._library: Any = Library.from_str(bundle.read(decoding.tokenizer).decode())
+        except BundleError:
+            raise
+        except Exception as error:  # of the library, which has one class for every kind of nonsense
+            raise BundleError(f"{bundle.path / decoding.tokenizer} is no tokenizer: {first_line(error)}") from error
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return list(self._library.encode(text).ids)
+
+    def text(self, ids: list[int]) -> str:
+        """The text of some ids."""
+        return str(self._library.decode(ids))
+
+    def stream(self, prompt: list[int], following: Iterable[int]) -> Iterator[str]:
+        """What every further token adds to the text of a prompt. A letter whose bytes come in several tokens comes when
+        it is whole.
+
+        Args:
+            prompt: its ids.
+            following: ids as they come.
+        """
+        ids, shown = list(prompt), self.text(list(prompt))
+        for token in following:
+            ids.append(token)
+            text = self.text(ids)
+            if not text.endswith(UNFINISHED) and text.startswith(shown):
+                yield text[len(shown) :]
+                shown = text
+        if (text := self.text(ids)) != shown and text.startswith(shown):
+            yield text[len(shown) :]
