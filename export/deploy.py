@@ -24,7 +24,7 @@ from attnforge.bundle import (
 from attnforge.deploy_cache import DeployCache
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused, masks_of
-from attnforge.export.decoding.insert import with_cache
+from attnforge.export.decoding.insert import one_token, with_cache
 from attnforge.export.decoding.tokenizer import keep_tokenizer
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.measuring import MEASURING, SECONDS, measure
@@ -185,6 +185,7 @@ def _made(
             if options.tokenizer is not None:
                 decoding.tokenizer = keep_tokenizer(options.tokenizer, folder)
         taken, _ = graph_tensors(source.inputs, source.outputs, decoding)
+        profiles = [*options.profiles, *([] if decoding is None else [one_token(taken[0])])]
 
         shelf = Shelf(folder)
         shelf.save(model, CANONICAL)
@@ -206,7 +207,7 @@ def _made(
             attention=attention,
             measuring=SECONDS / 2 if options.tune else 0.0,
             compute_capabilities=options.built_for,
-            profiles=options.profiles,
+            profiles=profiles,
         )
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
         give_back()

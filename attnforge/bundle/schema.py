@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import AliasChoices, Field
 
 from attnforge.bundle.fields import (
@@ -431,6 +433,14 @@ class Decoding(StoredRecord):
     def tensors(self) -> list[TensorSpec]:
         """All caches: of keys and of values by site."""
         return [spec for cache in self.caches for spec in (cache.key, cache.value)]
+
+    @property
+    def bytes_a_sample(self) -> int:
+        """Bytes that all caches take for one sample, in the bundle's own types."""
+        return sum(
+            prod(dim for dim in spec.dims[1:] if isinstance(dim, int)) * np.dtype(spec.dtype).itemsize
+            for spec in self.tensors
+        )
 
 
 class Manifest(StoredRecord):

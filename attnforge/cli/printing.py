@@ -72,6 +72,9 @@ def print_bundle(bundle: Bundle) -> None:
     for kind, specs in (("in ", manifest.inputs), ("out", manifest.outputs)):
         for spec in specs:
             say(f"{kind} {spec.name}: {spec.text()}", indent=2)
+    if (decoding := manifest.decoding) is not None:
+        size = decoding.bytes_a_sample / 2**20
+        say(f"decodes: caches of {decoding.places} tokens, {size:,.1f} MiB for each sample", indent=2)
     for record in manifest.targets.values():
         _print_engines(record)
     if manifest.source.random_weights is not None:

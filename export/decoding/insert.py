@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, TensorSpec
+from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, Range, TensorSpec
 from attnforge.errors import UsageError
 from attnforge.export.attention.canonical import WINDOW
 from attnforge.export.attention.canonicalize import Site
@@ -111,6 +111,17 @@ def with_cache(
     return Decoding(
         tokens=tokens.spec.name, past=str(past.name), places=places, caches=caches, vocabulary=_vocabulary(tokens.value)
     )
+
+
+def one_token(tokens: TensorSpec) -> dict[str, Range]:
+    """TensorRT's profile of a step of one token.
+
+    Args:
+        tokens: of the step's input.
+    """
+    count = tokens.dims[1]
+    assert isinstance(count, DimSpec)
+    return {count.symbol: (1, 1, 1)}
 
 
 # --- what a decoder can be made of ------------------------------------------------------------------------------------
