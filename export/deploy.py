@@ -179,7 +179,7 @@ def _made(
 
         whole, decoding = model, None
         if options.cache_tokens is not None:
-            whole = model.clone()
+            model = whole.clone()  # the reference may be the graph itself
             decoding = with_cache(model, sites, source.inputs, source.outputs, options.cache_tokens)
             decoding.stop = list(options.stop)
             if options.tokenizer is not None:
