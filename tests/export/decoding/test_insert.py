@@ -76,6 +76,7 @@ SMALL: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97, "intermediate_size": 96,
     "max_position_embeddings": 128,
 }  # fmt: skip
+AUTO: Any = transformers.AutoModelForCausalLM
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
 MODELS: dict[str, Callable[[], Any]] = {
     "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)),
@@ -86,7 +87,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED)),
     "Mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, sliding_window=24)),
-    "Gemma 2": lambda: transformers.Gemma2ForCausalLM._from_config(
+    "Gemma 2": lambda: AUTO.from_config(
         transformers.Gemma2Config(**GROUPED, sliding_window=24, query_pre_attn_scalar=16), attn_implementation="eager"
     ),
 }
