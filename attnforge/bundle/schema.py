@@ -570,11 +570,30 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
     for case in manifest.cases:
         if missing := symbols - case.sizes.keys():
             yield f"cases: {case.name} has no size of {min(missing)}"
+    if manifest.decoding is not None:
+        yield from _inconsistencies_of_steps(manifest, manifest.decoding)
     for target, record in manifest.targets.items():
         for engine in record.engines:
             for profile in engine.profiles:
                 if profile.keys() != symbols or any(not low <= opt <= high for low, opt, high in profile.values()):
                     yield f"targets.{target}: a profile of {engine.file} is of other dims, or without min <= opt <= max"
+
+
+def _inconsistencies_of_steps(manifest: Manifest, decoding: Decoding) -> Iterator[str]:
+    """What the record of a decoder's step says that cannot be so."""
+    if [spec.name for spec in manifest.inputs] != [decoding.tokens] or len(manifest.inputs[0].dims) < 2:
+        yield f"decoding: the tokens {decoding.tokens} are not the only input, (batch, tokens, …)"
+        return
+    names = [decoding.tokens, decoding.past, *(spec.name for spec in decoding.tensors)]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        yield f"decoding: {twice[0]} is there twice"
+    for spec in decoding.tensors:
+        sizes = [dim for dim in spec.dims[1:] if isinstance(dim, int)]
+        if len(sizes) != 3 or len(spec.dims) != 4 or sizes[1] != decoding.places:
+            yield f"decoding: the cache {spec.name} is {spec.text()}, and not (batch, heads, {decoding.places}, size)"
+    for spec in (*manifest.inputs, *manifest.outputs):
+        if len(spec.dims) < 2 or any(isinstance(dim, DimSpec) for dim in spec.dims[2:]):
+            yield f"decoding: {spec.name} is {spec.text()}, and not (batch, tokens, …) with fixed sizes behind them"
 
 
 def _named_files(manifest: Manifest) -> Iterator[str]:
