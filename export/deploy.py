@@ -43,6 +43,7 @@ from attnforge.export.tensorrt.build import Builders, profiles_of
 from attnforge.machine import tool_versions
 from attnforge.memory import give_back
 from attnforge.progress import Listener, Stages
+from attnforge.runtime.cases import WHOLE_CACHE
 
 
 def deploy(
@@ -212,8 +213,12 @@ def _made(
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
         give_back()
         alone = attention if quantised is None else None  # errs by far less than quantised products
-        make = partial(write_reference, folder, reference, whole, alone, data, stages.begin("reference"))
+        begun_reference = stages.begin("reference")
+        make = partial(write_reference, folder, reference, whole, alone, data, begun_reference, options.cache_tokens)
         cases = reuse.reference(reference, attention, data, make) if reference is source else make()
+        if decoding is not None:
+            decoding.cases = [case for case in cases if case.name == WHOLE_CACHE]
+            cases = [case for case in cases if case.name != WHOLE_CACHE]
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
         certificate = certify(sites, built, masks)
         check_fused(options.require_fused, certificate)

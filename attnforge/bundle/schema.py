@@ -416,6 +416,7 @@ class Decoding(StoredRecord):
         past: name of the input, int64 of `(batch,)`, with how many tokens each sample has in the caches.
         places: tokens that the caches hold for each sample.
         caches: of every attention site, in graph order.
+        cases: further reference cases, of more tokens than a call may have.
         vocabulary: how many ids the table of embeddings has; None where tokens are no ids.
         stop: ids behind which a text ends.
         tokenizer: file of the `tokenizers` library that turns texts into ids; None where there is none.
@@ -425,6 +426,7 @@ class Decoding(StoredRecord):
     past: Name
     places: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
     caches: Annotated[list[CacheSpec], Field(min_length=1)]
+    cases: list[Case] = []
     vocabulary: Count | None = None
     stop: list[Count] = []
     tokenizer: FileName | None = None
@@ -567,7 +569,7 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
             yield f"inputs: {spec.name} has numbers from {spec.low} to {spec.high}"
         if spec.setting is not None and spec.setting[0] > spec.setting[1]:
             yield f"inputs: {spec.name} has a setting from {spec.setting[0]} to {spec.setting[1]}"
-    for case in manifest.cases:
+    for case in [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]:
         if missing := symbols - case.sizes.keys():
             yield f"cases: {case.name} has no size of {min(missing)}"
     if manifest.decoding is not None:

@@ -41,6 +41,9 @@ def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
     assert report.passed, report.failures
     schedules = {comparison.schedule for comparison in report.comparisons}
     assert schedules == {None, "token by token", "in pieces", "ragged", "cut and forked"}
+    whole = [comparison for comparison in report.comparisons if comparison.case == "whole-cache"]
+    assert [comparison.schedule for comparison in whole] == ["token by token", "in pieces"]
+    assert all(comparison.size == PLACES * VOCABULARY for comparison in whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
