@@ -173,4 +173,4 @@ def test_a_hugging_face_folder_brings_its_tokenizer_and_the_end_of_its_texts(
     assert manifest.source.options == {"inputs": "input_ids", "max_tokens": "32"}
     assert here("generate", out, "hello", "--max-new-tokens", "3")[0] == 0
     code, shown, _ = here("inspect", out)
-    assert "decodes: caches of 32 tokens, 0.0 MiB for each sample" in shown
+    assert "decodes: caches of 32 tokens, 4.0 KiB for each sample" in shown
