@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
@@ -59,6 +60,13 @@ def pytest_configure() -> None:
         os.sched_setaffinity(0, {allowed[int(worker[2:]) % len(allowed)]})
 
 
+CLUSTER = ExitStack()
+"""The Ray cluster, while one runs."""
+
+LAST_OF_RAY = pytest.StashKey[str]()
+"""The last test that uses it: left alone, a cluster takes a twentieth of a processor for the rest of the run."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -73,6 +81,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[LAST_OF_RAY] = next(
+        (item.nodeid for item in reversed(session.items) if "ray_cluster" in getattr(item, "fixturenames", ())), ""
+    )
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in grouped):
         pytest.exit(
@@ -81,7 +92,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     keep_what_stays()
 
 
-def pytest_runtest_teardown() -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if item.nodeid == item.config.stash[LAST_OF_RAY]:
+        CLUSTER.close()
     if len(gc.get_objects(generation=2)) > 50_000:
         keep_what_stays()
 
@@ -173,5 +187,6 @@ def copy(small: DeploySmall, tmp_path: Path) -> Path:
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster of this machine; what uses it is of the group `ray`, so that there is one. Two actors leave a
     processor for reading."""
-    with local_cluster(cpus=4):
+    with CLUSTER:
+        CLUSTER.enter_context(local_cluster(cpus=4))
         yield
