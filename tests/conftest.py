@@ -24,6 +24,7 @@ from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import cuda_devices
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
+from tests.support.exports import shared_in
 from tests.support.html_pages import browser, chromium
 
 __all__ = ["browser", "chromium"]
@@ -138,6 +139,14 @@ def keep_memory() -> Iterator[None]:
     """What a deploy gives back of its memory takes a twentieth of the run: looking through all objects, twice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnforge.export.deploy.give_back", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_exports(shared: Path) -> Iterator[None]:
+    """A module that one deploy exported, no other deploy of the run exports again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnforge.export.sources.source.capture", shared_in(shared / "exports"))
         yield
 
 
