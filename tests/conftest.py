@@ -26,8 +26,11 @@ from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.exports import shared_in
 from tests.support.html_pages import browser, chromium
+from tests.support.tiers import DRAW, left_out
 
 __all__ = ["browser", "chromium"]
+
+pytest_plugins = ["pytester"]
 
 os.environ["RAY_metrics_report_interval_ms"] = "1000"  # noqa: SIM112  (a test waits for them)
 os.environ["ATTNFORGE_CACHE"] = "off"  # a test that deploys makes everything itself, unless it says otherwise
@@ -40,7 +43,8 @@ settings.register_profile(
 settings.register_profile(
     "thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False, phases=list(Phase)
 )
-settings.load_profile("ci")
+settings.register_profile("drawn", settings.get_profile("ci"), max_examples=40)
+settings.load_profile("ci" if DRAW is None else "drawn")
 
 # Torch's cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
 torch._dynamo.config.fake_tensor_cache_enabled = False
@@ -69,7 +73,11 @@ LAST_OF_RAY = pytest.StashKey[str]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if DRAW is not None and (left := left_out(items, DRAW)):
+        config.hook.pytest_deselected(items=left)
+        kept = set(items) - set(left)
+        items[:] = [item for item in items if item in kept]
     for item in items:
         if item.get_closest_marker("xdist_group") is not None:
             continue
