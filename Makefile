@@ -2,13 +2,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test kill fuzz lint docs bench bench-others gpu triton wheel package clean
+.PHONY: demo test test-all kill fuzz lint docs bench bench-others gpu triton wheel package clean
 
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+
+# Every test but of large catalogues a draw, in which every idiom, fault and model is once (tests/support/tiers.py);
+# DRAW=NUMBER takes another one.
 test: .venv/ready .venv/triton
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+	ATTNFORGE_DRAW=$(or $(DRAW),0) $(PYTEST)
+
+# All of the tests.
+test-all: .venv/ready .venv/triton
+	$(PYTEST)
 
 # Processes that write bundles, deploy and rebuild, killed at two hundred random moments: each time the old or the new
 # bundle is whole.

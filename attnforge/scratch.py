@@ -41,9 +41,10 @@ class Scratch:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
             self._lock = _lock(self.path, wait=True)
-            if self._lock is None or _is(self.path, self._lock):  # else it was swept before it was locked
+            # A sweep may have removed the folder before it was opened, or before it was locked.
+            if self.path.exists() if self._lock is None else _is(self.path, self._lock):
                 break
-            os.close(self._lock)
+            self.release()
 
     def release(self) -> None:
         """Hold the folder no more; it stays where it is."""

@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
@@ -24,9 +25,13 @@ from attnforge.machine import cuda_devices
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
+from tests.support.exports import shared_in
 from tests.support.html_pages import browser, chromium
+from tests.support.tiers import DRAW, left_out
 
 __all__ = ["browser", "chromium"]
+
+pytest_plugins = ["pytester"]
 
 os.environ["RAY_metrics_report_interval_ms"] = "1000"  # noqa: SIM112  (a test waits for them)
 os.environ["ATTNFORGE_CACHE"] = "off"  # a test that deploys makes everything itself, unless it says otherwise
@@ -39,7 +44,8 @@ settings.register_profile(
 settings.register_profile(
     "thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False, phases=list(Phase)
 )
-settings.load_profile("ci")
+settings.register_profile("drawn", settings.get_profile("ci"), max_examples=40)
+settings.load_profile("ci" if DRAW is None else "drawn")
 
 # Torch's cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
 torch._dynamo.config.fake_tensor_cache_enabled = False
@@ -60,8 +66,19 @@ def pytest_configure() -> None:
         os.sched_setaffinity(0, {allowed[int(worker[2:]) % len(allowed)]})
 
 
+CLUSTER = ExitStack()
+"""The Ray cluster, while one runs."""
+
+LAST_OF_RAY = pytest.StashKey[str]()
+"""The last test that uses it: left alone, a cluster takes a twentieth of a processor for the rest of the run."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if DRAW is not None and (left := left_out(items, DRAW)):
+        config.hook.pytest_deselected(items=left)
+        kept = set(items) - set(left)
+        items[:] = [item for item in items if item in kept]
     for item in items:
         if item.get_closest_marker("xdist_group") is not None:
             continue
@@ -74,6 +91,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[LAST_OF_RAY] = next(
+        (item.nodeid for item in reversed(session.items) if "ray_cluster" in getattr(item, "fixturenames", ())), ""
+    )
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in grouped):
         pytest.exit(
@@ -82,7 +102,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     keep_what_stays()
 
 
-def pytest_runtest_teardown() -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if item.nodeid == item.config.stash[LAST_OF_RAY]:
+        CLUSTER.close()
     if len(gc.get_objects(generation=2)) > 50_000:
         keep_what_stays()
 
@@ -125,6 +148,14 @@ def keep_memory() -> Iterator[None]:
     """What a deploy gives back of its memory takes a twentieth of the run: looking through all objects, twice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnforge.export.deploy.give_back", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_exports(shared: Path) -> Iterator[None]:
+    """A module that one deploy exported, no other deploy of the run exports again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnforge.export.sources.source.capture", shared_in(shared / "exports"))
         yield
 
 
@@ -174,7 +205,8 @@ def copy(small: DeploySmall, tmp_path: Path) -> Path:
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster of this machine; what uses it is of the group `ray`, so that there is one. Two actors leave a
     processor for reading."""
-    with local_cluster(cpus=4):
+    with CLUSTER:
+        CLUSTER.enter_context(local_cluster(cpus=4))
         yield
 
 

@@ -36,8 +36,9 @@ INT8_SEEDS = (2, 3, 4)
 """One of each kind that has products worth 8 bits."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_right_is_not_rejected(seed: int) -> None:
+@pytest.mark.drawn("seed")
+@pytest.mark.parametrize(("kind", "seed"), [(draw(seed).kind, seed) for seed in SEEDS])
+def test_what_is_right_is_not_rejected(kind: str, seed: int) -> None:
     outcome = tried(draw(seed))
     assert outcome.refused is None and not outcome.not_held, outcome.text()
     assert outcome.comparisons and outcome.rejected == {}, outcome.text()

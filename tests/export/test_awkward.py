@@ -63,6 +63,7 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
 @pytest.mark.parametrize("name", AWKWARD)
 def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ class Remembers(nn.Module):
         return (y @ y.mT + (kept if isinstance(kept, Tensor) else kept.tensor)).softmax(-1) @ y
 
 
+@pytest.mark.drawn("grad")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_module_that_was_called_before_is_deployed(grad: bool, precision: str, tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.deploy_cache import VARIABLE
 from tests.support.bundles import DeploySmall
+from tests.support.tiers import DRAW
 
-TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6"))
-"""How often a process is killed: `make kill` says a hundred."""
+TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6" if DRAW is None else "3"))
+"""How often a process is killed, fewer times in a draw of the tests: `make kill` says a hundred."""
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 
@@ -97,7 +98,7 @@ def test_killed_at_any_moment_the_old_or_the_new_bundle_verifies(
     code, whole = workers.run(work, bundle, 0)
     assert code == 0
     rng = random.Random(0)
-    times = round(share * TIMES)
+    times = max(2, round(share * TIMES))  # one alone may end before it is killed
     ended = []
     for i in range(times):
         code, seconds = workers.run(work, bundle, 1 + i, (i + rng.random()) / times * whole)

@@ -207,15 +207,19 @@ def test_what_others_made_is_not_swept(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / ".out.theirs.partial").exists()
 
 
+@pytest.mark.parametrize("opened", [False, True])
 def test_a_scratch_folder_that_is_swept_before_it_is_held_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, times = scratch._lock, []
 
     def late(path: Path, wait: bool) -> int | None:
         times.append(path)
+        is_swept = len(times) == 1
+        if is_swept and not opened:
+            path.rmdir()
         number = real(path, wait)
-        if len(times) == 1:
+        if is_swept and opened:
             path.rmdir()
         return number
 

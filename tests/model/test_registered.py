@@ -32,6 +32,7 @@ PRECISIONS = [
 ]
 
 
+@pytest.mark.drawn("precision")
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
 def test_a_deployed_model_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
     report = attnforge.verify(registered(name, precision))
@@ -41,6 +42,7 @@ def test_a_deployed_model_is_the_same_function(registered: Deploy, name: str, pr
 
 
 @pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
+@pytest.mark.drawn("precision")
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
 def test_openvino_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
     report = attnforge.verify(registered(name, precision), ["openvino"])

@@ -24,6 +24,7 @@ def test_dynamic(name: str) -> None:
     assert visible.silent == idiom.silent
 
 
+@pytest.mark.full  # a draw has every idiom in its dynamic form
 @pytest.mark.parametrize("name", IDIOMS)
 def test_static(name: str) -> None:
     idiom, visible = IDIOMS[name], known(False)[name]

@@ -220,6 +220,7 @@ class Attends(nn.Module):
         )
 
 
+@pytest.mark.drawn("is_dynamic")
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
     tmp_path: Path, is_dynamic: bool

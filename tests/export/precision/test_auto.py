@@ -68,6 +68,7 @@ IN_BF16 = ("residual stream", "LayerNorm")
 """What bf16 holds without fp32, so that `auto` takes it; elsewhere it takes fp16, as `auto-fp16` does."""
 
 
+@pytest.mark.drawn("precision")
 @pytest.mark.parametrize(
     ("name", "precision"),
     [*((name, "auto") for name, broken in BROKEN.items() if broken.saved), *((name, "auto-fp16") for name in IN_BF16)],
@@ -199,6 +200,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Classify:
     return functools.cache(lambda precision: classified(tmp_path_factory.mktemp("classifier") / "b", precision))
 
 
+@pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "auto"])
 def test_accuracy_is_measured_over_real_data(precision: str, classifier: Classify) -> None:
     bundle, labels = classifier(precision)

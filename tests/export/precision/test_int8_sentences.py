@@ -12,12 +12,13 @@ from attnforge.benchmarks.suites.eight_bits import sentences, tokenized
 from attnforge.benchmarks.suites.huggingface import minilm
 from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
+from tests.support.tiers import DRAW
 
-CALIBRATING, TRIED = 16, 208
+CALIBRATING, TRIED = 16, 208 if DRAW is None else 48
 
 
 @pytest.mark.usefixtures("warm_builder")
-def test_embeddings_of_200_sentences_stay_where_they_are(tmp_path: Path) -> None:
+def test_embeddings_of_real_sentences_stay_where_they_are(tmp_path: Path) -> None:
     """Every cosine to float64 is 0.99 and more; all products but none is in fp32, and the weights of products take a
     quarter."""
     example = build(f"hf:{minilm()}", {"max_tokens": 128}, None)[0]
@@ -40,4 +41,4 @@ def test_embeddings_of_200_sentences_stay_where_they_are(tmp_path: Path) -> None
             truth = true.detach().numpy()
             norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(truth, axis=-1)
             cosines += list(np.sum(got * truth, axis=-1) / norms)
-    assert len(cosines) >= 200 and min(cosines) >= 0.99
+    assert len(cosines) >= TRIED - 8 and min(cosines) >= 0.99

@@ -38,6 +38,7 @@ SAME = ("clip-vision", "dinov2", "whisper-encoder")
 VARIANTS = [(name, attention) for name, attention in variants() if attention == "eager" or name not in SAME]
 
 
+@pytest.mark.drawn("attention")
 @pytest.mark.parametrize(("name", "attention"), VARIANTS)
 def test_every_site_is_canonical_and_within_budget(name: str, attention: str, tmp_path: Path) -> None:
     made = build(name, attention)

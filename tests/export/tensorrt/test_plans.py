@@ -25,6 +25,7 @@ DEVICES = {
 """The compute capabilities that are asked for, and what the plan says that it is for."""
 
 
+@pytest.mark.drawn("device")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_for_any_device_fuses_every_site(registered: Deploy, name: str, device: str) -> None:

@@ -21,9 +21,11 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("faults"), is_sampled)
 
 
-def grouped(precision: str) -> pytest.MarkDecorator:
-    """What the rows of one precision are made for is made in one worker."""
-    return pytest.mark.xdist_group(f"faults-{precision}")
+def grouped(precision: str) -> list[pytest.MarkDecorator]:
+    """What the rows of one precision are made for is made in one worker. Every fault is put in at fp32 or in 8 bits, so
+    a draw of the tests has those."""
+    marks = [pytest.mark.xdist_group(f"faults-{precision}")]
+    return [*marks, pytest.mark.full] if precision == "fp16" else marks
 
 
 @pytest.mark.parametrize(("name", "precision"), [pytest.param(n, p, marks=grouped(p)) for n, p in TESTED])
@@ -43,7 +45,7 @@ def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> No
     assert {row.fault.family for row in caught} == {f.family for f in FAULTS if not {*f.subjects}.isdisjoint(subjects)}
 
 
-@grouped("fp32")
+@pytest.mark.xdist_group("faults-fp32")
 def test_in_fp32_all_are_caught_but_an_epsilon_and_those_that_change_no_function(faults: Faults) -> None:
     """Of what changes the function, rounding of fp32 hides a smaller epsilon of a norm alone, not 1% of one weight."""
     passed = {

@@ -17,6 +17,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.export import Dim
 
+from tests.support.tiers import DRAW, one_of
+
 WIDTH, HEADS, HEAD_DIM, MAX_TOKENS = 64, 4, 16, 40
 SCALE = HEAD_DIM**-0.5
 
@@ -270,11 +272,17 @@ TOGETHER: dict[Form, int] = {"dynamic": 18, "static": 33}
 for more."""
 
 
-def parts() -> list[Part]:
-    """All idioms in all of their forms."""
+def parts(precision: Literal["fp32", "fp16"], draw: int | None = DRAW) -> list[Part]:
+    """All idioms in all of their forms; in a draw of the tests, those whose turn it is at this precision. Every idiom
+    has its turn at one of the two, in one of its forms."""
+    tried = {name: idiom.forms for name, idiom in IDIOMS.items()}
+    if draw is not None:
+        turns = enumerate(IDIOMS.values())
+        ways = {i.name: one_of([(p, f) for f in i.forms for p in ("fp32", "fp16")], turn, draw) for turn, i in turns}
+        tried = {name: (form,) for name, (at, form) in ways.items() if at == precision}
     every = []
     for form, size in TOGETHER.items():
-        names = [name for name, idiom in IDIOMS.items() if form in idiom.forms]
+        names = [name for name, forms in tried.items() if form in forms]
         for i in range(0, len(names), size):
             every.append(Part(form, tuple(names[i : i + size]), f"idioms-{form}-{i // size}"))
     return every
