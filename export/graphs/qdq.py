@@ -1,10 +1,12 @@
-"""Products with Q/DQ and tables behind DQ, as a graph says that they are quantised."""
+"""Products and attention with Q/DQ and tables behind DQ, as a graph says that they are quantised."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import onnx_ir as ir
+
+FP8 = ir.DataType.FLOAT8E4M3FN
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,31 @@ class Lookup:
 def lookups_in_8_bits(model: ir.Model) -> list[Lookup]:
     """The lookups of tables in 8 bits, in the order of the graph."""
     return [lookup for node in model.graph if (lookup := Lookup.of(node)) is not None]
+
+
+def before_fp8(value: ir.Value) -> tuple[ir.Value, float] | None:
+    """The value that is rounded to fp8 by Q/DQ to become this one, and the one scale; None of another value."""
+    dequantise = value.producer()
+    quantise = dequantise.inputs[0].producer() if dequantise is not None and dequantise.inputs[0] is not None else None
+    if not _is(dequantise, "DequantizeLinear") or not _is(quantise, "QuantizeLinear"):
+        return None
+    assert quantise is not None
+    source, scale = quantise.inputs[:2]
+    number = ir.convenience.get_const_tensor(scale) if scale is not None else None
+    if source is None or number is None or number.size != 1 or quantise.outputs[0].dtype != FP8:
+        return None
+    return source, float(number.numpy().item())
+
+
+def rounding_of(softmax: str) -> str:
+    """Name of the QuantizeLinear behind the softmax of attention in fp8, by the softmax's."""
+    return f"{softmax}/fp8"
+
+
+def is_of_fp8(node: ir.Node) -> bool:
+    """Whether a node rounds to fp8 or reads it."""
+    narrow = node.outputs[0] if _is(node, "QuantizeLinear") else node.inputs[0] if _is(node, "DequantizeLinear") else None
+    return narrow is not None and narrow.dtype == FP8
 
 
 def is_lookup(node: ir.Node) -> bool:

@@ -23,7 +23,8 @@ from attnforge.export.attention.layout import (
 )
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
-from attnforge.export.graphs.build import Builder, cast, typed
+from attnforge.export.graphs.build import Builder, cast, constant, like, typed
+from attnforge.export.graphs.qdq import FP8, before_fp8
 from attnforge.export.lowering.band import Band, Residue, band_of, is_triangle, residue_of
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
@@ -69,6 +70,7 @@ class Attention:
         is_triangle: whether no other pairs may be visible than those of a query and a key that is not later, of as many
             queries as keys, by causality or by the mask.
         residue: what the mask does beside that, or, where it is no triangle, at all (:func:`~.band.residue_of`).
+        scales: of query, key and value, which are rounded to fp8, as what the softmax makes is then; None where none is.
     """
 
     node: ir.Node
@@ -86,6 +88,7 @@ class Attention:
     band: Band | None = None
     is_triangle: bool = False
     residue: Residue = "none"
+    scales: tuple[float, float, float] | None = None
 
     @property
     def dtype(self) -> ir.DataType:
@@ -109,6 +112,16 @@ class Attention:
         """
         query, key, value = (Operand(cast(op, operand.value, dtype), operand.layout) for operand in self.operands)
         return replace(self, query=query, key=key, value=value)
+
+    def rounded(self, op: Builder) -> Attention:
+        """The same of operands that have been rounded to fp8. What the softmax makes stays as it is."""
+        if self.scales is None:
+            return self
+        query, key, value = (
+            Operand(in_fp8(op, operand.value, scale), operand.layout)
+            for operand, scale in zip(self.operands, self.scales, strict=True)
+        )
+        return replace(self, query=query, key=key, value=value, scales=None)
 
     def layout(self, *names: str) -> Layout:
         """The layout of named dims; `"H d_k"` is one dim, heads side by side."""
@@ -165,9 +178,25 @@ def attentions(model: ir.Model, sites: Sequence[Site]) -> Iterator[tuple[Site, A
             yield by_name[node.name], _read(node)
 
 
+def in_fp8(op: Builder, x: ir.Value, scale: float, name: str | None = None) -> ir.Value:
+    """`x` rounded to fp8 by Q/DQ.
+
+    Args:
+        x: of any shape.
+        scale: of the largest number, float > 0.
+        name: for the QuantizeLinear.
+    """
+    assert x.dtype is not None
+    step, zero = constant(op, scale, x.dtype), constant(op, 0, FP8)
+    return like(op.DequantizeLinear(like(op.op("QuantizeLinear", [x, step, zero], name=name), x, FP8), step, zero), x)
+
+
 def _read(node: ir.Node) -> Attention:
     query, key, value = node.inputs[:3]
     assert query is not None and key is not None and value is not None and query.dtype is not None
+    rounded = [before for operand in (query, key, value) if (before := before_fp8(operand)) is not None]
+    if is_fp8 := len(rounded) == 3:
+        query, key, value = (source for source, _ in rounded)
     axes = _axes(query, key, value)
     seen = visibility(node)
     return Attention(
@@ -186,6 +215,7 @@ def _read(node: ir.Node) -> Attention:
         band=band_of(node, seen),
         is_triangle=is_triangle(seen),
         residue=residue_of(node, seen),
+        scales=(rounded[0][1], rounded[1][1], rounded[2][1]) if is_fp8 else None,
     )
 
 

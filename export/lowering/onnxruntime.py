@@ -107,7 +107,7 @@ def lower(
         the form of every canonical site, and why it was chosen.
     """
     modified = centre_group_norms(model).modified
-    for rewrite in (rows_first, products_of_nibbles, casts_for_fp8):
+    for rewrite in (rows_first, products_of_nibbles):
         modified |= rewrite(model).modified
     if device == "cpu":
         modified |= widen(model).modified | integer_products(model).modified
@@ -126,13 +126,18 @@ def lower(
         lowered.append(
             Lowered(site.name, candidate.form, choice.why, candidate.node, unfused, choice.measured, choice.dropped)
         )
-    modified |= RemoveUnusedNodesPass()(model).modified | bool(lowered)
+    modified |= RemoveUnusedNodesPass()(model).modified | casts_for_fp8(model).modified | bool(lowered)
+    RemoveUnusedNodesPass()(model)
     return SitesResult(model, modified, lowered)
 
 
 def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
-    """Put a form in the place of a site. The Attention node stays, without users."""
-    result = insert(graph, attention.node, lambda op: candidate.emit(op, attention))
+    """Put a form in the place of a site. The Attention node stays, without users. Of attention in fp8 the plain products
+    alone round what the softmax makes."""
+    is_plain = candidate.form == _products_form(attention)
+    result = insert(
+        graph, attention.node, lambda op: candidate.emit(op, attention if is_plain else attention.rounded(op))
+    )
     replace_value(attention.output.value, result)
     _register_initializers(graph)
     if candidate.form.startswith(CONTRIB):

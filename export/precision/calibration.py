@@ -1,6 +1,6 @@
 """Forms of quantised products, chosen by what each does to the product on data.
 
-For each input the candidates are tried on rows of the data: by token, and behind a norm by tensor, or in blocks of
+For each input the candidates are tried on rows of the data: by token, and by tensor where a norm has bounded them, or in blocks of
 several lengths, each balanced by several degrees. What counts is the error of the products themselves, so a channel
 that no weight reads may be coarse.
 """
@@ -38,6 +38,9 @@ PAYS = 1.25
 """How many times less a balanced form has to err."""
 
 NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization")
+
+BY_NUMBER = frozenset({"Add", "Div", "Erf", "Gelu", "HardSwish", "Mul", "Relu", "Sigmoid", "Sub", "Swish", "Tanh"})
+"""Operators that compute each number from those in the same place."""
 
 AS_GOOD, GOOD = 1.5, 0.01
 """By tensor is chosen, which is faster, where it errs no more than so many times as much as by token, or than this."""
@@ -77,10 +80,23 @@ def calibrate(
 
 
 def is_normed(value: ir.Value) -> bool:
-    """Whether a norm computes a value, so that it has one range whatever the model is given. A range of other values
-    is the data's: attention over one token gives larger numbers than over many, which a range from many clips."""
-    node = value.producer()
-    return node is not None and node.op_type in NORMS
+    """Whether each token's numbers are computed of what a norm left of that token, by weights and activations alone, so
+    that they have one range whatever the model is given. A range of other values is the data's: attention over one
+    token gives larger numbers than over many, which a range from many clips."""
+    pending, seen = [value], set[ir.Value]()
+    while pending:
+        node = (value := pending.pop()).producer()
+        if value in seen or (node is not None and node.op_type in NORMS):
+            continue
+        seen.add(value)
+        if node is None or node.domain != "":
+            return False
+        computed = [operand for operand in node.inputs if operand is not None and operand.const_value is None]
+        is_product = node.op_type in ("MatMul", "Gemm") and computed == [node.inputs[0]]
+        if not computed or not (is_product or node.op_type in BY_NUMBER):
+            return False
+        pending += computed
+    return True
 
 
 class _Rows:
