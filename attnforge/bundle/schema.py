@@ -330,7 +330,7 @@ class Quantised(StoredRecord):
         calibrated: how many cases of real data the ranges are of; 0 where each token has its own.
         products: that are quantised.
         kept: by name, why a product, a table, or, beside products in fp8, an attention site is not quantised.
-        share: of the floating-point operations of matrix products and attention that are of quantised products.
+        share: of the floating-point operations of matrix products and attention, those of quantised ones.
         steps: what was tried in order, and what came of it.
         tables: stored in 8 bits, by the name of their first lookup: the error relative to the table in fp32.
         attention: in fp8, by the site's name: the error of its output on calibration data, relative to fp32.

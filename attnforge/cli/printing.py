@@ -153,8 +153,8 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         if record.low_bit is not None:
             say(f"{name}: {record.low_bit} of {len(quantised.products)} multiplied as they are stored", indent=2)
         if record.low_bit_attention is not None:
-            fused = f"{record.low_bit_attention} of {len(quantised.attention)} attention sites fused in {quantised.type}"
-            say(f"{name}: {fused}", indent=2)
+            fused = f"{record.low_bit_attention} of {len(quantised.attention)} attention sites"
+            say(f"{name}: {fused} fused in {quantised.type}", indent=2)
     reasons: dict[str, list[str]] = {}
     for name, why in quantised.kept.items():
         reasons.setdefault(why, []).append(name)

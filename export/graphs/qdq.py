@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-FP8 = ir.DataType.FLOAT8E4M3FN
+FP8, MOST_FP8 = ir.DataType.FLOAT8E4M3FN, 448
+"""E4M3, and its largest number."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +97,22 @@ def lookups_in_8_bits(model: ir.Model) -> list[Lookup]:
     return [lookup for node in model.graph if (lookup := Lookup.of(node)) is not None]
 
 
-def before_fp8(value: ir.Value) -> tuple[ir.Value, float] | None:
-    """The value that is rounded to fp8 by Q/DQ to become this one, and the one scale; None of another value."""
-    dequantise = value.producer()
-    quantise = dequantise.inputs[0].producer() if dequantise is not None and dequantise.inputs[0] is not None else None
-    if not _is(dequantise, "DequantizeLinear") or not _is(quantise, "QuantizeLinear"):
-        return None
-    assert quantise is not None
-    source, scale = quantise.inputs[:2]
-    number = ir.convenience.get_const_tensor(scale) if scale is not None else None
-    if source is None or number is None or number.size != 1 or quantise.outputs[0].dtype != FP8:
-        return None
-    return source, float(number.numpy().item())
+def before_fp8(*values: ir.Value) -> tuple[list[ir.Value], tuple[float, ...]] | None:
+    """What is rounded to fp8 by Q/DQ to become these values, and the scale of each; None where one is not."""
+    sources, scales = [], []
+    for value in values:
+        dequantise = value.producer()
+        narrow = dequantise.inputs[0] if dequantise is not None and _is(dequantise, "DequantizeLinear") else None
+        quantise = narrow.producer() if narrow is not None and narrow.dtype == FP8 else None
+        if quantise is None or not _is(quantise, "QuantizeLinear"):
+            return None
+        source, scale = quantise.inputs[:2]
+        number = ir.convenience.get_const_tensor(scale) if scale is not None else None
+        if source is None or number is None or number.size != 1:
+            return None
+        sources.append(source)
+        scales.append(float(number.numpy().item()))
+    return sources, tuple(scales)
 
 
 def rounding_of(softmax: str) -> str:
@@ -117,8 +122,10 @@ def rounding_of(softmax: str) -> str:
 
 def is_of_fp8(node: ir.Node) -> bool:
     """Whether a node rounds to fp8 or reads it."""
-    narrow = node.outputs[0] if _is(node, "QuantizeLinear") else node.inputs[0] if _is(node, "DequantizeLinear") else None
-    return narrow is not None and narrow.dtype == FP8
+    narrow = (
+        [*node.outputs] if _is(node, "QuantizeLinear") else node.inputs[:1] if _is(node, "DequantizeLinear") else []
+    )
+    return any(value is not None and value.dtype == FP8 for value in narrow)
 
 
 def is_lookup(node: ir.Node) -> bool:

@@ -70,7 +70,7 @@ class Attention:
         is_triangle: whether no other pairs may be visible than those of a query and a key that is not later, of as many
             queries as keys, by causality or by the mask.
         residue: what the mask does beside that, or, where it is no triangle, at all (:func:`~.band.residue_of`).
-        scales: of query, key and value, which are rounded to fp8, as what the softmax makes is then; None where none is.
+        scales: of query, key and value where they are rounded to fp8, as what the softmax makes is then, too.
     """
 
     node: ir.Node
@@ -88,7 +88,7 @@ class Attention:
     band: Band | None = None
     is_triangle: bool = False
     residue: Residue = "none"
-    scales: tuple[float, float, float] | None = None
+    scales: tuple[float, ...] | None = None
 
     @property
     def dtype(self) -> ir.DataType:
@@ -112,16 +112,6 @@ class Attention:
         """
         query, key, value = (Operand(cast(op, operand.value, dtype), operand.layout) for operand in self.operands)
         return replace(self, query=query, key=key, value=value)
-
-    def rounded(self, op: Builder) -> Attention:
-        """The same of operands that have been rounded to fp8. What the softmax makes stays as it is."""
-        if self.scales is None:
-            return self
-        query, key, value = (
-            Operand(in_fp8(op, operand.value, scale), operand.layout)
-            for operand, scale in zip(self.operands, self.scales, strict=True)
-        )
-        return replace(self, query=query, key=key, value=value, scales=None)
 
     def layout(self, *names: str) -> Layout:
         """The layout of named dims; `"H d_k"` is one dim, heads side by side."""
@@ -194,9 +184,10 @@ def in_fp8(op: Builder, x: ir.Value, scale: float, name: str | None = None) -> i
 def _read(node: ir.Node) -> Attention:
     query, key, value = node.inputs[:3]
     assert query is not None and key is not None and value is not None and query.dtype is not None
-    rounded = [before for operand in (query, key, value) if (before := before_fp8(operand)) is not None]
-    if is_fp8 := len(rounded) == 3:
-        query, key, value = (source for source, _ in rounded)
+    dtype = query.dtype
+    scales = None
+    if (rounded := before_fp8(query, key, value)) is not None:
+        (query, key, value), scales = rounded
     axes = _axes(query, key, value)
     seen = visibility(node)
     return Attention(
@@ -210,12 +201,12 @@ def _read(node: ir.Node) -> Attention:
         softcap=node.attributes.get_float("softcap", 0.0) or 0.0,
         is_causal=bool(node.attributes.get_int("is_causal", 0)),
         silent_rows_are_nan=node.metadata_props.get(SILENT_ROWS) == "nan",
-        softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or query.dtype.value),
+        softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or dtype.value),
         axes=axes,
         band=band_of(node, seen),
         is_triangle=is_triangle(seen),
         residue=residue_of(node, seen),
-        scales=(rounded[0][1], rounded[1][1], rounded[2][1]) if is_fp8 else None,
+        scales=scales,
     )
 
 

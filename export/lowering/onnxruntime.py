@@ -126,18 +126,14 @@ def lower(
         lowered.append(
             Lowered(site.name, candidate.form, choice.why, candidate.node, unfused, choice.measured, choice.dropped)
         )
-    modified |= RemoveUnusedNodesPass()(model).modified | casts_for_fp8(model).modified | bool(lowered)
-    RemoveUnusedNodesPass()(model)
+    modified |= casts_for_fp8(model).modified | bool(lowered)  # behind the sites, which are told by their Q/DQ
+    modified |= RemoveUnusedNodesPass()(model).modified
     return SitesResult(model, modified, lowered)
 
 
 def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
-    """Put a form in the place of a site. The Attention node stays, without users. Of attention in fp8 the plain products
-    alone round what the softmax makes."""
-    is_plain = candidate.form == _products_form(attention)
-    result = insert(
-        graph, attention.node, lambda op: candidate.emit(op, attention if is_plain else attention.rounded(op))
-    )
+    """Put a form in the place of a site. The Attention node stays, without users."""
+    result = insert(graph, attention.node, lambda op: candidate.emit(op, attention))
     replace_value(attention.output.value, result)
     _register_initializers(graph)
     if candidate.form.startswith(CONTRIB):
@@ -151,7 +147,7 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
     """The forms that compute what `a` does at any sizes; the plain products first."""
     name = f"{site}/Softmax"
     candidates = [Candidate(_products_form(a), name, partial(_products, name=name), fused=False)]
-    if a.softmax_dtype != a.dtype:
+    if a.softmax_dtype != a.dtype or a.scales is not None:
         return candidates
     if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and _are_static(a) and not a.softcap:
         if not a.is_triangle:
@@ -221,6 +217,8 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
         frugal: the forms that do not hold the scores on this device.
     """
     products = _products_form(a)
+    if a.scales is not None:
+        return FormChoice(products, "in fp8, for parity: no fused form rounds what the softmax makes")
     scores = usual(a.size("n_q"), sizes) * usual(a.size("n_k"), sizes)
     if GROUP_QUERY in frugal and scores >= MANY_SCORES:
         return FormChoice(

@@ -94,7 +94,7 @@ def lower(
         dtype = attention_dtype or attention.dtype
         recipe = _recipe(attention, dtype, sizes or {})
         if attention.scales is not None:
-            recipe = replace(recipe, why=f"in fp8: {recipe.why}")
+            recipe = replace(recipe, why=f"in fp8, fused over static tokens{recipe.why.removeprefix(_Recipe.why)}")
         elif (why := (not_in_fp8 or {}).get(site.name)) is not None:
             recipe = replace(recipe, why=f"not in fp8: {why}; {recipe.why}")
         node = softmax_of(site.name)

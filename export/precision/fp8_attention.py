@@ -19,16 +19,17 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import written_out
 from attnforge.export.graphs.build import insert, like
 from attnforge.export.graphs.execute import as_it_is
-from attnforge.export.lowering.attention import attentions, in_fp8
+from attnforge.export.graphs.qdq import MOST_FP8
+from attnforge.export.lowering.attention import Attention, attentions, in_fp8
 from attnforge.export.lowering.tensorrt import why_not_in_fp8
 from attnforge.export.precision.calibration import HEADROOM
-from attnforge.export.precision.quantisation import SCHEMES
 from attnforge.runtime.parity.budget import relative_error
 
 WITHOUT_DATA = "attention in fp8 needs ranges, which real data gives"
 
 LEAST = 0.03
-"""The least range of an operand: its scale is still a normal number in 16 bits, which attention is computed in."""
+"""The least range of an operand at its product: its scale is still a normal number in fp16, in which attention is
+computed beside it."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +65,17 @@ def sites_for_fp8(
         is_real: whether they are such as the model will see; else nothing is in fp8, for ranges are the data's.
     """
     kept: dict[str, str] = {}
-    operands: dict[str, list[str]] = {}
-    found: dict[str, Site] = {}
+    found: dict[str, tuple[Site, Attention]] = {}
     for site, attention in attentions(model, sites):
         if (why := why_not_in_fp8(attention) or (None if is_real else WITHOUT_DATA)) is not None:
             kept[site.name] = why
             continue
-        found[str(attention.node.name)] = site
-        operands[str(attention.node.name)] = [str(operand.value.name) for operand in attention.operands]
+        found[str(attention.node.name)] = site, attention
     if not found:
         return [], kept
-    peaks = _peaks(model, sites, {name for names in operands.values() for name in names}, data)
-    rounded = [
-        Rounded(site, node, tuple(max(HEADROOM * peaks[x], LEAST) / SCHEMES["fp8"].most for x in operands[node]))
-        for node, site in found.items()
-    ]
+    names = {str(operand.value.name) for _, attention in found.values() for operand in attention.operands}
+    peaks = _peaks(model, sites, names, data)
+    rounded = [Rounded(site, node, _scales(attention, peaks)) for node, (site, attention) in found.items()]
     errors = _errors(model, sites, rounded, data)
     return [replace(one, error=errors[one.name]) for one in rounded], kept
 
@@ -99,6 +96,13 @@ def _before(graph: ir.Graph, node: ir.Node, rounded: Rounded, stem: str = "") ->
         assert value is not None
         values.append(insert(graph, node, partial(in_fp8, x=value, scale=scale), stem=f"{stem or node.name}/{what}"))
     return values
+
+
+def _scales(attention: Attention, peaks: Mapping[str, float]) -> tuple[float, ...]:
+    """Of query, key and value; the query's is for it as it comes, though it is rounded behind the attention's scale."""
+    query, *others = (HEADROOM * peaks[str(operand.value.name)] for operand in attention.operands)
+    ranges = max(query, LEAST / min(abs(attention.scale), 1.0)), *(max(peak, LEAST) for peak in others)
+    return tuple(most / MOST_FP8 for most in ranges)
 
 
 def _peaks(

@@ -304,7 +304,9 @@ class _Gate:
             real: how many cases of real data the ranges are of.
         """
         low = [product for product in self._products if product.name not in high]
-        total = sum(flops_of(node, sizes) for node in self._model.graph)
+        attended = [one for one in self._attended if one.name not in high]
+        total = sum(flops_of(node, sizes) for node in self._model.graph) or 1.0
+        in_few_bits = {*(product.name for product in low), *(one.node for one in attended)}
         why = "what was asked for is not met where it is quantised"
         return Quantised(
             type=self._scheme.name,  # type: ignore[arg-type]
@@ -313,9 +315,9 @@ class _Gate:
             calibrated=real,
             products=[_recorded(product, self._forms[product.name]) for product in low],
             tables={table.name: self._forms[table.name].error for table in self._tables if table.name not in high},
-            attention={one.name: self._forms[one.name].error for one in self._attended if one.name not in high},
+            attention={one.name: self._forms[one.name].error for one in attended},
             kept={name: why for name in self._forms if name in high},
-            share=sum(flops_of(product.node, sizes) for product in low) / total if total else 0.0,
+            share=sum(flops_of(node, sizes) for node in self._model.graph if node.name in in_few_bits) / total,
             steps=self.steps,
         )
 
