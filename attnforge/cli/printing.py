@@ -313,8 +313,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     ]
     print_table(columns, rows)
     say_reasons(diagnosis.not_traced, "the own tensors of {} could not be looked at", "dim")
-    same = " = ".join(diagnosis.same_function)
-    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}); in float64, {same}", "dim")
+    same = "; in float64, " + " = ".join(diagnosis.same_function) if diagnosis.same_function else ""
+    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}){same}", "dim")
 
 
 def _error_or_lost(number: float | None) -> str:

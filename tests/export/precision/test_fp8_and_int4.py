@@ -20,7 +20,7 @@ from torch.export import Dim
 import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, Bundle
-from attnforge.errors import BuildError, UnavailableError, UsageError
+from attnforge.errors import BuildError, UsageError
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.diagnosis.stages import written_out
 from attnforge.export.graphs.execute import as_it_is
@@ -189,12 +189,6 @@ def test_weights_of_no_whole_blocks_are_told(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"worth 4 bits: .* weights or more, of a multiple of 32 channels, and more"):
         deployed(tmp_path / "c", Odder, "int4", max_error=0.2)
-
-
-def test_diagnose_says_that_it_does_not_trace_them(tmp_path: Path) -> None:
-    bundle = deployed(tmp_path / "b", Block, "int4", max_error=0.15)
-    with pytest.raises(UnavailableError, match=r"quantised products, of which nothing is traced.*auto-int4"):
-        attnforge.diagnose(bundle)
 
 
 # --- attention in fp8 -------------------------------------------------------------------------------------------------
