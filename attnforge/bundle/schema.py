@@ -215,6 +215,7 @@ class TargetRecord(StoredRecord):
         engines: TensorRT plans.
         low_bit: quantised products whose kernel takes the numbers as they are stored, counted in what was compiled;
             None where none is to be.
+        low_bit_attention: attention sites whose fused kernel multiplies in fp8, counted in the same way.
     """
 
     model: FileName
@@ -225,6 +226,7 @@ class TargetRecord(StoredRecord):
     without: PlainPlan | None = None
     engines: list[Engine] = []
     low_bit: Count | None = Field(default=None, validation_alias=AliasChoices("low_bit", "eight_bit"))
+    low_bit_attention: Count | None = None
 
 
 Kind = Literal["example", "data", "normal", "uniform", "scaled", "outliers", "constant", "denormal", "extremes"]
@@ -331,10 +333,11 @@ class Quantised(StoredRecord):
         error: the largest relative error against float64 on real data, or on ordinary cases where there is none.
         calibrated: how many cases of real data the ranges are of; 0 where each token has its own.
         products: that are quantised.
-        kept: by name, why a product or a table stayed in fp32.
-        share: of the floating-point operations of matrix products and attention that are of quantised products.
+        kept: by name, why a product, a table, or, beside products in fp8, an attention site is not quantised.
+        share: of the floating-point operations of matrix products and attention, those of quantised ones.
         steps: what was tried in order, and what came of it.
         tables: stored in 8 bits, by the name of their first lookup: the error relative to the table in fp32.
+        attention: in fp8, by the site's name: the error of its output on calibration data, relative to fp32.
     """
 
     type: Literal["int8", "fp8", "int4"]
@@ -346,6 +349,7 @@ class Quantised(StoredRecord):
     share: float
     steps: list[str]
     tables: dict[Name, float] = {}
+    attention: dict[Name, float] = {}
 
 
 class Choice(StoredRecord):

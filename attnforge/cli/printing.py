@@ -149,11 +149,21 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         worst_table = max(quantised.tables, key=lambda name: quantised.tables[name])
         worst_error = error(quantised.tables[worst_table])
         say(f"stored by row: {len(quantised.tables)} tables; {worst_table} errs most, by {worst_error}", indent=2)
+    if quantised.attention:
+        worst_site = max(quantised.attention, key=lambda name: quantised.attention[name])
+        worst_error = error(quantised.attention[worst_site])
+        say(f"attention: {len(quantised.attention)} sites; {worst_site} errs most, by {worst_error}", indent=2)
     for name, record in targets.items():
         if record.low_bit is not None:
             say(f"{name}: {record.low_bit} of {len(quantised.products)} multiplied as they are stored", indent=2)
+        if record.low_bit_attention is not None:
+            fused = f"{record.low_bit_attention} of {len(quantised.attention)} attention sites"
+            say(f"{name}: {fused} fused in {quantised.type}", indent=2)
+    reasons: dict[str, list[str]] = {}
     for name, why in quantised.kept.items():
-        say(f"fp32 in {name}: {why}", "dim", indent=2)
+        reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
+        say(f"not in {quantised.type}, {', '.join(names)}: {why}", "dim", indent=2)
 
 
 def _print_choice(choice: Choice) -> None:
@@ -307,8 +317,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     ]
     print_table(columns, rows)
     say_reasons(diagnosis.not_traced, "the own tensors of {} could not be looked at", "dim")
-    same = " = ".join(diagnosis.same_function)
-    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}); in float64, {same}", "dim")
+    same = "; in float64, " + " = ".join(diagnosis.same_function) if diagnosis.same_function else ""
+    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}){same}", "dim")
 
 
 def _error_or_lost(number: float | None) -> str:

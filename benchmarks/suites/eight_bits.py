@@ -49,8 +49,9 @@ SUBJECTS = {
 GATE = {"max_error": 0.1}
 """What quantising may cost: the relative error of sentences' embeddings, or of tokens', which is a cosine of 0.995."""
 
-OF_FP32, OF_PEERS, OF_BF16 = 1 / 1.8, 1.05, 1.0
-"""What int8 may take of the time of fp32, of the fastest quantised peer that passes, and of bf16."""
+OF_FP32, OF_PEERS, OF_BF16, OF_SIZE = 1 / 1.8, 1.05, 1.0, 0.3
+"""What int8 may take of the time of fp32, of the fastest quantised peer that passes, and of bf16; and of the bytes of
+fp32."""
 
 CALIBRATE, TRY = 48, 240
 """Sentences that calibrate, and others that the gate is measured on."""
@@ -187,16 +188,18 @@ def _megabytes(bundle: Bundle) -> float:
 
 
 def claims(models: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-    """Model, what int8's time is of, the ratio, and the most that it may be."""
+    """Model, what int8 is compared with, the ratio, and the most that it may be."""
     found = []
     for name, model in models.items():
         of = {key: one["of_int8"]["value"] for key, one in model["contenders"].items() if one.get("passes")}
         peers = {key: value for key, value in of.items() if key in QUANTISED}
-        found.append((name, "attnforge fp32", of["attnforge fp32"], OF_FP32))
-        found.append((name, "attnforge bf16", of["attnforge bf16"], OF_BF16))
+        found.append((name, "attnforge fp32's time", of["attnforge fp32"], OF_FP32))
+        found.append((name, "attnforge bf16's time", of["attnforge bf16"], OF_BF16))
         if peers:
             fastest = max(peers, key=lambda key: peers[key])
-            found.append((name, fastest, peers[fastest], OF_PEERS))
+            found.append((name, f"{fastest}'s time", peers[fastest], OF_PEERS))
+        low, high = (model["contenders"][f"attnforge {precision}"]["mb"] for precision in ("int8", "fp32"))
+        found.append((name, "attnforge fp32's weights on disk", low / high, OF_SIZE))
     return found
 
 
@@ -231,7 +234,7 @@ def table(figures: dict[str, Any]) -> str:
         (name, against, f"{value:.2f}", f"{most:.2f}", "yes" if value <= most else "no")
         for name, against, value, most in claims(figures["models"])
     ]
-    kept = markdown_table(("model", "int8's time, of that of", "measured", "at most", "kept"), limits, 2)
+    kept = markdown_table(("model", "int8, of", "measured", "at most", "kept"), limits, 2)
     return f"{markdown_table(header, rows, 2)}\n\n{kept}\n\n{where(figures)}"
 
 

@@ -27,11 +27,18 @@ Cause = Literal[
     "softmax",
     "conditioning",
     "accumulation",
+    "clipping",
+    "outlier channel",
+    "saturation",
+    "quantisation",
     "operator",
     "rewrite",
     "reference",
     "rounding",
 ]
+
+COSTS = ("rounding", "quantisation")
+"""Causes that are nothing but what a precision costs."""
 
 AMPLIFIES = 4.0
 """How many times larger an operator makes an error before that is more than passing it on."""
@@ -64,12 +71,19 @@ class Blame:
         cause: what makes the error.
         evidence: the numbers that prove it.
         error_without: the final error where this tensor alone is exact; None where that was not tried.
+        module: that it belongs to, where its node does not say; None where it does.
     """
 
     tensor: TensorErrors | None
     cause: Cause
     evidence: str
     error_without: float | None = None
+    module: str | None = None
+
+
+def out_of_range(trace: Trace) -> Blame | None:
+    """The first tensor, or the weights, with numbers that their type does not hold."""
+    return _parameters_out_of_range(trace) or _out_of_range(trace)
 
 
 def blame(trace: Trace) -> Blame:

@@ -11,11 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
+from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Trusted, open_bundle, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
+from attnforge.export.diagnosis.causes import COSTS
 from attnforge.export.diagnosis.deployed import tensors_on
 from attnforge.export.diagnosis.findings import Examination, Finding, finite, first_finding
+from attnforge.export.diagnosis.quantised import unrounded, with_weights
 from attnforge.export.diagnosis.rewrites import first_parting
 from attnforge.export.diagnosis.stages import line_of, module_of, stages
 from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of, trace
@@ -57,9 +61,10 @@ class Diagnosis(Record):
     Attributes:
         case, why: the case that was examined, and why this one.
         failing: backends that fail verification.
-        error: the final relative error of eager at the bundle's precision, emulated.
+        error: the final relative error of eager at the bundle's precision, emulated; of a quantised bundle, what
+            rounding the inputs of products adds to that of their weights.
         eager_error: the same of the eager that the bundle was held against.
-        same_function: names of the graphs that are one function in float64.
+        same_function: names of the graphs that are one function in float64; none of a quantised bundle's are compared.
         tensors: the tensors that make errors largest.
         examined: how many tensors were looked at.
         not_traced: backends whose own tensors could not be looked at, and why.
@@ -82,7 +87,7 @@ class Diagnosis(Record):
     @property
     def healthy(self) -> bool:
         """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding."""
-        return not self.failing and self.finding.cause == "rounding"
+        return not self.failing and self.finding.cause in COSTS
 
 
 def diagnose(
@@ -116,20 +121,16 @@ def _diagnosed(
     opened: Bundle, backends: Sequence[str] | None, case: str | None, out: str | os.PathLike[str] | None
 ) -> Diagnosis:
     manifest = opened.manifest
-    if manifest.quantised is not None:
-        raise UnavailableError(
-            f"{manifest.name} has quantised products, of which nothing is traced; attnforge inspect says what each "
-            f"errs by itself, and deploy --precision auto-{manifest.quantised.type} finds those that have to stay in "
-            "fp32"
-        )
     report = verify(opened, backends)
     chosen, why = _choose(manifest.cases, list(report.backends.values()), case)
     feeds = reference.make_inputs(chosen, manifest.inputs, stored_inputs(opened))
     graphs = stages(opened)
     canonical = next(stage.model for stage in graphs if stage.name == "canonical")
+    is_quantised = manifest.quantised is not None
     try:
-        parting = first_parting(graphs, feeds, manifest.attention)
-        traced = trace(canonical, feeds)
+        # Targets round what they quantise in places of their own, so graphs of one function differ where it is.
+        parting = None if is_quantised else first_parting(graphs, feeds, manifest.attention)
+        traced = _traced_to_few_bits(canonical, feeds) if is_quantised else trace(canonical, feeds)
     except NoDoublePath as error:
         raise UnavailableError(f"{manifest.name} cannot be examined: {error} is not computed in float64") from error
     on_backends, not_traced = _on_backends(opened, list(report.backends), traced)
@@ -142,9 +143,10 @@ def _diagnosed(
         on_backends=on_backends,
         eager_error=_eager_error(opened, chosen),
         folder=Path(out) if out is not None else opened.path.with_name(f"{opened.path.name}.diagnosis"),
+        quantised=canonical if is_quantised else None,
     )
     finding = first_finding(examination)
-    names = [stage.name for stage in graphs]
+    names = [] if is_quantised else [stage.name for stage in graphs]
     return Diagnosis(
         bundle=str(opened.path),
         name=manifest.name,
@@ -160,6 +162,12 @@ def _diagnosed(
         not_traced=not_traced,
         examined=len(traced.tensors),
     )
+
+
+def _traced_to_few_bits(canonical: ir.Model, feeds: Mapping[str, Array]) -> Trace:
+    """A quantised graph beside the same with inputs of products that are not rounded. Weights are as stored in both."""
+    model = with_weights(canonical)
+    return trace(model, feeds, exact_model=unrounded(model))
 
 
 def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str | None) -> tuple[Case, str]:

@@ -11,11 +11,13 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Manifest
-from attnforge.export.diagnosis.causes import Blame, Cause, blame
+from attnforge.export.diagnosis.causes import COSTS, Blame, Cause, blame, out_of_range
 from attnforge.export.diagnosis.deployed import stored_low
+from attnforge.export.diagnosis.quantised import blame_step, saturated_on
 from attnforge.export.diagnosis.rewrites import Parting, write_reproduction
 from attnforge.export.diagnosis.stages import line_of, module_of
 from attnforge.export.diagnosis.trace import TensorErrors, Trace
@@ -35,8 +37,10 @@ class Finding(Record):
         cause: `rewrite`: a graph is another function than the one that it was made from; else what the precision does:
             `overflow`, `underflow`, `norm` (of the squares in a norm), `cancellation`, `softmax` (of scores so large
             that their rounding decides), `conditioning` (of a function that is steep there),
-            `accumulation`, `operator` (an operator computes something else), `reference` (what the bundle was held
-            against is not this graph), or `rounding`: nothing but what the precision costs.
+            `accumulation`, `clipping` (of numbers beyond a quantised range), `outlier channel` (that takes a range),
+            `operator` (an operator computes something else), `saturation` (of sums of 8-bit products, in a backend),
+            `reference` (what the bundle was held against is not this graph), or `rounding` or `quantisation`: nothing
+            but what the precision costs.
         stage: the graph or the backend that it is in; `eager` for what the precision does to the model as written.
         tensor, operator, module, line: where; None where it is not the doing of a single tensor.
         evidence: the numbers that prove it.
@@ -74,6 +78,7 @@ class Examination:
         on_backends: by backend the relative errors of its own tensors.
         eager_error: the error of the eager that the bundle was held against; None where eager is not finite.
         folder: for files that reproduce a finding.
+        quantised: the canonical graph with weights as they are stored; None where nothing is quantised.
     """
 
     bundle: Bundle
@@ -84,10 +89,13 @@ class Examination:
     on_backends: Mapping[str, Mapping[str, float]]
     eager_error: float | None
     folder: Path
+    quantised: ir.Model | None = None
 
     @cached_property
     def blame(self) -> Blame:
         """What the precision does to the model as written."""
+        if (quantised := self.bundle.manifest.quantised) is not None:
+            return out_of_range(self.trace) or blame_step(self.trace, quantised)
         return blame(self.trace)
 
 
@@ -120,6 +128,10 @@ def _wrong_backend(examination: Examination) -> Finding | None:
     precision = precision_named(examination.bundle.manifest.precision)
     for backend in examination.failing:
         errors = examination.on_backends.get(backend, {})
+        if examination.quantised is not None:
+            saturated = saturated_on(examination.quantised, examination.trace, errors)
+            if saturated is not None:
+                return _at(saturated[0], "saturation", backend, f"{backend} computes {saturated[1]}")
         for tensor in examination.trace.tensors:
             if errors.get(tensor.name, 0.0) <= max(WORSE * tensor.error, WORSE * precision.unit):
                 continue
@@ -136,7 +148,7 @@ def _wrong_backend(examination: Examination) -> Finding | None:
 
 def _precision(examination: Examination) -> Finding | None:
     """What the precision does to the model, where that is more than rounding."""
-    return _of_blame(examination.blame) if examination.blame.cause != "rounding" else None
+    return _of_blame(examination.blame) if examination.blame.cause not in COSTS else None
 
 
 def _wrong_reference(examination: Examination) -> Finding | None:
@@ -152,7 +164,8 @@ def another_reference(error: float, eager_error: float | None, manifest: Manifes
         manifest: of the bundle.
     """
     floor = precision_named(manifest.precision).floor
-    if eager_error is None or manifest.mixed is not None or eager_error <= max(WORSE * error, floor):
+    is_of_parts = manifest.mixed is not None or manifest.quantised is not None  # whose graph has no single precision
+    if eager_error is None or is_of_parts or eager_error <= max(WORSE * error, floor):
         return None
     return Finding(
         cause="reference",
@@ -170,7 +183,8 @@ def _rounding(examination: Examination) -> Finding:
 def _of_blame(blame: Blame) -> Finding:
     if blame.tensor is None:
         return Finding(cause=blame.cause, stage="eager", evidence=blame.evidence)
-    return _at(blame.tensor, blame.cause, "eager", blame.evidence, finite(blame.error_without))
+    finding = _at(blame.tensor, blame.cause, "eager", blame.evidence, finite(blame.error_without))
+    return finding if blame.module is None else finding.model_copy(update={"module": blame.module})
 
 
 def _at(tensor: TensorErrors, cause: Cause, stage: str, evidence: str, error_without: float | None = None) -> Finding:

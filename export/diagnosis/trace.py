@@ -90,22 +90,29 @@ class Trace:
         return max(error_of(results[output], self.exact[output]) for output in self.outputs)
 
 
-def trace(model: ir.Model, feeds: Mapping[str, Array], unrounded: Collection[ir.Value] = ()) -> Trace:
+def trace(
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    unrounded: Collection[ir.Value] = (),
+    exact_model: ir.Model | None = None,
+) -> Trace:
     """Run a graph in float64, at its own precision, and operator by operator in float64 on what is stored.
 
     Args:
         model: is not touched.
         feeds: inputs by name.
         unrounded: tensors that are never stored in 16 bits.
+        exact_model: what is computed in float64, with tensors of the same names; by default the graph.
 
     Raises:
         NoDoublePath: the graph has an operator that is not computed in double.
     """
     names, values = computed(model), values_of(model)
-    exact = in_float64(model, names)(feeds)
+    exact_model = model if exact_model is None else exact_model
+    exact = in_float64(exact_model, names)(feeds)
     stored = {name: wide(array) for name, array in at_own_precision(model, names, unrounded=unrounded)(feeds).items()}
     used = [name for name in names if values[name].uses()]
-    explained = in_float64(model, names, used)({**{name: wide(array) for name, array in feeds.items()}, **stored})
+    explained = in_float64(exact_model, names, used)({**{name: wide(array) for name, array in feeds.items()}, **stored})
     tensors: dict[str, TensorErrors] = {}
     for name in names:
         node = values[name].producer()

@@ -1,10 +1,13 @@
-"""Products with Q/DQ and tables behind DQ, as a graph says that they are quantised."""
+"""Products and attention with Q/DQ and tables behind DQ, as a graph says that they are quantised."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import onnx_ir as ir
+
+FP8, MOST_FP8 = ir.DataType.FLOAT8E4M3FN, 448
+"""E4M3, and its largest number."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,37 @@ class Lookup:
 def lookups_in_8_bits(model: ir.Model) -> list[Lookup]:
     """The lookups of tables in 8 bits, in the order of the graph."""
     return [lookup for node in model.graph if (lookup := Lookup.of(node)) is not None]
+
+
+def before_fp8(*values: ir.Value) -> tuple[list[ir.Value], tuple[float, ...]] | None:
+    """What is rounded to fp8 by Q/DQ to become these values, and the scale of each; None where one is not."""
+    sources, scales = [], []
+    for value in values:
+        dequantise = value.producer()
+        narrow = dequantise.inputs[0] if dequantise is not None and _is(dequantise, "DequantizeLinear") else None
+        quantise = narrow.producer() if narrow is not None and narrow.dtype == FP8 else None
+        if quantise is None or not _is(quantise, "QuantizeLinear"):
+            return None
+        source, scale = quantise.inputs[:2]
+        number = ir.convenience.get_const_tensor(scale) if scale is not None else None
+        if source is None or number is None or number.size != 1:
+            return None
+        sources.append(source)
+        scales.append(float(number.numpy().item()))
+    return sources, tuple(scales)
+
+
+def rounding_of(softmax: str) -> str:
+    """Name of the QuantizeLinear behind the softmax of attention in fp8, by the softmax's."""
+    return f"{softmax}/fp8"
+
+
+def is_of_fp8(node: ir.Node) -> bool:
+    """Whether a node rounds to fp8 or reads it."""
+    narrow = (
+        [*node.outputs] if _is(node, "QuantizeLinear") else node.inputs[:1] if _is(node, "DequantizeLinear") else []
+    )
+    return any(value is not None and value.dtype == FP8 for value in narrow)
 
 
 def is_lookup(node: ir.Node) -> bool:

@@ -23,7 +23,8 @@ from attnforge.export.attention.layout import (
 )
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
-from attnforge.export.graphs.build import Builder, cast, typed
+from attnforge.export.graphs.build import Builder, cast, constant, like, typed
+from attnforge.export.graphs.qdq import FP8, before_fp8
 from attnforge.export.lowering.band import Band, Residue, band_of, is_triangle, residue_of
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
@@ -92,6 +93,7 @@ class Attention:
             queries as keys, by causality or by the mask.
         residue: what the mask does beside that, or, where it is no triangle, at all (:func:`~.band.residue_of`).
         cached: where keys and values come from, in a decoder's step; None elsewhere.
+        scales: of query, key and value where they are rounded to fp8, as what the softmax makes is then, too.
     """
 
     node: ir.Node
@@ -110,6 +112,7 @@ class Attention:
     is_triangle: bool = False
     residue: Residue = "none"
     cached: Cached | None = None
+    scales: tuple[float, ...] | None = None
 
     @property
     def dtype(self) -> ir.DataType:
@@ -202,9 +205,26 @@ def _cached(node: ir.Node) -> Cached | None:
     return Cached(*values, window=int(window) or None)  # type: ignore[arg-type]
 
 
+def in_fp8(op: Builder, x: ir.Value, scale: float, name: str | None = None) -> ir.Value:
+    """`x` rounded to fp8 by Q/DQ.
+
+    Args:
+        x: of any shape.
+        scale: of the largest number, float > 0.
+        name: for the QuantizeLinear.
+    """
+    assert x.dtype is not None
+    step, zero = constant(op, scale, x.dtype), constant(op, 0, FP8)
+    return like(op.DequantizeLinear(like(op.op("QuantizeLinear", [x, step, zero], name=name), x, FP8), step, zero), x)
+
+
 def _read(node: ir.Node) -> Attention:
     query, key, value = node.inputs[:3]
     assert query is not None and key is not None and value is not None and query.dtype is not None
+    dtype = query.dtype
+    scales = None
+    if (rounded := before_fp8(query, key, value)) is not None:
+        (query, key, value), scales = rounded
     axes = _axes(query, key, value)
     seen = visibility(node)
     return Attention(
@@ -218,12 +238,13 @@ def _read(node: ir.Node) -> Attention:
         softcap=node.attributes.get_float("softcap", 0.0) or 0.0,
         is_causal=bool(node.attributes.get_int("is_causal", 0)),
         silent_rows_are_nan=node.metadata_props.get(SILENT_ROWS) == "nan",
-        softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or query.dtype.value),
+        softmax_dtype=ir.DataType(node.attributes.get_int("softmax_precision", 0) or dtype.value),
         axes=axes,
         band=band_of(node, seen),
         is_triangle=is_triangle(seen),
         residue=residue_of(node, seen),
         cached=_cached(node),
+        scales=scales,
     )
 
 

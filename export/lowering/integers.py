@@ -34,12 +34,12 @@ from attnforge.export.graphs.build import (
     replace_value,
     typed,
 )
-from attnforge.export.graphs.qdq import Between, Lookup, lookups_in_8_bits, products_between
+from attnforge.export.graphs.qdq import FP8, Between, Lookup, is_of_fp8, lookups_in_8_bits, products_between
 
 FLOAT, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.UINT8
 
 CONTRIB, PRODUCT = "com.microsoft", "MatMulIntegerToFloat"
-FP8, INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4
+INT4 = ir.DataType.INT4
 NIBBLES = "MatMulNBits"
 KERNELS = frozenset({f"{CONTRIB}::{PRODUCT}", f"{CONTRIB}::{NIBBLES}"})
 """What reads quantised weights as they are stored."""
@@ -118,9 +118,8 @@ def _by_nibbles(op: Builder, found: Between, stored: list[ir.Value], bias: ir.Va
 
 def casts_for_fp8(model: ir.Model) -> PassResult:
     """Write every Q/DQ of fp8 in `model`, in place, as a cast and a product."""
-    found = products_between(model, FP8)
-    for node in dict.fromkeys(n for product in found for n in (product.quantise, product.dequantise, product.weight)):
-        assert node is not None
+    found = [node for node in model.graph if is_of_fp8(node)]
+    for node in found:
         by_cast = _to_fp8 if node.op_type == "QuantizeLinear" else _from_fp8
         replace_value(node.outputs[0], insert(model.graph, node, partial(by_cast, node=node)))
     return PassResult(model, bool(found))

@@ -109,7 +109,7 @@ def lower(
         the form of every canonical site, and why it was chosen.
     """
     modified = centre_group_norms(model).modified
-    for rewrite in (rows_first, products_of_nibbles, casts_for_fp8):
+    for rewrite in (rows_first, products_of_nibbles):
         modified |= rewrite(model).modified
     if device == "cpu":
         modified |= widen(model, caches(model)).modified | integer_products(model).modified
@@ -128,7 +128,8 @@ def lower(
         lowered.append(
             Lowered(site.name, candidate.form, choice.why, candidate.node, unfused, choice.measured, choice.dropped)
         )
-    modified |= RemoveUnusedNodesPass()(model).modified | bool(lowered)
+    modified |= casts_for_fp8(model).modified | bool(lowered)  # behind the sites, which are told by their Q/DQ
+    modified |= RemoveUnusedNodesPass()(model).modified
     return SitesResult(model, modified, lowered)
 
 
@@ -150,7 +151,7 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
         return _candidates_for_step(site, a)
     name = f"{site}/Softmax"
     candidates = [Candidate(_products_form(a), name, partial(_products, name=name), fused=False)]
-    if a.softmax_dtype != a.dtype:
+    if a.softmax_dtype != a.dtype or a.scales is not None:
         return candidates
     if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and _are_static(a) and not a.softcap:
         if not a.is_triangle:
@@ -241,6 +242,8 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
             return FormChoice(GROUP_QUERY_CACHE, "writes to the cache in place, and reads what is filled of it")
         form = FILLED_ATTENTION if a.softmax_dtype == a.dtype else f"{products}, filled part"
         return FormChoice(form, "reads what is filled of the cache")
+    if a.scales is not None:
+        return FormChoice(products, "in fp8, for parity: no fused form rounds what the softmax makes")
     scores = usual(a.size("n_q"), sizes) * usual(a.size("n_k"), sizes)
     if GROUP_QUERY in frugal and scores >= MANY_SCORES:
         return FormChoice(

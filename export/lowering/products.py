@@ -11,7 +11,8 @@ from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.masking import all_of, any_key, largest, representable
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
-from attnforge.export.lowering.attention import Attention
+from attnforge.export.graphs.qdq import MOST_FP8, rounding_of
+from attnforge.export.lowering.attention import Attention, in_fp8
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
 
@@ -27,9 +28,10 @@ def decompose(
 ) -> ir.Value:
     """Attention as two products around a softmax, on four dims.
 
-    The scale goes on the query, where it costs n·d and keeps the scores small. Masks are applied to the scores before
-    these are cast and, wherever the order makes no difference, before a bias is added: TensorRT keeps the choice
-    inside its fused kernel only there.
+    The scale goes on the query, where it costs n·d and keeps the scores small. Q/DQ of fp8 stand behind it, right
+    before the products, where TensorRT fuses them; what the softmax makes is 1 at most, so its scale is fixed. Masks
+    are applied to the scores before these are cast and, wherever the order makes no difference, before a bias is added:
+    TensorRT keeps the choice inside its fused kernel only there.
 
     Args:
         query: `(B, H, n_q, d)`.
@@ -44,11 +46,17 @@ def decompose(
     dtype, mask = attention.dtype, attention.mask
     if attention.scale != 1.0:
         query = _scaled(op, query, attention.scale)
+    if attention.scales is not None:
+        of_query, of_key, of_value = attention.scales
+        query = in_fp8(op, query, of_query * attention.scale)
+        key_transposed, value = in_fp8(op, key_transposed, of_key), in_fp8(op, value, of_value)
     scores = _capped_scores(op, attention, query, key_transposed)
     for step in _steps(op, attention, query, key_transposed):
         scores = _masked(op, scores, step)
     scores = cast(op, scores, attention.softmax_dtype)
     weights = cast(op, like(op.op("Softmax", [scores], {"axis": -1}, name=softmax_name), scores), dtype)
+    if attention.scales is not None:
+        weights = in_fp8(op, weights, 1 / MOST_FP8, rounding_of(softmax_name))
     batch, heads, n_q = dims_of(query)[:3]
     if as_columns:
         product = op.MatMul(value, op.Transpose(weights, perm=[0, 1, 3, 2]))

@@ -49,6 +49,9 @@ BOOL = ir.DataType.BOOL
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Range of head sizes of the fused kernels."""
 
+FEWEST_KEYS = 32
+"""Of attention in fp8 that is fused."""
+
 LARGEST_MASK = 2**24
 """Numbers of a mask that is computed here."""
 
@@ -70,6 +73,7 @@ def lower(
     sites: list[Site],
     attention_dtype: ir.DataType | None = None,
     sizes: Mapping[str, int] | None = None,
+    not_in_fp8: Mapping[str, str] | None = None,
 ) -> SitesResult[Lowered]:
     """Rewrite every canonical site of `model`, in place, for TensorRT.
 
@@ -79,6 +83,7 @@ def lower(
         attention_dtype: the type that attention alone is computed in, between casts; by default the graph's own.
         sizes: the usual size of each symbol of the dims; without them attention within a band is written like any
             other where the tokens are dynamic.
+        not_in_fp8: why a site is not, beside products that are, by the site's name.
 
     Returns:
         the form of every canonical site, and why it was chosen.
@@ -88,6 +93,10 @@ def lower(
     for site, attention in attentions(model, sites):
         dtype = attention_dtype or attention.dtype
         recipe = _recipe(attention, dtype, sizes or {})
+        if attention.scales is not None:
+            recipe = replace(recipe, why=f"in fp8, fused over static tokens{recipe.why.removeprefix(_Recipe.why)}")
+        elif (why := (not_in_fp8 or {}).get(site.name)) is not None:
+            recipe = replace(recipe, why=f"not in fp8: {why}; {recipe.why}")
         node = softmax_of(site.name)
         build = partial(_emit_in, a=attention, recipe=recipe, site=site.name, dtype=dtype)
         replace_value(attention.output.value, insert(model.graph, attention.node, build))
@@ -209,6 +218,18 @@ def _unfused(a: Attention, dtype: ir.DataType) -> str | None:
         return "a soft cap on the scores, which no fused kernel computes"
     if size > LARGEST_HEAD:
         return f"heads of {size} are larger than the fused kernels take ({LARGEST_HEAD}); use more, smaller heads"
+    return None
+
+
+def why_not_in_fp8(a: Attention) -> str | None:
+    """Why TensorRT-RTX fuses no attention of this kind in fp8; None where it does. Learned from plans for SM89 and
+    SM120: with a dynamic number of tokens it multiplies in fp8 and keeps all scores in memory."""
+    if (why := _unfused(a, ir.DataType.FLOAT16)) is not None:
+        return why
+    if not (a.size("n_q").is_static and a.size("n_k").is_static):
+        return "TensorRT fuses attention in fp8 only where the numbers of queries and keys are static"
+    if (n_k := a.size("n_k").factor) < FEWEST_KEYS:
+        return f"TensorRT fuses attention in fp8 only over {FEWEST_KEYS} keys and more, not {n_k}"
     return None
 
 

@@ -23,6 +23,7 @@ from attnforge.export.flops import run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.cost import flops_of
+from attnforge.export.precision.fp8_attention import Rounded, round_attention, sites_for_fp8
 from attnforge.export.precision.quantisation import (
     LEAST_WEIGHTS,
     SCHEMES,
@@ -147,12 +148,20 @@ def choose_forms(
     forms = calibrate(written_out(model, sites), found, inputs, is_real=bool(real), scheme=scheme)
     rows = tables(model)
     forms |= {table.name: Form(error=error_of(table)) for table in rows}
-    gate = _Gate(model, sites, scheme, found, rows, forms, requirement, answers, steps)
+    attended: list[Rounded] = []
+    not_in_fp8: dict[str, str] = {}
+    if scheme.name == "fp8":
+        steps.begin("ranges of attention")
+        attended, not_in_fp8 = sites_for_fp8(model, sites, inputs, is_real=bool(real))
+        forms |= {one.name: Form(error=one.error) for one in attended}
+    gate = _Gate(model, sites, scheme, found, rows, attended, forms, requirement, answers, steps)
     high = gate.raise_until_passed() if is_automatic else gate.passed_whole()
     quantised = gate.quantised(high)
     sizes = cases[0].sizes
     reference = QuantisedReference(whole, precision, quantised, sites)
-    return ChosenForms(quantised, reference, gate.record(high, sizes, len(real)))
+    record = gate.record(high, sizes, len(real))
+    record.kept |= not_in_fp8
+    return ChosenForms(quantised, reference, record)
 
 
 def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, precision: Precision) -> None:
@@ -181,6 +190,7 @@ class _Gate:
         scheme: Scheme,
         found: Sequence[Product],
         rows: Sequence[Table],
+        attended: Sequence[Rounded],
         forms: Mapping[str, Form],
         requirement: Requirement,
         answers: Answers,
@@ -188,7 +198,7 @@ class _Gate:
     ) -> None:
         self._model, self._sites, self._answers, self._progress = model, sites, answers, steps
         self._products, self._tables, self._forms, self._requirement = found, rows, forms, requirement
-        self._scheme = scheme
+        self._scheme, self._attended = scheme, attended
         self._by_error = sorted(forms, key=lambda name: -forms[name].error)
         self._trials: dict[Assignment, Trial] = {}
         self.steps: list[str] = []
@@ -197,6 +207,7 @@ class _Gate:
         """A copy of the graph with these products in fp32 and all others quantised."""
         model, kept = self._model.clone(), set(high)
         quantise(model, {name: form for name, form in self._forms.items() if name not in kept})
+        round_attention(model, [one for one in self._attended if one.name not in kept])
         return model
 
     def passed_whole(self) -> Assignment:
@@ -242,9 +253,10 @@ class _Gate:
 
     def _judge(self, high: Assignment) -> Trial:
         if high not in self._trials:
-            parts: list[tuple[Sequence[Product | Table], str]] = [
+            parts: list[tuple[Sequence[Product | Table | Rounded], str]] = [
                 (self._products, "products"),
                 (self._tables, "tables"),
+                (self._attended, "attention sites"),
             ]
             counted = [
                 f"{sum(part.name not in high for part in every)} of {len(every)} {what}"
@@ -292,7 +304,9 @@ class _Gate:
             real: how many cases of real data the ranges are of.
         """
         low = [product for product in self._products if product.name not in high]
-        total = sum(flops_of(node, sizes) for node in self._model.graph)
+        attended = [one for one in self._attended if one.name not in high]
+        total = sum(flops_of(node, sizes) for node in self._model.graph) or 1.0
+        in_few_bits = {*(product.name for product in low), *(one.node for one in attended)}
         why = "what was asked for is not met where it is quantised"
         return Quantised(
             type=self._scheme.name,  # type: ignore[arg-type]
@@ -301,8 +315,9 @@ class _Gate:
             calibrated=real,
             products=[_recorded(product, self._forms[product.name]) for product in low],
             tables={table.name: self._forms[table.name].error for table in self._tables if table.name not in high},
+            attention={one.name: self._forms[one.name].error for one in attended},
             kept={name: why for name in self._forms if name in high},
-            share=sum(flops_of(product.node, sizes) for product in low) / total if total else 0.0,
+            share=sum(flops_of(node, sizes) for node in self._model.graph if node.name in in_few_bits) / total,
             steps=self.steps,
         )
 

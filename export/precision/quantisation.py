@@ -12,7 +12,8 @@ An input is quantised in one of two ways:
 - *by token*: each token is divided by its largest number, so that a fixed scale fits, and the product is multiplied by
   that number again. Nothing has to be known of the data, and an outlier in one token costs the others nothing.
 - *by tensor*: one scale, from calibration data. A pass over the input less than by token, but numbers beyond the data's
-  are clipped, so it is for what a norm computes, which has one range whatever the model is given.
+  are clipped, so it is for what a norm computes, and what weights and activations make of that token by token: it
+  has one range whatever the model is given.
 
 Either way the channels of an input may be *balanced* first: divided by numbers that the rows of the weights are
 multiplied with, so that a few large channels do not take all of the range (SmoothQuant, Xiao et al. 2023,

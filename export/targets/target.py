@@ -36,6 +36,7 @@ class Job:
         measuring: seconds for choosing forms by measuring; 0 where rules choose.
         compute_capabilities: that a TensorRT-RTX plan is for, such as `SM89`; none for portable ones.
         profiles: further optimization profiles of TensorRT's plans.
+        not_in_fp8: why attention is not, beside products in fp8, by the site's name.
     """
 
     out: Path
@@ -51,6 +52,7 @@ class Job:
     measuring: float
     compute_capabilities: Sequence[str]
     profiles: Sequence[Mapping[str, Range]]
+    not_in_fp8: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

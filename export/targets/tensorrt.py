@@ -13,7 +13,7 @@ from attnforge import cache
 from attnforge.bundle import PORTABLE, PlainPlan, TargetRecord
 from attnforge.errors import UnavailableError
 from attnforge.export.graphs.qdq import products_between
-from attnforge.export.lowering.attention import Lowered
+from attnforge.export.lowering.attention import Lowered, attentions
 from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.export.tensorrt import build as engine
@@ -81,7 +81,7 @@ def _begin_plan(job: Job, flavour: str, attention: Precision | None, stem: str, 
     """
     graph = job.model.clone()
     dtype = ir.DataType.from_numpy(attention.dtype) if attention is not None else None
-    lowered = lower(graph, job.sites, dtype, cases(job.inputs)[0].sizes).sites
+    lowered = lower(graph, job.sites, dtype, cases(job.inputs)[0].sizes, job.not_in_fp8).sites
     name = job.shelf.save(graph, model or f"{stem}.onnx")
     file = job.folder / f"{stem}.plan"
     file.parent.mkdir(exist_ok=True)
@@ -112,6 +112,9 @@ def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps:
     record.engines = [plan.record(wanted.file, flavour, _built_for(job, flavour), sha256(job.folder / wanted.file))]
     if quantised := products_between(job.model):
         record.low_bit = sum(plan.reads_as_stored(between) for between in quantised)
+    rounded = [site.name for site, attention in attentions(job.model, job.sites) if attention.scales is not None]
+    if rounded:
+        record.low_bit_attention = sum(plan.attends_in_fp8(engine.softmax_of(site)) for site in rounded)
     return Built(
         record,
         wanted.lowered,

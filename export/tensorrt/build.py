@@ -22,7 +22,7 @@ from typing import Any
 from attnforge.bundle import Cost, DimSpec, Engine, Range, TensorSpec
 from attnforge.children import command, environment
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
-from attnforge.export.graphs.qdq import Between
+from attnforge.export.graphs.qdq import Between, rounding_of
 from attnforge.export.tensorrt.process import Answer, Layer, Request
 from attnforge.runtime.plans import own_code
 from attnforge.scratch import temporary_folder
@@ -75,6 +75,11 @@ class Plan:
         product, *dequantised = (str(node.name) for node in parts if node is not None)
         multiplying = [la for la in self.layers if la.type in ("gemm", "runtime_fusion") and product in la.onnx_nodes]
         return bool(multiplying) and all({*dequantised} <= {*layer.onnx_nodes} for layer in multiplying)
+
+    def attends_in_fp8(self, softmax: str) -> bool:
+        """Whether the fused kernel of a softmax rounds its numbers to fp8, as all that it multiplies."""
+        kernel, rounding = self.kernel_of(softmax), rounding_of(softmax)
+        return any(layer.name == kernel and rounding in layer.onnx_nodes for layer in self.layers)
 
     def record(self, file: str, flavour: str, compute_capabilities: Sequence[str], sha256: str) -> Engine:
         """The manifest's record of the plan, as one that this user built.

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
+from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import CANONICAL
-from attnforge.errors import BuildError, UnavailableError, UsageError
+from attnforge.bundle import CANONICAL, Bundle
+from attnforge.errors import BuildError, UsageError
+from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.diagnosis.stages import written_out
+from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.lowering.integers import casts_for_fp8, products_of_nibbles
+from attnforge.export.precision.fp8_attention import round_attention, sites_for_fp8
 from attnforge.export.precision.quantisation import SCHEMES, SHRUNK, Form, quantise
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import PRECISIONS
 from attnforge.runtime.parity.budget import relative_error
-from tests.export.precision.test_int8 import WIDTH, Block, Outliers, deployed, linear, of, real, result
+from tests.export.precision.test_int8 import WIDTH, Block, Outliers, deployed, linear, made, of, real, result
 
 FP8, INT4 = SCHEMES["fp8"], SCHEMES["int4"]
 DIMS, SEEDS = st.sampled_from(([3], [2, 5], [1, 2, 3])), st.integers(0, 2**16)
@@ -112,7 +122,8 @@ def test_a_deployment_is_verified_on_every_backend_here(tmp_path: Path, precisio
     assert report.passed and report.warnings == []
     manifest, quantised = bundle.manifest, of(bundle)
     assert manifest.precision == precision == quantised.type and manifest.eager_precision == "fp32"
-    assert len(quantised.products) == 6 and quantised.kept == {} and 0.01 < quantised.error <= 0.15
+    assert len(quantised.products) == 6 and 0.01 < quantised.error <= 0.15
+    assert [*quantised.kept] == (["attention"] if precision == "fp8" else [])  # whose tokens are dynamic
     assert {product.block for product in quantised.products} <= ({32, 128} if precision == "int4" else {None})
     by = {"fp8": {"token", "tensor"} if has_data else {"token"}, "int4": {None}}
     assert {product.by for product in quantised.products} == by[precision]
@@ -182,7 +193,124 @@ def test_weights_of_no_whole_blocks_are_told(tmp_path: Path) -> None:
         deployed(tmp_path / "c", Odder, "int4", max_error=0.2)
 
 
-def test_diagnose_says_that_it_does_not_trace_them(tmp_path: Path) -> None:
-    bundle = deployed(tmp_path / "b", Block, "int4", max_error=0.15)
-    with pytest.raises(UnavailableError, match=r"quantised products, of which nothing is traced.*auto-int4"):
-        attnforge.diagnose(bundle)
+# --- attention in fp8 -------------------------------------------------------------------------------------------------
+
+STATIC = 48
+"""Tokens of attention that is fused in fp8."""
+
+
+def fixed(
+    folder: Path, kind: Callable[[], nn.Module] = Block, tokens: int = STATIC, precision: str = "fp8", **options: Any
+) -> Bundle:
+    """A deployment with a static number of tokens and a dynamic batch, with real data."""
+    module, _ = made(kind)
+    generator = torch.Generator().manual_seed(1)
+    args, *data = (
+        (torch.randn(2, tokens, WIDTH, generator=generator) * 2,) for _ in range(1 + options.pop("count", 3))
+    )
+    options = {"targets": ["onnxruntime"], "tune": False, "max_error": 0.2, "data": data, **options}
+    shapes = {"x": {0: Dim("batch", min=1, max=4)}}
+    return attnforge.deploy(module, args, folder, shapes, precision, **options)
+
+
+class Masked(Block):
+    """The same, whose queries see no later token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.before_attention(x)
+        query, key, value = (
+            linear(normed).unflatten(-1, (4, -1)).transpose(1, 2)
+            for linear in (self.attention.query_proj, self.attention.key_proj, self.attention.value_proj)
+        )
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, seen)
+        x = x + self.down(nn.functional.gelu(self.up(mixed.transpose(1, 2).flatten(2))))
+        logits: Tensor = self.head(self.last(x))
+        return logits
+
+
+@pytest.mark.parametrize("kind", [Block, Masked])
+def test_attention_over_static_tokens_is_in_fp8_and_right_on_every_backend_here(
+    tmp_path: Path, kind: Callable[[], nn.Module]
+) -> None:
+    bundle = fixed(tmp_path / "b", kind)
+    quantised = of(bundle)
+    (error,) = quantised.attention.values()
+    assert quantised.kept == {} and 5e-3 < error < 0.1
+    assert "1 of 1 attention sites" in quantised.steps[0]
+    lowered = bundle.manifest.attention.details[0].targets["onnxruntime"]
+    assert lowered.form == "MatMul·Softmax·MatMul" and "in fp8, for parity" in lowered.why
+    report = attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"])
+    assert report.passed and report.warnings == []
+
+
+@pytest.mark.parametrize("tokens", [STATIC, 5])
+def test_attention_in_fp8_is_what_the_formulas_say(tokens: int) -> None:
+    """As eager has it: query, key and value by one scale each, and what the softmax makes by 1/448. Over few keys
+    nothing is rounded, for TensorRT does not fuse that."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((2, 3, tokens, 16)).astype(np.float32) * 3 for _ in range(3))
+
+    class Alone(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(query, key, value)
+
+    inputs = tuple(map(torch.from_numpy, (query, key, value)))
+    model = capture(Alone(), inputs, None, PRECISIONS["fp32"]).model
+    sites = canonicalize(model).sites
+    feeds = dict(zip([str(x.name) for x in model.graph.inputs], (query, key, value), strict=True))
+    chosen, kept = sites_for_fp8(model, sites, [feeds], is_real=True)
+    if tokens < STATIC:
+        assert chosen == [] and "over 32 keys and more, not 5" in kept[sites[0].name]
+        return
+    round_attention(model, chosen)
+    (result,) = as_it_is(written_out(model, sites))(feeds).values()
+
+    def rounded(x: Array) -> Array:
+        scale = 1.2 * float(np.abs(x).max()) / 448
+        return in_fp8(x.astype(np.float64) / scale) * scale
+
+    scores = rounded(query) @ rounded(key).swapaxes(-1, -2) / 4
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    wanted = (in_fp8(weights / weights.sum(axis=-1, keepdims=True) * 448) / 448) @ rounded(value)
+    assert relative_error(result.astype(np.float64), wanted) < 1e-2
+    exact = Alone()(*inputs).numpy()
+    assert chosen[0].error == pytest.approx(relative_error(result, exact), rel=1e-3)
+
+
+@pytest.mark.parametrize("capability", ["SM89", "SM120"])
+@pytest.mark.parametrize("kind", [Block, Masked])
+def test_tensorrt_fuses_attention_in_fp8(tmp_path: Path, capability: str, kind: Callable[[], nn.Module]) -> None:
+    bundle = fixed(tmp_path / "b", kind, targets=["tensorrt_rtx"], compute_capabilities=[capability])
+    record, attention = bundle.manifest.targets["tensorrt_rtx"], bundle.manifest.attention
+    assert record.low_bit == len(of(bundle).products)
+    assert record.low_bit_attention == attention.fused["tensorrt_rtx"] == 1
+    assert attention.details[0].targets["tensorrt_rtx"].why.startswith("in fp8")
+
+
+def test_where_tokens_are_dynamic_the_certificate_says_why_attention_is_not_in_fp8(tmp_path: Path) -> None:
+    bundle = deployed(tmp_path / "b", precision="fp8", data=real(1), max_error=0.15, targets=["tensorrt_rtx"])
+    (site,) = bundle.manifest.attention.details
+    assert "not in fp8: TensorRT fuses attention in fp8 only where" in site.targets["tensorrt_rtx"].why
+    assert "are static" in of(bundle).kept[site.site] and of(bundle).attention == {}
+    assert bundle.manifest.targets["tensorrt_rtx"].low_bit_attention is None
+
+
+def test_without_data_attention_stays_in_16_bits(tmp_path: Path) -> None:
+    quantised = of(fixed(tmp_path / "b", data=[]))
+    assert quantised.attention == {} and ["which real data gives" in why for why in quantised.kept.values()] == [True]
+
+
+def test_auto_takes_attention_out_of_fp8_where_it_costs_too_much(tmp_path: Path) -> None:
+    class Sharp(Block):
+        """Whose softmax takes one key of many, so that the rounding of scores decides which."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.no_grad():
+                self.attention.query_proj.weight *= 100
+
+    with pytest.raises(BuildError, match="fp8 misses what was asked for"):
+        fixed(tmp_path / "a", Sharp, max_error=0.04)
+    quantised = of(fixed(tmp_path / "b", Sharp, precision="auto-fp8", max_error=0.04))
+    assert quantised.attention == {} and len(quantised.kept) < 7 and quantised.error <= 0.04

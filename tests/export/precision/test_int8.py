@@ -27,7 +27,7 @@ from attnforge.export.graphs.build import typed
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import products_between
 from attnforge.export.lowering.integers import integer_products, rows_first
-from attnforge.export.precision.calibration import balanced, calibrate
+from attnforge.export.precision.calibration import balanced, calibrate, is_normed
 from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine
@@ -304,16 +304,35 @@ def test_balancing_gives_channels_and_weights_the_same_spread() -> None:
     assert np.isfinite(balance).all() and (balance[:3] == 1).all() and (balance > 0).all()
 
 
-def test_one_range_for_all_is_for_what_a_norm_computes_on_real_data() -> None:
+def test_one_range_for_all_is_for_what_a_norm_bounds_on_real_data() -> None:
     module, args = made(Block)
     model = capture(module, args, SHAPES, precision_named("fp32")).model
     found = products(model)
     for is_real in (True, False):
         forms = calibrate(model, found, [{"x": x.numpy()} for (x,) in real()], is_real)
-        normed = [product.input.producer().op_type == "LayerNormalization" for product in found]  # type: ignore[union-attr]
+        normed = [True, True, True, False, True, True]  # behind the norm, attention, the norm, and a GELU of what is
         assert [forms[product.name].scale is not None for product in found] == [is_real and n for n in normed]
         assert all(0 < form.error < 0.02 for form in forms.values())
         assert any(form.balance is not None for form in forms.values()) == is_real
+
+
+@pytest.mark.parametrize(
+    ("op_type", "others", "is_bounded"),
+    [("Gelu", [], True), ("Mul", ["normed"], True), ("Div", [2.0], True), ("Div", ["normed"], False),
+     ("Exp", [], False), ("Add", ["x"], False), ("MatMul", ["normed"], False), ("MatMul", [np.eye(8)], True)],
+)  # fmt: skip
+def test_a_norm_bounds_what_weights_and_activations_make_of_it(
+    op_type: str, others: list[Any], is_bounded: bool
+) -> None:
+    x = ir.Value(name="x")
+    norm = ir.node("LayerNormalization", [x, ir.Value(name="gain")])
+    values = {"x": x, "normed": norm.outputs[0]}
+    operands = [
+        values[other] if isinstance(other, str) else ir.Value(name="w", const_value=ir.tensor(np.float32(other)))
+        for other in others
+    ]
+    assert is_normed(ir.node(op_type, [norm.outputs[0], *operands]).outputs[0]) is is_bounded
+    assert not is_normed(ir.node(op_type, [x, *operands]).outputs[0])
 
 
 # --- a deployment -----------------------------------------------------------------------------------------------------

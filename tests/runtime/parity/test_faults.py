@@ -15,6 +15,8 @@ from tests.support.faults.subjects import PRECISIONS
 TESTED = [(name, p) for name, precisions in PRECISIONS.items() for p in precisions if p != "bf16"]
 """Of the sixteen bits one kind: `python -m tests.support.faults` tries both."""
 
+TRIED = ("fp32", "fp16", "int8", "fp8", "int4")
+
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
@@ -37,11 +39,11 @@ def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     assert {row.fault.name for row in rows if row.verdict == "no effect"} <= set(INERT)
 
 
-@pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in ("fp32", "fp16", "int8")])
+@pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in TRIED])
 def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> None:
     subjects = [name for name, p in TESTED if p == precision]
     caught = [row for name in subjects for row in faults.rows(name, precision) if row.verdict == "caught"]
-    assert len({row.fault.name for row in caught}) >= (35 if precision == "int8" else 40)
+    assert len({row.fault.name for row in caught}) >= {"int8": 60, "fp8": 10, "int4": 7}.get(precision, 40)
     assert {row.fault.family for row in caught} == {f.family for f in FAULTS if not {*f.subjects}.isdisjoint(subjects)}
 
 

@@ -18,6 +18,7 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle
 from attnforge.export.graphs.float64 import to_double
+from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.parity.budget import relative_error
@@ -72,9 +73,9 @@ class Bench:
         self._truth = dict(self.exact(self._model.clone()))
 
     def exact(self, model: ir.Model, cases: Collection[str] | None = None) -> Iterator[tuple[str, Array]]:
-        """The output of a graph in float64, by case, all of them by default. A fault's own casts are kept. In 8 bits it
-        is that of the graph as it is, which rounds far more than fp32 does."""
-        in_double = self.precision != "int8"
+        """The output of a graph in float64, by case, all of them by default. A fault's own casts are kept. In few
+        bits it is that of the graph as it is, which rounds far more than fp32 does."""
+        in_double = not precision_named(self.precision).is_quantised
         if in_double:
             to_double(model)
         for node in model.graph:
@@ -153,8 +154,8 @@ def verified(bundle: Bundle) -> BackendReport:
 
 
 def is_sampled(fault: Fault, subject: str, precision: str) -> bool:
-    """Whether the tests try a fault in a subject: in fp32 and in 8 bits every fault in one of its
-    subjects, in 16 bits every second.
+    """Whether the tests try a fault in a subject: in fp32 and in int8 every fault in one of its subjects, in 16 bits,
+    fp8 and int4 every second.
 
     The sample stays the same where a fault is added.
     """

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from attnforge.export.graphs.build import Builder, constant
 from tests.support.faults.eight_bits import IN_EIGHT_BITS
+from tests.support.faults.few_bits import IN_4_BITS, IN_FP8, IN_TABLES
 from tests.support.faults.graph import (
     KEPT,
     Alter,
@@ -790,3 +791,6 @@ family(
 family("blocks", *IN_BLOCKS)
 family("mask as a feature", *AS_FEATURES)
 family("8 bits", *IN_EIGHT_BITS)
+family("tables in 8 bits", *IN_TABLES)
+family("fp8", *IN_FP8)
+family("4 bits", *IN_4_BITS)

@@ -183,7 +183,7 @@ def rounded_down(i: int) -> Alter:
     return alter
 
 
-def one(index: int, factor: float) -> Callable[[Array], Array]:
+def one(index: int | tuple[int, ...], factor: float) -> Callable[[Array], Array]:
     """One number times a factor."""
 
     def change(array: Array) -> Array:

@@ -19,7 +19,9 @@ Line = dict[str, str]
 def page_of(lines: list[Line]) -> str:
     """The verdicts by precision and by kind of fault, and each fault that verify lets pass somewhere."""
     parts = [f"{len({line['fault'] for line in lines})} faults, put in {len(lines)} times:", ""]
-    by_precision = sorted(lines, key=lambda line: ("fp32", "fp16", "bf16", "int8").index(line["precision"]))
+    by_precision = sorted(
+        lines, key=lambda line: ("fp32", "fp16", "bf16", "int8", "fp8", "int4").index(line["precision"])
+    )
     parts += _counts(by_precision, "precision", (*VERDICTS, *NEVER))
     parts += ["", "By kind:", "", *_counts(lines, "kind", VERDICTS)]
     parts += ["", "Faults that pass somewhere, and the largest share of the budget that they take up:", ""]

@@ -27,14 +27,20 @@ PRECISIONS = {
     "padded-causal": ("fp32",),
     "calibrated": ("int8",),
     "by-token": ("int8",),
+    "static": ("fp8",),
+    "blocks-of-4-bits": ("int4",),
 }
 """The subjects, and the precisions that they are deployed in."""
 
 USUAL_TOKENS, MOST_TOKENS, MOST_BATCH = 16, 24, 4
 
-IN_EIGHT_BITS = ("calibrated", "by-token")
-"""The encoder with its products in 8 bits: balanced on data, behind norms with one range, or each
-token with a range of its own."""
+STATIC_TOKENS = 32
+"""Of attention in fp8, the fewest that it is fused for."""
+
+MAX_ERROR = {"calibrated": 0.1, "by-token": 0.1, "static": 0.2, "blocks-of-4-bits": 0.4}
+"""The encoder with quantised products, and what that may cost. In 8 bits: balanced on data, behind norms with one
+range, or each token with a range of its own. In fp8, of static tokens, with its attention. With balanced weights of 4
+bits."""
 
 BY_MASK = ("bare-window", "window", "padded", "padded-causal")
 """The subjects that are lowered by what their masks leave, as they would be with many tokens."""
@@ -64,8 +70,9 @@ def subject(name: str) -> Example:
     batch, tokens = Dim("batch", min=1, max=MOST_BATCH), Dim("tokens", min=1, max=MOST_TOKENS)
     sequence = {0: batch, 1: tokens}
     shapes: Any = {"tokens": sequence, "key_padding_mask": sequence}
-    if name in ("encoder", *IN_EIGHT_BITS):
+    if name in ("encoder", *MAX_ERROR):
         module, args, _ = build_model("transformer-encoder")
+        shapes = {key: {0: batch} for key in shapes} if name == "static" else shapes
     elif name == "causal":
         module, args, _ = build_model("transformer-encoder", num_layers=1, is_causal=True)
     elif name == "vit":
@@ -88,10 +95,10 @@ def subject(name: str) -> Example:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
             elif key.endswith("query_proj.weight"):
                 parameter.mul_(4)
-        if name == "calibrated":
+        if name in ("calibrated", "blocks-of-4-bits"):
             _with_outliers(module)
     if name != "vit":
-        args = tuple(arg[:, -USUAL_TOKENS:] for arg in args)
+        args = tuple(arg[:, -(STATIC_TOKENS if name == "static" else USUAL_TOKENS) :] for arg in args)
     return Example(module, args, shapes)
 
 
@@ -118,11 +125,11 @@ def _padding() -> Tensor:
 
 def deploy(name: str, precision: str, folder: Path) -> Bundle:
     module, args, shapes = subject(name)
-    if name in IN_EIGHT_BITS:
-        data = [args] if name == "calibrated" else []
+    if name in MAX_ERROR:
         return attnforge.deploy(
-            module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False, data=data, max_error=0.1
-        )
+            module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False,
+            data=[args] if name != "by-token" else [], max_error=MAX_ERROR[name],
+        )  # fmt: skip
     many = mock.patch.multiple(lowering, MANY_SCORES=1, BLOCKS=(4,)) if name in BY_MASK else contextlib.nullcontext()
     with many:
         return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)

@@ -1,0 +1,332 @@
+"""What quantising does to a model, step by step: which rounding to few bits costs the outputs most, and why.
+
+A step is a Q/DQ of a computed tensor: the input of products, or query, key or value of attention in fp8. Weights are in
+few bits on both sides, for a bundle holds no others: what they cost is the rest of the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.arrays import Array
+from attnforge.bundle import Quantised
+from attnforge.export.diagnosis.causes import HALVED, TRIED, Blame, Cause
+from attnforge.export.diagnosis.stages import module_of
+from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of
+from attnforge.export.graphs.build import initializer, like
+from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.qdq import Between, products_between
+from attnforge.numbers import scientific
+
+INT8 = ir.DataType.INT8
+
+FEW = 16
+"""Channels of an input of which one at most is an outlier."""
+
+OUTLIER = 4.0
+"""How many times as large as all others a channel is that takes the range."""
+
+LISTED = 4
+"""Channels that are named."""
+
+SATURATES = 2**15
+"""What two neighbouring products of 8 bits add up to at most where processors have no VNNI."""
+
+MUCH = 4.0
+"""How many times the graph's own error saturated sums have to err to be told from it."""
+
+ALIKE = 0.25
+"""How much the error of a backend's tensor may differ from that of saturated sums, relatively, to be of these."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rounding of a computed tensor to few bits.
+
+    Attributes:
+        tensor: what comes out of it, by name.
+        source: what goes in, by name.
+        scale: of all its numbers.
+        least, most: its numbers in few bits.
+        module: that the first product with it belongs to.
+        users: names of the nodes that read it.
+        is_input: whether it is the input of products, whose last dim is channels.
+    """
+
+    tensor: str
+    source: str
+    scale: float
+    least: int
+    most: int
+    module: str
+    users: tuple[str, ...]
+    is_input: bool
+
+
+def with_weights(model: ir.Model) -> ir.Model:
+    """A copy of a quantised graph whose weights and tables are dequantised, so that steps are the only Q/DQ."""
+    copy = model.clone()
+    stored = [node for node in copy.graph if _is_of_weights(node)]
+    names = [str(node.outputs[0].name) for node in stored]
+    arrays = as_it_is(copy, names)({}) if names else {}
+    for node, name in zip(stored, names, strict=True):
+        node.outputs[0].name = f"{name}/stored"
+        weight = initializer(copy.graph, name, arrays[name])
+        ir.convenience.replace_all_uses_with(node.outputs[0], weight)
+    RemoveUnusedNodesPass()(copy)
+    return copy
+
+
+def _is_of_weights(node: ir.Node) -> bool:
+    stored = node.inputs[0] if node.op_type == "DequantizeLinear" and node.domain == "" else None
+    return stored is not None and stored.is_initializer()
+
+
+def unrounded(model: ir.Model, tensors: Sequence[str] | None = None) -> ir.Model:
+    """A copy of a graph whose steps round nothing: all of them, or those that make `tensors`."""
+    copy = model.clone()
+    for node, quantise in _pairs(copy):
+        if tensors is not None and node.outputs[0].name not in tensors:
+            continue
+        name, source = str(node.outputs[0].name), quantise.inputs[0]
+        assert source is not None
+        passed = ir.node("Identity", [source], name=f"{node.name}/unrounded")
+        copy.graph.insert_before(node, passed)
+        node.outputs[0].name = f"{name}/rounded"
+        like(passed.outputs[0], node.outputs[0]).name = name
+        ir.convenience.replace_all_uses_with(node.outputs[0], passed.outputs[0])
+    RemoveUnusedNodesPass()(copy)
+    return copy
+
+
+def _pairs(model: ir.Model) -> list[tuple[ir.Node, ir.Node]]:
+    """Every DequantizeLinear of a computed tensor, with its QuantizeLinear."""
+    found = []
+    for node in model.graph:
+        narrow = node.inputs[0] if node.op_type == "DequantizeLinear" and node.domain == "" else None
+        quantise = narrow.producer() if narrow is not None else None
+        if quantise is not None and quantise.op_type == "QuantizeLinear":
+            found.append((node, quantise))
+    return found
+
+
+def steps_of(model: ir.Model) -> list[Step]:
+    """The steps of a graph that :func:`with_weights` made, in its order."""
+    steps = []
+    for node, quantise in _pairs(model):
+        source, scale = quantise.inputs[:2]
+        number = ir.convenience.get_const_tensor(scale) if scale is not None else None
+        readers = [use.node for use in node.outputs[0].uses()]
+        narrow = quantise.outputs[0].dtype
+        if source is None or number is None or number.size != 1 or not readers:
+            continue
+        least, most = (-128, 127) if narrow == INT8 else (-448, 448)
+        first = next((reader for reader in readers if reader.op_type == "MatMul"), readers[0])
+        is_input = all(_has_weight(reader) for reader in readers)
+        names = tuple(str(reader.name) for reader in readers)
+        scale_of = float(number.numpy().item())
+        name = str(node.outputs[0].name)
+        steps.append(Step(name, str(source.name), scale_of, least, most, module_of(first), names, is_input))
+    return steps
+
+
+def _has_weight(node: ir.Node) -> bool:
+    weight = node.inputs[1] if node.op_type == "MatMul" else None
+    return weight is not None and weight.is_initializer()
+
+
+def blame_step(trace: Trace, quantised: Quantised) -> Blame:
+    """The step whose rounding costs the outputs most, and why; or that no single one is to blame.
+
+    Args:
+        trace: of the quantised graph, whose float64 rounds nothing.
+        quantised: the manifest's record.
+    """
+    by_name = {tensor.name: tensor for tensor in trace.tensors}
+    steps = [step for step in steps_of(trace.model) if step.tensor in by_name]
+    largest = sorted(steps, key=lambda step: -by_name[step.tensor].own)[:TRIED]
+    without = {step.tensor: error_without(trace, step.tensor) for step in largest}
+    costliest = min(largest, key=lambda step: without[step.tensor], default=None)
+    worst = _worst_product(quantised)
+    if costliest is None:
+        return Blame(None, "quantisation", f"no input of a product is rounded; {worst}")
+    tensor, left = by_name[costliest.tensor], without[costliest.tensor]
+    few_bits: tuple[Cause, str] = ("quantisation", f"rounding it errs by {scientific(tensor.own)}")
+    cause, why = why_costly(costliest, trace.stored[costliest.source]) or few_bits
+    module = _modules(costliest, quantised)
+    evidence = (
+        f"{why}. Rounding inputs costs the outputs {scientific(trace.error)}, and {scientific(left)} without that of "
+        f"{module}, which costs most; {worst}"
+    )
+    if cause == "quantisation" and left > HALVED * trace.error:
+        return Blame(None, cause, f"{module}: {evidence}")
+    return Blame(tensor, cause, evidence, left, module)
+
+
+def _modules(step: Step, quantised: Quantised) -> str:
+    """The modules whose products read a step."""
+    by_product = {f"{product.name}/{quantised.type}": product.module for product in quantised.products}
+    modules = dict.fromkeys(by_product[user] for user in step.users if user in by_product)
+    return ", ".join([*modules][:LISTED]) + (", …" if len(modules) > LISTED else "") if modules else step.module
+
+
+def _worst_product(quantised: Quantised) -> str:
+    worst = max(quantised.products, key=lambda product: product.error, default=None)
+    if worst is None:
+        return "no product is quantised"
+    return f"{worst.module} errs most by itself, weights and input together: {scientific(worst.error)} ({worst.name})"
+
+
+def error_without(trace: Trace, tensor: str) -> float:
+    """The error of the outputs where one step rounds nothing."""
+    results = as_it_is(unrounded(trace.model, [tensor]), trace.outputs)(trace.feeds)
+    return max(error_of(results[output], trace.exact[output]) for output in trace.outputs)
+
+
+# --- why --------------------------------------------------------------------------------------------------------------
+
+
+def why_costly(step: Step, source: Array) -> tuple[Cause, str] | None:
+    """Why a step costs what it does; None where nothing is wrong but that it has few bits.
+
+    Args:
+        step: the step.
+        source: (…, channels) what it rounds.
+    """
+    return _clipped(step, source) or _outliers(step, source)
+
+
+def rounded(step: Step, source: Array, scale: float | Array) -> Array:
+    """What a step would leave of numbers with some scale."""
+    numbers = np.clip(source / scale, step.least, step.most)
+    if step.most == 127:
+        return np.rint(numbers) * scale
+    return numbers.astype(np.float32).astype(ir.DataType.FLOAT8E4M3FN.numpy()).astype(np.float64) * scale
+
+
+def _clipped(step: Step, source: Array) -> tuple[Cause, str] | None:
+    """That most of the error is of numbers that the range does not hold."""
+    numbers = source[np.isfinite(source)]
+    limit = step.scale * step.most
+    beyond = np.abs(numbers) > limit * (1 + 1 / 256)  # by token a number may be a rounding beyond
+    lost = float(np.square(np.abs(numbers[beyond]) - limit).sum())
+    total = float(np.square(rounded(step, numbers, step.scale) - numbers).sum())
+    if lost <= HALVED * total or not beyond.any():
+        return None
+    return "clipping", (
+        f"{beyond.mean():.2%} of the numbers of {step.source} are beyond its range of ±{limit:.3g}, up to "
+        f"{np.abs(numbers).max():.3g}, and clipped, which is {lost / total:.0%} of the squared error there; calibrate "
+        "with data such as this, or leave ranges to each token"
+    )
+
+
+def _outliers(step: Step, source: Array) -> tuple[Cause, str] | None:
+    """That few channels take the range, and the others would be rounded to far less without them."""
+    if not step.is_input or step.most != 127:  # steps of floating-point numbers are as fine for small ones
+        return None
+    rows = source.reshape(-1, source.shape[-1])
+    rows = rows[np.isfinite(rows).all(axis=-1)]
+    peaks = np.abs(rows).max(axis=0, initial=0.0)
+    order = np.argsort(-peaks)
+    few = max(len(peaks) // FEW, 1)
+    count = next(
+        (k for k in range(1, few + 1) if len(peaks) > k and peaks[order[k]] * OUTLIER <= peaks[order[k - 1]]), None
+    )
+    if count is None or peaks[order[0]] > 0 == peaks[order[count]]:
+        return None
+    others = np.sort(order[count:])
+    rest = rows[:, others]
+    if not peaks[others].any():
+        return None
+    own_range = peaks[others].max() / step.most
+    error, alone = (float(np.linalg.norm(rounded(step, rest, scale) - rest)) for scale in (step.scale, own_range))
+    if alone > HALVED * error:
+        return None
+    channels = sorted(int(channel) for channel in order[:count])
+    named = ", ".join(map(str, channels[:LISTED])) + (", …" if count > LISTED else "")
+    which, verb = ("channel", "takes") if count == 1 else ("channels", "take")
+    return "outlier channel", (
+        f"{which} {named} of {step.source} {verb} the range: {peaks[order[0]]:.3g} at most, where all others are "
+        f"{peaks[others].max():.3g} at most, and so have {peaks[others].max() / step.scale:.0f} steps a side; with a "
+        f"range of their own they would err {error / alone:.0f} times less. Real data lets channels be balanced"
+    )
+
+
+# --- saturation -------------------------------------------------------------------------------------------------------
+
+
+def saturated_product(between: Between, inputs: Array) -> Array | None:
+    """An 8-bit product whose neighbouring pairs are added in 16 bits, dequantised; None where that changes nothing.
+
+    Args:
+        between: the product, in a graph whose weights are as they are stored.
+        inputs: (…, channels) float, what its input is quantised from.
+    """
+    if between.quantise is None or between.stored.dtype != INT8 or between.stored.const_value is None:
+        return None
+    scale = _constant(between.quantise.inputs[1])
+    scales = _constant(between.weight.inputs[1])
+    if scale is None or scales is None:
+        return None
+    weight = between.stored.const_value.numpy().astype(np.int64)
+    step = scale
+    numbers = np.clip(np.rint(inputs / step), -128, 127).astype(np.int64) + 128  # unsigned, as processors multiply
+    if len(weight) % 2:
+        numbers, weight = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, 1)]), np.pad(weight, [(0, 1), (0, 0)])
+    total = np.zeros((*numbers.shape[:-1], weight.shape[1]), np.int64)
+    is_other = False
+    for i in range(0, len(weight), 2):
+        pair = numbers[..., i : i + 2] @ weight[i : i + 2]
+        kept = np.clip(pair, -SATURATES, SATURATES - 1)
+        is_other |= bool((kept != pair).any())
+        total += kept
+    total -= 128 * weight.sum(axis=0)
+    return total * (step * scales) if is_other else None
+
+
+def _constant(value: ir.Value | None) -> Array | None:
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return tensor.numpy().astype(np.float64) if tensor is not None else None
+
+
+def saturated_on(canonical: ir.Model, trace: Trace, errors: Mapping[str, float]) -> tuple[TensorErrors, str] | None:
+    """The first product of a backend whose error is that of saturated sums, and the numbers that prove it.
+
+    Args:
+        canonical: the quantised graph, with weights as they are stored.
+        trace: of it.
+        errors: of the backend's tensors, relative to float64.
+    """
+    for between in products_between(canonical):
+        source = between.quantise.inputs[0] if between.quantise is not None else None
+        product = saturated_product(between, trace.stored[str(source.name)]) if source is not None else None
+        if product is None:
+            continue
+        name, product = _with_bias(between.product, product)
+        tensor = next((tensor for tensor in trace.tensors if tensor.name == name), None)
+        if tensor is None or name not in errors:
+            continue
+        expected = error_of(product, trace.exact[name])
+        if expected > MUCH * tensor.error and abs(errors[name] - expected) <= ALIKE * expected:
+            return tensor, (
+                f"{name} {scientific(errors[name])} off float64, where the graph is {scientific(tensor.error)} off, "
+                f"and sums of pairs that saturate at 16 bits would be {scientific(expected)} off: so the backend adds "
+                "8-bit products, as processors without VNNI do"
+            )
+    return None
+
+
+def _with_bias(node: ir.Node, product: Array) -> tuple[str, Array]:
+    """The tensor that backends have of a product: with the bias, where one is added to it."""
+    uses = list(node.outputs[0].uses())
+    if len(uses) == 1 and uses[0].node.op_type == "Add":
+        add = uses[0].node
+        bias = add.inputs[1 - uses[0].idx]
+        if bias is not None and bias.const_value is not None:
+            return str(add.outputs[0].name), product + bias.const_value.numpy()
+    return str(node.outputs[0].name), product

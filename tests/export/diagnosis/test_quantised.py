@@ -1,0 +1,161 @@
+"""diagnose on quantised bundles: the step that costs most, clipped ranges, outlier channels, and saturated sums."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from typer.testing import CliRunner
+
+import attnforge
+from attnforge.bundle import CANONICAL, Bundle
+from attnforge.cli import app
+from attnforge.export.diagnosis.quantised import (
+    Step,
+    saturated_on,
+    saturated_product,
+    unrounded,
+    why_costly,
+    with_weights,
+)
+from attnforge.export.diagnosis.stages import sites_of, written_out
+from attnforge.export.diagnosis.trace import Trace, error_of, trace
+from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.qdq import products_between
+from attnforge.export.graphs.saving import load_graph
+from attnforge.runtime import cases as reference
+from attnforge.runtime.parity.verify import stored_inputs
+from tests.export.precision.test_fp8_and_int4 import fixed
+from tests.export.precision.test_int8 import Block, Outliers, deployed, real
+from tests.support.bundles import rewrite
+from tests.support.faults.eight_bits import UP, scales
+from tests.support.faults.graph import Graph
+
+ONLY = ["onnxruntime-cpu"]
+
+
+@pytest.fixture(scope="module")
+def outliers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return deployed(tmp_path_factory.mktemp("diagnosed") / "outliers", Outliers, max_error=0.9)
+
+
+def test_outlier_channels_are_named(outliers: Bundle) -> None:
+    found = attnforge.diagnose(outliers, ONLY)
+    finding = found.finding
+    assert finding.cause == "outlier channel" and "channels 3, 17 of" in finding.evidence
+    assert finding.module == "attention.query_proj, attention.key_proj, attention.value_proj"
+    assert found.failing == [] and not found.healthy and found.same_function == []
+    assert found.error is not None and found.eager_error == pytest.approx(found.error, rel=0.1)
+    assert finding.error_without is not None and finding.error_without < 0.8 * found.error
+    assert any(tensor.tensor == finding.tensor for tensor in found.tensors)
+
+
+def test_the_cli_says_so(outliers: Bundle) -> None:
+    result = CliRunner().invoke(app, ["diagnose", str(outliers.path), "--backend", *ONLY])
+    assert result.exit_code == 1 and "outlier channel at attention.query_proj" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("precision", ["int4", "fp8"])
+def test_where_nothing_is_wrong_what_costs_most_is_told(tmp_path: Path, precision: str) -> None:
+    bundle = (
+        fixed(tmp_path / "b")
+        if precision == "fp8"
+        else deployed(tmp_path / "b", Block, "int4", data=real(), max_error=0.9)
+    )
+    found = attnforge.diagnose(bundle, ONLY)
+    assert found.healthy and found.finding.cause == "quantisation", found.finding
+    assert "down errs most by itself" in found.finding.evidence
+    assert ("costs most" in found.finding.evidence) == (precision == "fp8")
+
+
+def test_a_scale_that_a_backend_has_wrong_is_found_where_it_is(outliers: Bundle, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(outliers.path, tmp_path / "b"))
+    file = folder / outliers.manifest.targets["onnxruntime"].model
+    model = ir.load(file)
+    scales(UP, lambda s: s * 8)(Graph(model))
+    ir.save(model, file)
+    finding = attnforge.diagnose(rewrite(folder), ONLY).finding
+    assert (finding.cause, finding.stage) == ("operator", "onnxruntime-cpu")
+    assert finding.tensor is not None and finding.tensor.startswith("node_MatMul_36/int8")
+
+
+# --- why --------------------------------------------------------------------------------------------------------------
+
+
+def step(most: int = 127, scale: float = 1 / 127) -> Step:
+    return Step("t/DequantizeLinear", "t", scale, -most - (most == 127), most, "up", ("up/int8",), True)
+
+
+def test_clipped_numbers_are_counted() -> None:
+    source = np.random.default_rng(0).uniform(-1, 1, (10, 32))
+    assert why_costly(step(), source) is None
+    source[0, 0] = -3
+    cause, why = why_costly(step(), source) or ("", "")
+    assert cause == "clipping" and why.startswith("0.31% of the numbers of t are beyond its range of ±1, up to 3")
+    source[0, 0] = 1.002  # by token a number may be a rounding beyond
+    assert why_costly(step(), source) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_channels_that_take_the_range_are_few(count: int) -> None:
+    source = np.random.default_rng(0).uniform(-1, 1, (10, 32)) / 20
+    source[:, 5 : 5 + count] *= 20
+    found = why_costly(step(), source)
+    if count == 3:  # of 32 channels a tenth is no outlier
+        assert found is None
+        return
+    assert found is not None and found[0] == "outlier channel"
+    assert found[1].startswith(["channel 5 of t takes", "channels 5, 6 of t take"][count - 1])
+    assert why_costly(step(most=448, scale=1 / 448), source) is None  # numbers with an exponent are as fine there
+
+
+# --- saturation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[ir.Model, Trace]:
+    bundle = deployed(tmp_path_factory.mktemp("saturated") / "b", Block, max_error=0.9)
+    canonical = written_out(load_graph(bundle, CANONICAL), sites_of(bundle.manifest.attention))
+    for between in products_between(canonical):  # all weights as large as they may be, so that pairs saturate
+        stored = between.stored.const_value
+        assert stored is not None
+        signs = np.where(stored.numpy() < 0, -127, 127).astype(np.int8)
+        between.stored.const_value = ir.tensor(signs, name=between.stored.name)
+    case = bundle.manifest.cases[0]
+    feeds = reference.make_inputs(case, bundle.manifest.inputs, stored_inputs(bundle))
+    model = with_weights(canonical)
+    return canonical, trace(model, feeds, exact_model=unrounded(model))
+
+
+def test_sums_of_pairs_saturate_at_16_bits(traced: tuple[ir.Model, Trace]) -> None:
+    canonical, of = traced
+    between = products_between(canonical)[0]
+    assert between.quantise is not None and between.quantise.inputs[0] is not None
+    source = of.stored[str(between.quantise.inputs[0].name)]
+    product = saturated_product(between, source)
+    assert product is not None and between.stored.const_value is not None
+    narrow, scales_of = between.quantise.outputs[0], between.weight.inputs[1]
+    assert scales_of is not None and scales_of.const_value is not None
+    numbers = as_it_is(canonical, [str(narrow.name)])(of.feeds)[str(narrow.name)].astype(int)[0, 0] + 128
+    weight = between.stored.const_value.numpy().astype(int)[:, 0]
+    pairs = [numbers[i] * weight[i] + numbers[i + 1] * weight[i + 1] for i in range(0, len(weight), 2)]
+    assert any(abs(pair) > 32767 for pair in pairs)
+    total = sum(min(max(pair, -32768), 32767) for pair in pairs) - 128 * weight.sum()
+    assert product[0, 0, 0] == pytest.approx(total / 127 * scales_of.const_value.numpy()[0])
+
+
+def test_a_backend_whose_sums_saturate_is_told(traced: tuple[ir.Model, Trace]) -> None:
+    canonical, of = traced
+    between = products_between(canonical)[0]
+    assert between.quantise is not None and between.quantise.inputs[0] is not None
+    product = saturated_product(between, of.stored[str(between.quantise.inputs[0].name)])
+    assert product is not None
+    name = str(between.product.outputs[0].name)
+    tensor, evidence = saturated_on(canonical, of, {name: error_of(product, of.exact[name])}) or (None, "")
+    assert tensor is not None and tensor.name == name and "processors without VNNI" in evidence
+    right = {one.name: one.error for one in of.tensors}
+    assert saturated_on(canonical, of, right) is None
+    assert saturated_on(canonical, of, {name: 100.0}) is None
