@@ -179,13 +179,16 @@ def with_rotary_operator(model: ir.Model) -> None:
     """Let GroupQueryAttention turn queries and keys, write the caches and attend, in place.
 
     Raises:
-        UnavailableError: queries and keys of a site are not turned by tables right before, as the operator does it.
+        UnavailableError: queries and keys of a site are not turned by tables right before, as the operator does it; or
+            heads are not of a multiple of 16.
     """
     graph = model.graph
     tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
     for node in [node for node in graph if node.op_type == "Attention"]:
         turned = _rotary(node.inputs[0])
         cos, sin = turned.inputs[1:3]
+        if (size := _heads(node)[2]) % 16:
+            raise UnavailableError(f"its heads are {size} wide; the operator turns heads of a multiple of 16")
         assert cos is not None and sin is not None
         if cos not in tables:
             cos_table, sin_table = (
