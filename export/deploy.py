@@ -24,7 +24,7 @@ from attnforge.bundle import (
 from attnforge.deploy_cache import DeployCache
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused, masks_of
-from attnforge.export.decoding.insert import with_cache
+from attnforge.export.decoding.insert import one_token, with_cache
 from attnforge.export.decoding.tokenizer import keep_tokenizer
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.measuring import MEASURING, SECONDS, measure
@@ -43,6 +43,7 @@ from attnforge.export.tensorrt.build import Builders, profiles_of
 from attnforge.machine import tool_versions
 from attnforge.memory import give_back
 from attnforge.progress import Listener, Stages
+from attnforge.runtime.cases import WHOLE_CACHE
 
 
 def deploy(
@@ -179,12 +180,13 @@ def _made(
 
         whole, decoding = model, None
         if options.cache_tokens is not None:
-            whole = model.clone()
+            model = whole.clone()  # the reference may be the graph itself
             decoding = with_cache(model, sites, source.inputs, source.outputs, options.cache_tokens)
             decoding.stop = list(options.stop)
             if options.tokenizer is not None:
                 decoding.tokenizer = keep_tokenizer(options.tokenizer, folder)
         taken, _ = graph_tensors(source.inputs, source.outputs, decoding)
+        profiles = [*options.profiles, *([] if decoding is None else [one_token(taken[0])])]
 
         shelf = Shelf(folder)
         shelf.save(model, CANONICAL)
@@ -206,13 +208,17 @@ def _made(
             attention=attention,
             measuring=SECONDS / 2 if options.tune else 0.0,
             compute_capabilities=options.built_for,
-            profiles=options.profiles,
+            profiles=profiles,
         )
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
         give_back()
         alone = attention if quantised is None else None  # errs by far less than quantised products
-        make = partial(write_reference, folder, reference, whole, alone, data, stages.begin("reference"))
+        begun_reference = stages.begin("reference")
+        make = partial(write_reference, folder, reference, whole, alone, data, begun_reference, options.cache_tokens)
         cases = reuse.reference(reference, attention, data, make) if reference is source else make()
+        if decoding is not None:
+            decoding.cases = [case for case in cases if case.name == WHOLE_CACHE]
+            cases = [case for case in cases if case.name != WHOLE_CACHE]
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
         certificate = certify(sites, built, masks)
         check_fused(options.require_fused, certificate)

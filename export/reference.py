@@ -17,7 +17,7 @@ import onnx_ir as ir
 from safetensors.numpy import save_file
 
 from attnforge.arrays import BFLOAT16, Array, is_floating, pieces
-from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
+from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, DimSpec, TensorSpec
 from attnforge.errors import BuildError, CaptureError
 from attnforge.export.flops import run_cost
 from attnforge.precision import Precision
@@ -26,6 +26,7 @@ from attnforge.runtime.cases import (
     LARGEST,
     OUTLIERS,
     PASSES,
+    WHOLE_CACHE,
     Cost,
     blocks,
     data_key,
@@ -112,6 +113,7 @@ def write_reference(
     attention: Precision | None = None,
     data: Data | None = None,
     progress: Progress | None = None,
+    places: int | None = None,
 ) -> list[Case]:
     """Run every case through the model at the bundle's precision and in float64, and write inputs and outputs.
 
@@ -123,12 +125,15 @@ def write_reference(
             another precision, so all of the model runs at it: the yardstick of :mod:`attnforge.runtime.parity.budget`.
         data: real inputs, which become cases after those that are made from seeds.
         progress: hears of every case.
+        places: tokens that a decoder's caches hold, where it is one.
 
     Returns:
         the cases, with the scale of their inputs and the spread of eager's error.
     """
     cost = run_cost(graph)
     stored, cases = stored_inputs(model, data or Data(), cost)
+    if places is not None:
+        cases += _whole_cache(model.inputs[0], places, len(cases))
     low = model.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
     few = _FewNumbers()
@@ -180,6 +185,16 @@ def stored_inputs(model: ReferenceModel, data: Data, cost: Cost) -> tuple[dict[s
         if data.labels:
             stored[labels_key(case)] = data.labels[i]
     return stored, cases
+
+
+def _whole_cache(tokens: TensorSpec, places: int, seed: int) -> list[Case]:
+    """The case of one sample with as many tokens as a decoder's caches hold; none where a call may have as many."""
+    batch, count, *_ = tokens.dims
+    assert isinstance(count, DimSpec)
+    if count.max == places:
+        return []
+    sizes = {count.symbol: places} | ({batch.symbol: 1} if isinstance(batch, DimSpec) else {})
+    return [Case(name=WHOLE_CACHE, sizes=sizes, kind="normal", seed=seed)]
 
 
 Results = tuple[dict[str, Array], dict[str, Array], dict[str, Array]]

@@ -45,6 +45,9 @@ MASKS: tuple[Masks, ...] = ("all", "none", "one", "all but one", "ragged")
 LARGEST = "normal-largest"
 """The name of the case of normal inputs with all dims at their maximum."""
 
+WHOLE_CACHE = "whole-cache"
+"""The name of the case of one sample with as many tokens as a decoder's caches hold, which steps alone reach."""
+
 CHEAP = 1e9
 """Floating-point operations of a run up to which no case is made smaller for its cost."""
 

@@ -23,6 +23,7 @@ from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import cuda_devices
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
+from tests.support.decoders import PLACES, DeployDecoder, decoder_example
 from tests.support.html_pages import browser, chromium
 
 __all__ = ["browser", "chromium"]
@@ -175,3 +176,20 @@ def ray_cluster() -> Iterator[None]:
     processor for reading."""
     with local_cluster(cpus=4):
         yield
+
+
+@pytest.fixture(scope="session")
+def decoders(shared: Path) -> DeployDecoder:
+    """`decoders(kind, precision)`: a small decoder with a cache, for ONNX Runtime; in fp16 for TensorRT-RTX as well."""
+
+    @functools.cache
+    def deploy(kind: str, precision: str) -> Bundle:
+        folder = shared / f"decoder-{kind}-{precision}"
+        module, args, shapes = decoder_example(kind)
+        targets = ("onnxruntime", "tensorrt_rtx") if precision == "fp16" else ("onnxruntime",)
+        return once(
+            folder,
+            lambda: attnforge.deploy(module, args, folder, shapes, precision, targets, tune=False, cache_tokens=PLACES),
+        )
+
+    return deploy

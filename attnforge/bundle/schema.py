@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import AliasChoices, Field
 
 from attnforge.bundle.fields import (
@@ -414,6 +416,7 @@ class Decoding(StoredRecord):
         past: name of the input, int64 of `(batch,)`, with how many tokens each sample has in the caches.
         places: tokens that the caches hold for each sample.
         caches: of every attention site, in graph order.
+        cases: further reference cases, of more tokens than a call may have.
         vocabulary: how many ids the table of embeddings has; None where tokens are no ids.
         stop: ids behind which a text ends.
         tokenizer: file of the `tokenizers` library that turns texts into ids; None where there is none.
@@ -423,6 +426,7 @@ class Decoding(StoredRecord):
     past: Name
     places: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
     caches: Annotated[list[CacheSpec], Field(min_length=1)]
+    cases: list[Case] = []
     vocabulary: Count | None = None
     stop: list[Count] = []
     tokenizer: FileName | None = None
@@ -431,6 +435,14 @@ class Decoding(StoredRecord):
     def tensors(self) -> list[TensorSpec]:
         """All caches: of keys and of values by site."""
         return [spec for cache in self.caches for spec in (cache.key, cache.value)]
+
+    @property
+    def bytes_a_sample(self) -> int:
+        """Bytes that all caches take for one sample, in the bundle's own types."""
+        return sum(
+            prod(dim for dim in spec.dims[1:] if isinstance(dim, int)) * np.dtype(spec.dtype).itemsize
+            for spec in self.tensors
+        )
 
 
 class Manifest(StoredRecord):
@@ -557,14 +569,33 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
             yield f"inputs: {spec.name} has numbers from {spec.low} to {spec.high}"
         if spec.setting is not None and spec.setting[0] > spec.setting[1]:
             yield f"inputs: {spec.name} has a setting from {spec.setting[0]} to {spec.setting[1]}"
-    for case in manifest.cases:
+    for case in [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]:
         if missing := symbols - case.sizes.keys():
             yield f"cases: {case.name} has no size of {min(missing)}"
+    if manifest.decoding is not None:
+        yield from _inconsistencies_of_steps(manifest, manifest.decoding)
     for target, record in manifest.targets.items():
         for engine in record.engines:
             for profile in engine.profiles:
                 if profile.keys() != symbols or any(not low <= opt <= high for low, opt, high in profile.values()):
                     yield f"targets.{target}: a profile of {engine.file} is of other dims, or without min <= opt <= max"
+
+
+def _inconsistencies_of_steps(manifest: Manifest, decoding: Decoding) -> Iterator[str]:
+    """What the record of a decoder's step says that cannot be so."""
+    if [spec.name for spec in manifest.inputs] != [decoding.tokens] or len(manifest.inputs[0].dims) < 2:
+        yield f"decoding: the tokens {decoding.tokens} are not the only input, (batch, tokens, …)"
+        return
+    names = [decoding.tokens, decoding.past, *(spec.name for spec in decoding.tensors)]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        yield f"decoding: {twice[0]} is there twice"
+    for spec in decoding.tensors:
+        sizes = [dim for dim in spec.dims[1:] if isinstance(dim, int)]
+        if len(sizes) != 3 or len(spec.dims) != 4 or sizes[1] != decoding.places:
+            yield f"decoding: the cache {spec.name} is {spec.text()}, and not (batch, heads, {decoding.places}, size)"
+    for spec in (*manifest.inputs, *manifest.outputs):
+        if len(spec.dims) < 2 or any(isinstance(dim, DimSpec) for dim in spec.dims[2:]):
+            yield f"decoding: {spec.name} is {spec.text()}, and not (batch, tokens, …) with fixed sizes behind them"
 
 
 def _named_files(manifest: Manifest) -> Iterator[str]:

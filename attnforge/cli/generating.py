@@ -13,12 +13,17 @@ from attnforge.cli.options import BundleArgument, Json, TrustedKeys
 from attnforge.cli.terminal import out, print_json, say
 from attnforge.errors import UsageError, plain
 
+MOST = 64
+"""Tokens that are generated where nobody says how many."""
+
 
 def generate(
     bundle: BundleArgument,
     text: Annotated[str | None, typer.Argument(help="What to go on from, as the bundle's tokenizer reads it.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids instead of a text, as 1,2,3.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="How many tokens at most.")] = 64,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="How many tokens at most; by default 64, or what the cache has room for.")
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest token; 1 draws from the model's own.")
     ] = 0.0,
@@ -54,6 +59,10 @@ def generate(
         if not prompt:
             raise UsageError("the prompt has no token; give a longer text")
         ends = None if stop is None else _numbers("--stop", stop)
+        if max_new_tokens is None:
+            decoding = session.bundle.manifest.decoding
+            room = decoding.places - len(prompt) + 1 if decoding is not None else MOST
+            max_new_tokens = max(1, min(MOST, room))
         start = time.perf_counter()
         tokens = session.generate([np.array(prompt)], max_new_tokens, stop=ends, sampler=sampler)
         chosen: list[int] = []

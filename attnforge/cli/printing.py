@@ -73,6 +73,10 @@ def print_bundle(bundle: Bundle) -> None:
     for kind, specs in (("in ", manifest.inputs), ("out", manifest.outputs)):
         for spec in specs:
             say(f"{kind} {spec.name}: {spec.text()}", indent=2)
+    if (decoding := manifest.decoding) is not None:
+        size = decoding.bytes_a_sample
+        text = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
+        say(f"decodes: caches of {decoding.places} tokens, {text} for each sample", indent=2)
     for record in manifest.targets.values():
         _print_engines(record)
     if manifest.source.random_weights is not None:

@@ -21,11 +21,11 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, Bundle, Case, SiteRecord
 from attnforge.errors import first_line
+from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.stages import scores_of, sites_of, written_out
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.parts import part_of, values_of
-from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering.blocks import before_blocks, mask_of_blocks
 from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime import cases as reference
@@ -152,7 +152,7 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
             canonical, "the bundle has no ONNX Runtime model, and a TensorRT plan does not show what it computes inside"
         )
         return maps
-    model = written_out(load_graph(bundle, CANONICAL), sites_of(manifest.attention))
+    model = written_out(whole_graph(bundle, CANONICAL), sites_of(manifest.attention))
     written = _written_sites(model, list(canonical))
     operands = list(dict.fromkeys(name for site in written.values() for name in site.operands))
     try:
@@ -309,7 +309,7 @@ def _deployed(
     inputs: Mapping[str, Array],
 ) -> dict[str, Operands | Array]:
     """Of every site that the deployed model has, the map, or what it is computed from."""
-    model = load_graph(bundle, bundle.manifest.targets[TARGET].model)
+    model = whole_graph(bundle, bundle.manifest.targets[TARGET].model)
     nodes = {node.name: node for node in model.graph}
     shown: dict[str, tuple[ir.Node, dict[int, list[str]]]] = {}
     for site in sites:
@@ -382,6 +382,8 @@ def _operands_of(node: ir.Node, tensors: Mapping[int, Array], heads: int, apart:
         mask = _first_of(tensors[3]) if 3 in tensors else None
     elif node.op_type == "GroupQueryAttention":
         is_causal, counts = True, [attributes.get_int(name) or 1 for name in ("num_heads", "kv_num_heads")]
+        if (window := attributes.get_int("local_window_size", 0) or 0) > 0:
+            mask = np.tri(query.shape[1], dtype=bool) & ~np.tri(query.shape[1], k=-window, dtype=bool)
         if counts[0] == heads:
             query, key = (_apart(x[0], count) for x, count in zip((query, key), counts, strict=True))
         else:  # every head a sample of its own

@@ -111,7 +111,7 @@ def by_case(backend: str, cases: Sequence[Comparison], alt: str) -> Picture:
             if drawn:
                 errors = [max(cases[i].error, least) for i in drawn]
                 axes.scatter(errors, drawn, s=size, color=color, marker=marker, label=label, **place)
-        axes.set_yticks(rows, [literal(c.case) for c in cases])
+        axes.set_yticks(rows, [literal(c.where) for c in cases])
         for tick, comparison in zip(axes.get_yticklabels(), cases, strict=True):
             if not comparison.passed:
                 tick.set_color(RED)

@@ -111,7 +111,7 @@ def _verdict(report: Report) -> str:
         )
     sentences = ["What was deployed does not compute the same function as the model, as far as was tried."]
     for name, backend in failed.items():
-        cases = list(dict.fromkeys(failure.case for failure in backend.failures))
+        cases = list(dict.fromkeys(failure.where for failure in backend.failures))
         if cases:
             more = f" and {len(cases) - 4} more" if len(cases) > 4 else ""
             sentences.append(f"{name} fails {len(cases)} of {backend.cases} cases: {', '.join(cases[:4])}{more}.")
@@ -139,8 +139,9 @@ def _charts(name: str, report: BackendReport, cases: Mapping[str, Case]) -> _Cha
     label = name if name != "eager" else "eager on this machine"
     worst: dict[str, Comparison] = {}  # of every case the output that is closest to its budget
     for comparison in sorted(known, key=_budget_used, reverse=True):
-        worst.setdefault(comparison.case, comparison)
-    drawn = [worst[case] for case in cases if case in list(worst)[:MOST_ROWS]]
+        worst.setdefault(comparison.where, comparison)
+    shown = list(worst)[:MOST_ROWS]
+    drawn = [worst[where] for where in dict.fromkeys(c.where for c in known) if where in shown]
     outputs = [(output, figures) for output, figures in report.outputs.items() if sum(figures.errors)]
     return _Charts(
         error_charts.by_case(label, drawn, _cases_in_words(name, report, len(drawn))),
@@ -168,7 +169,7 @@ def _budget_used(comparison: Comparison) -> float:
 
 
 def _cases_in_words(name: str, report: BackendReport, drawn: int) -> str:
-    failed = dict.fromkeys(failure.case for failure in report.failures)
+    failed = dict.fromkeys(failure.where for failure in report.failures)
     return (
         f"Error of {name} in {drawn} cases, one row each. "
         + (f"Over budget: {', '.join(failed)}. " if failed else "Every case is within its budget. ")

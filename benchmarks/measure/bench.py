@@ -30,7 +30,7 @@ from attnforge.benchmarks.measure.throughput import throughputs
 from attnforge.benchmarks.measure.work import work_of
 from attnforge.bundle import CANONICAL, FLAVOURS, WEIGHTS, Bundle, Case, Trusted, open_bundle
 from attnforge.errors import UnknownNameError, UsageError
-from attnforge.export.graphs.saving import load_graph
+from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
 from attnforge.machine import processors, this_machine, tool_versions
 from attnforge.runtime import cases as reference
@@ -246,7 +246,7 @@ def _hold_to_limits(bundles: Sequence[Bundle], model: Model, ceilings: Ceilings)
     """Record the work and the least time of every precision, and which share of it each CPU contender reaches."""
     for bundle in bundles:
         precision = bundle.manifest.precision
-        work = work_of(load_graph(bundle, CANONICAL), model.sizes)
+        work = work_of(whole_graph(bundle, CANONICAL), model.sizes)
         model.work[precision] = work
         model.limit[precision] = limit = limit_seconds(work, ceilings)
         for contender in model.contenders:

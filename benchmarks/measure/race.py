@@ -22,9 +22,9 @@ from attnforge.benchmarks.measure.experiment import Experiment, case_at
 from attnforge.benchmarks.measure.results import Cases, Contender
 from attnforge.bundle import CANONICAL, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import BundleError, UnavailableError, first_line
+from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.stages import sites_of, written_out
 from attnforge.export.graphs.execute import as_it_is
-from attnforge.export.graphs.saving import load_graph
 from attnforge.export.reference import kept
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
@@ -136,7 +136,7 @@ class Yardstick:
             at = precision_named(name if manifest.eager_precision == manifest.precision else manifest.eager_precision)
             answers = expected(self.job.module, at, feeds)
             if manifest.quantised is not None:  # eager is the same Q/DQ
-                again = as_it_is(written_out(load_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
+                again = as_it_is(written_out(whole_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
                 answers = {output: (again[output].reshape(-1), exact) for output, (_, exact) in answers.items()}
             for output, (eager, exact) in answers.items():
                 is_own = name == manifest.precision  # a bundle that chose its precisions is compared with fp32

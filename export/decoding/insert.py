@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, TensorSpec
+from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, Range, TensorSpec
 from attnforge.errors import UsageError
 from attnforge.export.attention.canonical import WINDOW
 from attnforge.export.attention.canonicalize import Site
@@ -27,7 +27,7 @@ from attnforge.export.attention.layout import Axis, Layout, Size, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
 from attnforge.export.decoding.positions import look_up_positions
-from attnforge.export.decoding.tokens import check_by_token, kinds_of
+from attnforge.export.decoding.tokens import VIEWS, check_by_token, kinds_of
 from attnforge.export.graphs.build import Builder, constant, insert, typed
 from attnforge.export.lowering.attention import Attention, attentions
 
@@ -113,6 +113,17 @@ def with_cache(
     )
 
 
+def one_token(tokens: TensorSpec) -> dict[str, Range]:
+    """TensorRT's profile of a step of one token.
+
+    Args:
+        tokens: of the step's input.
+    """
+    count = tokens.dims[1]
+    assert isinstance(count, DimSpec)
+    return {count.symbol: (1, 1, 1)}
+
+
 # --- what a decoder can be made of ------------------------------------------------------------------------------------
 
 
@@ -160,13 +171,15 @@ def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
 
 def _vocabulary(ids: ir.Value) -> int | None:
     """How many rows the smallest table has that ids are looked up in; None where none is."""
-    tables = [
-        use.node.inputs[0].shape[0]
-        for use in ids.uses()
-        if use.node.op_type == "Gather" and use.idx == 1 and use.node.inputs[0] is not None
-        if use.node.inputs[0].shape is not None and not use.node.attributes.get_int("axis", 0)
-    ]
-    return min((size for size in tables if isinstance(size, int)), default=None)
+    sizes, pending = [], [ids]
+    while pending:
+        for use in pending.pop().uses():
+            node, table = use.node, use.node.inputs[0]
+            if node.op_type in VIEWS or node.op_type in ("Cast", "Identity"):
+                pending += node.outputs if use.idx == 0 else []
+            elif node.op_type == "Gather" and use.idx == 1 and table is not None and table.shape is not None:
+                sizes += [] if node.attributes.get_int("axis", 0) else [table.shape[0]]
+    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def _text(dim: int | DimSpec) -> str:

@@ -156,7 +156,8 @@ def _why_product(node: ir.Node, tokens: str) -> str | None:
     first = node.inputs[0]
     assert first is not None
     rank = len(first.shape) if first.shape is not None else 0
-    summed = 0 if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) else rank - 1
+    is_transposed = node.attributes.get_int("transA", 0) if node.op_type == "Gemm" else 0
+    summed = 0 if is_transposed else rank - 1
     return "sums over the tokens" if summed in token_axes(first, tokens) else None
 
 

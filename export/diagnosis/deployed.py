@@ -10,9 +10,10 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, FLAVOURS, Bundle, TargetRecord, write_manifest
+from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.graphs.execute import Tensors, wide
 from attnforge.export.graphs.parts import computed
-from attnforge.export.graphs.saving import load_graph, save
+from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
@@ -40,7 +41,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
         record, name = TargetRecord(model=CANONICAL), CANONICAL
     else:
         name = "model.onnx"
-    model = load_graph(bundle, (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model)
+    model = whole_graph(bundle, (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model)
     shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
     with temporary_folder() as folder:
         path = Path(folder)
@@ -54,6 +55,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
             changed.engines = [plan.record(file.name, target, record.engines[0].compute_capabilities, sha256(file))]
         manifest = bundle.manifest.model_copy(deep=True)
         manifest.targets, manifest.cases, manifest.files = {target: changed}, [], {}
+        manifest.decoding = None  # the graph takes whole sequences
         manifest.outputs = [spec_of(value, output_dims(value, manifest.inputs)) for value in model.graph.outputs]
         write_manifest(path, manifest)
         with load(Bundle(path, trusted=False), backend, cache=False) as session:
@@ -64,7 +66,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
 def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
     """The 16-bit type that the deployed graph casts to shortly before `tensor`; None where it does not."""
     target = backend if backend in FLAVOURS else "onnxruntime"
-    model = load_graph(bundle, bundle.manifest.targets[target].model)
+    model = whole_graph(bundle, bundle.manifest.targets[target].model)
     value = next((v for node in model.graph for v in node.outputs if v.name == tensor), None)
     todo, visited = [value.producer()] if value is not None else [], 0
     while todo and visited < _NEAR:

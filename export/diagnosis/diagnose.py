@@ -24,6 +24,7 @@ from attnforge.numbers import scientific
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import relative_error
+from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import BackendReport, stored_inputs, verify
 
 SHOWN = 12
@@ -168,7 +169,10 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
         if named not in by_name:
             raise UnknownNameError("case", named, by_name)
         return by_name[named], "asked for"
-    comparisons = [c for report in reports for c in report.comparisons]
+    every = [c for report in reports for c in report.comparisons]
+    comparisons = [c for c in every if c.schedule is None]
+    if not any(not c.passed for c in comparisons) and (stepwise := [c for c in every if not c.passed]):
+        return _at_a_step(stepwise, by_name)
     failing = [c for c in comparisons if not c.passed]
     candidates = failing or comparisons
     small = {c.case for c in comparisons if c.compared <= LARGE} or set(by_name)
@@ -182,6 +186,16 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
     if worst.overflowed:
         return by_name[worst.case], f"eager overflows at {worst.overflowed} places"
     return by_name[worst.case], f"nothing fails, and eager errs most here: {scientific(worst.eager_error)}"
+
+
+def _at_a_step(failing: Sequence[Comparison], by_name: Mapping[str, Case]) -> tuple[Case, str]:
+    """The case to examine where a decoder fails step by step alone, and the step at which it is furthest off."""
+    worst = max(failing, key=lambda c: c.error / c.budget)
+    case = by_name.get(worst.case) or by_name.get(reference.LARGEST) or next(iter(by_name.values()))
+    place = ""
+    if worst.worst is not None and len(worst.worst.index) > 1:
+        place = f" at token {worst.worst.index[1]} of sample {worst.worst.index[0]}"
+    return case, f"the whole sequence is right, and {worst.where} fails{place}: {worst.reason}"
 
 
 def _eager_error(bundle: Bundle, case: Case) -> float | None:

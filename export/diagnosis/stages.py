@@ -12,6 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import CANONICAL, PLAIN, Bundle, Certificate
 from attnforge.export.attention.canonicalize import Site
+from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.graphs.saving import beside, load_graph
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.onnxruntime import candidates_for, write
@@ -34,7 +35,7 @@ class Stage:
 
 def stages(bundle: Bundle) -> list[Stage]:
     """The graphs of a bundle: plain where the bundle has it, canonical, and each graph that is lowered from it."""
-    canonical = load_graph(bundle, CANONICAL)
+    canonical = whole_graph(bundle, CANONICAL)
     graphs = [Stage("canonical", written_out(canonical, sites_of(bundle.manifest.attention)))]
     if PLAIN in bundle.manifest.files:
         graphs.insert(0, Stage("plain", beside(load_graph(bundle, PLAIN), canonical)))
@@ -42,7 +43,7 @@ def stages(bundle: Bundle) -> list[Stage]:
     for target, record in bundle.manifest.targets.items():
         if record.model not in files:  # both TensorRTs parse one file
             files.add(record.model)
-            graphs.append(Stage(target, load_graph(bundle, record.model)))
+            graphs.append(Stage(target, whole_graph(bundle, record.model)))
     return graphs
 
 

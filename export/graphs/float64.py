@@ -332,22 +332,31 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """com.microsoft GroupQueryAttention of separate query, key and value: causal, of each sample's first tokens."""
+    """com.microsoft GroupQueryAttention of separate query, key and value: causal, within a window where there is one,
+    of each sample's first tokens, or behind those of a past, which a buffer of one size holds."""
     attributes, lengths = node.attributes, _input(node, 5)
     special = attributes.get_int("do_rotary", 0) or attributes.get_int("smooth_softmax", 0)
-    if any(_optional(node, i) for i in (3, 4, *range(7, len(node.inputs)))) or special:
-        raise NoDoublePath("a past, a rotation, a sink or a bias")
-    if (attributes.get_int("local_window_size", -1) or -1) > 0:
-        raise NoDoublePath("a window")
+    past = [value for i in (3, 4) if (value := _optional(node, i)) is not None]
+    if any(_optional(node, i) for i in range(7, len(node.inputs))) or special or len(past) == 1:
+        raise NoDoublePath("a rotation, a sink, a bias, or a past of keys alone")
     heads, shared = attributes.get_int("num_heads") or 1, attributes.get_int("kv_num_heads") or 1
     query, *present = (_apart(op, _input(node, i), count) for i, count in enumerate((heads, shared, shared)))
+    last = op.Cast(lengths, to=ir.DataType.INT64.value)  # key of each sample
+    count = op.Shape(query, start=2, end=3)
+    first = op.Sub(op.Add(last, constant(op, [1])), count) if past else op.Mul(last, constant(op, [0]))
+    if past:
+        present = [op.op("TensorScatter", [x, new, first], {"axis": 2}) for x, new in zip(past, present, strict=True)]
     key, value = _repeated(op, present, heads, shared)
     scores = _scores(op, query, key, attributes.get_float("scale", 0.0) or None)
     if softcap := attributes.get_float("softcap", 0.0):
         scores = op.Mul(op.Tanh(op.Div(scores, _number(op, softcap))), _number(op, softcap))
-    last = op.Reshape(op.Cast(lengths, to=ir.DataType.INT64.value), constant(op, [-1, 1, 1, 1]))  # of each sample
+    last, first = (op.Reshape(x, constant(op, [-1, 1, 1, 1])) for x in (last, first))
     columns = op.Range(constant(op, 0), op.Gather(op.Shape(key), constant(op, 2)), constant(op, 1))
-    seen = op.And(_not_later(op, query, key), op.LessOrEqual(columns, last))
+    numbers = op.Range(constant(op, 0), op.Squeeze(count, constant(op, [0])), constant(op, 1))
+    own = op.Add(first, op.Reshape(numbers, constant(op, [1, 1, -1, 1])))  # key of each query
+    seen = op.And(op.LessOrEqual(columns, own), op.LessOrEqual(columns, last))
+    if (window := attributes.get_int("local_window_size", -1) or -1) > 0:
+        seen = op.And(seen, op.Greater(columns, op.Sub(own, constant(op, window))))
     result = op.MatMul(op.Softmax(op.Where(seen, scores, _number(op, -np.inf)), axis=-1), value)
     return [_joined(op, result), *present]
 

@@ -147,7 +147,7 @@ class Decoder:
         rows = self.rows(tokens, lengths)
         if empty := [i for i, row in enumerate(rows) if not len(row)]:
             raise InputError(f"sample {empty[0]} has no token, so there is nothing to answer; give one or more")
-        answers = self._extended(rows)
+        answers = self._extended(rows, only_last=True)
         last = {name: np.stack([sample[-1] for sample in samples]) for name, samples in answers.items()}
         return self._handed(last, tokens)
 
@@ -179,7 +179,7 @@ class Decoder:
 
     def extend(self, tokens: Any, lengths: Any = None) -> dict[str, list[Array]]:
         """As :meth:`prefill`, and returns the answers for every token: by output, `(tokens, …)` for each sample."""
-        return self._extended(self.rows(tokens, lengths))
+        return self._extended(self.rows(tokens, lengths), only_last=False)
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -307,9 +307,14 @@ class Decoder:
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
-    def _extended(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
+    def _extended(self, rows: Sequence[Array], only_last: bool) -> dict[str, list[Array]]:
         """Run the next tokens of every sample: in one run where all have one, else sample by sample, each in pieces of
-        as many tokens as the bundle takes. Lengths change when all is done: a run that fails changes nothing."""
+        as many tokens as the bundle takes. Lengths change when all is done: a run that fails changes nothing.
+
+        Args:
+            rows: the tokens.
+            only_last: keep no answers but that for each sample's last token.
+        """
         counts = np.array([len(row) for row in rows], np.int64)
         with self._running():
             self._check_places(counts)
@@ -318,7 +323,7 @@ class Decoder:
                 self._run_one()
                 answers = {name: list(answer.copy()) for name, answer in self._answers.items()}
             else:
-                answers = self._sample_by_sample(rows)
+                answers = self._sample_by_sample(rows, only_last)
             self._past += counts
         return answers
 
@@ -328,19 +333,24 @@ class Decoder:
             self._next = self._bound(self._one, self._past, self._answers, slice(None))
         self._next()
 
-    def _sample_by_sample(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
-        answers: dict[str, list[Array]] = {
-            spec.name: [np.empty((len(row), *self._step.of_token(spec)), np.dtype(spec.dtype)) for row in rows]
-            for spec in self._step.outputs
-        }
+    def _sample_by_sample(self, rows: Sequence[Array], only_last: bool) -> dict[str, list[Array]]:
+        answers: dict[str, list[Array]] = {spec.name: [] for spec in self._step.outputs}
         for sample, row in enumerate(rows):
+            pieces: dict[str, list[Array]] = {name: [] for name in answers}
             for first in range(0, len(row), self._step.longest):
                 part = np.ascontiguousarray(row[None, first : first + self._step.longest])
                 past = np.array([self._past[sample] + first], np.int64)
                 outputs = {
-                    name: samples[sample][None, first : first + part.shape[1]] for name, samples in answers.items()
+                    spec.name: np.empty((1, part.shape[1], *self._step.of_token(spec)), np.dtype(spec.dtype))
+                    for spec in self._step.outputs
                 }
                 self._bound(part, past, outputs, slice(sample, sample + 1))()
+                for name, array in outputs.items():
+                    pieces[name] = [array[0, -1:].copy()] if only_last else [*pieces[name], array[0]]
+            for spec in self._step.outputs:
+                none = np.empty((0, *self._step.of_token(spec)), np.dtype(spec.dtype))
+                found = pieces[spec.name]
+                answers[spec.name].append(found[0] if len(found) == 1 else np.concatenate([none, *found]))
         return answers
 
     def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:

@@ -8,7 +8,7 @@ task's metric is measured in the same runs (:mod:`.metrics`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -209,7 +209,7 @@ def reported(bundle: Bundle, reports: dict[str, BackendReport], skipped: dict[st
         reference=manifest.reference,
         backends=reports,
         skipped=skipped or {},
-        cases=manifest.cases,
+        cases=every_case(manifest),
         warnings=[*_warnings(manifest, reports), *([unlisted_text(bundle.path, others)] if others else [])],
     )
 
@@ -231,7 +231,7 @@ def _skipped(bundle: Bundle) -> dict[str, str]:
 
 def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[str]:
     """What eager's own precision does to the model, by the ordinary cases."""
-    ordinary = {case.name for case in manifest.cases if case.is_ordinary}
+    ordinary = {case.name for case in every_case(manifest) if case.is_ordinary}
     every = [c for report in reports.values() for c in report.comparisons if c.case in ordinary]
     precision, warnings = precision_named(manifest.precision), []
     remedy = "attnforge diagnose says where it begins, and deploy --precision auto what has to stay fp32"
@@ -247,6 +247,11 @@ def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[
             f"{poor.output}, and a backend may be twice that; {remedy}"
         )
     return warnings
+
+
+def every_case(manifest: Manifest) -> list[Case]:
+    """The reference cases, and of a decoder those that only steps reach."""
+    return [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]
 
 
 # --- one backend ------------------------------------------------------------------------------------------------------
@@ -276,7 +281,7 @@ class References:
         outputs, manifest = bundle.tensors(REFERENCE_OUTPUTS), bundle.manifest
         keys = [
             reference.key(case, spec.name, which)
-            for case in manifest.cases
+            for case in every_case(manifest)
             for spec in manifest.outputs
             for which in ("eager", "float64")
         ]
@@ -304,7 +309,7 @@ def hold(
         references: what the cases are held to, by default what the bundle keeps.
         scores: a metric to measure over the cases of real data.
         schedules: runs of a decoder, by the order in which it is given the tokens; each has to give what the whole
-            model gives at once, on the cases of :func:`_of_schedules`.
+            model gives at once, on the cases of :func:`_by_schedules`.
     """
     manifest = bundle.manifest
     proving = [case for case in cases or manifest.cases if case.is_ordinary]
@@ -313,29 +318,39 @@ def hold(
     cases = manifest.cases if cases is None else cases
     references = references or References.of(bundle)
     comparisons: list[Comparison] = []
-    stepwise = _of_schedules(cases, schedules or {})
     for case in cases:
         feeds = reference.make_inputs(case, manifest.inputs, references.inputs)
+        results = run(feeds)
+        if scores is not None:
+            scores.add(case, results, references.outputs)
         judged = _CaseOnBackend(manifest, backend, case, references.outputs)
         shapes = shapes_of(manifest.inputs, manifest.outputs, *((feed.shape, feed.dtype) for feed in feeds.values()))
-        for schedule in (None, *stepwise.get(case.name, ())):
-            results = (run if schedule is None or schedules is None else schedules[schedule])(feeds)
-            if scores is not None and schedule is None:
-                scores.add(case, results, references.outputs)
-            for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
-                comparisons.append(judged.comparison(spec, shape, results[spec.name]))
-                comparisons[-1].schedule = schedule
+        for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
+            comparisons.append(judged.comparison(spec, shape, results[spec.name]))
+    if schedules:
+        assert manifest.decoding is not None
+        comparisons += _by_schedules(bundle, backend, schedules, [*cases, *manifest.decoding.cases], references)
     measured = scores.report() if scores is not None and comparisons else None
     count = len({(c.case, c.schedule) for c in comparisons})
     return _report(comparisons, {case.name for case in proving}, count, measured)
 
 
-def _of_schedules(cases: Sequence[Case], schedules: Iterable[str]) -> dict[str, list[str]]:
-    """The orders in which a decoder is given the tokens, by the case: all of them on the example and on prime sizes,
-    and one token after another on the largest sizes as well, so that the last place of the caches is written."""
-    every = list(schedules)
-    wanted = {"example": every, "normal-prime": every, reference.LARGEST: every[:1]}
-    return {case.name: wanted[case.name] for case in cases if case.name in wanted}
+def _by_schedules(
+    bundle: Bundle, backend: str, schedules: Mapping[str, Run], cases: Iterable[Case], references: References
+) -> Iterator[Comparison]:
+    """The comparisons of a decoder that is given the tokens in several orders: all orders on the example and on prime
+    sizes, one token after another on the largest sizes, and that and in pieces up to the last place of the caches."""
+    manifest, every = bundle.manifest, list(schedules)
+    wanted = {"example": every, "normal-prime": every, reference.LARGEST: every[:1], reference.WHOLE_CACHE: every[:2]}
+    for case in cases:
+        for schedule in wanted.get(case.name, ()):
+            feeds = reference.make_inputs(case, manifest.inputs, references.inputs)
+            results = schedules[schedule](feeds)
+            judged = _CaseOnBackend(manifest, backend, case, references.outputs)
+            for spec in manifest.outputs:
+                comparison = judged.comparison(spec, reference.shape_of(spec, case.sizes), results[spec.name])
+                comparison.schedule = schedule
+                yield comparison
 
 
 def _report(

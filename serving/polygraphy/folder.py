@@ -144,7 +144,7 @@ def _commands(bundle: Bundle, folder: Path) -> dict[str, str]:
     """How to run each model of the bundle by Polygraphy, and the bundle by its runner."""
     manifest = bundle.manifest
     models: dict[str, tuple[str, list[str]]] = {}
-    for name, record in manifest.targets.items():
+    for name, record in manifest.targets.items() if manifest.decoding is None else ():  # a step has no such inputs
         if name == "onnxruntime" and not any(
             spec.dtype == BFLOAT16.name for spec in manifest.inputs + manifest.outputs
         ):

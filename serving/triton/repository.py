@@ -208,6 +208,11 @@ def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Eng
         _check_session(bundle, options)
         return {}, []
     manifest = bundle.manifest
+    if manifest.decoding is not None:
+        raise UnavailableError(
+            f"{bundle.path} is a decoder, whose caches Triton's {options.backend} backend does not keep; use --backend "
+            "python, which answers for whole sequences"
+        )
     tensors = [*manifest.inputs, *manifest.outputs]
     record = manifest.targets.get(options.backend)
     if scalars := [spec.name for spec in tensors if not spec.dims]:

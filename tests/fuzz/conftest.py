@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import attnforge
+from attnforge.arrays import Array
+from attnforge.bundle import Bundle
 from tests.fuzz.subject import Subject
 from tests.support.bundles import DeploySmall, small_inputs
 
@@ -33,8 +35,14 @@ def subject() -> Iterator[Subject]:
 @pytest.fixture(scope="module")
 def folder(small: DeploySmall, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the small bundle, beside the outputs that it gives (`truth.npz`)."""
-    folder = Path(shutil.copytree(small("fp32").path, tmp_path_factory.mktemp("fuzz") / "small"))
+    return copied(small("fp32"), tmp_path_factory.mktemp("fuzz") / "small", small_inputs())
+
+
+def copied(bundle: Bundle, to: Path, inputs: dict[str, Array]) -> Path:
+    """A copy of a bundle, beside inputs (`in/NAME` of `truth.npz`) and the outputs that it gives for them."""
+    folder = Path(shutil.copytree(bundle.path, to))
     with attnforge.load(folder, "onnxruntime-cpu") as session:
-        outputs: dict[str, Any] = dict(session.run(small_inputs()))
-    np.savez(folder.parent / "truth.npz", **outputs)
+        outputs: dict[str, Any] = dict(session.run(inputs))
+    given: dict[str, Any] = {f"in/{name}": array for name, array in inputs.items()}
+    np.savez(folder.parent / "truth.npz", **outputs, **given)
     return folder

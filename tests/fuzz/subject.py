@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from attnforge import memory
 from attnforge.errors import AttnforgeError
+from attnforge.machine import cuda_devices
 
 MOST_SECONDS = 10.0
 """Processor seconds that one request may take: the wall's depend on what else the machine does."""
@@ -114,6 +115,7 @@ def serve(pipe: Connection) -> None:
         if at_work and event in _STARTS:
             started.append(f"{event}{arguments!r:.200}")
 
+    cuda_devices()  # the first time CUDA's bindings ask where libraries are
     _limit_memory()
     sys.addaudithook(watch)
     pipe.send("ready")

@@ -13,10 +13,13 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from attnforge.bundle import MANIFEST, Manifest
+from attnforge.bundle import MANIFEST, Decoding, Manifest
 from tests.fuzz.budget import tries
 from tests.fuzz.changes import neighbours, numbers, texts
+from tests.fuzz.conftest import copied
 from tests.fuzz.subject import Subject
+from tests.support.bundles import DeploySmall, small_inputs
+from tests.support.decoders import DeployDecoder, ids
 
 Step = str | int
 Way = tuple[Step, ...]
@@ -25,11 +28,22 @@ Way = tuple[Step, ...]
 MACHINE = {"system": "Linux", "processor": "any", "processors": 2, "instructions": ["avx2"], "gpus": []}
 
 
-@pytest.fixture(scope="module", name="folder")
-def filled(folder: Path) -> Path:
-    """The bundle, whose manifest uses every field."""
+@pytest.fixture(scope="module", name="folder", params=["small", "decoder"])
+def filled(
+    request: pytest.FixtureRequest,
+    small: DeploySmall,
+    decoders: DeployDecoder,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A bundle whose manifest uses every field, but for a decoder's where it is none."""
+    bundle, inputs = small("fp32"), small_inputs()
+    if request.param == "decoder":
+        bundle, inputs = decoders("window", "fp16"), {"input_ids": ids(2, 5)}
+    folder = copied(bundle, tmp_path_factory.mktemp("fuzz") / "small", inputs)
     document = json.loads((folder / MANIFEST).read_text())
     fill(document)
+    if document["decoding"] is not None:
+        document["decoding"] |= {"stop": [7], "tokenizer": document["targets"]["onnxruntime"]["model"]}
     (folder / MANIFEST).write_text(Manifest.model_validate(document).model_dump_json())
     return folder
 
@@ -93,6 +107,7 @@ def test_the_manifest_that_is_changed_has_every_field(folder: Path) -> None:
     """Else a new record would never be tried."""
     document = json.loads((folder / MANIFEST).read_text())
     names = {step for way in ways(document) for step in way if isinstance(step, str)}
+    is_decoder = document["decoding"] is not None
     seen: set[type[BaseModel]] = set()
 
     def records(record: type[BaseModel]) -> None:
@@ -101,12 +116,14 @@ def test_the_manifest_that_is_changed_has_every_field(folder: Path) -> None:
         seen.add(record)
         for name, field in record.model_fields.items():
             assert name in names, f"{record.__name__}.{name} is in no manifest here"
+            if name == "decoding" and not is_decoder:
+                continue
             for part in _types(field.annotation):
                 if isinstance(part, type) and issubclass(part, BaseModel):
                     records(part)
 
-    records(Manifest)
-    assert len(seen) > 10
+    records(Decoding if is_decoder else Manifest)
+    assert len(seen) > (2 if is_decoder else 10)
 
 
 def _types(annotation: Any) -> Iterator[Any]:

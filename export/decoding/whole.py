@@ -1,0 +1,81 @@
+"""A step without a past is the whole model: graphs of a decoder as those that look at graphs expect them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.bundle import NEXT, Bundle, Decoding
+from attnforge.export.attention.canonical import WINDOW
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
+from attnforge.export.graphs.saving import load_graph
+
+INT64 = ir.DataType.INT64
+
+
+def whole_graph(bundle: Bundle, name: str) -> ir.Model:
+    """A graph of a bundle, checked, that takes the model's inputs and has its outputs.
+
+    Args:
+        bundle: the bundle.
+        name: of the file, as the manifest lists it.
+
+    Raises:
+        BundleError: the file is missing, altered, or no ONNX model.
+    """
+    model = load_graph(bundle, name)
+    if bundle.manifest.decoding is not None:
+        without_past(model, bundle.manifest.decoding)
+    return model
+
+
+def without_past(model: ir.Model, decoding: Decoding) -> None:
+    """Let a step begin with empty caches, and keep none, in place."""
+    graph = model.graph
+    inputs = {str(value.name): value for value in graph.inputs}
+    if decoding.past not in inputs:
+        return  # the graph as it was exported
+    tokens = inputs[decoding.tokens]
+    caches = [spec.name for spec in decoding.tensors]
+    following = {f"{name}{NEXT}" for name in caches}
+    for name in (decoding.past, *caches):
+        value = inputs[name]
+
+        def empty(op: Builder, value: ir.Value = value) -> ir.Value:
+            dtype, dims = value.dtype, dims_of(value)
+            assert dtype is not None
+            shape = op.Shape(tokens, start=0, end=1)
+            if len(dims) > 1:
+                shape = op.Concat(shape, constant(op, [int(dim) for dim in dims[1:] if isinstance(dim, int)]), axis=0)
+            zero = ir.tensor(np.zeros(1, dtype.numpy()), dtype=dtype)
+            return typed(op.ConstantOfShape(shape, value=zero), dtype, dims)
+
+        new = insert(graph, graph[0], empty, stem=f"without past/{name}")
+        ir.convenience.replace_all_uses_with(value, new)
+        graph.inputs.remove(value)
+    graph.outputs[:] = [value for value in graph.outputs if value.name not in following]
+    for node in graph:
+        if node.op_type == "Attention" and WINDOW in node.metadata_props:
+            _read_new_alone(graph, node)
+    RemoveUnusedNodesPass()(model)
+
+
+def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
+    """Let a canonical node read the new keys and values, and not a cache that holds them alone."""
+    del node.metadata_props[WINDOW]
+    for index in (1, 2):
+        written = node.inputs[index]
+        writer = written.producer() if written is not None else None
+        assert writer is not None and writer.op_type == "TensorScatter"
+        node.replace_input_with(index, writer.inputs[1])
+    mask, query = node.inputs[3], node.inputs[0]
+    assert mask is not None and query is not None and mask.dtype is not None
+    dims = dims_of(mask)
+
+    def first(op: Builder) -> ir.Value:
+        assert mask.dtype is not None
+        part = op.Slice(mask, constant(op, [0]), op.Shape(query, start=2, end=3), constant(op, [3]))
+        return typed(part, mask.dtype, [*dims[:3], dims_of(query)[2]])
+
+    node.replace_input_with(3, insert(graph, node, first, stem=f"{node.name}/mask without past"))

@@ -1,0 +1,81 @@
+"""The graphs of a decoder: the canonical and the deployed step are one function in float64, and a step without a past
+is the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import attnforge
+from attnforge.bundle import CANONICAL, PLAIN
+from attnforge.export.decoding.whole import whole_graph
+from attnforge.export.graphs.execute import as_it_is, in_float64
+from attnforge.export.graphs.saving import beside, load_graph
+from attnforge.report.attention_maps import attention_maps
+from attnforge.report.verify_page import write_page
+from attnforge.runtime.parity.budget import relative_error
+from tests.support.decoders import KINDS, PLACES, DeployDecoder, ids
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "capped"])  # of which float64 has products alone
+def test_both_steps_are_one_function(decoders: DeployDecoder, kind: str) -> None:
+    bundle = decoders(kind, "fp32")
+    decoding, rng = bundle.manifest.decoding, np.random.default_rng(0)
+    assert decoding is not None
+    past = np.array([30, 0, 17])
+    caches = {
+        spec.name: rng.standard_normal((3, *(dim for dim in spec.dims[1:] if isinstance(dim, int))))
+        for spec in decoding.tensors
+    }
+    feeds = {"input_ids": ids(3, 1), "past": past, **caches}
+    canonical, deployed = (
+        in_float64(load_graph(bundle, name))(feeds)
+        for name in (CANONICAL, bundle.manifest.targets["onnxruntime"].model)
+    )
+    assert list(canonical) == list(deployed)
+    for name, array in canonical.items():
+        assert relative_error(deployed[name], array) < 1e-12, name
+    places = np.arange(PLACES)[:, None]
+    for spec in decoding.tensors:  # a step writes one place of each sample, and no other
+        changed = (canonical[f"{spec.name}.next"] != feeds[spec.name]).any(axis=(1, 3))
+        assert np.array_equal(changed, (places == past).T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_a_past_is_the_model(decoders: DeployDecoder, kind: str) -> None:
+    bundle = decoders(kind, "fp32")
+    feeds = {"input_ids": ids(2, 19)}
+    plain = beside(load_graph(bundle, PLAIN), load_graph(bundle, CANONICAL))
+    expected = as_it_is(plain)(feeds)
+    for name in (CANONICAL, bundle.manifest.targets["onnxruntime"].model):
+        model = whole_graph(bundle, name)
+        assert [value.name for value in model.graph.inputs] == ["input_ids"]
+        answers = as_it_is(model)(feeds)
+        assert answers.keys() == expected.keys()
+        assert relative_error(answers["output"], expected["output"]) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["window", "capped", "uneven"])
+def test_diagnose_looks_at_the_model(decoders: DeployDecoder, kind: str) -> None:
+    diagnosis = attnforge.diagnose(decoders(kind, "fp16"), ["onnxruntime-cpu"])
+    assert diagnosis.same_function == ["plain", "canonical", "onnxruntime", "tensorrt_rtx"]
+    assert diagnosis.failing == [] and diagnosis.finding.cause == "rounding"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_drawn_as_the_model_attends(decoders: DeployDecoder, kind: str, tmp_path: Path) -> None:
+    bundle = decoders(kind, "fp32")
+    maps = attention_maps(bundle)
+    assert maps.left_out == {} and maps.no_exact is None
+    for site in maps:
+        assert site.exact is not None
+        for held in (site.eager, site.deployed):
+            assert relative_error(held, site.exact) < 1e-5
+        distance = np.arange(9)[:, None] - np.arange(9)
+        hidden = (distance < 0) | (distance >= 7 if kind == "window" else False)
+        assert not site.exact[:, hidden].any() and site.exact[:, ~hidden].all()
+    if kind == "window":
+        page = write_page(attnforge.verify(bundle), bundle, tmp_path / "page.html")
+        assert "example token by token" in page.read_text() and "normal-prime cut and forked" in page.read_text()

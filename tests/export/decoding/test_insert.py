@@ -1,0 +1,323 @@
+"""A cache is inserted where it is the same function, and what cannot have one is refused with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+import attnforge
+from attnforge.bundle import CANONICAL, Bundle
+from attnforge.errors import UsageError
+from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.decoding.insert import with_cache
+from attnforge.export.decoding.tokens import NotByToken
+from attnforge.export.sources.huggingface import around
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import PRECISIONS
+from attnforge.quiet import quiet
+from attnforge.runtime.parity.budget import relative_error
+from tests.support.decoders import KINDS, PLACES, DeployDecoder, decoder_example
+
+WIDTH, HEADS, WORDS = 32, 4, 40
+
+
+class Causal(nn.Module):
+    """One layer of causal attention, whose parts others alter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
+        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        place: Tensor = self.places(torch.arange(x.shape[1]))
+        embedding: Tensor = self.table(x)
+        return embedding + place
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return x + self.attended(*heads).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.mixed(self.embedded(x)))
+        return logits
+
+
+def inserted(module: nn.Module, places: int = 64, *, batch: Any = None, args: tuple[Tensor, ...] | None = None) -> Any:
+    """The record of a module's step."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        args = args or (torch.randint(0, WORDS, (2, 9)),)
+    dims = {1: Dim("tokens", min=2, max=32)}
+    if batch is None:
+        dims[0] = Dim("batch", min=1, max=4)
+    shapes = tuple(dims for _ in args)
+    captured = capture(module.eval(), args, shapes, PRECISIONS["fp32"])
+    sites = canonicalize(captured.model).sites
+    return with_cache(captured.model, sites, captured.inputs, captured.outputs, places)
+
+
+# --- the models of others ---------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97, "intermediate_size": 96,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+AUTO: Any = transformers.AutoModelForCausalLM
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
+MODELS: dict[str, Callable[[], Any]] = {
+    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)),
+    "GPT-2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=64, n_layer=2, n_head=4, vocab_size=97, n_positions=128, bos_token_id=0, eos_token_id=0
+        )
+    ),
+    "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED)),
+    "Mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, sliding_window=24)),
+    "Gemma 2": lambda: AUTO.from_config(
+        transformers.Gemma2Config(**GROUPED, sliding_window=24, query_pre_attn_scalar=16), attn_implementation="eager"
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Bundle]:
+    """A published model in a small configuration, in fp16, deployed with a cache of 72 tokens."""
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        module, args, shapes = around(MODELS[request.param]().eval(), 2, 9, 3, 70, only="input_ids")
+    folder = tmp_path_factory.mktemp("published") / "bundle"
+    targets = ["onnxruntime", "tensorrt_rtx"]
+    return request.param, attnforge.deploy(
+        module, args, folder, shapes, "fp16", targets, tune=False, cache_tokens=72, stop=[2]
+    )
+
+
+def test_a_published_model_is_the_same_function_step_by_step(published: tuple[str, Bundle]) -> None:
+    name, bundle = published
+    report = attnforge.verify(bundle).backends["onnxruntime-cpu"]
+    assert report.passed, (name, report.failures)
+    stepwise = next(c for c in report.comparisons if c.where == "normal-largest token by token")
+    assert stepwise.passed  # 64 steps behind a prompt
+    decoding = bundle.manifest.decoding
+    assert decoding is not None and decoding.places == 72 and decoding.vocabulary == 97 and decoding.stop == [2]
+    windows = {"Mistral": [24, 24], "Gemma 2": [24, None]}.get(name, [None, None])
+    assert [cache.window for cache in decoding.caches] == windows
+
+
+def test_tensorrt_fuses_prompts_and_steps_of_a_published_model(published: tuple[str, Bundle]) -> None:
+    name, bundle = published
+    fused = bundle.manifest.attention.fused
+    assert fused["onnxruntime"] == 2 and fused["tensorrt_rtx"] == (0 if name == "Gemma 2" else 2)
+    (engine,) = bundle.manifest.targets["tensorrt_rtx"].engines
+    assert [profile["tokens"] for profile in engine.profiles] == [(1, 9, 70), (1, 1, 1)]
+    if name == "Gemma 2":
+        reasons = {unfused.reason for unfused in bundle.manifest.attention.unfused if unfused.target == "tensorrt_rtx"}
+        assert reasons == {"a soft cap on the scores, which no fused kernel computes"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_which_form_reads_the_cache(decoders: DeployDecoder, kind: str) -> None:
+    certificate = decoders(kind, "fp16").manifest.attention
+    wanted = "Attention, filled part of the cache" if kind == "uneven" else "com.microsoft::GroupQueryAttention"
+    assert all(site.targets["onnxruntime"].form.startswith(wanted) for site in certificate.details)
+    assert certificate.fused == {"onnxruntime": 2, "tensorrt_rtx": 0 if kind == "capped" else 2}
+
+
+def test_a_canonical_step_is_standard_onnx(decoders: DeployDecoder) -> None:
+    import onnx
+
+    model = onnx.load(decoders("rotary", "fp32").path / CANONICAL)
+    onnx.checker.check_model(model, full_check=True)
+    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 24)]
+    caches = [value.name for value in model.graph.input if value.name.startswith(("key_cache", "value_cache"))]
+    assert [f"{name}.next" for name in caches] == [value.name for value in model.graph.output][1:]
+
+
+# --- what a decoder can be made of ------------------------------------------------------------------------------------
+
+
+class Features(Causal):
+    """Takes what others embedded."""
+
+    def embedded(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_tokens_may_be_features(tmp_path: Path) -> None:
+    module, args = Features().eval(), (torch.randn(2, 9, WIDTH),)
+    shapes = {"x": {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=16)}}
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=20
+    )
+    assert attnforge.verify(bundle).passed
+    x = torch.randn(1, 20, WIDTH)
+    with attnforge.load(bundle) as session, torch.no_grad():
+        decoder = session.decoder()
+        answers = [decoder.prefill(x[:, :5]), *(decoder.step(x[:, place]) for place in range(5, 20))]
+        assert relative_error(torch.stack(answers, 1).numpy(), module(x)[:, 4:].numpy()) < 2e-6
+
+
+class OnlyLater(Causal):
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class Alibi(Causal):
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        place = torch.arange(query.shape[2])
+        bias = -0.5 * (place[:, None] - place).abs()
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1]) + bias
+        hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -math.inf).softmax(-1) @ value
+
+
+class Pooled(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x - x.mean(1, keepdim=True))
+
+
+class Convolved(Causal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        earlier = F.pad(x.transpose(1, 2), (2, 0))
+        return super().mixed(self.convolution(earlier).transpose(1, 2))
+
+
+class Shifted(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1))
+
+
+class Summed(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x + x.cumsum(1))
+
+
+class Backwards(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x.flip(1))
+
+
+class ByLength(Causal):
+    """Positions as shares of the whole."""
+
+    def embedded(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1]) / x.shape[1]
+        embedding: Tensor = self.table(x)
+        return embedding + place[:, None]
+
+
+class ScaledByLength(Causal):
+    """Queries grow with the logarithm of the number of tokens."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attended(query * torch.ones(query.shape[2]).sum().log(), key, value)
+
+
+class OnlyTheLast(Causal):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, -1]
+
+
+class NoAttention(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return x
+
+
+REFUSED: dict[type[Causal], str] = {
+    OnlyLater: "is bidirectional: a token sees later ones",
+    Alibi: r"leaves band −∞ … 0, residue: bias",
+    Pooled: "ReduceMean .* works along the tokens",
+    Convolved: "Pad .* works along the tokens|Conv .* is not known to treat tokens apart",
+    Shifted: "works along the tokens|Concat|Slice",
+    Summed: "CumSum .* works along the tokens",
+    Backwards: "Slice .* works along the tokens",
+    ByLength: "gives a place another number when there are more tokens",
+    ScaledByLength: "depends on the number of tokens and is not one for each token",
+    OnlyTheLast: r"answers for every token: \(batch, tokens",
+    NoAttention: "the model has no attention",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_cannot_have_a_cache_is_refused_with_its_reason(kind: type[Causal]) -> None:
+    with pytest.raises(UsageError, match=REFUSED[kind]):
+        inserted(kind())
+
+
+def test_each_reason_is_needed() -> None:
+    """What the refused ones were made from is taken."""
+    record = inserted(Causal())
+    assert record.places == 64 and len(record.caches) == 1 and record.vocabulary == WORDS
+
+
+def test_positions_that_end_before_the_cache() -> None:
+    with pytest.raises(UsageError, match=r"no positions for 65 tokens: .*give a smaller cache_tokens"):
+        inserted(Causal(), 65)
+
+
+def test_a_cache_that_is_smaller_than_a_run() -> None:
+    with pytest.raises(UsageError, match="cache_tokens is 31 and a call may have 32 tokens"):
+        inserted(Causal(), 31)
+
+
+def test_a_static_batch() -> None:
+    with pytest.raises(UsageError, match="a prompt is run sample by sample"):
+        inserted(Causal(), batch=2)
+    assert inserted(Causal(), batch=1, args=(torch.randint(0, WORDS, (1, 9)),)).places == 64
+
+
+def test_a_model_that_takes_more_than_tokens() -> None:
+    class Masked(Causal):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * mask)
+
+    args = (torch.randint(0, WORDS, (2, 9)), torch.ones(2, 9, dtype=torch.int64))
+    with pytest.raises(UsageError, match="takes tokens alone, and the model takes x, mask; leave masks and positions"):
+        inserted(Masked(), args=args)
+
+
+def test_a_static_number_of_tokens() -> None:
+    captured = capture(Causal().eval(), (torch.randint(0, WORDS, (2, 9)),), None, PRECISIONS["fp32"])
+    sites = canonicalize(captured.model).sites
+    with pytest.raises(UsageError, match=r"x is int64\[2, 9\]; .* with a dynamic number of tokens"):
+        with_cache(captured.model, sites, captured.inputs, captured.outputs, 64)
+
+
+@pytest.mark.parametrize("options", [{"cache_tokens": 0}, {"cache_tokens": 2**40}, {"stop": [1]}, {"tokenizer": "t"}])
+def test_options_that_cannot_be_meant(tmp_path: Path, options: dict[str, Any]) -> None:
+    module, args, shapes = decoder_example()
+    with pytest.raises(UsageError, match="cache_tokens"):
+        attnforge.deploy(module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], **options)
+
+
+def test_a_cache_and_quantised_products(tmp_path: Path) -> None:
+    module, args, shapes = decoder_example()
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", shapes, "int8", ["onnxruntime"], tune=False, cache_tokens=PLACES, max_error=0.1
+    )
+    assert bundle.manifest.quantised is not None and attnforge.verify(bundle).passed
+    with attnforge.load(bundle) as session:
+        assert np.isfinite(session.decoder().prefill(np.array([[1, 2, 3]]))).all()
+
+
+def test_reasons_have_a_class() -> None:
+    with pytest.raises(NotByToken):
+        inserted(Summed())

@@ -1,0 +1,309 @@
+"""Decoders: every way to give a sequence gives the module's own answers, caches stay where they are, and what cannot be
+taken is refused before anything is written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.errors import InputError, RunError, UnavailableError, UsageError
+from attnforge.memory import peak
+from attnforge.runtime.decoding import decoder as decoder_module
+from attnforge.runtime.decoding.decoder import Decoder
+from attnforge.runtime.parity.budget import relative_error
+from attnforge.runtime.session import Session
+from tests.support.bundles import DeploySmall
+from tests.support.decoders import KINDS, LONGEST, PLACES, VOCABULARY, DeployDecoder, eager, ids
+
+CLOSE = 2e-6
+
+
+@pytest.fixture(scope="module")
+def session(decoders: DeployDecoder) -> Iterator[Session]:
+    with attnforge.load(decoders("rotary", "fp32"), "onnxruntime-cpu") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
+    decoders: DeployDecoder, kind: str, precision: str
+) -> None:
+    report = attnforge.verify(decoders(kind, precision), ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+    assert report.passed, report.failures
+    schedules = {comparison.schedule for comparison in report.comparisons}
+    assert schedules == {None, "token by token", "in pieces", "ragged", "cut and forked"}
+    whole = [comparison for comparison in report.comparisons if comparison.case == "whole-cache"]
+    assert [comparison.schedule for comparison in whole] == ["token by token", "in pieces"]
+    assert all(comparison.size == PLACES * VOCABULARY for comparison in whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_and_steps_to_the_last_place(decoders: DeployDecoder, kind: str) -> None:
+    tokens = ids(3, PLACES)
+    expected = eager(kind, tokens)
+    with attnforge.load(decoders(kind, "fp32"), "onnxruntime-cpu") as session:
+        decoder = session.decoder(3)
+        answers = [decoder.prefill(tokens[:, :30])]  # more than one run may have
+        answers += [decoder.step(tokens[:, place]) for place in range(30, PLACES)]
+    assert relative_error(np.stack(answers, axis=1), expected[:, 29:]) < CLOSE
+    assert decoder.lengths.tolist() == [PLACES] * 3
+
+
+def test_samples_of_lengths_of_their_own(session: Session) -> None:
+    tokens = ids(3, 20)
+    expected = eager("rotary", tokens)
+    lengths = np.array([1, 9, 20])
+    padded = np.where(np.arange(20) < lengths[:, None], tokens, 0)
+    last = np.stack([row[n - 1] for row, n in zip(expected, lengths, strict=True)])
+    for prompt in ([row[:n] for row, n in zip(tokens, lengths, strict=True)], padded):
+        decoder = session.decoder(3)
+        answer = decoder.prefill(prompt, None if isinstance(prompt, list) else lengths)
+        assert relative_error(answer, last) < CLOSE and decoder.lengths.tolist() == lengths.tolist()
+    following = np.array([tokens[0, 1], tokens[1, 9], 3])
+    answer = decoder.step(following)
+    assert relative_error(answer[:2], np.stack([expected[0, 1], expected[1, 9]])) < CLOSE
+
+
+def test_fork_goes_on_from_one_prompt_several_times(session: Session) -> None:
+    tokens = ids(1, 12)
+    prompt, ends = tokens[:, :8], [tokens[0, 8:], ids(4, seed=1), ids(4, seed=2)]
+    first = session.decoder()
+    first.prefill(prompt)
+    several = first.fork([0, 0, 0])
+    answers = several.prefill(np.stack(ends))
+    for answer, end in zip(answers, ends, strict=True):
+        assert relative_error(answer, eager("rotary", np.concatenate([prompt[0], end])[None])[0, -1]) < CLOSE
+    first.prefill(ids(1, 3, seed=3))
+    assert several.lengths.tolist() == [12] * 3 and first.lengths.tolist() == [11]
+
+
+def test_what_is_cropped_is_forgotten(session: Session) -> None:
+    tokens = ids(2, 16)
+    decoder = session.decoder(2)
+    decoder.prefill(np.concatenate([tokens[:, :6], ids(2, 9, seed=5)], axis=1))
+    decoder.crop([6, 4])
+    assert decoder.lengths.tolist() == [6, 4]
+    answer = decoder.prefill([tokens[0, 6:], tokens[1, 4:]])
+    assert relative_error(answer, eager("rotary", tokens)[:, -1]) < CLOSE
+    decoder.reset()
+    assert relative_error(decoder.prefill(tokens), eager("rotary", tokens)[:, -1]) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["rotary", "uneven"])
+def test_numbers_that_were_cropped_reach_nobody(decoders: DeployDecoder, kind: str) -> None:
+    """NaN times a weight of zero is NaN, so a place that is hidden must not hold one."""
+    tokens = ids(2, 10)
+    with attnforge.load(decoders(kind, "fp32"), "onnxruntime-cpu") as session:
+        decoder = session.decoder(2)
+        decoder.prefill(ids(2, 20, seed=1))
+        for cache in caches(decoder):
+            cache[0, :, 4:20] = np.nan
+        decoder.crop([4, 0])
+        decoder.crop(0)
+        answer = decoder.prefill(tokens)
+    assert relative_error(answer, eager(kind, tokens)[:, -1]) < CLOSE
+
+
+def test_torch_in_torch_out(session: Session) -> None:
+    decoder = session.decoder(2)
+    tokens = torch.from_numpy(ids(2, 5))
+    assert isinstance(decoder.prefill(tokens), torch.Tensor)
+    answer = decoder.step(tokens[:, 0])
+    assert isinstance(answer, torch.Tensor) and answer.shape == (2, VOCABULARY)
+
+
+def test_an_answer_stays_what_it_was(session: Session) -> None:
+    decoder = session.decoder()
+    decoder.prefill(ids(1, 3))
+    answer = decoder.step(np.array([1]))
+    kept = answer.copy()
+    decoder.step(np.array([2]))
+    assert np.array_equal(answer, kept)
+    out = np.empty((1, VOCABULARY), np.float32)
+    assert decoder.step(np.array([3]), out=out) is out and np.isfinite(out).all()
+
+
+def test_whole_sequences_are_answered_as_before(session: Session) -> None:
+    tokens = ids(2, 11)
+    assert relative_error(session(tokens), eager("rotary", tokens)) < CLOSE
+    assert isinstance(session(torch.from_numpy(tokens)), torch.Tensor)
+
+
+# --- where caches are -------------------------------------------------------------------------------------------------
+
+
+def caches(decoder: Decoder) -> list[Array]:
+    return list(decoder._caches.values())
+
+
+def test_caches_stay_in_place_and_nothing_grows(decoders: DeployDecoder) -> None:
+    """A thousand steps: each writes one place of every cache, where it is, and memory does not grow."""
+    with attnforge.load(decoders("rotary", "fp32"), "onnxruntime-cpu") as session:
+        decoder, one = session.decoder(2), ids(2)
+        where = [cache.ctypes.data for cache in caches(decoder)]
+
+        def run(steps: int) -> None:
+            for _ in range(steps):
+                if decoder.lengths.max() == PLACES:
+                    decoder.reset()
+                decoder.step(one)
+
+        run(200)
+        before = peak()
+        run(1000)
+        assert peak() - before < 2**20
+        assert [cache.ctypes.data for cache in caches(decoder)] == where
+        decoder.reset()
+        decoder.step(one)
+        assert all(cache[:, :, :1].any() and not cache[:, :, 1:].any() for cache in caches(decoder))
+
+
+def test_decoders_of_many_threads_answer_as_one_does(session: Session) -> None:
+    def decode(seed: int) -> Array:
+        decoder, tokens = session.decoder(2), ids(2, 200, seed=seed)
+        answers = []
+        for place in range(200):
+            if decoder.lengths.max() == PLACES:
+                decoder.crop(5)
+            answers.append(decoder.step(tokens[:, place]))
+        return np.stack(answers)
+
+    alone = [decode(seed) for seed in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(decode, range(16)))
+    assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def test_memory_is_said_before_it_is_taken(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * 2 * 2 * PLACES * 16 * 4  # layers, keys and values, heads, places, head size, bytes
+    assert session.decoder(3).nbytes == 3 * size
+    assert session.bundle.manifest.decoding is not None
+    assert session.bundle.manifest.decoding.bytes_a_sample == size
+    monkeypatch.setattr(decoder_module, "available", lambda: size)
+    session.decoder(1)
+    with pytest.raises(UnavailableError, match=r"caches of 2 samples with 40 tokens each take 0\.00 GiB"):
+        session.decoder(2)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a prompt longer than the cache": (lambda d: d.prefill(ids(2, PLACES - 2)), r"sample 0 has 3 tokens .* 38 more"),
+    "ids outside the table": (lambda d: d.step(np.array([0, VOCABULARY])), r"has the id 50; the table has 0 to 49"),
+    "negative ids": (lambda d: d.step(np.array([-1, 0])), r"has the id -1"),
+    "another batch": (lambda d: d.step(np.array([1])), r"has the shape \[1\]; give \(2\)"),
+    "another rank": (lambda d: d.prefill(ids(2, 3, 1)), r"has the shape \[2, 3, 1\]; give \(2, tokens\)"),
+    "numbers that are no ids": (lambda d: d.step(np.zeros(2, np.float32)), r"is float32; the model takes int64"),
+    "rows of another batch": (lambda d: d.prefill([ids(3)]), r"tokens of 1 samples were given; this decoder has 2"),
+    "rows and lengths": (lambda d: d.prefill([ids(3), ids(2)], [3, 2]), r"leave lengths out"),
+    "lengths out of range": (lambda d: d.prefill(ids(2, 3), [4, 1]), r"lengths \[4, 1\] of rows of 3 tokens"),
+    "lengths of another batch": (lambda d: d.prefill(ids(2, 3), [1, 2, 3]), r"lengths are int64\[3\]"),
+    "lengths that are no numbers": (lambda d: d.prefill(ids(2, 3), [0.5, 1]), r"lengths are float64"),
+    "no token": (lambda d: d.prefill([ids(3), ids(0)]), r"sample 1 has no token"),
+    "keeping more than is there": (lambda d: d.crop([3, 4]), r"sample 1 is to keep 4 tokens and has 3"),
+    "keeping less than nothing": (lambda d: d.crop(-1), r"sample 0 is to keep -1 tokens"),
+    "a sample that is not there": (lambda d: d.fork([2]), r"no sample 2; there are 0 to 1"),
+    "more samples than the bundle takes": (lambda d: d.fork([0] * 5), r"5 samples were asked for; .* 1 to 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_taken_is_refused_before_anything_is_written(session: Session, wrong: str) -> None:
+    call, message = WRONG[wrong]
+    decoder, tokens = session.decoder(2), ids(2, 4)
+    decoder.prefill(tokens[:, :3])
+    before = [cache.copy() for cache in caches(decoder)]
+    with pytest.raises(InputError, match=message):
+        call(decoder)
+    assert all(np.array_equal(cache, kept) for cache, kept in zip(caches(decoder), before, strict=True))
+    assert relative_error(decoder.step(tokens[:, 3]), eager("rotary", tokens)[:, -1]) < CLOSE
+
+
+def test_a_step_beyond_the_last_place_leaves_the_decoder_whole(session: Session) -> None:
+    decoder, tokens = session.decoder(2), ids(2, PLACES)
+    decoder.prefill([tokens[0], tokens[1, :5]])
+    with pytest.raises(InputError, match=r"sample 0 has 40 tokens in the cache and 1 more were given; there are 40"):
+        decoder.step(tokens[:, 0])
+    decoder.crop([20, 5])
+    answer = decoder.step(np.array([tokens[0, 20], tokens[1, 5]]))
+    expected = eager("rotary", tokens)
+    assert relative_error(answer, np.stack([expected[0, 20], expected[1, 5]])) < CLOSE
+
+
+def test_another_thread_is_told_that_a_step_runs(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = session.decoder()
+    decoder.step(np.array([1]))
+    begun, go_on = threading.Event(), threading.Event()
+    run = decoder._next
+    assert run is not None
+
+    def slowly() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        run()
+
+    monkeypatch.setattr(decoder, "_next", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(decoder.step, np.array([2]))
+        assert begun.wait(60)
+        for call in (decoder.fork, decoder.reset, lambda: decoder.step(np.array([3]))):
+            with pytest.raises(UsageError, match="this decoder runs in another thread"):
+                call()
+        go_on.set()
+        step.result()
+    assert decoder.lengths.tolist() == [2]
+
+
+def test_a_run_that_fails_changes_nothing(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = session.decoder()
+    decoder.step(np.array([1]))
+
+    def fail() -> None:
+        raise RuntimeError("the kernel is out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "_next", fail)
+        with pytest.raises(RunError, match="cannot run this step: the kernel is out of luck"):
+            decoder.step(np.array([2]))
+    assert decoder.lengths.tolist() == [1]
+    tokens = np.array([[1, 2]])
+    assert relative_error(decoder.step(tokens[:, 1]), eager("rotary", tokens)[:, -1]) < CLOSE
+
+
+def test_a_closed_session_runs_no_step(decoders: DeployDecoder) -> None:
+    session = attnforge.load(decoders("rotary", "fp32"), "onnxruntime-cpu")
+    decoder = session.decoder()
+    decoder.step(np.array([1]))
+    session.close()
+    with pytest.raises(UsageError, match="closed"):
+        decoder.step(np.array([1]))
+    with pytest.raises(UsageError, match="closed"):
+        session.decoder()
+
+
+def test_a_bundle_without_a_cache_decodes_nothing(small: DeploySmall) -> None:
+    with (
+        attnforge.load(small("fp32"), "onnxruntime-cpu") as session,
+        pytest.raises(UsageError, match=r"has no cache, .* deploy it with cache_tokens"),
+    ):
+        session.decoder()
+
+
+def test_other_backends_say_that_they_have_no_steps(decoders: DeployDecoder) -> None:
+    with pytest.raises(UnavailableError, match="steps of a decoder run on onnxruntime-cpu so far"):
+        attnforge.load(decoders("rotary", "fp32"), "openvino")
+    assert "openvino" in attnforge.verify(decoders("rotary", "fp32")).skipped
+
+
+def test_more_tokens_than_a_run_may_have_are_for_decoders(session: Session) -> None:
+    with pytest.raises(InputError, match=f"the profile takes 1 to {LONGEST}"):
+        session(ids(1, LONGEST + 1))

@@ -1,0 +1,105 @@
+"""Generation: the likeliest token is eager's, what is drawn has the probabilities that were asked for, and texts
+come as they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnforge
+from attnforge.errors import InputError, UsageError
+from attnforge.model import Decoder
+from attnforge.runtime.decoding.generation import GREEDY, STOPPED, Sampler
+from attnforge.runtime.session import Session
+from tests.support.decoders import PLACES, DeployDecoder, decoder_example, ids
+
+
+@pytest.fixture(scope="module")
+def session(decoders: DeployDecoder) -> Iterator[Session]:
+    with attnforge.load(decoders("rotary", "fp32"), "onnxruntime-cpu") as opened:
+        yield opened
+
+
+def test_the_likeliest_tokens_are_eagers(session: Session) -> None:
+    module = decoder_example("rotary").module
+    assert isinstance(module, Decoder)
+    prompts = ids(3, 5)
+    expected = module.generate(torch.from_numpy(prompts), 20).numpy()
+    assert np.array_equal(np.stack(list(session.generate(prompts, 20)), axis=1), expected)
+    lengths = torch.tensor([2, 5, 3])
+    ragged = module.generate(torch.from_numpy(prompts), 20, lengths=lengths).numpy()
+    rows = [row[:n] for row, n in zip(prompts, lengths, strict=True)]
+    assert np.array_equal(np.stack(list(session.generate(rows, 20)), axis=1), ragged)
+
+
+def test_a_sample_that_stops_gets_no_more(session: Session) -> None:
+    prompts = ids(2, 5)
+    whole = np.stack(list(session.generate(prompts, 10)), axis=1)
+    stop = int(whole[0, 3])
+    tokens = np.stack(list(session.generate(prompts, 10, stop=[stop])), axis=1)
+    first = [int(np.argmax(row == stop)) if stop in row else 9 for row in whole]
+    for row, was, end in zip(tokens, whole, first, strict=True):
+        assert row[: end + 1].tolist() == was[: end + 1].tolist()
+        assert (row[end + 1 :] == STOPPED).all()
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_sample_alone(session: Session) -> None:
+    prompts = np.repeat(ids(1, 5), 3, axis=0)
+    sampler = Sampler(temperature=2.0, seed=7)
+    both = np.stack(list(session.generate(prompts, 12, sampler=sampler)), axis=1)
+    again = np.stack(list(session.generate(prompts[:2], 12, sampler=sampler)), axis=1)
+    assert np.array_equal(both[:2], again) and len({tuple(row) for row in both}) == 3
+    other = np.stack(list(session.generate(prompts, 12, sampler=Sampler(2.0, seed=8))), axis=1)
+    assert not np.array_equal(both, other)
+
+
+def test_the_last_token_needs_no_place(session: Session) -> None:
+    assert len(list(session.generate(ids(1, PLACES - 4), 5))) == 5
+    with pytest.raises(InputError, match="the prompt and 6 new tokens are 42, and the cache has room for 41"):
+        session.generate(ids(1, PLACES - 4), 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 1, "top_k": 0}, "top_k is 0"),
+        ({"temperature": 1, "top_p": 0}, "top_p is 0"),
+        ({"temperature": 1, "top_p": 1.5}, "top_p is 1.5"),
+        ({"temperature": 1, "seed": -1}, "seed is -1"),
+        ({"top_k": 3}, "without a temperature the likeliest"),
+    ],
+)
+def test_a_sampler_that_cannot_be_meant(options: dict[str, float], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sampler(**options)  # type: ignore[arg-type]
+
+
+def test_no_new_token(session: Session) -> None:
+    with pytest.raises(UsageError, match="0 new tokens"):
+        session.generate(ids(1, 3), 0)
+
+
+LOGITS = st.lists(st.floats(-30, 30), min_size=1, max_size=12).map(lambda xs: np.array(xs, np.float32))
+
+
+@given(LOGITS, st.floats(0.1, 5), st.none() | st.integers(1, 15), st.none() | st.floats(0.01, 1))
+def test_probabilities(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    probabilities = Sampler(temperature, top_k, top_p).probabilities(logits)
+    assert probabilities.sum() == pytest.approx(1) and (probabilities >= 0).all()
+    softmax = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    softmax /= softmax.sum()
+    kept = probabilities > 0
+    shown = softmax[kept]
+    assert probabilities[kept] == pytest.approx(shown / shown.sum(), rel=1e-9)
+    assert not (~kept).any() or shown.min() >= softmax[~kept].max() - 1e-12  # the likeliest are kept
+    assert kept.sum() <= (top_k or len(logits))
+    if top_p is not None and kept.sum() > 1:
+        assert np.sort(shown)[1:].sum() < top_p  # one fewer would not do
+    assert GREEDY.probabilities(logits)[logits.argmax()] == 1
