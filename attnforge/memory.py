@@ -28,6 +28,14 @@ def peak() -> int:
     return most if sys.platform == "darwin" else 1024 * most
 
 
+def resident() -> int | None:
+    """Bytes that this process has in memory now; None where the system does not say (Linux does)."""
+    with suppress(OSError, StopIteration):
+        lines = _STATUS.read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmRSS:")).split()[1])
+    return None
+
+
 def reset_peak() -> bool:
     """Let the peak of memory begin anew at what is in memory now; `ru_maxrss` begins anew with it.
 

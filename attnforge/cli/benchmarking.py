@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +14,10 @@ import attnforge
 from attnforge.cli import options, printing
 from attnforge.cli.options import Backends, Json, TrustedKeys
 from attnforge.cli.terminal import print_json, say, say_path, stages_shown
+from attnforge.errors import UsageError
 
 if TYPE_CHECKING:
+    from attnforge.benchmarks.measure.decoding_results import DecodingResults
     from attnforge.benchmarks.measure.results import Results
 
 
@@ -49,6 +51,24 @@ def bench(
             "--quick", help="Latency alone, of one opening: no throughput, starts, memory, limits or further cases."
         ),
     ] = False,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode",
+            help="Of a bundle with a cache: time to first token, milliseconds a token over contexts, memory a step.",
+        ),
+    ] = False,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="With --decode: tokens in the cache before the timed steps; repeat. By default 128, 512, 1024."
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[int] | None,
+        typer.Option(help="With --decode: tokens of a prompt to time; repeat. By default 16, 128, 512."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="With --decode: samples decoded at once. By default 1.")] = None,
     trust_source: Annotated[
         bool,
         typer.Option(
@@ -80,7 +100,24 @@ def bench(
     Example: `attnforge bench vit-fp32 --against all --compare yesterday.json`
 
     Example: `attnforge bench my-encoder-fp32 --against eager --trust-source`
+
+    Example: `attnforge bench my-llama-fp32 --decode --against all --context 128 --context 1024 --trust-source`
     """
+    if decode:
+        if len(bundle) > 1:
+            raise UsageError("--decode measures one bundle at a time")
+        no = {"--shapes": shapes, "--html": html, "--plots": plots, "--compare": old}
+        _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
+        options.check_unwritten(out_file, force)
+        with stages_shown(as_json) as progress:
+            decoded = _decoded(
+                bundle[0], backend=backend, against=against, contexts=context, prompts=prompt, batch=batch,
+                rounds=rounds, openings=openings, threads=threads, quick=quick, trust_source=trust_source,
+                trusted=trusted, progress=progress,
+            )  # fmt: skip
+        _tell(decoded, out_file, as_json)
+        return
+    _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
     from attnforge.benchmarks.contenders.registry import peers_here
     from attnforge.benchmarks.measure import results as files
     from attnforge.benchmarks.measure.compare import compare
@@ -131,6 +168,43 @@ def bench(
         for file in filter(None, (out_file, html, plots)):
             say_path("written", file)
     if not _holds(results, backend or ()) or (differences is not None and differences.regressions):
+        raise typer.Exit(1)
+
+
+def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
+    """Refuse options that mean nothing here.
+
+    Raises:
+        UsageError: one was given.
+    """
+    for name, value in given.items():
+        if value:
+            raise UsageError(f"{name} means nothing {where}; {instead}")
+
+
+def _decoded(
+    bundle: Path, *, backend: list[str] | None, against: list[str] | None, batch: int | None, **arguments: Any
+) -> DecodingResults:
+    from attnforge.benchmarks.measure.decoding import benchmark_decoding
+
+    command = f"attnforge {shlex.join(sys.argv[1:])}"
+    return benchmark_decoding(bundle, backend, against or (), batch=batch or 1, command=command, **arguments)
+
+
+def _tell(results: DecodingResults, out_file: Path | None, as_json: bool) -> None:
+    """Write and print what was measured; exits with 1 where a backend of the bundle's is wrong, or none was timed."""
+    from attnforge.benchmarks.contenders.decoding.registry import DECODING_PEERS
+    from attnforge.benchmarks.measure import decoding_results as files
+
+    if out_file is not None:
+        files.write(results, out_file)
+    if as_json:
+        print_json(results.model_dump(mode="json"))
+    else:
+        printing.print_decoding(results)
+        if out_file is not None:
+            say_path("written", out_file)
+    if results.best is None or results.wrong.keys() - DECODING_PEERS.keys():
         raise typer.Exit(1)
 
 

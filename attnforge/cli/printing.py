@@ -13,6 +13,7 @@ from attnforge.report.render import error, interval, percent, rounded, sizes_tex
 from attnforge.version import __version__
 
 if TYPE_CHECKING:
+    from attnforge.benchmarks.measure.decoding_results import DecodingContender, DecodingResults
     from attnforge.benchmarks.measure.results import Contender, Model, Results
     from attnforge.bundle import (
         Bundle,
@@ -372,3 +373,62 @@ def _contender_row(contender: Contender) -> tuple[str, ...]:
         "" if cold is None else rounded(cold.load_s + cold.first_s, 2),
         "" if memory is None else f"{memory.extra_mib:.0f}",
     )
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def print_decoding(results: DecodingResults) -> None:
+    """Print how a bundle and its peers decode: a table for every context, then first tokens and memory."""
+    samples = "" if results.batch == 1 else f", {results.batch} samples at once"
+    turns = f"{results.rounds} rounds" + (f" in {results.openings} openings" if results.openings > 1 else "")
+    out.print(f"[bold]{escape(results.model)}[/] {results.precision}{samples}, {turns}", soft_wrap=True)
+    titles = ("ms a\ntoken", "95%", "tokens\na second", "ratio", "of\nlimit", "error")
+    for context in results.contexts:
+        timed = [(step, c) for c in results.contenders if (step := c.at(context)) is not None]
+        timed.sort(key=lambda pair: pair[0].latency.median.value)
+        limit = results.limits.get(context)
+        said = "" if limit is None else f"; no step can take less than {rounded(limit.ms)} ms"
+        say(f"behind {context:,} tokens{said}")
+        rows = [
+            (
+                _decoding_name(contender),
+                rounded(step.latency.median.value),
+                interval(step.latency.median),
+                rounded(step.per_second.value),
+                "" if step.ratio is None else rounded(step.ratio.value),
+                "" if step.share is None else percent(step.share),
+                error(contender.error),
+            )
+            for step, contender in timed
+        ]
+        print_table([name_column("contender"), *map(number_column, titles)], rows, gap=1)
+    _print_first_tokens(results)
+    say_reasons(results.wrong, "{} was not timed, for its answer is wrong", "red")
+    for contender in results.contenders:
+        for note in contender.notes:
+            say(f"{contender.name}: {note}", "dim")
+    say_reasons(results.skipped, "{} did not run", "dim")
+    say(f"logits held to {results.held_to}; ratios are to the bundle's own", "dim")
+    about = results.environment
+    say(f"{about.threads} threads; {about.machine.processor}; {about.machine.processors} processors", "dim")
+
+
+def _decoding_name(contender: DecodingContender) -> str:
+    return f"{'[bold]' if contender.ours else '[dim]'}{escape(contender.name)}[/]"
+
+
+def _print_first_tokens(results: DecodingResults) -> None:
+    if not results.prompts:
+        return
+    say("milliseconds to the first token, by tokens of the prompt, and bytes that a step adds")
+    rows = [
+        (
+            _decoding_name(contender),
+            *(rounded(first.latency.median.value) for first in contender.first_tokens),
+            "" if contender.growth is None else f"{contender.growth:,.0f}",
+        )
+        for contender in results.contenders
+    ]
+    titles = [*(f"{prompt:,}" for prompt in results.prompts), "bytes\na step"]
+    print_table([name_column("contender"), *map(number_column, titles)], rows, gap=1)

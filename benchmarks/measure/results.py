@@ -330,12 +330,12 @@ def write(results: Results, file: str | os.PathLike[str]) -> None:
     """Write results, numbers to five digits, whole or not at all."""
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, f"{json.dumps(_to_five_digits(results.model_dump(mode='json')), indent=1)}\n".encode())
+    write_whole(target, f"{json.dumps(to_five_digits(results.model_dump(mode='json')), indent=1)}\n".encode())
 
 
-def _to_five_digits(value: object) -> object:
+def to_five_digits(value: object) -> object:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _to_five_digits(item) for key, item in value.items()}
-    return [_to_five_digits(item) for item in value] if isinstance(value, list) else value
+        return {key: to_five_digits(item) for key, item in value.items()}
+    return [to_five_digits(item) for item in value] if isinstance(value, list) else value

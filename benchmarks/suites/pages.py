@@ -15,6 +15,7 @@ import typer
 from attnforge.benchmarks.measure import results
 from attnforge.benchmarks.publish import RESULTS
 from attnforge.benchmarks.suites import (
+    decoding,
     deploy_costs,
     eight_bits,
     false_alarms,
@@ -43,6 +44,7 @@ OTHERS = {
     "deploy-costs": ("deploy_costs.json", deploy_costs.table),
     "eight-bits": ("eight_bits.json", eight_bits.table),
     "masks": ("masks.json", masks.table),
+    "decoding": ("decoding.json", decoding.table),
     "overhead": ("overhead.json", overhead.table),
     "scaling": ("scaling.json", scaling.table),
     "triton-models": ("triton_models.json", triton_models.table),
@@ -53,6 +55,10 @@ OTHERS = {
 }
 
 
+UNMEASURED = "Not measured yet."
+"""What stands for a table whose results file nobody has written."""
+
+
 def tables() -> Iterator[tuple[str, Path, str]]:
     """Every table: the name of its place, the results file that it is made of, and its text."""
     for file in sorted(RESULTS.glob("suite*.json")):
@@ -60,7 +66,7 @@ def tables() -> Iterator[tuple[str, Path, str]]:
             yield name, file, text
     for name, (file_name, table) in OTHERS.items():
         file = RESULTS / file_name
-        yield name, file, table(json.loads(file.read_text(encoding="utf-8")))
+        yield name, file, table(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else UNMEASURED
 
 
 def refresh(root: Path = Path()) -> list[tuple[str, Path]]:

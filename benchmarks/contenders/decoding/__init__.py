@@ -1,0 +1,1 @@
+"""Contenders that decode: each takes tokens, keeps a cache of keys and values, and answers with logits."""

@@ -1,0 +1,302 @@
+"""Decoding, measured: every contender answers as the model without a cache, a wrong one has no time, and
+what is claimed of the figures is held by one rule. No time decides a test."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import attnforge
+from attnforge.arrays import Array
+from attnforge.benchmarks.contenders.decoding import in_onnxruntime, registry
+from attnforge.benchmarks.contenders.decoding.registry import DECODING_PEERS, DecodingPeer
+from attnforge.benchmarks.contenders.decoding.stepper import DecodingJob, Ours, Stepper
+from attnforge.benchmarks.contenders.peers import expected
+from attnforge.benchmarks.measure import decoding, decoding_results
+from attnforge.benchmarks.measure.decoding import benchmark_decoding
+from attnforge.benchmarks.measure.decoding_results import DecodingResults
+from attnforge.benchmarks.suites import decoding as suite
+from attnforge.bundle import CANONICAL, Bundle, Source
+from attnforge.cli import app
+from attnforge.errors import UnavailableError, UnknownNameError, UntrustedError, UsageError
+from attnforge.export.graphs.saving import load_graph
+from attnforge.model.registry import build_model
+
+pytestmark = pytest.mark.xdist_group("measure")
+
+TOKENS, PLACES = 30, 48
+TINY = {
+    **suite.SIZES,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+    "max_position_embeddings": PLACES,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The suite's model, tiny."""
+    return suite.deployed(tmp_path_factory.mktemp("llama"), lambda stage: None, TINY, PLACES, 16)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """attnforge's decoder of one layer, with a window."""
+    options: dict[str, Any] = {
+        "num_layers": 1, "embed_dim": 32, "vocab_size": 64, "max_tokens": PLACES, "num_tokens": 8, "window": 11,
+    }  # fmt: skip
+    module, args, shapes = build_model("decoder", **options)
+    return attnforge.deploy(
+        module, args, tmp_path_factory.mktemp("own") / "bundle", shapes, targets=["onnxruntime"], tune=False,
+        source=Source(kind="registered", name="decoder", options=options), cache_tokens=PLACES,
+    )  # fmt: skip
+
+
+def job_of(bundle: Bundle, batch: int, folder: Path) -> DecodingJob:
+    decoding_ = bundle.manifest.decoding
+    assert decoding_ is not None and decoding_.vocabulary is not None
+    ids = np.random.default_rng(1).integers(0, decoding_.vocabulary, (batch, TOKENS))
+    return DecodingJob(bundle, {decoding_.tokens: ids}, 1, folder, None, True)
+
+
+def furthest(stepper: Stepper, ids: Array, truth: Array) -> float:
+    """The largest error of a contender that is given tokens in pieces, goes back, and begins anew."""
+    errors = []
+
+    def take(first: int, end: int) -> None:
+        logits = stepper.extend(ids[:, first:end])
+        exact = truth[:, end - 1]
+        assert logits.shape == exact.shape
+        errors.append(float(np.linalg.norm(logits - exact) / np.linalg.norm(exact)))
+
+    for _ in range(2):
+        take(0, 7)
+        take(7, 12)
+        stepper.mark()
+        for _ in range(2):
+            for token in range(12, 20):
+                take(token, token + 1)
+            stepper.rewind()
+        take(12, TOKENS)
+        stepper.reset()
+    return max(errors)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["onnxruntime-cpu", *DECODING_PEERS])
+@pytest.mark.parametrize("of", ["llama", "own"])
+def test_every_contender_answers_as_the_model_without_a_cache(
+    of: str, name: str, batch: int, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # its C++ takes half a minute
+    bundle: Bundle = request.getfixturevalue(of)
+    job = job_of(bundle, batch, tmp_path)
+    missing = {"eager-dynamic", "onnxruntime-genai-operator"} if of == "own" else set()
+    with ExitStack() as stack:
+        if name in (*missing, "onnxruntime-genai", "openvino-genai"):
+            with pytest.raises(UnavailableError):
+                DECODING_PEERS[name].open(job, stack)
+            return
+        stepper = Ours(name, job, stack) if name == "onnxruntime-cpu" else DECODING_PEERS[name].open(job, stack)
+        ((_, exact),) = expected(job.module, job.precision, job.feeds).values()
+        ids = job.feeds["input_ids"]
+        assert furthest(stepper, ids, exact.reshape(batch, TOKENS, -1)) < 4e-6
+
+
+def test_graphs_of_peers_have_the_caches_that_their_names_say(llama: Bundle) -> None:
+    def counted(*changes: Any) -> Counter[str]:
+        model = load_graph(llama, CANONICAL)
+        for change in changes:
+            change(model)
+        return Counter(node.op_type for node in model.graph)
+
+    growing = counted(in_onnxruntime.by_concatenation)
+    assert (growing["TensorScatter"], growing["Attention"]) == (0, 1)
+    products = counted(in_onnxruntime.by_concatenation, in_onnxruntime.as_products)
+    assert (products["Attention"], products["Softmax"]) == (0, 1)
+    in_place = counted(in_onnxruntime.with_rotary_operator)
+    assert (in_place["GroupQueryAttention"], in_place["RotaryEmbedding"], in_place["TensorScatter"]) == (1, 0, 0)
+
+
+def test_every_contender_has_times_and_a_wrong_one_has_none(llama: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Ours):
+        def extend(self, tokens: Array) -> Array:
+            return super().extend(tokens) * np.float32(1.001)
+
+    def broken(job: DecodingJob, stack: ExitStack) -> Stepper:
+        raise RuntimeError("it is broken")
+
+    peers = {
+        "onnxruntime-concat": DECODING_PEERS["onnxruntime-concat"],
+        "wrong": DecodingPeer("wrong", lambda job, stack: Wrong("onnxruntime-cpu", job, stack)),
+        "broken": DecodingPeer("broken", broken),
+    }
+    monkeypatch.setattr(decoding, "DECODING_PEERS", peers)
+    results = benchmark_decoding(
+        llama, against=["all"], contexts=[20, 4], prompts=[5], rounds=3, openings=2, threads=1, trust_source=True
+    )
+    assert list(results.wrong) == ["wrong"] and "over the budget" in results.wrong["wrong"]
+    assert results.skipped == {"broken": "it is broken"}
+    assert results.held_to == "float64" and results.contexts == [4, 20] and results.openings == 2
+    assert results.bandwidth is not None and results.bandwidth.best > 0
+    assert [contender.name for contender in results.contenders] == ["onnxruntime-cpu", "onnxruntime-concat"]
+    for contender in results.contenders:
+        assert 0 < contender.error <= contender.budget
+        assert [step.context for step in contender.steps] == [4, 20]
+        for step in contender.steps:
+            assert [len(calls) for calls in step.latency.rounds] == [decoding.STEPS] * 3
+            assert step.latency.openings == [2, 1]
+            assert step.per_second.low <= step.per_second.value <= step.per_second.high
+            assert step.share == pytest.approx(results.limits[step.context].ms / step.latency.median.value)
+        assert [len(calls) for calls in contender.first_tokens[0].latency.rounds] == [1] * 3
+    # A token of one site's cache: keys and values of two heads of sixteen numbers of four bytes.
+    assert results.limits[20].cache - results.limits[4].cache == 16 * 2 * 2 * 16 * 4
+    assert results.limits[4].weights == results.limits[20].weights > 4 * 64 * 64
+
+
+def test_a_window_limits_the_cache_that_is_read_and_the_bundle_alone_is_enough(
+    own: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "is_at_hand", lambda job: False)  # logits are held to the exported graph
+    results = benchmark_decoding(own, contexts=[4, 20], prompts=[5], rounds=1, openings=1, threads=1)
+    (ours,) = results.contenders
+    assert results.best is ours and ours.steps[0].ratio is not None and ours.steps[0].ratio.value == 1
+    assert results.limits[20].cache == 11 * results.limits[4].cache / 4
+
+
+def test_a_dear_reference_is_eager(own: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "DEAR", 0)
+    for at_hand in (True, False):
+        monkeypatch.setattr(decoding, "is_at_hand", lambda job, at_hand=at_hand: at_hand)
+        results = benchmark_decoding(own, contexts=[4], rounds=1, threads=1, quick=True)
+        assert results.held_to == "eager" and results.contenders and not results.wrong
+        assert results.bandwidth is None and not results.limits and not results.prompts
+
+
+def test_what_cannot_be_measured_is_refused(own: Bundle, llama: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="contexts are 40; the caches hold 48 tokens, so give 1 to 39"):
+        benchmark_decoding(own, contexts=[4, 40])
+    with pytest.raises(UsageError, match="prompts are 0"):
+        benchmark_decoding(own, prompts=[0])
+    with pytest.raises(UsageError, match="1 or more"):
+        benchmark_decoding(own, rounds=0)
+    with pytest.raises(UsageError, match="the bundle takes 1 to 2"):
+        benchmark_decoding(llama, batch=3)
+    with pytest.raises(UnknownNameError, match="abacus"):
+        benchmark_decoding(own, against=["abacus"])
+    with pytest.raises(UnavailableError, match="runs no steps"):
+        benchmark_decoding(own, ["openvino"])
+    with pytest.raises(UntrustedError):
+        benchmark_decoding(llama, against=["eager-static"])
+
+
+def test_default_contexts_are_those_that_fit() -> None:
+    assert decoding._fitting("contexts", None, decoding.CONTEXTS, 1024, 1033) == [128, 512, 1024]
+    assert decoding._fitting("contexts", None, decoding.CONTEXTS, 1023, 1032) == [128, 512]
+    assert decoding._fitting("contexts", None, decoding.CONTEXTS, 39, 48) == [39]
+    with pytest.raises(UsageError, match="too few"):
+        decoding._fitting("contexts", None, decoding.CONTEXTS, 0, 9)
+
+
+def test_the_command_prints_one_document_or_tables(own: Bundle, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    sizes = ["--context", "4", "--prompt", "5", "--rounds", "2", "--threads", "1"]
+    peers = ["--against", "onnxruntime-concat", "--against", "openvino-genai"]
+    command = ["bench", str(own.path), "--decode", *peers, *sizes]
+    done = CliRunner().invoke(app, [*command, "--json", "--out", str(file)])
+    assert done.exit_code == 0, done.output
+    results = DecodingResults.model_validate(json.loads(done.stdout))
+    assert "openvino-genai" in results.skipped and len(results.contenders) == 2
+    assert decoding_results.read(file).contexts == [4]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "behind 4 tokens; no step can take less than" in done.stdout
+    assert "onnxruntime-concat" in done.stdout and "OpenVINO GenAI is not installed here" in done.stdout
+
+
+def test_the_command_refuses_in_one_line(own: Bundle, tmp_path: Path) -> None:
+    for arguments, said in (
+        (["--decode", "--html", "page.html"], "--html means nothing with --decode"),
+        (["--decode", "--shapes", "batch=1"], "--shapes means nothing with --decode"),
+        (["--context", "4"], "--context means nothing without --decode"),
+        (["--decode", str(own.path)], "one bundle at a time"),
+    ):
+        done = CliRunner().invoke(app, ["bench", str(own.path), *arguments])
+        assert isinstance(done.exception, UsageError) and said in str(done.exception)
+    with pytest.raises(UsageError, match="holds no results of decoding"):
+        decoding_results.read(tmp_path / "none.json")
+
+
+def test_a_bundle_without_a_cache_is_refused(tmp_path: Path) -> None:
+    module, args, shapes = build_model("self-attention", input_dim=8, key_dim=8, value_dim=8)
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    with pytest.raises(UsageError, match=r"has no cache, so there is no step to time; deploy it with cache_tokens"):
+        benchmark_decoding(bundle)
+
+
+def test_libraries_that_are_here_are_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda package: object())
+    with ExitStack() as stack, pytest.raises(UnavailableError, match="installed, but"):
+        DECODING_PEERS["openvino-genai"].open(None, stack)  # type: ignore[arg-type]
+
+
+# --- the suite --------------------------------------------------------------------------------------------------------
+
+
+def contender(name: str, ms: float, *, ours: bool = False) -> dict[str, Any]:
+    exactly = {"value": ms, "low": ms, "high": ms}
+    latency = {"rounds": [[ms]] * 4, "openings": [2, 2], "median": exactly, "min": ms, "p90": ms, "p99": ms,
+               "samples": 4}  # fmt: skip
+    rate = {"value": 1e3 / ms, "low": 1e3 / ms, "high": 1e3 / ms}
+    step = {"context": 128, "latency": latency, "per_second": rate, "ratio": None, "share": 0.5}
+    return {
+        "name": name, "ours": ours, "what": "", "error": 1e-7, "budget": 1e-6, "steps": [step],
+        "first_tokens": [{"prompt": 16, "latency": latency}], "growth": 2048.0,
+    }  # fmt: skip
+
+
+def figures(contenders: list[dict[str, Any]], wrong: dict[str, str]) -> dict[str, Any]:
+    machine = {"system": "s", "processor": "p", "processors": 2, "instructions": [], "gpus": []}
+    environment = {"machine": machine, "versions": {}, "threads": 2, "governor": "g", "load_before": 0.5}
+    return {
+        "command": "c", "created": "now", "seconds": 1, "environment": environment, "model": "llama",
+        "precision": "fp32", "source": "s", "batch": 1, "places": 2048, "steps": 8, "contexts": [128], "prompts": [16],
+        "rounds": 4, "openings": 2, "held_to": "float64", "limits": {128: {"weights": 4e8, "cache": 1e7, "ms": 6.5}},
+        "contenders": contenders, "wrong": wrong, "skipped": {"openvino-genai": "it is not here"},
+    }  # fmt: skip
+
+
+def test_claims_are_held_against_eager_the_best_right_peer_and_the_limit() -> None:
+    ours = contender("onnxruntime-cpu", 10.0, ours=True)
+    peers = [contender("eager-static", 20.0), contender("onnxruntime-concat", 9.0), contender("torch-compile", 30.0)]
+    measured = figures([ours, *peers], {"eager-dynamic": "error 1 is over the budget"})
+    told = list(suite.claims(DecodingResults.model_validate(measured)))
+    assert [(claim.against, claim.holds) for claim in told] == [
+        ("eager-static", "yes"),
+        ("onnxruntime-concat", "**no**"),
+        ("", "yes"),
+    ]
+    assert len(suite.broken(DecodingResults.model_validate(measured))) == 1
+    lines = suite.table(measured).splitlines()
+    assert lines[2] == "| ms a token, of eager-static's, behind 128 tokens | eager-static | 0.50 | 0.9 | yes |"
+    assert "Behind 128 tokens: 6.5 ms to read 410 MB" in lines
+    assert "| **onnxruntime-cpu** | 10.00 | 100.0 | – | 50% | 1e-7 |" in lines
+    assert "Not timed, for its logits are wrong: eager-dynamic: error 1 is over the budget." in lines
+
+
+def test_a_bundle_that_is_wrong_breaks_the_suite() -> None:
+    measured = DecodingResults.model_validate(figures([contender("eager-static", 20.0)], {"onnxruntime-cpu": "wrong"}))
+    assert {claim.holds for claim in suite.claims(measured)} == {"not measured"}
+    assert suite.broken(measured) == ["no backend of the bundle's was timed"]
