@@ -64,6 +64,7 @@ def main(
             bundle, against=["all"], contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds, openings=openings,
             trust_source=True, command=COMMAND, progress=say,
         )  # fmt: skip
+    measured.source = f"LlamaForCausalLM {' '.join(f'{name}={size}' for name, size in SIZES.items())}"
     files.write(measured, results)
     show(results, table)
     raise typer.Exit(bool(broken(files.read(results))))
