@@ -40,6 +40,13 @@ def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     assert {row.fault.name for row in rows if row.verdict == "no effect"} <= set(INERT)
 
 
+@grouped("fp32")
+@pytest.mark.parametrize("name", DECODERS)
+def test_steps_in_float64_are_the_reference(faults: Faults, name: str) -> None:
+    """By every order of tokens; tables of positions are stored in fp32."""
+    assert faults.bench(name, "fp32").off_reference() < 1e-7
+
+
 @pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in ("fp32", "fp16", "int8")])
 def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> None:
     subjects = [name for name, p in TESTED if p == precision]

@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle
+from attnforge.bundle import Bundle, open_bundle
 from attnforge.errors import InputError, RunError
 from attnforge.export.graphs.float64 import to_double
 from attnforge.runtime import cases as reference
@@ -24,7 +24,7 @@ from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.parity.comparison import Comparison
-from attnforge.runtime.parity.verify import BackendReport, stored_inputs
+from attnforge.runtime.parity.verify import BackendReport, References, stored_inputs
 from tests.support.bundles import rewrite
 from tests.support.faults.catalogue import FAULTS
 from tests.support.faults.driving import Driven, in_double
@@ -108,6 +108,16 @@ class Bench:
         for where, comparison in self._budgets.items():
             if cases is None or where in cases:
                 yield where, steps.given(comparison.schedule, self._inputs[comparison.case])[output.name]
+
+    def off_reference(self) -> float:
+        """How far the unaltered graph in float64 is off the bundle's reference in float64, in the worst case."""
+        (output,), kept = self._manifest.outputs, References.of(open_bundle(self._folder)).outputs
+        cases = {case.name: case for case in self._manifest.cases}
+        return max(
+            relative_error(reference.sampled(exact, case), kept[reference.key(case, output.name, "float64")])
+            for where, exact in self._truth.items()
+            if (case := cases[self._budgets[where].case])
+        )
 
     def altered(self, fault: Fault) -> tuple[ir.Model, Bundle]:
         """The graph with a fault, and the bundle that holds it until the next is put in.
