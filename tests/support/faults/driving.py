@@ -160,8 +160,8 @@ def _over_cache(op: Builder, node: ir.Node) -> list[ir.Value]:
 class PromptTooShort(Decoder):
     """A prompt leaves its last token out of the lengths."""
 
-    def _extended(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
-        answers = super()._extended(rows)
+    def _extended(self, rows: Sequence[Array], *how: Any, **named: Any) -> dict[str, list[Array]]:
+        answers = super()._extended(rows, *how, **named)
         self._past -= [len(row) > 1 for row in rows]
         return answers
 
@@ -169,8 +169,8 @@ class PromptTooShort(Decoder):
 class PromptTooLong(Decoder):
     """A prompt counts one token more, where there is a place for it."""
 
-    def _extended(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
-        answers = super()._extended(rows)
+    def _extended(self, rows: Sequence[Array], *how: Any, **named: Any) -> dict[str, list[Array]]:
+        answers = super()._extended(rows, *how, **named)
         self._past[:] = np.minimum(self._past + [len(row) > 1 for row in rows], self.places - 1)
         return answers
 
@@ -178,9 +178,9 @@ class PromptTooLong(Decoder):
 class StepsLost(Decoder):
     """A step behind a prompt is not counted, so that the next is written over it."""
 
-    def _extended(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
+    def _extended(self, rows: Sequence[Array], *how: Any, **named: Any) -> dict[str, list[Array]]:
         had = self._past.copy()
-        answers = super()._extended(rows)
+        answers = super()._extended(rows, *how, **named)
         if all(len(row) == 1 for row in rows) and (had > 0).all():
             self._past[:] = had
         return answers
@@ -189,8 +189,8 @@ class StepsLost(Decoder):
 class LengthsOfLongest(Decoder):
     """Every sample has the length of the longest."""
 
-    def _extended(self, rows: Sequence[Array]) -> dict[str, list[Array]]:
-        answers = super()._extended(rows)
+    def _extended(self, rows: Sequence[Array], *how: Any, **named: Any) -> dict[str, list[Array]]:
+        answers = super()._extended(rows, *how, **named)
         self._past[:] = self._past.max()
         return answers
 
