@@ -5,6 +5,8 @@ twice: usual ones (:mod:`attnforge.benchmarks.suites.random_models`), and ones w
 (:mod:`attnforge.benchmarks.suites.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
 model the plan of TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
 `--draw int8` puts the products of the usual models in 8 bits, and writes `benchmarks/results/false_alarms_int8.json`.
+`--draw decoder` deploys random decoders (:mod:`attnforge.benchmarks.suites.random_decoders`) with a cache, holds them
+to the budget in every order of their tokens, and writes `benchmarks/results/false_alarms_decoder.json`.
 
 A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
 (:mod:`attnforge.runtime.parity.budget`). Such models are counted apart, as are models that deploy refuses.
@@ -29,6 +31,7 @@ import attnforge
 from attnforge.arrays import is_floating
 from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
 from attnforge.benchmarks.suites.hostile_models import draw_hostile, make_hostile
+from attnforge.benchmarks.suites.random_decoders import draw_decoder, make_decoder, places_of
 from attnforge.benchmarks.suites.random_models import Recipe, draw, make
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, UnavailableError
@@ -53,7 +56,7 @@ that is a good one."""
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
-Draw = Literal["usual", "hostile", "int8"]
+Draw = Literal["usual", "hostile", "int8", "decoder"]
 
 
 def draw_in_8_bits(seed: int) -> Recipe:
@@ -65,6 +68,7 @@ DRAWS: Mapping[Draw, tuple[Callable[[int], Recipe], Callable[[Recipe], Example]]
     "usual": (draw, make),
     "hostile": (draw_hostile, make_hostile),
     "int8": (draw_in_8_bits, make),
+    "decoder": (draw_decoder, make_decoder),
 }
 """By name, what draws recipes and what makes their models."""
 
@@ -143,13 +147,14 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
             bundle = attnforge.deploy(
                 module, args, Path(folder) / "b", shapes, recipe.precision, ["onnxruntime"], recipe.kind,
                 tune=False, cache=False, max_error=MAX_ERROR if recipe.precision == "int8" else None,
+                cache_tokens=places_of(recipe),
             )  # fmt: skip
         except AttnforgeError as error:
             outcome.refused = str(error)
             return outcome
         report = attnforge.verify(bundle, ["onnxruntime-cpu"])
         outcome.comparisons["onnxruntime"] = report.backends["onnxruntime-cpu"].comparisons
-        if precision_named(recipe.precision).is_low:
+        if precision_named(recipe.precision).is_low and bundle.manifest.decoding is None:
             outcome.comparisons["tensorrt, emulated"] = list(emulated(bundle))
     return outcome
 

@@ -52,6 +52,7 @@ OTHERS = {
     "ray-load": ("ray_load.json", ray_load.table),
     "false-alarms": ("false_alarms.json", false_alarms.table),
     "false-alarms-int8": ("false_alarms_int8.json", false_alarms.table),
+    "false-alarms-decoder": ("false_alarms_decoder.json", false_alarms.table),
 }
 
 

@@ -49,7 +49,8 @@ def ragged(decoder: Decoder, tokens: Tokens) -> Answers:
     answers = decoder.extend([row[:n] for row, n in zip(tokens, lengths, strict=True)])
     while (lengths < count).any():
         done = lengths == count
-        decoder.crop(lengths - done)
+        if done.any():  # else lengths that the decoder has wrong would be put right here
+            decoder.crop(lengths - done)
         following = np.stack([row[n - is_done] for row, n, is_done in zip(tokens, lengths, done, strict=True)])
         new = decoder.extend(following[:, None])
         for name, samples in new.items():
@@ -63,10 +64,12 @@ def ragged(decoder: Decoder, tokens: Tokens) -> Answers:
 
 
 def cut_and_forked(decoder: Decoder, tokens: Tokens) -> Answers:
-    """Half of the sequence and a part of another one, which is cut off again; then the rest in a copy of the
-    decoder."""
+    """Another sequence, which is forgotten; half of the sequence and the end of another one, which is cut off again;
+    then the rest in a copy of the decoder."""
     count = tokens.shape[1]
     half = (count + 1) // 2
+    decoder.extend(tokens[:, ::-1])
+    decoder.reset()
     answers = decoder.extend(tokens[:, :half])
     if half < count:
         decoder.extend(tokens[:, : count - half])

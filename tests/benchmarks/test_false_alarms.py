@@ -20,10 +20,12 @@ from attnforge.benchmarks.suites.false_alarms import (
     write_outcomes,
 )
 from attnforge.benchmarks.suites.hostile_models import HOSTILE, draw_hostile, make_hostile
+from attnforge.benchmarks.suites.random_decoders import draw_decoder, make_decoder
 from attnforge.benchmarks.suites.random_models import KINDS, PRECISIONS, Recipe, draw
 from attnforge.bundle import Case
 from attnforge.model.registry import Example
 from attnforge.precision import precision_named
+from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 
@@ -31,6 +33,9 @@ SEEDS = (1001, 1005, 1007, 1009, 1010, 1011, 1012, 1015)
 
 HOSTILE_SEEDS = (16, 17, 31, 48, 152, 170, 1005, 1009)
 """Seeds that were rejected once, and others."""
+
+DECODER_SEEDS = (2, 10)
+"""Rotary positions and attention that writes its caches; learned ones and heads of a size that it does not take."""
 
 INT8_SEEDS = (2, 3, 4)
 """One of each kind that has products worth 8 bits."""
@@ -49,6 +54,14 @@ def test_what_is_right_is_not_rejected_where_inputs_are_hostile(seed: int) -> No
     outcome = tried(draw_hostile(seed), make_hostile)
     assert outcome.refused is None and not outcome.not_held, outcome.text()
     assert outcome.comparisons and outcome.rejected == {}, outcome.text()
+
+
+@pytest.mark.parametrize("seed", DECODER_SEEDS)
+def test_what_is_right_is_not_rejected_of_decoders(seed: int) -> None:
+    """Whole, token by token, in pieces, ragged, and cut and forked."""
+    outcome = tried(draw_decoder(seed), make_decoder)
+    assert outcome.refused is None and not outcome.not_held, outcome.text()
+    assert outcome.rejected == {} and {c.schedule for c in outcome.comparisons["onnxruntime"]} == {None, *SCHEDULES}
 
 
 @pytest.mark.parametrize("seed", INT8_SEEDS)

@@ -10,10 +10,15 @@ import pytest
 from tests.support.faults.bench import NEVER, Faults, is_sampled
 from tests.support.faults.catalogue import FAULTS, INERT, softmax_twice
 from tests.support.faults.graph import Graph, NotThere
-from tests.support.faults.subjects import PRECISIONS
+from tests.support.faults.subjects import DECODERS, PRECISIONS
 
-TESTED = [(name, p) for name, precisions in PRECISIONS.items() for p in precisions if p != "bf16"]
-"""Of the sixteen bits one kind: `python -m tests.support.faults` tries both."""
+TESTED = [
+    (name, p)
+    for name, precisions in PRECISIONS.items()
+    for p in precisions
+    if p != "bf16" and (p == "fp32" or name not in DECODERS)
+]
+"""Of the sixteen bits one kind, and of decoders none: `python -m tests.support.faults` tries all."""
 
 TRIED = ("fp32", "fp16", "int8", "fp8", "int4")
 
@@ -37,6 +42,13 @@ def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     rows = faults.rows(name, precision)
     assert [row for row in rows if row.verdict in NEVER] == []
     assert {row.fault.name for row in rows if row.verdict == "no effect"} <= set(INERT)
+
+
+@grouped("fp32")
+@pytest.mark.parametrize("name", DECODERS)
+def test_steps_in_float64_are_the_reference(faults: Faults, name: str) -> None:
+    """By every order of tokens; tables of positions are stored in fp32."""
+    assert faults.bench(name, "fp32").off_reference() < 1e-7
 
 
 @pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in TRIED])

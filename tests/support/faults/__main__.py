@@ -1,21 +1,28 @@
-"""Every fault in every subject at every precision."""
+"""Every fault in every subject at every precision, or in the subjects that are named."""
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.faults.bench import NEVER, Faults
-from tests.support.faults.page import PAGE, refresh, write_results
+from tests.support.faults.page import PAGE, read_results, refresh, write_results
 from tests.support.faults.subjects import PRECISIONS
 
 
-def main() -> None:
-    """Try every fault in every subject at every precision; write the results file and the tables made of it."""
+def main(names: Sequence[str] = ()) -> None:
+    """Try every fault in every subject at every precision; write the results file and the tables made of it.
+
+    Args:
+        names: of the subjects to try, whose rows are written anew; all by default.
+    """
+    subjects = {name: PRECISIONS[name] for name in names or PRECISIONS}
     with tempfile.TemporaryDirectory() as folder:
         faults = Faults(Path(folder))
-        rows = [row for name, precisions in PRECISIONS.items() for p in precisions for row in faults.rows(name, p)]
-    write_results(rows)
+        rows = [row for name, precisions in subjects.items() for p in precisions for row in faults.rows(name, p)]
+    write_results(rows, [line for line in read_results() if line["model"] not in subjects])
     refresh(PAGE)
     wrong = [row for row in rows if row.verdict in NEVER]
     for row in wrong:
@@ -25,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -16,18 +16,22 @@ import onnxruntime as ort
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle
+from attnforge.bundle import Bundle, open_bundle
+from attnforge.errors import InputError, RunError
 from attnforge.export.graphs.float64 import to_double
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.onnxruntime import session_options
+from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.parity.comparison import Comparison
-from attnforge.runtime.parity.verify import BackendReport, stored_inputs
+from attnforge.runtime.parity.verify import BackendReport, References, stored_inputs
 from tests.support.bundles import rewrite
 from tests.support.faults.catalogue import FAULTS
+from tests.support.faults.driving import Driven, in_double
+from tests.support.faults.driving import verified as verified_with
 from tests.support.faults.graph import KEPT, Fault, Graph, NotThere
-from tests.support.faults.subjects import deploy
+from tests.support.faults.subjects import DECODERS, deploy
 
 NOTHING = 1e-12
 VERDICTS = ("caught", "below rounding", "no effect")
@@ -67,16 +71,23 @@ class Bench:
         self._file = self._folder / bundle.manifest.targets["onnxruntime"].model
         self._model = ir.load(bundle.path / bundle.manifest.targets["onnxruntime"].model)
         manifest, stored = bundle.manifest, stored_inputs(bundle)
+        self._manifest = manifest
         self._inputs = {case.name: reference.make_inputs(case, manifest.inputs, stored) for case in manifest.cases}
         self.unaltered = verified(bundle)
-        self._budgets = {c.case: c for c in self.unaltered.comparisons}
+        self._budgets = {c.where: c for c in self.unaltered.comparisons}
         self._truth = dict(self.exact(self._model.clone()))
 
-    def exact(self, model: ir.Model, cases: Collection[str] | None = None) -> Iterator[tuple[str, Array]]:
-        """The output of a graph in float64, by case, all of them by default. A fault's own casts are kept. In few
-        bits it is that of the graph as it is, which rounds far more than fp32 does."""
-        in_double = not precision_named(self.precision).is_quantised
-        if in_double:
+    def exact(
+        self, model: ir.Model, cases: Collection[str] | None = None, driver: type[Decoder] | None = None
+    ) -> Iterator[tuple[str, Array]]:
+        """The output of a graph in float64, by case, all of them by default; of a decoder by the order of its tokens as
+        well. A fault's own casts are kept. In few bits it is that of the graph as it is, which rounds far more than
+        fp32 does."""
+        if self._manifest.decoding is not None:
+            yield from self._exact_steps(in_double(model, self._manifest, driver or Decoder), cases)
+            return
+        is_double = not precision_named(self.precision).is_quantised
+        if is_double:
             to_double(model)
         for node in model.graph:
             if (to := node.metadata_props.get(KEPT)) is not None:
@@ -84,13 +95,30 @@ class Bench:
                 node.outputs[0].type = ir.TensorType(ir.DataType(int(to)))
         options = session_options(threads=1)
         options.log_severity_level = 4
-        if in_double:  # else left as it runs, for its integer products are to be those that do not saturate
+        if is_double:  # else left as it runs, for its integer products are to be those that do not saturate
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
         for case in cases or self._inputs:
-            feeds = {name: wide(array) if in_double else array for name, array in self._inputs[case].items()}
+            feeds = {name: wide(array) if is_double else array for name, array in self._inputs[case].items()}
             (output,) = session.run(None, feeds)
             yield case, output
+
+    def _exact_steps(self, steps: Driven, cases: Collection[str] | None) -> Iterator[tuple[str, Array]]:
+        """The output of a decoder, by case and order."""
+        (output,) = self._manifest.outputs
+        for where, comparison in self._budgets.items():
+            if cases is None or where in cases:
+                yield where, steps.given(comparison.schedule, self._inputs[comparison.case])[output.name]
+
+    def off_reference(self) -> float:
+        """How far the unaltered graph in float64 is off the bundle's reference in float64, in the worst case."""
+        (output,), kept = self._manifest.outputs, References.of(open_bundle(self._folder)).outputs
+        cases = {case.name: case for case in self._manifest.cases}
+        return max(
+            relative_error(reference.sampled(exact, case), kept[reference.key(case, output.name, "float64")])
+            for where, exact in self._truth.items()
+            if (case := cases[self._budgets[where].case])
+        )
 
     def altered(self, fault: Fault) -> tuple[ir.Model, Bundle]:
         """The graph with a fault, and the bundle that holds it until the next is put in.
@@ -101,7 +129,7 @@ class Bench:
         model = self._model.clone()
         before = ir.to_proto(model).SerializeToString(deterministic=True)
         fault.alter(Graph(model))
-        if ir.to_proto(model).SerializeToString(deterministic=True) == before:
+        if fault.driver is None and ir.to_proto(model).SerializeToString(deterministic=True) == before:
             raise NotThere(f"{fault.name} changed nothing in {self.name}")
         ir.save(model, self._file)
         return model, rewrite(self._folder)
@@ -113,9 +141,13 @@ class Bench:
             NotThere: the graph has no place for it, or is what it was.
         """
         model, bundle = self.altered(fault)
-        report = verified(bundle)
-        caught = {max(report.failures, key=over).case} if report.failures else None
-        effects = [self._effect(case, output) for case, output in self.exact(model, caught)]
+        try:
+            report = verified(bundle) if fault.driver is None else verified_with(bundle, fault.driver)
+        except (InputError, RunError):  # a kernel or a decoder refuses what the mistake leads to, and verify says so
+            allowed = next(iter(self._budgets.values())).budget
+            return Row(fault, self.name, self.precision, math.inf, allowed, "caught", "refused as it ran")
+        caught = {max(report.failures, key=over).where} if report.failures else None
+        effects = [self._effect(case, output) for case, output in self.exact(model, caught, fault.driver)]
         case, relative, share = max(effects, key=lambda one: one[2])
         nothing = all(effect <= NOTHING for _, effect, _ in effects)
         if not report.passed:
@@ -155,12 +187,14 @@ def verified(bundle: Bundle) -> BackendReport:
 
 def is_sampled(fault: Fault, subject: str, precision: str) -> bool:
     """Whether the tests try a fault in a subject: in fp32 and in int8 every fault in one of its subjects, in 16 bits,
-    fp8 and int4 every second.
+    fp8, int4 and in decoders every second.
 
     The sample stays the same where a fault is added.
     """
     number = zlib.crc32(fault.name.encode())
     if subject != fault.subjects[number % len(fault.subjects)]:
+        return False
+    if subject in DECODERS and not fault.is_inert and number // 16 % 2:
         return False
     return precision in ("fp32", "int8") or number // 16 % 2 == 0
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.graphs.build import Builder, constant
+from tests.support.faults.decoders import CACHES, DRIVEN, PLACES, SEEN
 from tests.support.faults.eight_bits import IN_EIGHT_BITS
 from tests.support.faults.few_bits import IN_4_BITS, IN_FP8, IN_TABLES
 from tests.support.faults.graph import (
@@ -584,11 +585,16 @@ INERT = {
     "key-bias-twice": "adds one number to all scores of a query",
     "fill-1e4": "exp(-1e4) is zero, where no score is as large",
     "causal-at-the-end": "there are as many keys as queries",
+    "stale-numbers": "the mask hides what is behind the lengths",
 }
 """Faults that change no function, or none that has ordinary scores, and why."""
 
 NOT_IN = {"matrices-fp16": ("fp16", "bf16"), "matrices-bf16": ("bf16",)}
 """Faults that alter nothing in some precisions, whose weights are such numbers already, or very nearly."""
+
+
+def unaltered(g: Graph) -> None:
+    """The graph as it is: the mistake is made by what drives it."""
 
 
 def family(name: str, *faults: tuple[str, str, Alter, tuple[str, ...] | str]) -> None:
@@ -794,3 +800,8 @@ family("8 bits", *IN_EIGHT_BITS)
 family("tables in 8 bits", *IN_TABLES)
 family("fp8", *IN_FP8)
 family("4 bits", *IN_4_BITS)
+family("places of steps", *PLACES)
+family("caches", *CACHES)
+family("seen in caches", *SEEN)
+for title, what, driver, subjects in DRIVEN:
+    FAULTS.append(Fault(title, "driving", what, unaltered, subjects, title in INERT, driver=driver))

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, insert
+from attnforge.runtime.decoding.decoder import Decoder
 
 KEPT = "faults.to"
 """On a cast that float64 must not lose: the type that it casts to."""
@@ -141,7 +142,7 @@ class Graph:
         """Let what `build` makes of `value` stand in its place for all that use it."""
         uses, node, is_output = list(value.uses()), value.producer(), value.is_graph_output()
         at = next(iter(self.graph)) if node is None else node
-        made = self._insert(at, value, build, after=node is not None)
+        made = self.insert(at, value, build, after=node is not None)
         for user, index in uses:
             user.replace_input_with(index, made)
         if is_output:
@@ -155,14 +156,24 @@ class Graph:
         """Let `node` alone have what `build` makes of its input `index`."""
         value = node.inputs[index]
         assert value is not None
-        node.replace_input_with(index, self._insert(node, value, build))
+        node.replace_input_with(index, self.insert(node, value, build))
         self.graph.sort()
 
-    def _insert(self, at: ir.Node, value: ir.Value, build: Build, after: bool = False) -> ir.Value:
+    def insert(self, at: ir.Node, value: ir.Value, build: Build, after: bool = False) -> ir.Value:
         self._changes += 1
         made = insert(self.graph, at, lambda op: build(op, value), after, stem=f"fault/{self._changes}")
         made.type = made.type or value.type
         return made
+
+    def output_becomes(self, output: ir.Value, value: ir.Value) -> None:
+        """Let `value` come out in the place of an output of the graph."""
+        copy = ir.node("Identity", [value], name=f"fault/{output.name}").outputs[0]
+        node = copy.producer()
+        assert node is not None
+        name, copy.type, copy.shape = output.name, output.type, output.shape
+        output.name, copy.name = f"{name}/before", name
+        self.graph.append(node)
+        self.graph.outputs[list(self.graph.outputs).index(output)] = copy
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
         """Let every user of `old` have `new`."""
@@ -248,6 +259,7 @@ class Fault:
         subjects: that it is put into.
         is_inert: whether the function stays the same, provably.
         not_in: the precisions in which there is nothing to alter.
+        driver: the decoder that makes the mistake, in the place of the one of the graph.
     """
 
     name: str
@@ -257,3 +269,4 @@ class Fault:
     subjects: tuple[str, ...]
     is_inert: bool = False
     not_in: tuple[str, ...] = ()
+    driver: type[Decoder] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.faults.bench import NEVER, VERDICTS, Row
@@ -43,16 +44,20 @@ def _counts(lines: list[Line], column: str, verdicts: tuple[str, ...]) -> list[s
     return table
 
 
-def write_results(rows: list[Row]) -> None:
-    """Write the rows in the order of :data:`FAULTS`."""
+def write_results(rows: Sequence[Row], kept: Sequence[Line] = ()) -> None:
+    """Write the rows in the order of :data:`FAULTS`, with lines that are kept of the file as it was."""
     order = [fault.name for fault in FAULTS]
     with RESULTS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for row in sorted(rows, key=lambda row: order.index(row.fault.name)):
-            numbers = (f"{row.effect:.1e}", f"{row.allowed:.1e}")
-            fault = (row.fault.family, row.fault.name, row.fault.what, row.subject, row.precision)
-            writer.writerow((*fault, *numbers, row.verdict, row.case))
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        lines = [*kept, *map(_line, rows)]
+        writer.writerows(sorted(lines, key=lambda line: order.index(line["fault"])))
+
+
+def _line(row: Row) -> Line:
+    fault = (row.fault.family, row.fault.name, row.fault.what, row.subject, row.precision)
+    numbers = (f"{row.effect:.1e}", f"{row.allowed:.1e}")
+    return dict(zip(COLUMNS, (*fault, *numbers, row.verdict, row.case), strict=True))
 
 
 def read_results() -> list[Line]:

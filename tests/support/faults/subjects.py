@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import attnforge
+from attnforge.benchmarks.suites.random_decoders import CausalModel
 from attnforge.bundle import Bundle
 from attnforge.export.lowering import onnxruntime as lowering
 from attnforge.model import Example, MultiHeadAttention, build_model
@@ -29,6 +30,11 @@ PRECISIONS = {
     "by-token": ("int8",),
     "static": ("fp8",),
     "blocks-of-4-bits": ("int4",),
+    "llama": ("fp32", "fp16", "bf16"),
+    "gpt": ("fp32", "fp16"),
+    "windowed-decoder": ("fp32", "fp16"),
+    "capped-decoder": ("fp32",),
+    "odd-heads": ("fp32", "fp16"),
 }
 """The subjects, and the precisions that they are deployed in."""
 
@@ -44,6 +50,23 @@ bits."""
 
 BY_MASK = ("bare-window", "window", "padded", "padded-causal")
 """The subjects that are lowered by what their masks leave, as they would be with many tokens."""
+
+
+_ROTARY: dict[str, Any] = {"positions": "rotary", "norm": "rms", "activation": "silu", "gated": True, "bias": False}
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": _ROTARY | {"layers": 2},
+    "gpt": {"positions": "learned", "norm": "layer", "activation": "gelu-tanh", "gated": False, "bias": True}
+    | {"heads": 2},
+    "windowed-decoder": _ROTARY | {"window": 5},
+    "capped-decoder": _ROTARY | {"softcap": 2.0, "written": "products"},
+    "odd-heads": _ROTARY | {"head_size": 6, "window": 5},
+}
+"""The decoders: with rotary positions and grouped heads as Llama, with learned positions as GPT-2, with a window, with
+a soft cap, and with heads of a size for which attention reads the filled part of the caches."""
+
+PLACES = 32
+"""Tokens that the caches hold: more than a case has, so that a row written too far stays in them."""
 
 
 class Masked(nn.Module):
@@ -78,6 +101,9 @@ def subject(name: str) -> Example:
     elif name == "vit":
         module, args, _ = build_model("vit", num_layers=1)
         shapes = {"image": {0: batch}}
+    elif name in DECODERS:
+        module, args, _ = decoder(name)
+        shapes = {"tokens": sequence}
     elif name in BY_MASK:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
@@ -93,13 +119,31 @@ def subject(name: str) -> Example:
         for key, parameter in module.named_parameters():
             if parameter.ndim == 1 or key == "class_token":
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
-            elif key.endswith("query_proj.weight"):
+            elif key.endswith(("query_proj.weight", "attention.query.weight")):
                 parameter.mul_(4)
         if name in ("calibrated", "blocks-of-4-bits"):
             _with_outliers(module)
     if name != "vit":
         args = tuple(arg[:, -(STATIC_TOKENS if name == "static" else USUAL_TOKENS) :] for arg in args)
     return Example(module, args, shapes)
+
+
+def decoder(name: str) -> Example:
+    """One of :data:`DECODERS`."""
+    options: dict[str, Any] = {
+        "heads": 4,
+        "key_heads": 2,
+        "head_size": 8,
+        "layers": 1,
+        "outputs": 1,
+        "norm_first": True,
+    }
+    options |= DECODERS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = CausalModel(32, vocabulary=50, most_tokens=PLACES, **options).eval()
+        tokens = torch.randint(0, 50, (2, USUAL_TOKENS))
+    return Example(module, (tokens,), None)
 
 
 def _with_outliers(encoder: nn.Module) -> None:
@@ -130,6 +174,10 @@ def deploy(name: str, precision: str, folder: Path) -> Bundle:
             module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False,
             data=[args] if name != "by-token" else [], max_error=MAX_ERROR[name],
         )  # fmt: skip
+    if name in DECODERS:
+        return attnforge.deploy(
+            module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False, cache_tokens=PLACES
+        )
     many = mock.patch.multiple(lowering, MANY_SCORES=1, BLOCKS=(4,)) if name in BY_MASK else contextlib.nullcontext()
     with many:
         return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)
