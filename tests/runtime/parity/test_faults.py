@@ -44,7 +44,7 @@ def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     assert {row.fault.name for row in rows if row.verdict == "no effect"} <= set(INERT)
 
 
-@grouped("fp32")
+@pytest.mark.xdist_group("faults-fp32")
 @pytest.mark.parametrize("name", DECODERS)
 def test_steps_in_float64_are_the_reference(faults: Faults, name: str) -> None:
     """By every order of tokens; tables of positions are stored in fp32."""

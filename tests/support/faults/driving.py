@@ -17,8 +17,8 @@ from attnforge.export.graphs.types import DOUBLE
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.backends.registry import REGISTRY
+from attnforge.runtime.backends.whole_sequences import WholeSequences
 from attnforge.runtime.decoding.decoder import Decoder, Stepping
-from attnforge.runtime.decoding.whole import WholeSequences
 from attnforge.runtime.options import Options
 from attnforge.runtime.parity.verify import BackendReport, hold
 from attnforge.runtime.session import Session
