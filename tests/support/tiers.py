@@ -5,7 +5,8 @@ precisions, forms or devices in place of all. `ATTNFORGE_DRAW` is the number of 
 catalogue are those of other numbers.
 
 `@pytest.mark.drawn("precision")` draws one test for all values of these parameters, in turn, for each combination of
-the others. `@pytest.mark.full` leaves a test, or one of its parameters, to the full tier.
+the others. `@pytest.mark.full` leaves a test, or one of its parameters, to the full tier; `half` leaves every second
+parameter to it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ DRAW = int(named) if (named := os.environ.get("ATTNFORGE_DRAW", "")) else None
 def one_of(values: Sequence[T], turn: int, draw: int) -> T:
     """The value that a draw takes, at its turn in a catalogue: neighbours in a catalogue take different ones."""
     return values[(turn + draw) % len(values)]
+
+
+def half(turn: int, start: int = 0) -> list[pytest.MarkDecorator]:
+    """The marks of a parameter at its turn in a catalogue, of which a draw has every second. What starts at 0 and what
+    starts at 1 have one half each."""
+    return [] if (turn + start + (DRAW or 0)) % 2 == 0 else [pytest.mark.full]
 
 
 def left_out(items: Sequence[pytest.Item], draw: int) -> list[pytest.Item]:

@@ -27,6 +27,7 @@ from attnforge.runtime.backends.registry import why_not_here
 from tests.export.conftest import DeployBroken
 from tests.support.broken import BROKEN, healthy, made
 from tests.support.bundles import DeploySmall, rewrite
+from tests.support.tiers import half
 
 TARGETS = ("onnxruntime", "tensorrt_rtx")
 
@@ -36,7 +37,9 @@ def deployed(make: Callable[[], nn.Module], precision: str, folder: Path) -> Bun
     return attnforge.deploy(module, args, folder, shapes, precision, TARGETS, tune=False)
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=half(turn) if BROKEN[name].saved else []) for turn, name in enumerate(BROKEN)]
+)
 def test_what_breaks_is_found_and_why(name: str, broken: DeployBroken) -> None:
     expected = BROKEN[name]
     found = diagnose(broken(name, expected.precision), case="example")
