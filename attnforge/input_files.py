@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -21,13 +21,17 @@ from attnforge.files import written_whole
 
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
+LABELS, MOST_LABELS = "labels", 2**24
+"""Name of the right answers for the samples of an `.npz` of real inputs, and how many it may have."""
 
-def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str]) -> dict[str, Array]:
+
+def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str], beside: Collection[str] = ()) -> dict[str, Array]:
     """Read a model's inputs from files. Nothing is unpickled, and no more is read than the model takes.
 
     Args:
         specs: the model's inputs.
         texts: one `.npz` that holds every input by name; `name=file` for each; or files in the order of the inputs.
+        beside: names of what an `.npz` may hold that is no input; it is not read.
 
     Returns:
         arrays by name. Floating-point arrays have the dtype that the model takes; others are as in their files.
@@ -39,7 +43,7 @@ def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str]) -> dict[str, 
     if len(texts) == 1 and texts[0].endswith(".npz"):
         file = _existing(texts[0])
         with _read_from(file):
-            return _of_archive(file, by_name)
+            return _of_archive(file, by_name, beside)
     names = list(by_name)
     named = [text.partition("=") for text in texts if text.partition("=")[0] in names and "=" in text]
     if named and len(named) != len(texts):
@@ -48,6 +52,21 @@ def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str]) -> dict[str, 
         raise InputError(f"{len(texts)} files were given; the model takes {len(names)}: {', '.join(names)}")
     pairs = [(name, file) for name, _, file in named] or list(zip(names, texts, strict=False))
     return {name: _converted(_read(by_name[name], _existing(file)), by_name[name]) for name, file in pairs}
+
+
+def read_labels(file: Path) -> Array | None:
+    """The right answers for the samples of an `.npz`, which it holds as `labels`; None where it holds none.
+
+    Raises:
+        InputError: the file is missing or damaged, or its labels are no numbers.
+    """
+    found = _existing(str(file))
+    with _read_from(found), zipfile.ZipFile(found) as archive:
+        if (member := f"{LABELS}.npy") not in archive.namelist():
+            return None
+        with archive.open(member) as stream:
+            size = archive.getinfo(member).file_size
+            return npy(stream, size, f"{file}, {LABELS}", MOST_LABELS, f"labels are {MOST_LABELS:,} numbers at most")
 
 
 def write_outputs(file: Path, outputs: Mapping[str, Array]) -> None:
@@ -142,10 +161,11 @@ def _read_from(file: Path) -> Iterator[None]:
         raise InputError(f"{file} cannot be read: {shortened(first_line(error))}") from error
 
 
-def _of_archive(file: Path, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
-    """The model's inputs in an `.npz`; another member is refused before it is read."""
+def _of_archive(file: Path, specs: Mapping[str, TensorSpec], beside: Collection[str]) -> dict[str, Array]:
+    """The model's inputs in an `.npz`; another member, but for those of `beside`, is refused before it is read."""
     with zipfile.ZipFile(file) as archive:
         members = {member.removesuffix(".npy"): member for member in archive.namelist()}
+        members = {name: member for name, member in members.items() if name in specs or name not in beside}
         if unknown := next((name for name in members if name not in specs), None):
             raise InputError(f"the model has no input {shortened(unknown)!r}; it takes {', '.join(specs)}")
         arrays = {}

@@ -93,7 +93,7 @@ def deploy(
         data: real inputs, each as `args` are, or by name, or an `.npz` that holds them by name, of any sizes that the
             dynamic shapes allow. Each becomes a reference case
             that is verified; the bundle keeps them and their outputs. They also give the ranges of what is quantised.
-        labels: the right answers for the samples of each of `data`.
+        labels: the right answers for the samples of each of `data`; by default what its files hold as `labels`.
         metric: `accuracy` or `cosine`, measured on `data` whenever the bundle is verified.
         least: value that the metric must reach; by default it may fall short of float64's twice as far as eager does.
         max_error: for `auto`, the relative error that is allowed on ordinary inputs; by default twice that of eager at

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 
-from attnforge.arrays import is_floating, to_numpy
+from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec
 from attnforge.errors import InputError, UnknownNameError, UsageError
 from attnforge.export.precision.trials import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
-from attnforge.input_files import read_inputs
+from attnforge.input_files import LABELS, read_inputs, read_labels
 from attnforge.precision import PRECISIONS, Precision
 from attnforge.runtime.inputs import by_name, in_order
 from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
@@ -157,6 +158,8 @@ class DeployOptions:
         if self.automatic:
             raise UsageError("attention is given a precision of its own, and precision auto chooses it; leave one out")
         low = [p.name for p in PRECISIONS.values() if p.is_low]
+        if self.attention_precision == "fp8":
+            raise UsageError("attention is in fp8 beside products in fp8, where it is fused; deploy with precision fp8")
         if self.attention_precision in QUANTISED:
             raise UsageError(
                 f"attention is asked for in {self.attention_precision}, which no TensorRT fuses and which errs by a "
@@ -184,7 +187,26 @@ class DeployOptions:
         if self.metric is not None:
             if not self.data:
                 raise UsageError(f"{self.metric} is measured on real inputs; give some as data")
-            metric_named(self.metric, bool(self.labels))
+            metric_named(self.metric, bool(self.known_labels))
+
+    @cached_property
+    def known_labels(self) -> Sequence[Any]:
+        """The labels that were given, or else those that the files of real inputs hold.
+
+        Raises:
+            InputError: a file is missing or damaged.
+            UsageError: some of the real inputs have labels and others none.
+        """
+        if self.labels:
+            return self.labels
+        held = [_labels_in(values) for values in self.data]
+        labels = [array for array in held if array is not None]
+        if labels and len(labels) < len(held):
+            raise UsageError(
+                f"{len(labels)} of {len(held)} real inputs have labels; give all some, as {LABELS!r} in each file, or "
+                "none"
+            )
+        return labels
 
     def attention_at(self, precision: Precision, targets: Sequence[str]) -> Precision | None:
         """The precision that TensorRT computes attention alone in, or None where it is the bundle's own. Beside
@@ -251,7 +273,9 @@ class DeployOptions:
             cases.append(
                 {spec.name: a.astype(spec.dtype) if is_floating(a := arrays[spec.name]) else a for spec in inputs}
             )
-        return Data(cases, [np.asarray(to_numpy("labels", labels)) for labels in self.labels])
+        takes_labels = any(spec.name == LABELS for spec in inputs)  # then they are an input like others
+        labels = self.labels if takes_labels else self.known_labels
+        return Data(cases, [np.asarray(to_numpy(LABELS, array)) for array in labels])
 
     def requirement(self, data: Data) -> Requirement:
         """What the chosen precisions have to meet, where they are chosen."""
@@ -262,10 +286,14 @@ class DeployOptions:
         return Requirement(self.max_error, partial(MeasuredMetric, self.metric, metric, labels, self.least))
 
 
+def _labels_in(values: Real) -> Array | None:
+    return read_labels(Path(values)) if isinstance(values, os.PathLike) else None
+
+
 def _read(inputs: list[TensorSpec], values: Real) -> dict[str, Any]:
     """Inputs of one call by name."""
     if isinstance(values, os.PathLike):
-        values = read_inputs(inputs, [os.fspath(values)])
+        values = read_inputs(inputs, [os.fspath(values)], beside=[LABELS])
     if not isinstance(values, Mapping):
         return by_name(inputs, values)
     known = [spec.name for spec in inputs]

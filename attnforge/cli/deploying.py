@@ -65,7 +65,7 @@ def deploy(
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Real inputs, instead of the model's: an .npz with each by name, or a folder of such; repeat."
+            help="Real inputs, instead of the model's: an .npz with each by name, and labels, or a folder; repeat."
         ),
     ] = None,
     metric: Annotated[str | None, typer.Option(help="accuracy or cosine: what measures the task on that data.")] = None,

@@ -72,15 +72,15 @@ class PeerJob(Setup):
         ranges = {name: tuple(map(int, str(text).split(":"))) for name, text in manifest.source.options.items()}
         return import_graph(manifest.source.name, ranges, manifest.eager_precision)  # type: ignore[arg-type]
 
-    def torch_module(self) -> torch.nn.Module:
-        """The module at the bundle's precision.
+    def torch_module(self, precision: Precision | None = None) -> torch.nn.Module:
+        """The module at a precision, by default the bundle's.
 
         Raises:
             UnavailableError: the bundle was deployed from an ONNX graph.
         """
         if isinstance(self.module, Imported):
             raise UnavailableError("the bundle was deployed from an ONNX graph; there is no torch module to run")
-        return at_precision(self.module, self.precision)
+        return at_precision(self.module, precision or self.precision)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,27 @@
-"""Peers of a bundle in 8 bits: the tools that quantise models for ONNX Runtime and OpenVINO, as their makers advise.
+"""Peers of a bundle in 8 bits: the tools that quantise models for ONNX Runtime, OpenVINO and torch, as their makers
+advise.
 
-Each starts from the exporter's fp32 graph, and calibrates on the bundle's real data where it needs some.
+Each starts from the exporter's fp32 graph, or from the module, and calibrates on the bundle's real data where it needs
+some.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attnforge.arrays import Array
-from attnforge.benchmarks.contenders.peers import Peer, PeerJob, plain_file
+from attnforge.benchmarks.contenders.engines import Runner
+from attnforge.benchmarks.contenders.peers import Peer, PeerJob, plain_file, torch_runner, with_threads
 from attnforge.errors import UnavailableError
+from attnforge.precision import precision_named
 from attnforge.quiet import quiet
 from attnforge.runtime.cases import make_inputs
 from attnforge.runtime.parity.verify import stored_inputs
@@ -21,14 +29,23 @@ from attnforge.runtime.parity.verify import stored_inputs
 PRODUCTS = ["MatMul", "Gemm"]
 
 
+def _check_quantised(job: PeerJob) -> None:
+    """Check that somebody asked for a quantised peer.
+
+    Raises:
+        UnavailableError: the bundle is in no 8 bits.
+    """
+    if job.bundle.manifest.quantised is None:
+        raise UnavailableError(f"it quantises to 8 bits, and the bundle is {job.precision.name}")
+
+
 def _fp32_file(job: PeerJob) -> Path:
     """The exporter's graph in fp32.
 
     Raises:
-        UnavailableError: the bundle is in no 8 bits, so nobody asked for a quantised peer.
+        UnavailableError: the bundle is in no 8 bits.
     """
-    if job.bundle.manifest.quantised is None:
-        raise UnavailableError(f"it quantises to 8 bits, and the bundle is {job.precision.name}")
+    _check_quantised(job)
     return plain_file(job, "fp32")
 
 
@@ -98,9 +115,24 @@ def _nncf_file(job: PeerJob) -> Path:
     return file
 
 
+def _open_torchao(job: PeerJob, stack: ExitStack) -> Runner:
+    """Weights by output channel, and inputs by token, as torchao ranges them on every call."""
+    _check_quantised(job)
+    if importlib.util.find_spec("torchao") is None:
+        raise UnavailableError("torchao is not installed; pip install torchao")
+    torchao: Any = importlib.import_module("torchao.quantization")
+    fp32 = precision_named("fp32")
+    with_threads(job.threads, stack)
+    torch.compiler.reset()
+    module = copy.deepcopy(job.torch_module(fp32))
+    torchao.quantize_(module, torchao.Int8DynamicActivationInt8WeightConfig())
+    return torch_runner(torch.compile(module, dynamic=False), fp32)
+
+
 QUANTISED: dict[str, Peer] = {
     "onnxruntime-dynamic": Peer("ONNX Runtime's own quantize_dynamic", "onnxruntime", _dynamic_file),
     "onnxruntime-static": Peer("ONNX Runtime's own quantize_static", "onnxruntime", _static_file),
     "openvino-nncf": Peer("OpenVINO on what NNCF quantised, for transformers", "openvino", _nncf_file),
+    "torchao-int8": Peer("torchao's int8 through torch.compile", module=_open_torchao, any_sizes=False),
 }
 """By name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def test_each_gives_the_answers_of_its_tool(tmp_path: Path) -> None:
     job = job_of(deployed(tmp_path / "b", data=real(), max_error=0.05), tmp_path)
     truth = made(Block)[0](real()[0][0]).detach().numpy()
     for name, peer in QUANTISED.items():
+        if name == "torchao-int8" and importlib.util.find_spec("torchao") is None:
+            continue
         with ExitStack() as stack:
             (answer,) = peer.open(job, stack)(job.feeds).values()
             error = relative_error(answer.astype("float64"), truth.astype("float64"))
@@ -38,9 +41,16 @@ def test_what_they_need_is_told(tmp_path: Path) -> None:
     for name, peer in QUANTISED.items():
         with ExitStack() as stack, pytest.raises(UnavailableError, match="the bundle is fp32"):
             peer.open(plain, stack)
-        if name != "onnxruntime-dynamic":
+        if name not in ("onnxruntime-dynamic", "torchao-int8"):
             with ExitStack() as stack, pytest.raises(UnavailableError, match="the bundle was deployed without"):
                 peer.open(without, stack)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
+def test_a_tool_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    job = job_of(deployed(tmp_path / "int8", max_error=0.05), tmp_path)
+    with ExitStack() as stack, pytest.raises(UnavailableError, match="pip install torchao"):
+        QUANTISED["torchao-int8"].open(job, stack)
 
 
 def test_a_size_without_stored_outputs_is_held_to_the_same_q_dq(tmp_path: Path) -> None:

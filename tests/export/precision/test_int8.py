@@ -534,6 +534,28 @@ def test_the_cli_takes_real_inputs_from_files(tmp_path: Path) -> None:
         assert isinstance(run.exception, AttnforgeError) and message in str(run.exception)
 
 
+def test_labels_are_taken_from_files(tmp_path: Path) -> None:
+    real = real_data("patch-attention-digits", build_model("patch-attention-digits")[1])
+    folder, pairs = tmp_path / "inputs", list(zip(real.inputs, real.labels, strict=True))
+    folder.mkdir()
+    for i, ((image, *_), labels) in enumerate(pairs):
+        np.savez(folder / f"{i}.npz", image=image.numpy(), labels=labels.numpy())
+    given = ["deploy", "patch-attention-digits", "--precision", "int8", "--target", "onnxruntime", "--no-tune"]
+    asked = [*given, "--calibrate", str(folder), "--metric", "accuracy", "--least", "0.98"]
+    run = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "b")])
+    assert run.exit_code == 0, run.output
+    report = attnforge.verify(tmp_path / "b", ["onnxruntime-cpu"])
+    assert report.passed
+    (metric,) = [backend.metric for backend in report.backends.values()]
+    assert metric is not None and metric.name == "accuracy" and metric.value >= 0.98
+    np.savez(folder / "unlabelled.npz", image=pairs[0][0][0].numpy())
+    run = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "c")])
+    assert "real inputs have labels; give all some" in str(run.exception)
+    np.savez(folder / "unlabelled.npz", image=pairs[0][0][0].numpy(), labels=np.array([{}], object))
+    run = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "c")])
+    assert "Python objects" in str(run.exception)
+
+
 def test_layers_that_share_their_weights_do_so_in_8_bits(tmp_path: Path) -> None:
     class Twice(Block):
         def forward(self, x: Tensor) -> Tensor:
