@@ -1,4 +1,5 @@
-"""Real inputs of the registered models that have some: handwritten digits with their labels, and photographs.
+"""Real inputs of the registered models that have some: handwritten digits, as images with their labels and as
+characters, and photographs.
 
 All of it comes with scikit-learn (`pip install attnforge[data]`); without it no model has any.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnforge.errors import UnavailableError
+from attnforge.model.decoder_digits import tokens_of
 from attnforge.model.digits import load_digits_split
 
 
@@ -28,12 +30,17 @@ def real_data(name: str, args: Sequence[Tensor]) -> Real:
 
     Args:
         name: of a registered model; others have none.
-        args: its example inputs. Photographs are as large as their image.
+        args: its example inputs. Photographs are as large as their image; digits as characters come in four batches as
+            large as theirs.
     """
     try:
         if name == "patch-attention-digits":
             split = load_digits_split()
             return Real(((split.test_images,),), (split.test_labels,))
+        if name == "decoder-digits":
+            split, rows = load_digits_split(), args[0].shape[0]
+            scans = tokens_of(split.test_images, split.test_labels)[: 4 * rows]
+            return Real(tuple((batch,) for batch in torch.split(scans, rows)))
         if name in ("patch-attention", "vit"):
             height, width = args[0].shape[-2:]
             return Real(tuple((photograph[None],) for photograph in photographs(height, width)))

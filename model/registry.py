@@ -59,13 +59,16 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A name, the system it is an instance of (as "S1"), one line about it, how to make it, and its trained weights."""
+    """A name, the system it is an instance of (as "S1"), one line about it, how to make it, its trained weights, and
+    for a model of text the ``tokenizers`` file that its token ids are of and the ids behind which a text ends."""
 
     name: str
     system: str
     summary: str
     make: Callable[..., Example]
     weights: Path | None = None
+    tokenizer: Path | None = None
+    stop: tuple[int, ...] = ()
 
 
 def build_model(name: str, *, weights: str | PathLike[str] | None = None, **options: Any) -> Example:
@@ -337,6 +340,25 @@ def decoder(
     return Example(Decoder(sizes), (ids,), {"input_ids": dims})
 
 
+DECODER_DIGITS = DecoderSizes(
+    vocab_size=29,  # ten classes, seventeen levels of ink, a newline and an end
+    embed_dim=96,
+    num_heads=6,
+    num_layers=3,
+    max_tokens=MAX_TOKENS,
+    num_kv_heads=2,
+)
+
+
+def decoder_digits(num_tokens: int = TOKENS, batch_size: int = BATCH, max_batch: int = 8) -> Example:
+    require_sizes(num_tokens=(num_tokens, MAX_TOKENS), batch_size=(batch_size, max_batch))
+    ids = torch.randint(0, DECODER_DIGITS.vocab_size, (batch_size, num_tokens))
+    dims = {1: tokens}
+    if max_batch > 1:
+        dims[0] = Dim("batch", min=1, max=max_batch)
+    return Example(Decoder(DECODER_DIGITS), (ids,), {"input_ids": dims})
+
+
 def require_sizes(**sizes: tuple[int, int]) -> None:
     """That every size of an example is at least 1 and at most its largest; an error that names those that are not."""
     for name, (size, largest) in sizes.items():
@@ -394,6 +416,15 @@ MODELS: dict[str, RegisteredModel] = {
         RegisteredModel("transformer-encoder", "S12", "tokens, positions, padding, two layers", transformer_encoder),
         RegisteredModel(
             "decoder", "S12", "the next token's logits: causal, grouped keys, rotary positions, two layers", decoder
+        ),
+        RegisteredModel(
+            "decoder-digits",
+            "S12",
+            "8×8 digits written as characters by a decoder, trained",
+            decoder_digits,
+            WEIGHTS / "decoder-digits.safetensors",
+            WEIGHTS / "decoder-digits.tokenizer.json",
+            (DECODER_DIGITS.vocab_size - 1,),
         ),
         RegisteredModel("vit", "S12", "a Vision Transformer of 32×32 images, two layers", vit),
         RegisteredModel("post-softmax-scale", "S13", "slip: 1/√d_k after the softmax", post_softmax_scale),

@@ -13,6 +13,8 @@ EXPECTED = (
     "attnforge/__init__.py",
     "attnforge/py.typed",
     "attnforge/model/weights/patch-attention-digits.safetensors",
+    "attnforge/model/weights/decoder-digits.safetensors",
+    "attnforge/model/weights/decoder-digits.tokenizer.json",
     "attnforge/export/lowering/tensorrt.py",
     "attnforge/export/diagnosis/causes.py",
     "attnforge/runtime/session.py",

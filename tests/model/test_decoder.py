@@ -288,14 +288,16 @@ def test_rows_of_other_lengths_are_continued_as_each_alone() -> None:
 def test_sampling_follows_the_probabilities_and_the_seed() -> None:
     decoder, ids = decoder_of(LLAMA), ids_of(LLAMA, 1, 5)
     many = ids.expand(4000, 5)
-    draws = decoder.generate(many, 1, temperature=2.0, generator=torch.Generator().manual_seed(3))
-    again = decoder.generate(many, 1, temperature=2.0, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(draws, again)
     with torch.no_grad():
-        expected = (decoder(ids)[0, -1] / 2).softmax(-1)
-    shares = torch.bincount(draws.flatten(), minlength=61) / 4000
-    assert (shares - expected).abs().max() < 5 * math.sqrt(0.25 / 4000)
-    assert shares.count_nonzero() > 30
+        logits = decoder(ids)[0, -1]
+    for temperature in (logits.std().item(), logits.std().item() / 5):
+        draws = decoder.generate(many, 1, temperature=temperature, generator=torch.Generator().manual_seed(3))
+        again = decoder.generate(many, 1, temperature=temperature, generator=torch.Generator().manual_seed(3))
+        assert torch.equal(draws, again)
+        expected = (logits / temperature).softmax(-1)
+        shares = torch.bincount(draws.flatten(), minlength=61) / 4000
+        assert (shares - expected).abs().max() < 5 * math.sqrt(0.25 / 4000)
+    assert expected.max() > 0.25  # where all would be alike, no temperature could be told from another
 
 
 def test_what_cannot_be_written_is_refused() -> None:
@@ -363,6 +365,17 @@ def test_swiglu_and_the_soft_cap_by_their_formulas() -> None:
     query, key, value = randn(3, 2, 7, 4)
     capped = 0.3 * torch.tanh(query @ key.mT * 0.5 / 0.3)
     agree(attention(query, key, value, scale=0.5, soft_cap=0.3), capped.softmax(-1) @ value)
+
+
+def test_the_decoder_caps_its_scores() -> None:
+    capped, ids = decoder_of(replace(LLAMA, soft_cap=1e-9)), ids_of(LLAMA, 2, 9)
+    free = Decoder(LLAMA).double()
+    free.load_state_dict(capped.state_dict())
+    with torch.no_grad():
+        assert differ(capped(ids), free(ids))
+        for layer in free.layers:  # scores that are all alike
+            layer.get_parameter("attention.query_proj.weight").zero_()
+        agree(capped(ids), free(ids), atol=1e-8)
 
 
 def test_sizes_by_default() -> None:

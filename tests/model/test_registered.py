@@ -20,7 +20,7 @@ from tests.support.bundles import Deploy, example_of
 
 BILINEAR = [name for name in MODELS if name != "additive-attention"]
 TWO_LAYERS = ("patch-attention-digits", "transformer-encoder", "decoder", "vit")
-SITES = {name: 2 if name in TWO_LAYERS else 1 for name in MODELS}
+SITES = {name: 2 if name in TWO_LAYERS else 1 for name in MODELS} | {"decoder-digits": 3}
 EXACT = (
     "self-attention", "multi-head-self-attention", "worked-example", "general-attention", "parameter-free-attention",
     "patch-attention", "post-softmax-scale", "reshape-without-transpose",

@@ -34,6 +34,7 @@ NAMES = {
     "patch-attention-digits": "S8",
     "transformer-encoder": "S12",
     "decoder": "S12",
+    "decoder-digits": "S12",
     "vit": "S12",
     "post-softmax-scale": "S13",
     "reshape-without-transpose": "S13",
