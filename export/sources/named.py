@@ -91,6 +91,8 @@ def texts_of(model: str) -> tuple[Path | None, list[int]]:
         from attnforge.export.sources import huggingface
 
         return huggingface.text_end(model.removeprefix(HUGGING_FACE))
+    if (registered := MODELS.get(model)) is not None:
+        return registered.tokenizer, list(registered.stop)
     return None, []
 
 

@@ -24,6 +24,7 @@ SCRIPTS = {
     "onnx_file.py": (("model.onnx", "batch=1:2:4", "tokens=1:8:16"), "passed onnxruntime-cpu"),
     "hugging_face.py": ((), "'last_hidden_state': (3, 20, 64)"),
     "precision_and_metric.py": ((), "accuracy"),
+    "generate.py": (("1",), "passed"),
     "serving_loop.py": (("layer.bundle", "20"), "torch was not imported"),
     "ray_batch.py": ((".", "300"), "300 tiles, equal to one Session's to the bit"),
     "ray_serve.py": ((".", "100", "PORT"), "over HTTP, the first digit is a 0"),
