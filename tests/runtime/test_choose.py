@@ -90,8 +90,8 @@ def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
 ) -> None:
     whole = verify.hold
 
-    def hold(bundle: Bundle, backend: str, *of: Any) -> Any:
-        report = whole(bundle, backend, *of)
+    def hold(bundle: Bundle, backend: str, *of: Any, **named: Any) -> Any:
+        report = whole(bundle, backend, *of, **named)
         return report.model_copy(update={"passed": False, "reason": "planted"}) if backend == "openvino" else report
 
     monkeypatch.setattr(choosing, "hold", hold)
@@ -148,9 +148,9 @@ def test_each_is_opened_first_once_and_held_to_the_budget_once(
         opened.append(name)
         return load(bundle, name, **options)
 
-    def holding(bundle: Bundle, backend: str, *of: Any) -> Any:
+    def holding(bundle: Bundle, backend: str, *of: Any, **named: Any) -> Any:
         held.append(backend)
-        return hold(bundle, backend, *of)
+        return hold(bundle, backend, *of, **named)
 
     monkeypatch.setattr(choosing, "load", opening)
     monkeypatch.setattr(choosing, "hold", holding)

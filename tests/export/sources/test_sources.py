@@ -279,8 +279,8 @@ def test_float64_of_fused_operators(op_type: str, inputs: list[Array | None], at
 
 def test_what_has_no_double_path_is_refused_by_name() -> None:
     inputs: list[Array | None] = [WIDE, WIDE, WIDE, None, None, np.array([4, 4], np.int32), np.array(5, np.int32)]
-    window = {"num_heads": 2, "kv_num_heads": 2, "local_window_size": 3}
-    original = Original(one_node("GroupQueryAttention", inputs, "com.microsoft", **window), FP32)
+    smooth = {"num_heads": 2, "kv_num_heads": 2, "smooth_softmax": 1}
+    original = Original(one_node("GroupQueryAttention", inputs, "com.microsoft", **smooth), FP32)
     with pytest.raises(BuildError, match="GroupQueryAttention"):
         original.exact(feeds(inputs))
 

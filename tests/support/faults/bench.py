@@ -25,7 +25,7 @@ from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.parity.comparison import Comparison
-from attnforge.runtime.parity.verify import BackendReport, References, stored_inputs
+from attnforge.runtime.parity.verify import BackendReport, References, every_case, stored_inputs
 from tests.support.bundles import rewrite
 from tests.support.faults.catalogue import FAULTS
 from tests.support.faults.driving import Driven, in_double
@@ -72,7 +72,9 @@ class Bench:
         self._model = ir.load(bundle.path / bundle.manifest.targets["onnxruntime"].model)
         manifest, stored = bundle.manifest, stored_inputs(bundle)
         self._manifest = manifest
-        self._inputs = {case.name: reference.make_inputs(case, manifest.inputs, stored) for case in manifest.cases}
+        self._inputs = {
+            case.name: reference.make_inputs(case, manifest.inputs, stored) for case in every_case(manifest)
+        }
         self.unaltered = verified(bundle)
         self._budgets = {c.where: c for c in self.unaltered.comparisons}
         self._truth = dict(self.exact(self._model.clone()))
@@ -113,7 +115,7 @@ class Bench:
     def off_reference(self) -> float:
         """How far the unaltered graph in float64 is off the bundle's reference in float64, in the worst case."""
         (output,), kept = self._manifest.outputs, References.of(open_bundle(self._folder)).outputs
-        cases = {case.name: case for case in self._manifest.cases}
+        cases = {case.name: case for case in every_case(self._manifest)}
         return max(
             relative_error(reference.sampled(exact, case), kept[reference.key(case, output.name, "float64")])
             for where, exact in self._truth.items()
