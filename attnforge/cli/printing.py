@@ -388,7 +388,9 @@ def print_decoding(results: DecodingResults) -> None:
         timed = [(step, c) for c in results.contenders if (step := c.at(context)) is not None]
         timed.sort(key=lambda pair: pair[0].latency.median.value)
         limit = results.limits.get(context)
-        said = "" if limit is None else f"; no step can take less than {rounded(limit.ms)} ms"
+        said = (
+            "" if limit is None else f"; a copy of the bytes of a step takes {rounded(limit.latency.median.value)} ms"
+        )
         say(f"behind {context:,} tokens{said}")
         rows = [
             (
@@ -397,7 +399,7 @@ def print_decoding(results: DecodingResults) -> None:
                 interval(step.latency.median),
                 rounded(step.per_second.value),
                 "" if step.ratio is None else rounded(step.ratio.value),
-                "" if step.share is None else percent(step.share),
+                "" if step.share is None else percent(step.share.value),
                 error(contender.error),
             )
             for step, contender in timed

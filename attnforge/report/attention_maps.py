@@ -26,6 +26,7 @@ from attnforge.export.diagnosis.stages import scores_of, sites_of, written_out
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.parts import part_of, values_of
+from attnforge.export.graphs.rotary import turn_before_attention
 from attnforge.export.lowering.blocks import before_blocks, mask_of_blocks
 from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime import cases as reference
@@ -310,6 +311,7 @@ def _deployed(
 ) -> dict[str, Operands | Array]:
     """Of every site that the deployed model has, the map, or what it is computed from."""
     model = whole_graph(bundle, bundle.manifest.targets[TARGET].model)
+    turn_before_attention(model)
     nodes = {node.name: node for node in model.graph}
     shown: dict[str, tuple[ir.Node, dict[int, list[str]]]] = {}
     for site in sites:

@@ -69,23 +69,6 @@ def measure_ceilings(
         torch.set_num_threads(before)
 
 
-def measure_bandwidth(threads: int, seconds: float = 1.0) -> tuple[float, float]:
-    """Bytes a second that this machine moves in memory at best: of a copy, reads and writes both counted, and of reads
-    alone, by a sum.
-
-    Args:
-        threads: of torch, which has as many as before afterwards.
-        seconds: for each of the two.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        source = torch.ones(COPIED // 4)
-        return _copy_rate(seconds), _rate(partial(torch.sum, source), COPIED, seconds)
-    finally:
-        torch.set_num_threads(before)
-
-
 def _fastest_product(precision: str, threads: int, seconds: float) -> tuple[float, str]:
     """Operations a second, and the library."""
     return max((_product_rate(partial(make, precision), threads, seconds), name) for name, make in LIBRARIES.items())

@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from attnforge.arrays import Array
 from attnforge.benchmarks.contenders.decoding.registry import DECODING_PEERS
 from attnforge.benchmarks.contenders.decoding.stepper import DecodingJob, Ours, Stepper
 from attnforge.benchmarks.contenders.peers import expected, with_threads
 from attnforge.benchmarks.measure.bench import environment, load_now
-from attnforge.benchmarks.measure.ceilings import measure_bandwidth
 from attnforge.benchmarks.measure.decoding_results import (
-    Bandwidth,
     DecodingContender,
     DecodingResults,
     FirstToken,
@@ -69,6 +68,9 @@ CHECKED = 4
 
 GROWN = 64
 """Steps over which the growth of memory is measured, where the caches have as many places left."""
+
+COPY = "a copy of the bytes of a step"
+"""The name under which the limit takes turns with contenders."""
 
 DEAR = 4e12
 """Operations from which no float64 reference is computed: weights times tokens times two. It would take minutes."""
@@ -280,17 +282,12 @@ def _measured(
             openings=min(plan.openings, plan.rounds),
             held_to="float64" if truth.is_float64 else "eager",
         )
-        rates = [] if quick else [_bandwidth(plan)]
-        entries = _entries(plan, backends, peers, results.skipped)
+        entries, copies = _entries(plan, backends, peers, results.skipped), {} if quick else _copies(plan)
         for i, share in enumerate(plan.shares):
-            _raced(plan, job, truth, entries, results, stack, share, i)
+            _raced(plan, job, truth, entries, copies, results, stack, share, i)
         if not quick:
             _measure_growth(plan, job, entries)
-            rates.append(_bandwidth(plan))
-            results.bandwidth = Bandwidth(
-                threads=plan.threads, copy_rate=max(r[0] for r in rates), read_rate=max(r[1] for r in rates)
-            )
-            results.limits = _limits(plan, results.bandwidth)
+    results.limits = {context: copy.limit(plan.shares) for context, copy in copies.items()}
     results.contenders = [_contender(plan, entry, results) for entry in entries.values()]
     _compare(plan, results)
     results.environment.load_after = load_now()
@@ -304,11 +301,6 @@ def _job(plan: Plan, folder: Path, module: Any, trust_source: bool) -> DecodingJ
         raise UsageError(f"{spec.name} is {spec.text()}, and no ids of a table; --decode draws ids, so it takes those")
     ids = np.random.default_rng(TRUTH_SEED).integers(0, vocabulary, (plan.batch, plan.longest), dtype=spec.dtype)
     return DecodingJob(plan.bundle, {spec.name: ids}, plan.threads, folder, module, trust_source)
-
-
-def _bandwidth(plan: Plan) -> tuple[float, float]:
-    plan.progress("measure the machine's limit")
-    return measure_bandwidth(plan.threads)
 
 
 # --- what contenders are held to --------------------------------------------------------------------------------------
@@ -416,6 +408,7 @@ def _raced(
     job: DecodingJob,
     truth: Truth,
     entries: dict[str, Entry],
+    copies: Mapping[int, Copy],
     results: DecodingResults,
     stack: ExitStack,
     rounds: int,
@@ -425,6 +418,7 @@ def _raced(
 
     Args:
         entries: by name; those that cannot run or are wrong leave, with their reasons in `results`.
+        copies: by context, which take turns with them.
         rounds: of this opening.
         opening: its number, from 0, which seeds the orders.
     """
@@ -461,8 +455,10 @@ def _raced(
         plan.progress(f"time steps at {context:,} tokens{which}")
         following = ids[:, context : context + STEPS + 1]
         turns = {name: partial(_steps, entry.open_stepper, following) for name, entry in entries.items()}
-        for name, times in in_turns(turns, rounds, fewest=rounds, seed=opening).items():
-            entries[name].steps.setdefault(context, []).extend(times)
+        taken = in_turns(turns | _copied(copies, context), rounds, fewest=rounds, seed=opening)
+        for name, times in taken.items():
+            kept = copies[context].rounds if name == COPY else entries[name].steps.setdefault(context, [])
+            kept.extend(times)
         for entry in entries.values():
             entry.open_stepper.rewind()
         before = context
@@ -534,10 +530,37 @@ def _one_token(plan: Plan) -> dict[str, int]:
     return {dim.symbol: size // dim.factor for dim, size in sizes if isinstance(dim, DimSpec)}
 
 
-def _limits(plan: Plan, bandwidth: Bandwidth) -> dict[int, StepLimit]:
-    """The least time of a step by context: the bytes that it reads over the machine's bandwidth."""
+@dataclass
+class Copy:
+    """As many bytes as a step reads, moved by a copy: half of them read, half written.
+
+    Attributes:
+        weights: bytes of weights that a step reads.
+        cache: bytes of filled cache.
+        rounds: milliseconds of every round.
+    """
+
+    weights: int
+    cache: int
+    rounds: list[list[float]] = field(default_factory=list)
+
+    def turn(self, memory: torch.Tensor) -> list[float]:
+        """Milliseconds of every copy but the first.
+
+        Args:
+            memory: `(2, numbers)`, float32, from the first half of which is copied to the second.
+        """
+        source, target = memory[:, : (self.weights + self.cache) // (2 * memory.itemsize)]
+        return [1e3 * seconds_of(partial(target.copy_, source)) for _ in range(STEPS + 1)][1:]
+
+    def limit(self, openings: Sequence[int]) -> StepLimit:
+        return StepLimit(weights=self.weights, cache=self.cache, latency=latency_of(self.rounds, openings))
+
+
+def _copies(plan: Plan) -> dict[int, Copy]:
+    """The bytes that a step reads at least, by context."""
     weights = work_of(load_graph(plan.bundle, CANONICAL), _one_token(plan)).weights
-    limits = {}
+    copies = {}
     for context in plan.contexts:
         cache = 0
         for site in plan.decoding.caches:
@@ -545,8 +568,16 @@ def _limits(plan: Plan, bandwidth: Bandwidth) -> dict[int, StepLimit]:
             for spec in (site.key, site.value):
                 heads, _, size = (dim for dim in spec.dims[1:] if isinstance(dim, int))
                 cache += plan.batch * heads * seen * size * np.dtype(spec.dtype).itemsize
-        limits[context] = StepLimit(weights=weights, cache=cache, ms=1e3 * (weights + cache) / bandwidth.best)
-    return limits
+        copies[context] = Copy(weights, cache)
+    return copies
+
+
+def _copied(copies: Mapping[int, Copy], context: int) -> dict[str, Callable[[], list[float]]]:
+    """The turn of the copy, in memory of its own while it takes turns; none where no limit is measured."""
+    if context not in copies:
+        return {}
+    copy = copies[context]
+    return {COPY: partial(copy.turn, torch.ones(2, (copy.weights + copy.cache) // 8 + 1))}
 
 
 def _contender(plan: Plan, entry: Entry, results: DecodingResults) -> DecodingContender:
@@ -556,7 +587,7 @@ def _contender(plan: Plan, entry: Entry, results: DecodingResults) -> DecodingCo
         latency, limit = latency_of(rounds, openings), results.limits.get(context)
         median, tokens = latency.median, 1e3 * plan.batch
         rate = Interval(value=tokens / median.value, low=tokens / median.high, high=tokens / median.low)
-        share = None if limit is None else limit.ms / median.value
+        share = None if limit is None else ratio_of(limit.latency.rounds, rounds, openings)
         steps.append(StepTime(context=context, latency=latency, per_second=rate, share=share))
     firsts = [
         FirstToken(prompt=prompt, latency=latency_of(rounds, openings)) for prompt, rounds in entry.first_tokens.items()

@@ -14,40 +14,21 @@ from attnforge.errors import UsageError
 from attnforge.files import write_whole
 from attnforge.records import Record
 
-DECODING_RESULTS_VERSION = 1
-
-
-class Bandwidth(Record):
-    """Bytes a second that this machine moves in memory at best, measured before and after the contenders.
-
-    Attributes:
-        threads: that it was measured on.
-        copy_rate: of a copy, bytes read and bytes written both counted.
-        read_rate: of a sum over more numbers than the processor's caches hold.
-    """
-
-    threads: int
-    copy_rate: float
-    read_rate: float
-
-    @property
-    def best(self) -> float:
-        """The higher of the two, which is the limit of a step."""
-        return max(self.copy_rate, self.read_rate)
+DECODING_RESULTS_VERSION = 2
 
 
 class StepLimit(Record):
-    """The least time of a step: its bytes over the machine's bandwidth.
+    """The least time of a step: that of a copy of as many bytes as it reads, read and written bytes both counted.
 
     Attributes:
         weights: bytes of weights that a step reads, in the bundle's own types.
         cache: bytes of filled cache that it reads.
-        ms: milliseconds that reading them takes.
+        latency: milliseconds of the copy, which took turns with the contenders.
     """
 
     weights: int
     cache: int
-    ms: float
+    latency: Latency
 
 
 class StepTime(Record):
@@ -58,14 +39,14 @@ class StepTime(Record):
         latency: milliseconds a step, for all samples together.
         per_second: tokens a second, of all samples together.
         ratio: the median over that of the bundle's own fastest backend; above 1, the bundle is faster.
-        share: of the limit by bandwidth, from 0 to 1.
+        share: the limit's median over its own.
     """
 
     context: int
     latency: Latency
     per_second: Interval
     ratio: Interval | None = None
-    share: float | None = None
+    share: Interval | None = None
 
 
 class FirstToken(Record):
@@ -136,7 +117,6 @@ class DecodingResults(Record):
     created: str
     seconds: float
     environment: Environment
-    bandwidth: Bandwidth | None = None
     model: str
     precision: str
     source: str

@@ -114,8 +114,7 @@ def claims(measured: DecodingResults) -> Iterator[MeasuredClaim]:
         limit = measured.limits.get(context)
         over = None
         if ours is not None and limit is not None:
-            median = ours.latency.median
-            over = Interval(value=median.value / limit.ms, low=median.low / limit.ms, high=median.high / limit.ms)
+            over = ratio_of(ours.latency.rounds, limit.latency.rounds, ours.latency.openings)
         said = f"ms a token, of the limit by bandwidth, {where} ({percent(LEAST_SHARE)} of the limit at least)"
         yield MeasuredClaim(said, round(1 / LEAST_SHARE, 4), over)
 
@@ -174,13 +173,17 @@ def _steps_table(measured: DecodingResults, context: int) -> str:
             with_interval(step.latency.median, decimals),
             fixed(step.per_second.value, 1),
             with_interval(step.ratio, 2) if step.ratio is not None else NOTHING,
-            percent(step.share),
+            percent(step.share.value if step.share is not None else None),
             error(contender.error),
         )
         for step, contender in timed
     ]
     limit = measured.limits.get(context)
-    said = "" if limit is None else f": {limit.ms:.3g} ms to read {(limit.weights + limit.cache) / 1e6:,.0f} MB"
+    said = (
+        ""
+        if limit is None
+        else f": {limit.latency.median.value:.3g} ms to copy {(limit.weights + limit.cache) / 1e6:,.0f} MB"
+    )
     head = ("contender", "ms a token (95%)", "tokens a second", "ratio to ours (95%)", "share of the limit", "error")
     return f"Behind {context:,} tokens{said}\n\n{markdown_table(head, rows, 1)}"
 

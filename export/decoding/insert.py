@@ -21,7 +21,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, Range, TensorSpec
 from attnforge.errors import UsageError
-from attnforge.export.attention.canonical import WINDOW
+from attnforge.export.attention.canonical import PLACES, WINDOW
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Axis, Layout, Size, rearrange
 from attnforge.export.attention.operands import Operand
@@ -242,6 +242,7 @@ def _positions(graph: ir.Graph, tokens: _Tokens, past: ir.Value) -> ir.Value:
         count = op.Squeeze(op.Shape(tokens.value, start=1, end=2), constant(op, [0]))
         following = op.Unsqueeze(op.Range(zero, count, one), constant(op, [0]))
         places = op.Add(op.Unsqueeze(past, constant(op, [1])), following)
+        op.nodes[-1].metadata_props[PLACES] = "1"
         return typed(places, INT64, [_dim(tokens.batch), _dim(tokens.count)])
 
     return insert(graph, graph[0], build, stem="decoding/positions")

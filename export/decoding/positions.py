@@ -7,7 +7,8 @@ number of tokens, which two numbers of tokens tell; else the positions cannot be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.errors import UsageError, first_line
 from attnforge.export.decoding.tokens import BY_ELEMENT, Kinds, is_count_as_shape, token_axes
-from attnforge.export.graphs.build import Builder, constant, initializer, insert, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, typed
 from attnforge.export.graphs.execute import at_own_precision
 
 Dim = int | ir.SymbolicDim
@@ -74,14 +75,13 @@ def look_up_positions(
             )
     assert ids.shape is not None
     batch = ids.shape[0]
-    tables = _tables(model, values, tokens, ids, places)
-    stored = {value: initializer(model.graph, f"{value.name}/by place", table) for value, table in tables.items()}
-    looked_up: dict[tuple[ir.Value, int], ir.Value] = {}
+    tables = _stored(model.graph, _tables(model, values, tokens, ids, places))
+    looked_up: dict[tuple[ir.Value, tuple[int, ...], int], ir.Value] = {}
     for read in reads:
-        rank = _rank_for(read, tokens, batch)
-        key = read.value, rank
+        axis, sizes = _arrangement(read, tokens, _rank_for(read, tokens, batch))
+        key = tables[read.value], sizes, axis
         if key not in looked_up:
-            looked_up[key] = _looked_up(model.graph, read, stored[read.value], positions, tokens, rank)
+            looked_up[key] = _looked_up(model.graph, *key, positions)
         read.node.replace_input_with(read.index, looked_up[key])
 
 
@@ -156,30 +156,62 @@ def _rank_for(read: _Read, tokens: str, batch: Dim) -> int:
     )
 
 
-def _looked_up(graph: ir.Graph, read: _Read, table: ir.Value, positions: ir.Value, tokens: str, rank: int) -> ir.Value:
-    """The rows of a table at `positions`, `(batch, …, tokens, …)` of a rank."""
-    value = read.value
-    dtype = value.dtype
-    assert value.shape is not None and dtype is not None and table.shape is not None
-    own = list(value.shape)
-    place = token_axes(value, tokens)[0] + rank - len(own)
-    batch_dim, token_dim = positions.shape  # type: ignore[misc]
-    rest = [1] * (rank - len(own)) + own
-    others = [i for i in range(rank) if i not in (0, place)]
-    sizes = [_static(rest[i]) for i in others]
+def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value, ir.Value]:
+    """Initializers `(places, numbers)` of the tables. Layers that compute the same table share it."""
+    stored: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+    result = {}
+    for value, table in tables.items():
+        rows = np.ascontiguousarray(table.reshape(len(table), -1))
+        key = rows.dtype.name, rows.shape, hashlib.sha256(rows.tobytes()).digest()
+        if key not in stored:
+            stored[key] = initializer(graph, f"{value.name}/by place", rows)
+        result[value] = stored[key]
+    return result
+
+
+def _arrangement(read: _Read, tokens: str, rank: int) -> tuple[int, tuple[int, ...]]:
+    """The axis of the tokens in a value of a rank, and the sizes of the axes that are neither theirs nor that of
+    samples."""
+    assert read.value.shape is not None
+    own = list(read.value.shape)
+    axis = token_axes(read.value, tokens)[0] + rank - len(own)
+    dims = [1] * (rank - len(own)) + own
+    return axis, tuple(_static(dim) for i, dim in enumerate(dims) if i not in (0, axis))
+
+
+def _looked_up(graph: ir.Graph, table: ir.Value, sizes: Sequence[int], axis: int, positions: ir.Value) -> ir.Value:
+    """The rows of a table at `positions`.
+
+    Args:
+        graph: in which they are looked up.
+        table: `(places, numbers)`.
+        sizes: of the axes behind samples, that of the tokens aside.
+        axis: of the tokens.
+        positions: `(batch, tokens)`.
+    """
+    after, dtype = positions.producer(), table.dtype
+    assert after is not None and dtype is not None and table.shape is not None
+    batch, count = dims_of(positions)
+    rank = 2 + len(sizes)
+    dims: list[int | ir.SymbolicDim] = [batch, *sizes]
+    dims.insert(axis, count)
+    others = [i for i in range(1, rank) if i != axis]
+    wide = [i for i in others if dims[i] != 1]
 
     def build(op: Builder) -> ir.Value:
-        flat = op.Reshape(table, constant(op, [-1, int(np.prod(sizes, dtype=np.int64))]))
-        rows = op.Gather(flat, positions, axis=0)  # (batch, tokens, numbers)
+        rows = typed(op.Gather(table, positions, axis=0), dtype, [*dims_of(positions), table.shape[1]])  # type: ignore[index]
+        if len(wide) == 1 and wide[0] > axis:
+            ones = [i for i in others if i not in wide]
+            return typed(op.Unsqueeze(rows, constant(op, ones)), dtype, dims) if ones else rows
         shape = op.Shape(positions)
-        apart = op.Reshape(rows, op.Concat(shape, constant(op, sizes), axis=0) if sizes else shape)
-        order = [0 if i == 0 else 1 if i == place else 2 + others.index(i) for i in range(rank)]
-        moved = apart if order == list(range(rank)) else op.Transpose(apart, perm=order)
-        dims = [batch_dim if i == 0 else token_dim if i == place else _static(rest[i]) for i in range(rank)]
-        return typed(moved, dtype, [d if isinstance(d, int) else ir.SymbolicDim(d.value) for d in dims])
+        apart = op.Reshape(rows, op.Concat(shape, constant(op, list(sizes)), axis=0) if sizes else shape)
+        return typed(
+            op.Transpose(apart, perm=[0, *(1 if i == axis else 2 + others.index(i) for i in range(1, rank))]),
+            dtype,
+            dims,
+        )
 
-    first = next(node for node in graph if read.value in node.inputs)
-    return insert(graph, first, build, stem=f"{value.name}/at positions/{rank}")
+    return insert(graph, after, build, after=True, stem=f"{table.name}/at positions/{axis} of {rank}")
 
 
 def _static(dim: int | ir.SymbolicDim) -> int:

@@ -21,6 +21,7 @@ from onnx_ir.passes import PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.graphs.build import Builder, constant, insert
+from attnforge.export.graphs.rotary import turn_before_attention
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 
 FIRST_OPSET = 13
@@ -51,7 +52,8 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
         NoDoublePath: an operator in a form that is not written out here.
     """
     narrow = [dtype for dtype in FLOATS if dtype != DOUBLE]
-    modified = retype(model, narrow, DOUBLE, least_stays_least=least_stays_least).modified
+    modified = turn_before_attention(model).modified
+    modified |= retype(model, narrow, DOUBLE, least_stays_least=least_stays_least).modified
     modified |= inline_functions(model).modified
     for node in list(model.graph):
         if node.domain == "" and node.op_type in _NORMALIZATIONS:

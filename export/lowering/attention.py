@@ -60,6 +60,7 @@ class Cached:
     """The cache that keys and values of a decoder's step come from (:mod:`attnforge.export.decoding.insert`).
 
     Attributes:
+        tokens: the graph's input, `(batch, tokens, …)`.
         past: `(batch,)`, int64: how many tokens each sample has in the cache.
         new_key, new_value: `(batch, key heads, tokens, size)`, what is written behind them.
         key, value: `(batch, key heads, places, size)`, the cache before that.
@@ -67,6 +68,7 @@ class Cached:
         window: how many tokens a query sees, its own included; None for all up to its own.
     """
 
+    tokens: ir.Value
     past: ir.Value
     new_key: ir.Value
     new_value: ir.Value
@@ -200,7 +202,9 @@ def _cached(node: ir.Node) -> Cached | None:
     writers = [value.producer() if value is not None else None for value in node.inputs[1:3]]
     (key, new_key, past), (value, new_value, _) = (writer.inputs for writer in writers if writer is not None)
     next_key, next_value = node.inputs[1:3]
-    values = (past, new_key, new_value, key, value, next_key, next_value)
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    values = (graph.inputs[0], past, new_key, new_value, key, value, next_key, next_value)
     assert all(isinstance(value, ir.Value) for value in values)
     return Cached(*values, window=int(window) or None)  # type: ignore[arg-type]
 

@@ -3,7 +3,8 @@
 `com.microsoft::GroupQueryAttention` writes new keys and values into the cache, which is input and output in one buffer,
 and reads the filled part of each sample: one token over 1,024 of 2,048 places of 12 heads of 64 takes 0.20 ms, where
 Attention over all places takes 0.56, on two cores. Several tokens behind earlier ones it takes of one sample at a time,
-so a prompt is run sample by sample.
+so a prompt is run sample by sample. Where queries and keys are turned by rotary tables right before, it turns them, and
+the projections are its inputs as they are.
 
 Where it does not fit, Attention reads the first places of the cache, as many as the longest sample has.
 """
@@ -16,10 +17,11 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import SiteAxes
-from attnforge.export.attention.layout import Axis, Layout, Size, rearrange
+from attnforge.export.attention.layout import Axis, Layout, Size, before_views
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, constant, dims_of, replace_value, typed
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention
+from attnforge.export.lowering.rotary import before_rotation
 
 INT32 = ir.DataType.INT32
 
@@ -38,13 +40,6 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     """GroupQueryAttention that writes to the cache and reads it. The graph's outputs become its own."""
     cached = a.cached
     assert cached is not None
-    query_layout, *_, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
-    query = a.arranged(op, a.query, query_layout)
-    key, value = (_side_by_side(op, new) for new in (cached.new_key, cached.new_value))
-    count = op.Shape(query, start=1, end=2)
-    last = op.Cast(op.Sub(op.Add(cached.past, count), constant(op, [1])), to=INT32.value)
-    longest = op.Add(op.ReduceMax(cached.past, keepdims=1), count)
-    total = op.Cast(op.Squeeze(longest, constant(op, [0])), to=INT32.value)
     attributes: dict[str, int | float] = {
         "num_heads": a.size("H").factor,
         "kv_num_heads": a.size("H_kv").factor,
@@ -53,7 +48,20 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     }
     if cached.window is not None:
         attributes["local_window_size"] = cached.window
-    inputs = [query, key, value, cached.key, cached.value, last, total]
+    sides = [(a.query, a.layout("B", *SIDE_BY_SIDE[0])), *(_written(new) for new in (cached.new_key, cached.new_value))]
+    tables: list[ir.Value] = []
+    turned = [before_rotation(operand, a.size("d_k").factor) for operand, _ in sides[:2]]
+    if (query := turned[0]) is not None and (key := turned[1]) is not None and query.is_as(key):
+        sides[:2] = [(each.operand, layout) for each, (_, layout) in zip((query, key), sides[:2], strict=True)]
+        tables = [query.cosine, query.sine]
+        attributes |= {"do_rotary": 1, "rotary_interleaved": query.interleaved}
+    rows = [a.arranged(op, *side) for side in sides]
+    *_, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
+    count = op.Shape(cached.tokens, start=1, end=2)
+    last = op.Cast(op.Sub(op.Add(cached.past, count), constant(op, [1])), to=INT32.value)
+    longest = op.Add(op.ReduceMax(cached.past, keepdims=1), count)
+    total = op.Cast(op.Squeeze(longest, constant(op, [0])), to=INT32.value)
+    inputs = [*rows, cached.key, cached.value, last, total, *tables]
     result, next_key, next_value = op.op_multi_out(
         "GroupQueryAttention", inputs, attributes, domain="com.microsoft", num_outputs=3, name=name
     )
@@ -62,11 +70,12 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     return a.as_output(op, typed(result, a.dtype, [size.dim() for size in output.sizes()]), output)
 
 
-def _side_by_side(op: Builder, new: ir.Value) -> ir.Value:
-    """`(batch, heads, tokens, size)` as `(batch, tokens, heads · size)`."""
+def _written(new: ir.Value) -> tuple[Operand, Layout]:
+    """What is written into a cache, `(batch, heads, tokens, size)`, before all views, and its layout with heads side by
+    side."""
     layout = Layout.fresh(new)
     batch, heads, tokens, size = layout.dims
-    return rearrange(op, new, layout, Layout([batch, tokens, (*heads, *size)]))
+    return Operand(*before_views(new, layout)), Layout([batch, tokens, (*heads, *size)])
 
 
 def over_filled(op: Builder, a: Attention, attend: Callable[[Builder, Attention], ir.Value]) -> ir.Value:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
@@ -21,6 +22,11 @@ from attnforge.errors import UsageError
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.decoding.insert import with_cache
 from attnforge.export.decoding.tokens import NotByToken
+from attnforge.export.diagnosis.stages import sites_of
+from attnforge.export.graphs.execute import in_float64
+from attnforge.export.graphs.float64 import inline_functions
+from attnforge.export.graphs.saving import load_graph
+from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.sources.huggingface import around
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
@@ -127,6 +133,120 @@ def test_tensorrt_fuses_prompts_and_steps_of_a_published_model(published: tuple[
     if name == "Gemma 2":
         reasons = {unfused.reason for unfused in bundle.manifest.attention.unfused if unfused.target == "tensorrt_rtx"}
         assert reasons == {"a soft cap on the scores, which no fused kernel computes"}
+
+
+def test_the_kernel_turns_queries_and_keys_by_one_table_for_all_layers(published: tuple[str, Bundle]) -> None:
+    name, bundle = published
+    deployed = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
+    nodes = of_type(deployed, "GroupQueryAttention")
+    if name == "GPT-2":
+        assert [len(node.inputs) for node in nodes] == [7, 7]
+        return
+    assert turns_of(deployed) == [1, 1]
+    assert len({node.inputs[7] for node in nodes}) == len({node.inputs[8] for node in nodes}) == 1
+    assert not of_type(deployed, "RotaryEmbedding") and not of_type(deployed, "Transpose")
+    assert_one_step(load_graph(bundle, CANONICAL), deployed, bundle)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """In fp32, where the exporter writes its rotation as one operator."""
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        module, args, shapes = around(MODELS["Llama"]().eval(), 2, 9, 3, 70, only="input_ids")
+    folder = tmp_path_factory.mktemp("llama") / "bundle"
+    return attnforge.deploy(module, args, folder, shapes, targets=["onnxruntime"], tune=False, cache_tokens=72)
+
+
+def other_table(model: ir.Model) -> None:
+    """The first layer's keys have sines as their cosines."""
+    node = of_type(model, "RotaryEmbedding")[1]
+    node.replace_input_with(1, node.inputs[2])
+
+
+def other_pairs(model: ir.Model) -> None:
+    """Of the first layer's keys neighbours make a pair, not halves."""
+    of_type(model, "RotaryEmbedding")[1].attributes["interleaved"] = ir.AttrInt64("interleaved", 1)
+
+
+def written_out(model: ir.Model) -> None:
+    """The same function, by products."""
+    inline_functions(model)
+    assert not of_type(model, "RotaryEmbedding")
+
+
+@pytest.mark.parametrize(("change", "turns"), [(other_table, [0, 1]), (other_pairs, [0, 1]), (written_out, [0, 0])])
+def test_keys_that_are_not_turned_as_queries_are_turned_before(
+    llama: Bundle, change: Callable[[ir.Model], None], turns: list[int]
+) -> None:
+    assert turns_of(load_graph(llama, llama.manifest.targets["onnxruntime"].model)) == [1, 1]
+    lowered_otherwise(llama, change, turns)
+
+
+def halves_exchanged(model: ir.Model) -> None:
+    """Of the first layer's keys the halves keep their places, and the other one is negative."""
+    cat = user_of(of_type(model, "Neg")[1])
+    first, second = cat.inputs
+    cat.replace_input_with(0, second)
+    cat.replace_input_with(1, first)
+
+
+def cosines_twice(model: ir.Model) -> None:
+    """The first layer's keys have cosines as their sines."""
+    turned = user_of(user_of(of_type(model, "Neg")[1]))
+    plain = next(value.producer() for value in user_of(turned).inputs if value is not turned.outputs[0] and value)
+    assert plain is not None
+    turned.replace_input_with(1, plain.inputs[1])
+
+
+@pytest.mark.parametrize("change", [halves_exchanged, cosines_twice])
+def test_what_is_nearly_a_rotation_stays_as_written(
+    published: tuple[str, Bundle], change: Callable[[ir.Model], None]
+) -> None:
+    name, bundle = published
+    if name == "GPT-2":
+        assert not of_type(load_graph(bundle, CANONICAL), "Neg")
+    else:
+        lowered_otherwise(bundle, change, [0, 1])
+
+
+def lowered_otherwise(bundle: Bundle, change: Callable[[ir.Model], None], turns: list[int]) -> None:
+    """A step that was changed is lowered to the same function, whose kernels turn their operands as `turns` say."""
+    canonical, lowered = (load_graph(bundle, CANONICAL) for _ in range(2))
+    for model in (canonical, lowered):
+        change(model)
+    lower(lowered, sites_of(bundle.manifest.attention), {"batch": 2, "tokens": 9})
+    assert turns_of(lowered) == turns
+    assert_one_step(canonical, lowered, bundle)
+
+
+def turns_of(model: ir.Model) -> list[int]:
+    return [node.attributes.get_int("do_rotary", 0) or 0 for node in of_type(model, "GroupQueryAttention")]
+
+
+def user_of(node: ir.Node) -> ir.Node:
+    return next(iter(node.outputs[0].uses())).node
+
+
+def of_type(model: ir.Model, op_type: str) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == op_type]
+
+
+def assert_one_step(canonical: ir.Model, lowered: ir.Model, bundle: Bundle) -> None:
+    """Both are one function in float64, behind pasts of several lengths; of a soft cap float64 has products alone."""
+    if any(node.attributes.get_float("softcap", 0.0) for node in of_type(canonical, "Attention")):
+        return
+    decoding, rng = bundle.manifest.decoding, np.random.default_rng(0)
+    assert decoding is not None
+    caches = {
+        spec.name: rng.standard_normal((3, *(dim for dim in spec.dims[1:] if isinstance(dim, int))))
+        for spec in decoding.tensors
+    }
+    feeds = {"input_ids": rng.integers(0, 97, (3, 1)), "past": np.array([60, 0, 17]), **caches}
+    expected, results = (in_float64(model)(feeds) for model in (canonical, lowered))
+    assert list(expected) == list(results)
+    for output, array in expected.items():
+        assert relative_error(results[output], array) < 1e-12, output
 
 
 @pytest.mark.parametrize("kind", KINDS)

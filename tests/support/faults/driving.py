@@ -13,6 +13,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Manifest
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.float64 import to_double
+from attnforge.export.graphs.rotary import turn_before_attention
 from attnforge.export.graphs.types import DOUBLE
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.onnxruntime import session_options
@@ -65,6 +66,7 @@ class DoubleSteps:
     name, gpu = "float64", None
 
     def __init__(self, model: ir.Model) -> None:
+        turn_before_attention(model)
         for node in list(model.graph):
             if node.op_type == "GroupQueryAttention":
                 _write_out(model.graph, node)

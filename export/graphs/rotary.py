@@ -1,0 +1,61 @@
+"""The rotation that GroupQueryAttention does itself, as RotaryEmbedding before it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import onnx_ir as ir
+from onnx_ir.passes import PassResult
+
+from attnforge.export.graphs.build import Builder, constant, insert, like
+
+INT64 = ir.DataType.INT64
+
+OPSET = 23
+"""The first opset with RotaryEmbedding."""
+
+
+def turn_before_attention(model: ir.Model) -> PassResult:
+    """Let RotaryEmbedding turn the queries and keys that a `com.microsoft::GroupQueryAttention` with `do_rotary` turns,
+    in place. An operator whose query, key and value are one tensor stays as it is."""
+    graph, modified = model.graph, False
+    for node in list(graph):
+        if node.op_type != "GroupQueryAttention" or not node.attributes.get_int("do_rotary", 0):
+            continue
+        if node.inputs[1] is None:
+            continue
+        modified = True
+        places = insert(graph, node, lambda op, node=node: _places(op, node), stem=f"{node.name}/places")  # type: ignore[misc]
+        for i, heads in enumerate(("num_heads", "kv_num_heads")):
+            build = partial(_turned, node=node, x=_input(node, i), places=places, heads=heads)
+            node.replace_input_with(i, insert(graph, node, build, stem=f"{node.name}/turned/{heads}"))
+        node.resize_inputs(7)
+        for name in ("do_rotary", "rotary_interleaved"):
+            node.attributes.pop(name, None)
+        graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
+    return PassResult(model, modified)
+
+
+def _turned(op: Builder, node: ir.Node, x: ir.Value, places: ir.Value, heads: str) -> ir.Value:
+    attributes = {
+        "num_heads": node.attributes.get_int(heads) or 1,
+        "interleaved": node.attributes.get_int("rotary_interleaved", 0) or 0,
+    }
+    return like(op.op("RotaryEmbedding", [x, _input(node, 7), _input(node, 8), places], attributes), x)
+
+
+def _places(op: Builder, node: ir.Node) -> ir.Value:
+    """`(batch, tokens)`, int64: where the operator turns tokens, which follow those that the cache has."""
+    if len(node.inputs) > 9 and (given := node.inputs[9]) is not None:
+        return given
+    count = op.Shape(_input(node, 0), start=1, end=2)
+    ends = op.Add(op.Cast(_input(node, 5), to=INT64.value), constant(op, [1]))
+    first = op.Unsqueeze(op.Sub(ends, count), constant(op, [1]))
+    following = op.Range(constant(op, 0), op.Squeeze(count, constant(op, [0])), constant(op, 1))
+    return op.Add(first, following)
+
+
+def _input(node: ir.Node, i: int) -> ir.Value:
+    value = node.inputs[i]
+    assert value is not None
+    return value
