@@ -14,6 +14,9 @@ from attnforge.export.attention.layout import Layout, before_views
 from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import dims_of, initializer
 
+Parts = tuple[ir.Value, ir.Value, ir.Value]
+"""What is turned, the cosines and the sines."""
+
 
 @dataclass(frozen=True)
 class Turned:
@@ -50,8 +53,8 @@ def before_rotation(operand: Operand, size: int) -> Turned | None:
     if node.op_type == "RotaryEmbedding" and len(node.inputs) == 3:
         x, cosine, sine = node.inputs
         interleaved = node.attributes.get_int("interleaved", 0) or 0
-    elif (halves := _by_halves(node, size)) is not None:
-        x, cosine, sine = halves
+    elif (parts := _by_halves(node, size)) is not None:
+        x, cosine, sine = parts
     else:
         return None
     tables = [_table(rows, size // 2) for rows in (cosine, sine)]
@@ -60,43 +63,74 @@ def before_rotation(operand: Operand, size: int) -> Turned | None:
     return Turned(Operand(*before_views(x, operand.layout)), tables[0], tables[1], interleaved)
 
 
-def _by_halves(node: ir.Node, size: int) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """`x`, cosines and sines of `x · cos + (-x₂, x₁) · sin`, as most modules turn the halves x₁ and x₂ of a head; None
-    where a node is something else."""
-    products = [_producer(value) for value in node.inputs]
-    if node.op_type != "Add" or any(each is None or each.op_type != "Mul" for each in products):
-        return None
-    for plain, turned in (products, products[::-1]):
-        assert plain is not None and turned is not None
-        for i, j in itertools.product((0, 1), repeat=2):
-            x, other = plain.inputs[i], _producer(turned.inputs[j])
-            cosine, sine = plain.inputs[1 - i], turned.inputs[1 - j]
-            if x is None or other is None or cosine is None or sine is None or other.op_type != "Concat":
-                continue
-            if other.attributes.get_int("axis", 0) not in (-1, 3) or len(other.inputs) != 2:
-                continue
-            second, first = _producer(other.inputs[0]), other.inputs[1]
-            if second is None or second.op_type != "Neg":
-                continue
-            if _is_half(first, x, 0, size) and _is_half(second.inputs[0], x, 1, size):
-                return x, cosine, sine
+def _by_halves(node: ir.Node, size: int) -> Parts | None:
+    """A rotation of the halves x₁ and x₂ of a head as modules write it; None where a node is something else:
+    `x · cos + (-x₂, x₁) · sin`, or `(x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin)`."""
+    if node.op_type == "Add":
+        return _of_whole_heads(node, size)
+    return _of_halves(node, size) if node.op_type == "Concat" and _is_last_axis(node) else None
+
+
+def _of_whole_heads(node: ir.Node, size: int) -> Parts | None:
+    for (x, cosine), (other, sine) in itertools.product(*_factors(node)):
+        cat = _producer(other)
+        if cat is None or cat.op_type != "Concat" or len(cat.inputs) != 2 or not _is_last_axis(cat):
+            continue
+        negative = _producer(cat.inputs[0])
+        if negative is None or negative.op_type != "Neg":
+            continue
+        if [_half(value, size) for value in (negative.inputs[0], cat.inputs[1])] == [(x, 1), (x, 0)]:
+            return x, cosine, sine
     return None
 
 
-def _is_half(value: ir.Value | None, x: ir.Value, which: int, size: int) -> bool:
-    """Whether a value is the first (0) or the second (1) half of the last dim of `x`, which has that size."""
+def _of_halves(node: ir.Node, size: int) -> Parts | None:
+    first, second = (_producer(value) for value in node.inputs) if len(node.inputs) == 2 else (None, None)
+    if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
+        return None
+    for (x1, cosine), (x2, sine) in itertools.product(*_factors(first)):
+        half = _half(x1, size)
+        if half is None or half[1] != 0 or _half(x2, size) != (half[0], 1):
+            continue
+        of_second = list(itertools.product(*_factors(second)))
+        if ((x2, cosine), (x1, sine)) in of_second or ((x1, sine), (x2, cosine)) in of_second:
+            return half[0], cosine, sine
+    return None
+
+
+def _factors(node: ir.Node) -> list[list[tuple[ir.Value, ir.Value]]]:
+    """Of the products that a node adds or subtracts, the factors in both orders; nothing of what is no product."""
+    found = []
+    for value in node.inputs:
+        product = _producer(value)
+        pair = product.inputs if product is not None and product.op_type == "Mul" else (None, None)
+        a, b = pair
+        found.append([] if a is None or b is None else [(a, b), (b, a)])
+    return found
+
+
+def _half(value: ir.Value | None, size: int) -> tuple[ir.Value, int] | None:
+    """What a value is the first (0) or the second (1) half of, in the last of four dims, which has that size."""
     node = _producer(value)
-    if value is None or node is None or node.inputs[0] is not x:
-        return False
+    x = node.inputs[0] if node is not None and node.inputs else None
+    if value is None or node is None or x is None:
+        return None
     if node.op_type == "Split":
-        equal = len(node.outputs) == 2 and dims_of(value)[-1] == size // 2
-        return equal and node.attributes.get_int("axis", 0) in (-1, 3) and value.index() == which
+        is_equal = len(node.outputs) == 2 and dims_of(value)[-1] == size // 2
+        return (x, value.index() or 0) if is_equal and _is_last_axis(node) else None
     if node.op_type != "Slice" or len(node.inputs) < 4:
-        return False
-    numbers = [scalar(each) for each in (*node.inputs[1:], *[None] * (5 - len(node.inputs)))]
-    start, end, axis, step = numbers
-    is_to_its_end = end is not None and (end == size // 2 if which == 0 else end >= size)
-    return axis in (-1, 3) and start == which * size // 2 and is_to_its_end and step in (None, 1)
+        return None
+    start, end, axis, step = (scalar(each) for each in (*node.inputs[1:], *[None] * (5 - len(node.inputs))))
+    if axis not in (-1, 3) or step not in (None, 1) or start is None or end is None:
+        return None
+    if (start, end) == (0, size // 2):
+        return x, 0
+    return (x, 1) if start == size // 2 and end >= size else None
+
+
+def _is_last_axis(node: ir.Node) -> bool:
+    """Whether the axis of a node is the last of four."""
+    return node.attributes.get_int("axis", 0) in (-1, 3)
 
 
 def _producer(value: ir.Value | None) -> ir.Node | None:
@@ -109,7 +143,7 @@ def _table(rows: ir.Value | None, width: int) -> ir.Value | None:
     """The table of that width of which `rows` are those at the places of the tokens; None where they are others.
 
     Args:
-        rows: `(batch, tokens, width)`, or `(batch, 1, tokens, 2 · width)` with both halves the same.
+        rows: `(batch, tokens, width)` or `(batch, 1, tokens, width)`, or twice as wide with both halves the same.
         width: half a head.
     """
     if rows is None or rows.shape is None:
@@ -124,9 +158,11 @@ def _table(rows: ir.Value | None, width: int) -> ir.Value | None:
     if table is None or not table.is_initializer() or of_tokens is None or PLACES not in of_tokens.metadata_props:
         return None
     dims = layout.dims
-    if len(dims) == 4 and not dims[1] and before.dims == [dims[0], *dims[2:]]:
-        return _first_half(table, width)
-    return table if before.dims == dims and dims_of(table)[1:] == [width] else None
+    if len(dims) == 4 and not dims[1]:
+        dims = [dims[0], *dims[2:]]
+    if before.dims != dims:
+        return None
+    return table if dims_of(table)[1:] == [width] else _first_half(table, width)
 
 
 def _first_half(table: ir.Value, width: int) -> ir.Value | None:

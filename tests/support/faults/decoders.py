@@ -29,6 +29,7 @@ from tests.support.faults.graph import (
 )
 
 LLAMA, GPT, WINDOWED, CAPPED, ODD = "llama", "gpt", "windowed-decoder", "capped-decoder", "odd-heads"
+TURNING = "turning-decoder"
 SUBJECTS = (LLAMA, GPT, WINDOWED, CAPPED, ODD)
 
 FUSED = (LLAMA, GPT, WINDOWED, CAPPED)
@@ -42,7 +43,7 @@ ROTARY, LAYERS = (LLAMA, WINDOWED, CAPPED, ODD), (LLAMA,)
 FIRST, LAST = 0, -1
 """Layers."""
 
-QUERY, KEY, VALUE, KEY_CACHE, VALUE_CACHE, LENGTHS, TOTAL = range(7)
+QUERY, KEY, VALUE, KEY_CACHE, VALUE_CACHE, LENGTHS, TOTAL, COSINES, SINES = range(9)
 """Inputs of GroupQueryAttention."""
 
 CLIPPED = 12
@@ -164,6 +165,36 @@ def tables_exchanged(g: Graph) -> None:
     g.set(sin, own)
 
 
+def turning(which: int, change: Callable[[Array], Array]) -> Alter:
+    """The rows of a table by which the kernel turns queries and keys, changed."""
+
+    def alter(g: Graph) -> None:
+        value = required(Step(g, FIRST).attention.inputs[which])
+        g.set(value, change(numbers(value).copy()))
+
+    return alter
+
+
+def turning_exchanged(g: Graph) -> None:
+    """The kernel has sines for cosines, and cosines for sines."""
+    node = Step(g, FIRST).attention
+    cosines, sines = node.inputs[COSINES : SINES + 1]
+    node.replace_input_with(COSINES, sines)
+    node.replace_input_with(SINES, cosines)
+
+
+def not_turning(g: Graph) -> None:
+    """The kernel turns nothing."""
+    node = Step(g, FIRST).attention
+    node.resize_inputs(COSINES)
+    del node.attributes["do_rotary"]
+
+
+def turning_neighbours(g: Graph) -> None:
+    """The kernel turns neighbours, not halves."""
+    Step(g, FIRST).attention.attributes["rotary_interleaved"] = ir.AttrInt64("rotary_interleaved", 1)
+
+
 def learned(change: Callable[[Array], Array]) -> Alter:
     """The rows of learned positions, changed."""
 
@@ -173,6 +204,10 @@ def learned(change: Callable[[Array], Array]) -> Alter:
         g.set(value, change(numbers(value).copy()))
 
     return alter
+
+
+def next_row(rows: Array) -> Array:
+    return np.roll(rows, -1, 0)
 
 
 def last_rows_lost(rows: Array) -> Array:
@@ -502,6 +537,14 @@ PLACES: Family = [
     ("queries-rotated-twice", "queries rotated twice", rotated(QUERY), ROTARY),
     ("keys-not-rotated", "keys not rotated", not_rotated(KEY), ROTARY),
     ("queries-not-rotated", "queries not rotated", not_rotated(QUERY), (LLAMA, ODD)),
+    ("kernel-cos-moved", "the kernel's cosines are the next place's", turning(COSINES, next_row), TURNING),
+    ("kernel-sin-moved", "the kernel's sines are the next place's", turning(SINES, next_row), TURNING),
+    ("kernel-sin-negated", "the kernel turns the other way", turning(SINES, lambda t: -t), TURNING),
+    ("kernel-sin-1%", "the kernel's sines 1% too large", turning(SINES, lambda t: t * 1.01), TURNING),
+    ("kernel-rows-lost", f"cosines of place {CLIPPED - 1} for all behind", turning(COSINES, last_rows_lost), TURNING),
+    ("kernel-cos-sin", "the kernel's sines and cosines exchanged", turning_exchanged, TURNING),
+    ("kernel-turns-nothing", "the kernel turns neither queries nor keys", not_turning, TURNING),
+    ("kernel-turns-neighbours", "the kernel turns neighbours, not halves", turning_neighbours, TURNING),
 ]  # fmt: skip
 
 CACHES: Family = [

@@ -35,6 +35,7 @@ PRECISIONS = {
     "windowed-decoder": ("fp32", "fp16"),
     "capped-decoder": ("fp32",),
     "odd-heads": ("fp32", "fp16"),
+    "turning-decoder": ("fp32", "fp16"),
 }
 """The subjects, and the precisions that they are deployed in."""
 
@@ -61,9 +62,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "windowed-decoder": _ROTARY | {"window": 5},
     "capped-decoder": _ROTARY | {"softcap": 2.0, "written": "products"},
     "odd-heads": _ROTARY | {"head_size": 6, "window": 5},
+    "turning-decoder": _ROTARY | {"head_size": 16},
 }
 """The decoders: with rotary positions and grouped heads as Llama, with learned positions as GPT-2, with a window, with
-a soft cap, and with heads of a size for which attention reads the filled part of the caches."""
+a soft cap, with heads of a size for which attention reads the filled part of the caches, and of one that the kernel
+turns by itself."""
 
 PLACES = 32
 """Tokens that the caches hold: more than a case has, so that a row written too far stays in them."""
