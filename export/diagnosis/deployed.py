@@ -10,15 +10,17 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, FLAVOURS, Bundle, TargetRecord, write_manifest
+from attnforge.errors import UnavailableError
 from attnforge.export.decoding.whole import whole_graph
-from attnforge.export.graphs.execute import Tensors, wide
+from attnforge.export.graphs.execute import Tensors, as_it_is, wide
 from attnforge.export.graphs.parts import computed
-from attnforge.export.graphs.saving import save
+from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
 from attnforge.files import sha256
 from attnforge.runtime.backends.registry import WITHOUT_TARGET
+from attnforge.runtime.backends.whole_sequences import STEPPING
 from attnforge.runtime.session import load
 from attnforge.scratch import temporary_folder
 
@@ -61,6 +63,19 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
         with load(Bundle(path, trusted=False), backend, cache=False) as session:
             results = session.run(dict(feeds))
     return {name: wide(results[name]) for name in shown}
+
+
+def step_tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:
+    """The same of a decoder's step, of which feeds are the tokens, how many come before, and the caches.
+
+    Raises:
+        UnavailableError: the backend runs no steps.
+    """
+    if backend not in STEPPING:
+        raise UnavailableError(f"{backend} runs no steps")
+    model = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
+    shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
+    return {name: wide(array) for name, array in as_it_is(model, shown, optimised=True)(feeds).items()}
 
 
 def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:

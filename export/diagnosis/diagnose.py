@@ -7,8 +7,9 @@ result stored in the bundle's precision; whether that is the eager that the bund
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -17,12 +18,14 @@ from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Trusted, open_bundle, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
 from attnforge.export.diagnosis.causes import COSTS
-from attnforge.export.diagnosis.deployed import tensors_on
+from attnforge.export.diagnosis.deployed import step_tensors_on, tensors_on
 from attnforge.export.diagnosis.findings import Examination, Finding, finite, first_finding
 from attnforge.export.diagnosis.quantised import unrounded, with_weights
 from attnforge.export.diagnosis.rewrites import first_parting
 from attnforge.export.diagnosis.stages import line_of, module_of, stages
+from attnforge.export.diagnosis.steps import behind
 from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of, trace
+from attnforge.export.graphs.execute import Tensors
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.numbers import scientific
 from attnforge.records import Record
@@ -122,18 +125,21 @@ def _diagnosed(
 ) -> Diagnosis:
     manifest = opened.manifest
     report = verify(opened, backends)
-    chosen, why = _choose(manifest.cases, list(report.backends.values()), case)
+    chosen, why, place = _choose(manifest.cases, list(report.backends.values()), case)
     feeds = reference.make_inputs(chosen, manifest.inputs, stored_inputs(opened))
-    graphs = stages(opened)
+    graphs = stages(opened, of_step=place is not None)
     canonical = next(stage.model for stage in graphs if stage.name == "canonical")
     is_quantised = manifest.quantised is not None
     try:
+        if place is not None:
+            feeds = behind(opened, feeds, place)
         # Targets round what they quantise in places of their own, so graphs of one function differ where it is.
         parting = None if is_quantised else first_parting(graphs, feeds, manifest.attention)
         traced = _traced_to_few_bits(canonical, feeds) if is_quantised else trace(canonical, feeds)
     except NoDoublePath as error:
         raise UnavailableError(f"{manifest.name} cannot be examined: {error} is not computed in float64") from error
-    on_backends, not_traced = _on_backends(opened, list(report.backends), traced)
+    tensors_of = tensors_on if place is None else step_tensors_on
+    on_backends, not_traced = _on_backends(opened, list(report.backends), traced, tensors_of)
     examination = Examination(
         bundle=opened,
         feeds=feeds,
@@ -141,7 +147,7 @@ def _diagnosed(
         trace=traced,
         failing=[name for name, of_backend in report.backends.items() if not of_backend.passed],
         on_backends=on_backends,
-        eager_error=_eager_error(opened, chosen),
+        eager_error=_eager_error(opened, chosen) if place is None else None,
         folder=Path(out) if out is not None else opened.path.with_name(f"{opened.path.name}.diagnosis"),
         quantised=canonical if is_quantised else None,
     )
@@ -170,13 +176,27 @@ def _traced_to_few_bits(canonical: ir.Model, feeds: Mapping[str, Array]) -> Trac
     return trace(model, feeds, exact_model=unrounded(model))
 
 
-def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str | None) -> tuple[Case, str]:
+class Choice(NamedTuple):
+    """What to examine.
+
+    Attributes:
+        case: of the bundle.
+        why: this one.
+        place: of the token whose step is examined; None where whole sequences are.
+    """
+
+    case: Case
+    why: str
+    place: int | None = None
+
+
+def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str | None) -> Choice:
     """The case to examine, and why this one."""
     by_name = {case.name: case for case in cases}
     if named is not None:
         if named not in by_name:
             raise UnknownNameError("case", named, by_name)
-        return by_name[named], "asked for"
+        return Choice(by_name[named], "asked for")
     every = [c for report in reports for c in report.comparisons]
     comparisons = [c for c in every if c.schedule is None]
     if not any(not c.passed for c in comparisons) and (stepwise := [c for c in every if not c.passed]):
@@ -186,24 +206,25 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
     small = {c.case for c in comparisons if c.compared <= LARGE} or set(by_name)
     ordinary = [c for c in candidates if by_name[c.case].is_ordinary and c.case in small] or candidates
     if not ordinary:
-        return cases[0], "no backend ran"
+        return Choice(cases[0], "no backend ran")
     if failing:
         worst = max(ordinary, key=lambda c: c.error / c.budget)
-        return by_name[worst.case], f"it fails: {worst.reason}"
+        return Choice(by_name[worst.case], f"it fails: {worst.reason}")
     worst = max(ordinary, key=lambda c: (c.overflowed, c.eager_error))
     if worst.overflowed:
-        return by_name[worst.case], f"eager overflows at {worst.overflowed} places"
-    return by_name[worst.case], f"nothing fails, and eager errs most here: {scientific(worst.eager_error)}"
+        return Choice(by_name[worst.case], f"eager overflows at {worst.overflowed} places")
+    return Choice(by_name[worst.case], f"nothing fails, and eager errs most here: {scientific(worst.eager_error)}")
 
 
-def _at_a_step(failing: Sequence[Comparison], by_name: Mapping[str, Case]) -> tuple[Case, str]:
+def _at_a_step(failing: Sequence[Comparison], by_name: Mapping[str, Case]) -> Choice:
     """The case to examine where a decoder fails step by step alone, and the step at which it is furthest off."""
     worst = max(failing, key=lambda c: c.error / c.budget)
     case = by_name.get(worst.case) or by_name.get(reference.LARGEST) or next(iter(by_name.values()))
-    place = ""
+    said, place = "", 1
     if worst.worst is not None and len(worst.worst.index) > 1:
-        place = f" at token {worst.worst.index[1]} of sample {worst.worst.index[0]}"
-    return case, f"the whole sequence is right, and {worst.where} fails{place}: {worst.reason}"
+        said = f" at token {worst.worst.index[1]} of sample {worst.worst.index[0]}"
+        place = max(worst.worst.index[1], place)
+    return Choice(case, f"the whole sequence is right, and {worst.where} fails{said}: {worst.reason}", place)
 
 
 def _eager_error(bundle: Bundle, case: Case) -> float | None:
@@ -221,14 +242,14 @@ def _eager_error(bundle: Bundle, case: Case) -> float | None:
 
 
 def _on_backends(
-    bundle: Bundle, backends: Sequence[str], traced: Trace
+    bundle: Bundle, backends: Sequence[str], traced: Trace, tensors_of: Callable[..., Tensors]
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """By backend the relative errors of its own tensors, and by backend why there are none."""
     errors: dict[str, dict[str, float]] = {}
     reasons: dict[str, str] = {}
     for backend in backends:
         try:
-            tensors = tensors_on(bundle, backend, traced.feeds, list(traced.exact))
+            tensors = tensors_of(bundle, backend, traced.feeds, list(traced.exact))
         except Exception as error:  # a builder that takes no such outputs must not cost the rest of the diagnosis
             reasons[backend] = first_line(error)
             continue

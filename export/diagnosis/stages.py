@@ -33,17 +33,23 @@ class Stage:
     model: ir.Model
 
 
-def stages(bundle: Bundle) -> list[Stage]:
-    """The graphs of a bundle: plain where the bundle has it, canonical, and each graph that is lowered from it."""
-    canonical = whole_graph(bundle, CANONICAL)
+def stages(bundle: Bundle, *, of_step: bool = False) -> list[Stage]:
+    """The graphs of a bundle: plain where the bundle has it, canonical, and each graph that is lowered from it.
+
+    Args:
+        bundle: the bundle.
+        of_step: whether graphs of a decoder's step keep their caches, and the plain graph, which has none, is left out.
+    """
+    graph_of = load_graph if of_step else whole_graph
+    canonical = graph_of(bundle, CANONICAL)
     graphs = [Stage("canonical", written_out(canonical, sites_of(bundle.manifest.attention)))]
-    if PLAIN in bundle.manifest.files:
+    if PLAIN in bundle.manifest.files and not of_step:
         graphs.insert(0, Stage("plain", beside(load_graph(bundle, PLAIN), canonical)))
     files: set[str] = set()
     for target, record in bundle.manifest.targets.items():
         if record.model not in files:  # both TensorRTs parse one file
             files.add(record.model)
-            graphs.append(Stage(target, whole_graph(bundle, record.model)))
+            graphs.append(Stage(target, graph_of(bundle, record.model)))
     return graphs
 
 

@@ -19,8 +19,8 @@ import onnx_ir as ir
 from attnforge.export.attention.canonical import SiteAxes
 from attnforge.export.attention.layout import Axis, Layout, Size, before_views
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, constant, dims_of, replace_value, typed
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, replace_value, typed
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Cached
 from attnforge.export.lowering.rotary import before_rotation
 
 INT32 = ir.DataType.INT32
@@ -57,17 +57,39 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
         attributes |= {"do_rotary": 1, "rotary_interleaved": query.interleaved}
     rows = [a.arranged(op, *side) for side in sides]
     *_, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
-    count = op.Shape(cached.tokens, start=1, end=2)
-    last = op.Cast(op.Sub(op.Add(cached.past, count), constant(op, [1])), to=INT32.value)
-    longest = op.Add(op.ReduceMax(cached.past, keepdims=1), count)
-    total = op.Cast(op.Squeeze(longest, constant(op, [0])), to=INT32.value)
-    inputs = [*rows, cached.key, cached.value, last, total, *tables]
+    inputs = [*rows, cached.key, cached.value, *_lengths(cached), *tables]
     result, next_key, next_value = op.op_multi_out(
         "GroupQueryAttention", inputs, attributes, domain="com.microsoft", num_outputs=3, name=name
     )
     for old, new in ((cached.next_key, next_key), (cached.next_value, next_value)):
         replace_value(old, new)
     return a.as_output(op, typed(result, a.dtype, [size.dim() for size in output.sizes()]), output)
+
+
+def _lengths(cached: Cached) -> list[ir.Value]:
+    """The place of each sample's last token, and how many tokens the longest sample has, int32; the same values for all
+    sites."""
+    graph = cached.past.graph
+    assert isinstance(graph, ir.Graph)
+
+    def last(op: Builder) -> ir.Value:
+        count = op.Shape(cached.tokens, start=1, end=2)
+        return op.Cast(op.Sub(op.Add(cached.past, count), constant(op, [1])), to=INT32.value)
+
+    def total(op: Builder) -> ir.Value:
+        longest = op.Add(op.ReduceMax(cached.past, keepdims=1), op.Shape(cached.tokens, start=1, end=2))
+        return op.Cast(op.Squeeze(longest, constant(op, [0])), to=INT32.value)
+
+    values = []
+    for name, build in (("decoding/last", last), ("decoding/total", total)):
+        known = next((node.outputs[0] for node in graph if node.name == name), None)
+        if known is None:
+            known = insert(graph, graph[0], build, stem=name)
+            node = known.producer()
+            assert node is not None
+            node.name = name
+        values.append(known)
+    return values
 
 
 def _written(new: ir.Value) -> tuple[Operand, Layout]:

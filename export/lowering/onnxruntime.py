@@ -34,7 +34,7 @@ from math import prod
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
@@ -113,9 +113,8 @@ def lower(
         modified |= rewrite(model).modified
     if device == "cpu":
         modified |= widen(model, caches(model)).modified | integer_products(model).modified
-    lowered, is_step = [], False
+    lowered = []
     for site, attention in attentions(model, sites):
-        is_step |= attention.cached is not None
         candidates = candidates_for(site.name, attention)
         frugal = [c.form for c in candidates if not c.holds_scores and device == "cpu"]
         choice = _by_rules(attention, sizes, frugal)
@@ -131,8 +130,6 @@ def lower(
         )
     modified |= casts_for_fp8(model).modified | bool(lowered)  # behind the sites, which are told by their Q/DQ
     modified |= RemoveUnusedNodesPass()(model).modified
-    if is_step:  # every site reads the same lengths
-        modified |= CommonSubexpressionEliminationPass()(model).modified
     return SitesResult(model, modified, lowered)
 
 

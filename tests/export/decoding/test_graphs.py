@@ -3,19 +3,23 @@ is the model."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 import attnforge
-from attnforge.bundle import CANONICAL, PLAIN
+from attnforge.bundle import CANONICAL, PLAIN, Bundle
 from attnforge.export.decoding.whole import whole_graph
+from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import as_it_is, in_float64
 from attnforge.export.graphs.saving import beside, load_graph
 from attnforge.report.attention_maps import attention_maps
 from attnforge.report.verify_page import write_page
 from attnforge.runtime.parity.budget import relative_error
+from tests.support.bundles import rewrite
 from tests.support.decoders import KINDS, PLACES, DeployDecoder, ids
 
 
@@ -79,3 +83,29 @@ def test_attention_is_drawn_as_the_model_attends(decoders: DeployDecoder, kind: 
     if kind == "window":
         page = write_page(attnforge.verify(bundle), bundle, tmp_path / "page.html")
         assert "example token by token" in page.read_text() and "normal-prime cut and forked" in page.read_text()
+
+
+def behind_a_past(op: Builder, last: ir.Value, past: ir.Value) -> ir.Value:
+    """Lengths that are one too few where there are any before."""
+    fewer = op.Cast(op.Greater(past, constant(op, [0])), to=ir.DataType.INT32.value)
+    return op.Sub(last, fewer)
+
+
+def test_diagnose_names_the_layer_where_steps_alone_are_wrong(decoders: DeployDecoder, tmp_path: Path) -> None:
+    """One layer of a step is wrong behind a past, so the whole sequence, which has none, is right."""
+    bundle = Bundle(Path(shutil.copytree(decoders("window", "fp32").path, tmp_path / "wrong")))
+    model = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
+    node = [node for node in model.graph if node.op_type == "GroupQueryAttention"][1]
+    past = next(value for value in model.graph.inputs if value.name == "past")
+    last = node.inputs[5]
+    assert last is not None
+    node.replace_input_with(5, insert(model.graph, node, lambda op: behind_a_past(op, last, past)))
+    ir.save(model, bundle.path / bundle.manifest.targets["onnxruntime"].model)
+    diagnosis = attnforge.diagnose(rewrite(bundle.path), ["onnxruntime-cpu"], out=tmp_path / "out")
+    assert diagnosis.failing == ["onnxruntime-cpu"] and diagnosis.same_function == ["canonical"]
+    assert diagnosis.why.startswith("the whole sequence is right, and ") and " fails at token " in diagnosis.why
+    assert diagnosis.finding.cause == "rewrite" and diagnosis.finding.stage == "onnxruntime"
+    assert diagnosis.finding.module == "layers.1.attention"
+    assert diagnosis.finding.rule is not None and "GroupQueryAttention, cache in place" in diagnosis.finding.rule
+    inputs = np.load(tmp_path / "out" / "inputs.npz")
+    assert "past" in inputs and any(name.startswith("key_cache.1") for name in inputs)
