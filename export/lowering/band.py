@@ -33,6 +33,11 @@ class Band:
         """How many more keys than queries a block has."""
         return self.most - self.least
 
+    def pairs(self, tokens: int) -> int:
+        """How many pairs there are, of as many queries as keys."""
+        index = np.arange(tokens)
+        return int((np.minimum(index - self.least, tokens - 1) - np.maximum(index - self.most, 0) + 1).sum())
+
     def holds(self, queries: int, keys: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
         """`(queries, keys)`, whether each pair is visible."""
         distance = np.arange(queries)[:, None] - np.arange(keys)
@@ -48,17 +53,30 @@ def band_of(node: ir.Node, seen: Visibility) -> Band | None:
     least, most = _ends(seen)
     if least is None or most is None or not least <= 0 <= most:
         return None
-    if seen.residue:
-        gives_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
-        if not (gives_zeros or seen.silent == "never") or why_not_by_blocks(node) is not None:
-            return None
+    if not is_by_blocks(node, seen):
+        return None
     return Band(least, most, is_all=not seen.residue)
+
+
+def is_by_blocks(node: ir.Node, seen: Visibility) -> bool:
+    """Whether what a canonical node's mask does beside its regions can be computed in blocks, and queries without keys
+    get zeros, or there are none."""
+    if not seen.residue:
+        return True
+    gives_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
+    return (gives_zeros or seen.silent == "never") and why_not_by_blocks(node) is None
 
 
 def is_triangle(seen: Visibility) -> bool:
     """Whether no other pairs may be visible than those of a query and a key that is not later, of as many queries as
     keys."""
     return _ends(seen) == (0, None)
+
+
+def is_staircase(node: ir.Node, seen: Visibility) -> bool:
+    """Whether a canonical node's attention can be computed in steps (:mod:`.stairs`): within a triangle, of which a
+    mask may hide more, but to whose scores it adds no numbers."""
+    return is_triangle(seen) and "bias" not in seen.residue and is_by_blocks(node, seen)
 
 
 def residue_of(node: ir.Node, seen: Visibility) -> Residue:

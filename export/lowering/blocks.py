@@ -44,11 +44,7 @@ def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention
     cut = _Cut(op, query, a.band, width)
     seen = op.And(constant(op, band_pairs(a.band, width), BOOL), op.Unsqueeze(cut.there, constant(op, [1])))
     mask = typed(op.Unsqueeze(seen, constant(op, [0, 2])), BOOL, [1, count.dim(), 1, width, cut.wide])
-    rest = None if a.band.is_all else mask_at_blocks(op, a.node, cut.pairs)
-    if rest is not None and rest.dtype == BOOL:
-        mask = broadcast_like(op.And(rest, mask), rest, mask)
-    elif rest is not None and rest.dtype is not None:
-        mask = broadcast_like(op.Where(mask, rest, constant(op, -np.inf, rest.dtype)), rest, mask)
+    mask = within(op, mask, None if a.band.is_all else mask_at_blocks(op, a.node, cut.pairs))
     samples = a.size("B") * count
     sizes = {"B": samples, "n_q": Size(width), "n_k": Size(cut.wide)}
     operands = [cut.queries(query), cut.keys(key), cut.keys(value)]
@@ -56,6 +52,20 @@ def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention
     if a.band.is_all:  # every query has its own key
         blocks = replace(blocks, silent_rows_are_nan=True)
     return a.as_output(op, typed(cut.joined(attend(blocks)), a.dtype, [size.dim() for size in whole.sizes()]), whole)
+
+
+def within(op: Builder, region: ir.Value, rest: ir.Value | None) -> ir.Value:
+    """What a mask leaves of a region; boolean, or added with minus infinity for pairs outside.
+
+    Args:
+        region: boolean.
+        rest: the mask itself, boolean or added, whose dims broadcast to those of the region; None where there is none.
+    """
+    if rest is None or rest.dtype is None:
+        return region
+    if rest.dtype == BOOL:
+        return broadcast_like(op.And(rest, region), rest, region)
+    return broadcast_like(op.Where(region, rest, constant(op, -np.inf, rest.dtype)), rest, region)
 
 
 class _Cut:

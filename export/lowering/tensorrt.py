@@ -55,7 +55,7 @@ FEWEST_KEYS = 32
 LARGEST_MASK = 2**24
 """Numbers of a mask that is computed here."""
 
-BLOCKS = (256, 128, 64)
+BLOCKS = (256, 128, 64, 32)
 """Queries of a block, where a mask leaves a band."""
 
 MOST_PRODUCTS = 1.3
@@ -171,7 +171,7 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Reci
     if (width := _width(a, sizes)) is not None:
         why = "the mask leaves a band: of the keys, each block of queries meets those alone"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
-    elif a.is_triangle and a.residue == "none" and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
+    elif a.is_staircase and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
         why = "causal: each block of queries meets the keys up to its own"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
     if recipe.unfused is not None:
@@ -194,8 +194,8 @@ def _width(a: Attention, sizes: Mapping[str, int]) -> int | None:
     n_q, n_k = (usual(a.size(name), sizes) for name in ("n_q", "n_k"))
     if a.band is None or n_q * n_k < MANY_SCORES or not _are_static_heads(a):
         return None
-    span = a.band.span
-    width = next((width for width in BLOCKS if width + span <= MOST_PRODUCTS * (span + 1)), BLOCKS[-1])
+    span, most = a.band.span, MOST_PRODUCTS * a.band.pairs(n_q)
+    width = next((width for width in BLOCKS if -(-n_q // width) * width * (width + span) <= most), BLOCKS[-1])
     return width if 2 * (width + span) <= n_k else None
 
 

@@ -57,6 +57,8 @@ class Windows(nn.Module):
             "padded": ((back >= 0) & (back < 70)) & padding[:, None, None],
             "biased": torch.where((back >= 0) & (back < 70), bias, -torch.inf),
             "first token": ((back >= 0) & (back < 70)) | (index == 0),
+            "causal and padded": (back >= 0) & padding[:, None, None],
+            "causal and biased": torch.where(back >= 0, bias, -torch.inf),
         }
         return {name: self.attend(query, key, value, masks[name]) for name in self.names}
 
@@ -75,7 +77,7 @@ BANDS = {
     "padded": Band(0, 69, is_all=False),
     "biased": Band(0, 69, is_all=False),
 }
-NO_BANDS = ("causal", "without itself", "with a hole", "first token")
+NO_BANDS = ("causal", "without itself", "with a hole", "first token", "causal and padded", "causal and biased")
 
 
 def inputs(batch: int, tokens: int) -> tuple[Tensor, ...]:
@@ -106,7 +108,9 @@ def test_bands_are_known_and_nothing_else_is_one() -> None:
     model = exported().model.clone()
     sites = [attention for _, attention in attentions(model, canonicalize(model).sites)]
     assert [attention.band for attention in sites] == [*BANDS.values(), *[None] * len(NO_BANDS)]
-    assert [attention.is_triangle for attention in sites] == [name == "causal" for name in (*BANDS, *NO_BANDS)]
+    assert [attention.is_triangle for attention in sites] == ["causal" in name for name in (*BANDS, *NO_BANDS)]
+    steps = [attention.is_staircase for attention in sites]
+    assert steps == [name in ("causal", "causal and padded") for name in (*BANDS, *NO_BANDS)]
 
 
 @pytest.mark.parametrize("width", BLOCKS)
@@ -170,7 +174,8 @@ def test_tensorrt_gets_blocks_and_steps_where_there_are_many_tokens() -> None:
     _, few = for_rtx(exported(), 256)
     _, many = for_rtx(exported(), 2048)
     assert few == [usual] * len(few)
-    assert many == [f"{usual}, blocks of 64"] * len(BANDS) + [f"{usual}, 4 blocks"] + [usual] * (len(NO_BANDS) - 1)
+    steps, none = [f"{usual}, 4 blocks"], [usual]
+    assert many == [f"{usual}, blocks of 32"] * len(BANDS) + steps + none * 3 + steps + none
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 3), (1, 5), (2, 64), (1, 65), (2, 159)])
@@ -206,15 +211,17 @@ def test_a_band_of_a_causal_site_is_computed_once() -> None:
 
 
 class Attends(nn.Module):
-    """Causal attention, and attention to the last 256 keys, of `(1, 8, tokens, 64)`; with `padding` `(1, tokens)`."""
+    """Causal attention, and attention to the last 256 keys, of `(1, 8, tokens, 64)`; each without `padding`, `(1,
+    tokens)`, and with it."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
         index = torch.arange(query.shape[2])
         back = index[:, None] - index
         window = (back >= 0) & (back < 256)
         attend = nn.functional.scaled_dot_product_attention
         return (
             attend(query, key, value, is_causal=True),
+            attend(key, value, query, attn_mask=(back >= 0) & padding[:, None, None]),  # other products
             attend(query, key, value, attn_mask=window),
             attend(query, key, value, attn_mask=window & padding[:, None, None]),
         )
@@ -233,11 +240,13 @@ def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
     sites = for_tensorrt.lower(model, canonicalize(model).sites, sizes=sizes).sites
     ir.save(model, tmp_path / "model.onnx")
     plan = build(tmp_path / "model.onnx", "tensorrt_rtx", captured.inputs, "fp16")
-    assert [plan.kernel_of(site.node) is not None for site in sites] == [True] * 3
-    assert sum(layer.is_fused_attention for layer in plan.layers) == 4 + 1 + 1
-    for site, share in zip(sites, (0.65, 1.3 * 256 / 4096, 1.3 * 256 / 4096), strict=True):
+    assert [plan.kernel_of(site.node) is not None for site in sites] == [True] * 4
+    assert sum(layer.is_fused_attention for layer in plan.layers) == 4 + 4 + 1 + 1
+    window = 1.3 * Band(0, 255).pairs(4096) / 4096**2
+    for site, share in zip(sites, (0.65, 0.65, window, window), strict=True):
         products = [
             node for node in model.graph if node.op_type == "MatMul" and (node.name or "").startswith(f"{site.site}/")
         ]
         flops = sum(product_flops(node, sizes) for node in products)
         assert 0 < flops <= share * 4 * 8 * 64 * 4096**2
+        assert plan.scores_of(site.node) == (None if is_dynamic else flops / (4 * 64))
