@@ -14,7 +14,7 @@ pytest.importorskip("tensorrt_rtx")
 
 SMALL = {
     "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64, "num_hidden_layers": 2,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 2048, "pad_token_id": 0,
 }  # fmt: skip
 MASKS = {
     "ModernBertModel": {"all, residue: padding", "band −64 … 64, residue: padding"},
