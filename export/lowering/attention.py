@@ -158,13 +158,13 @@ class Attention:
         """A result in the dims that the graph's output has."""
         return self.arranged(op, Operand(result, layout), self.output.layout)
 
-    def of_block(self, sizes: Mapping[str, Size], operands: Sequence[ir.Value], mask: ir.Value) -> Attention:
+    def of_block(self, sizes: Mapping[str, Size], operands: Sequence[ir.Value], mask: ir.Value | None) -> Attention:
         """The attention of a part of the queries and keys, of which the mask alone says who sees whom.
 
         Args:
             sizes: of the dims that are others than here, by name.
             operands: query, key and value, laid out as `B` and :data:`SIDE_BY_SIDE`.
-            mask: `(B or 1, H or 1, n_q, n_k)`.
+            mask: `(B or 1, H or 1, n_q, n_k)`; None where every query sees every key.
         """
         others = {name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}
         axes = SiteAxes({**self.axes.dims, **others})

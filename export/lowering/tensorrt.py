@@ -194,9 +194,9 @@ def _width(a: Attention, sizes: Mapping[str, int]) -> int | None:
     n_q, n_k = (usual(a.size(name), sizes) for name in ("n_q", "n_k"))
     if a.band is None or n_q * n_k < MANY_SCORES or not _are_static_heads(a):
         return None
-    span, most = a.band.span, MOST_PRODUCTS * a.band.pairs(n_q)
-    width = next((width for width in BLOCKS if -(-n_q // width) * width * (width + span) <= most), BLOCKS[-1])
-    return width if 2 * (width + span) <= n_k else None
+    widths, most = a.band.widths(BLOCKS), MOST_PRODUCTS * a.band.pairs(n_q)
+    width = next((width for width in widths if a.band.products(width, n_q) <= most), widths[-1] if widths else None)
+    return width if width is not None and 2 * a.band.products(width, n_q) <= n_q * n_k else None
 
 
 def _are_static_heads(a: Attention) -> bool:
@@ -251,7 +251,7 @@ def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str) -> ir.Value:
     if recipe.steps > 1:
         return in_stairs(op, a, recipe.steps, lambda block, i: _emit_one(op, block, recipe, softmax_of(site, i)))
     if recipe.width is not None:
-        return in_blocks(op, a, recipe.width, lambda blocks: _emit_one(op, blocks, recipe, softmax_of(site)))
+        return in_blocks(op, a, recipe.width, lambda part, i: _emit_one(op, part, recipe, softmax_of(site, i)))
     return _emit_one(op, a, recipe, softmax_of(site))
 
 
