@@ -49,6 +49,11 @@ class Band:
         return self.chunk == 1 and not (self.first_keys or self.first_queries)
 
     @property
+    def is_causal_chunk(self) -> bool:
+        """Whether a query sees the keys of its own chunk that are not later, and no others."""
+        return self.is_all and self.chunk > 1 and replace(self, chunk=1) == Band(0, 0, inside=(0, None))
+
+    @property
     def span(self) -> int:
         """How many more keys of the band than queries a block has."""
         return self.most - self.least

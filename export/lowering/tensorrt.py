@@ -67,6 +67,9 @@ MANY_SCORES = 512 * 512
 STEPS, MANY_TOKENS = 4, 2048
 """Blocks of queries of causal attention, and tokens from which there are any: five eighths of the products are left."""
 
+MANY_IN_CHUNK = 128
+"""Tokens of a causal chunk from which it is computed in as many steps."""
+
 
 def lower(
     model: ir.Model,
@@ -149,7 +152,7 @@ class _Recipe:
         head_size: the size that heads are padded to; None where they keep theirs.
         pair: how a lone head becomes two.
         width: queries of a block, where the mask leaves a band; None for one block of all.
-        steps: blocks of causal queries, each with the keys up to its own.
+        steps: blocks of causal queries, each with the keys up to its own; with a width, in every chunk.
     """
 
     why: str = "fuses in 16-bit types, builds in every type"
@@ -162,7 +165,10 @@ class _Recipe:
     @property
     def form(self) -> str:
         """The operators, and how often."""
-        how = f", {self.steps} blocks" if self.steps > 1 else f", blocks of {self.width}" if self.width else ""
+        if self.width is not None:
+            how = f", blocks of {self.width}" + (f", {self.steps} steps each" if self.steps > 1 else "")
+        else:
+            how = f", {self.steps} blocks" if self.steps > 1 else ""
         return f"MatMul·Softmax·MatMul{how}"
 
 
@@ -171,6 +177,8 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Reci
     if (width := _width(a, sizes)) is not None:
         why = "the mask leaves a band: of the keys, each block of queries meets those alone"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
+        if a.band is not None and a.band.is_causal_chunk and width == a.band.chunk >= MANY_IN_CHUNK:
+            recipe = replace(recipe, steps=STEPS)
     elif a.is_staircase and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
         why = "causal: each block of queries meets the keys up to its own"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
@@ -248,11 +256,16 @@ def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.Da
 
 
 def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str) -> ir.Value:
+    if recipe.width is not None:
+        part_of = replace(recipe, width=None)
+        return in_blocks(op, a, recipe.width, lambda part, i: _emit_part(op, part, part_of, site, i))
+    return _emit_part(op, a, recipe, site)
+
+
+def _emit_part(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int = 0) -> ir.Value:
     if recipe.steps > 1:
         return in_stairs(op, a, recipe.steps, lambda block, i: _emit_one(op, block, recipe, softmax_of(site, i)))
-    if recipe.width is not None:
-        return in_blocks(op, a, recipe.width, lambda part, i: _emit_one(op, part, recipe, softmax_of(site, i)))
-    return _emit_one(op, a, recipe, softmax_of(site))
+    return _emit_one(op, a, recipe, softmax_of(site, part))
 
 
 def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value:

@@ -231,6 +231,20 @@ def of_rtx() -> Any:
     return session_of(for_rtx(exported(), 2048)[0])
 
 
+def test_a_causal_chunk_is_computed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(for_tensorrt, "MANY_IN_CHUNK", 48)
+    model, forms = for_rtx(exported(), 2048)
+    at = list(BANDS).index("causal chunks")
+    steps = [form for form in forms if form.endswith("4 steps each")]
+    assert forms[at] == "MatMul·Softmax·MatMul, blocks of 48, 4 steps each" and steps == [forms[at]]
+    session = session_of(model)
+    for batch, tokens in ((1, 1), (2, 47), (1, 48), (2, 49), (1, 131)):
+        feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True))
+        (result,) = session.run(["causal chunks"], feeds)
+        expected = truth("causal chunks", batch, tokens)
+        assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
 def test_a_band_of_a_causal_site_is_computed_once() -> None:
     """Blocks hide by their own mask what the flag hides: counted from a block's first key, it would hide others."""
     model, (batch, tokens) = exported().model.clone(), (1, 159)
@@ -291,8 +305,8 @@ def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
 
 
 class Chunks(nn.Module):
-    """Attention within chunks of 256 tokens, and to 128 keys behind, the first 16 keys, and of the first 16 queries to
-    all, of `(1, 8, tokens, 64)`; the second with `padding`, `(1, tokens)`."""
+    """Attention within chunks of 256 tokens; the same to earlier keys alone; and to 128 keys behind and the first 16
+    keys, of the first 16 queries to all keys. Of `(1, 8, tokens, 64)`; the last with `padding`, `(1, tokens)`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
         index = torch.arange(query.shape[2])
@@ -302,6 +316,7 @@ class Chunks(nn.Module):
         attend = nn.functional.scaled_dot_product_attention
         return (
             attend(query, key, value, attn_mask=chunks),
+            attend(key, value, query, attn_mask=chunks & (back >= 0)),  # other products
             attend(query, key, value, attn_mask=some & padding[:, None, None]),
         )
 
@@ -315,13 +330,17 @@ def test_tensorrt_rtx_fuses_chunks_and_what_first_tokens_see(tmp_path: Path, is_
     captured = capture(Chunks(), args, shapes, precision_named("fp16"))
     model, sites = captured.model, canonicalize(captured.model).sites
     bands = [a.band for _, a in attentions(model, sites)]
-    assert bands == [Band(0, 0, chunk=256), Band(0, 127, is_all=False, first_keys=16, first_queries=16)]
+    assert bands == [
+        Band(0, 0, chunk=256),
+        Band(0, 0, chunk=256, inside=(0, None)),
+        Band(0, 127, is_all=False, first_keys=16, first_queries=16),
+    ]
     lowered = for_tensorrt.lower(model, sites, sizes={"tokens": 4096}).sites
-    assert [site.form.rpartition(" ")[2] for site in lowered] == ["256", "32"]
+    assert [site.form.rpartition(" ")[2] for site in lowered] == ["256", "each", "32"]
     ir.save(model, tmp_path / "model.onnx")
     plan = build(tmp_path / "model.onnx", "tensorrt_rtx", captured.inputs, "fp16")
-    assert [plan.kernel_of(site.node) is not None for site in lowered] == [True] * 2
-    assert sum(layer.is_fused_attention for layer in plan.layers) == 1 + 2
+    assert [plan.kernel_of(site.node) is not None for site in lowered] == [True] * 3
+    assert sum(layer.is_fused_attention for layer in plan.layers) == 1 + 4 + 2
     if not is_dynamic:
         for site, band in zip(lowered, bands, strict=True):
             scores = plan.scores_of(site.node)

@@ -101,7 +101,7 @@ def test_what_tensorrt_gets_equals_float64(band: Band, tokens: int) -> None:
     mask, feeds = band.holds(tokens, tokens), drawn(tokens)
     model, sites = graph_of(mask, tokens)
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in (("BLOCKS", (4,)), ("MANY_SCORES", 1), ("MANY_TOKENS", 1)):
+        for name, value in (("BLOCKS", (4,)), ("MANY_SCORES", 1), ("MANY_TOKENS", 1), ("MANY_IN_CHUNK", 8)):
             patched.setattr(for_tensorrt, name, value)
         for_tensorrt.lower(model, sites)
     np.testing.assert_allclose(computed(model, feeds), truth(feeds, mask), rtol=1e-5, atol=1e-6)
