@@ -175,7 +175,9 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
         return maps
     for name in chosen:
         if name not in deployed:
-            maps.left_out[name] = "its node is not in the deployed model"
+            in_parts = "first queries" in canonical[name].targets[TARGET].form
+            why = "its first queries are computed apart" if in_parts else "its node is not in the deployed model"
+            maps.left_out[name] = why
             continue
         site, form = written[name], canonical[name].targets[TARGET].form
         firsts = site.first_sample(exact) if exact is not None else None, site.first_sample(eager)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from math import ceil, prod
 
 import onnx_ir as ir
 
 from attnforge.benchmarks.measure.limits import Work
+from attnforge.export.attention.visibility import Unsized, visibility
 from attnforge.export.flops import PRODUCTS, Uncountable, attention_scores, product_flops, shape_at
 from attnforge.export.precision.assign import MOVERS
 
@@ -52,17 +53,18 @@ ELEMENTWISE = frozenset({
 def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
     """Count the work of a model.
 
-    Causal attention counts the pairs of query and key that attend; with a mask, all count.
+    Attention counts the pairs of query and key that its causality and its mask are proved to leave
+    (:mod:`attnforge.export.attention.visibility`); what depends on data, such as padding, hides none of them.
 
     Args:
         model: canonical; every value has its shape.
         sizes: of the symbolic dims.
     """
     graph, work = model.graph, Work()
-    floats = _floats(graph)
+    floats, shares = _floats(graph), dict[Hashable, float]()
     for node in graph:
         try:
-            _count(work, model, node, floats, sizes)
+            _count(work, model, node, floats, shares, sizes)
         except Uncountable as reason:
             work.uncounted.append(f"{node.name or node.op_type}: {reason}")
 
@@ -94,8 +96,22 @@ def _floats(graph: ir.Graph) -> set[ir.Value]:
     return floats
 
 
-def _count(work: Work, model: ir.Model, node: ir.Node, floats: Collection[ir.Value], sizes: Mapping[str, int]) -> None:
+def _count(
+    work: Work,
+    model: ir.Model,
+    node: ir.Node,
+    floats: Collection[ir.Value],
+    shares: dict[Hashable, float],
+    sizes: Mapping[str, int],
+) -> None:
     """Add the operations of one node.
+
+    Args:
+        work: is added to.
+        model: of the node.
+        floats: the values that hold floating-point numbers.
+        shares: of all pairs those that a mask leaves, of the nodes so far; layers share their masks.
+        sizes: of the symbolic dims.
 
     Raises:
         Uncountable: they are not known; nothing was added.
@@ -107,11 +123,14 @@ def _count(work: Work, model: ir.Model, node: ir.Node, floats: Collection[ir.Val
         return
     if op_type in REDUCTIONS | ELEMENTWISE and not any(v in floats for v in (*node.inputs, *node.outputs)):
         return
-    if op_type in PRODUCTS:
-        scores = attention_scores(node, sizes) if op_type == "Attention" else 0
-        _add_product(work, node, product_flops(node, sizes))
+    if op_type == "Attention":
+        scores = _needed_scores(node, shares, sizes)
+        (*_, d_k), (*_, d_v) = (shape_at(value, sizes) for value in (node.inputs[0], node.inputs[2]))
+        _add_product(work, node, 2 * scores * (d_k + d_v))
         work.others += SOFTMAX * scores
         work.exponentials += scores
+    elif op_type in PRODUCTS:
+        _add_product(work, node, product_flops(node, sizes))
     elif op_type in ("Softmax", "LogSoftmax"):
         scores = prod(shape_at(node.outputs[0], sizes))
         work.others += SOFTMAX * scores
@@ -122,6 +141,25 @@ def _count(work: Work, model: ir.Model, node: ir.Node, floats: Collection[ir.Val
         work.others += prod(shape_at(node.outputs[0], sizes))
     else:
         raise Uncountable(f"no rule for {op_type}")
+
+
+def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[str, int]) -> int:
+    """How many scores an Attention node needs: those of the pairs that are not proved to be hidden.
+
+    Raises:
+        Uncountable: the node is not canonical, or a shape is not known.
+    """
+    scores = attention_scores(node, sizes)
+    if len(node.inputs) < 4 or node.inputs[3] is None:
+        return scores
+    (batch, heads, n_q, _), (_, _, n_k, _) = (shape_at(value, sizes) for value in node.inputs[:2])
+    key = node.inputs[3], node.attributes.get_int("is_causal", 0), n_q, n_k
+    if key not in shares:
+        try:
+            shares[key] = visibility(node).share(sizes)
+        except Unsized:
+            return scores
+    return batch * heads * round(shares[key] * n_q * n_k)
 
 
 def _why_opaque(model: ir.Model, node: ir.Node) -> str | None:

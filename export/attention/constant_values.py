@@ -49,14 +49,18 @@ def constant_at(array: NDArray[np.generic], index: Index, largest: Largest) -> T
 def _progression(array: NDArray[np.generic], index: Index) -> Affine | None:
     """Positions that were counted ahead of time: steps along one dim that are equal, or equal after every so many."""
     for axis, position in enumerate(index):
-        fixed = position.constant if position is not None and position.constant is not None else 0
-        if not 0 <= fixed < array.shape[axis]:
-            return None
-        first = np.take(array, [fixed], axis)
-        is_fixed = position is not None and position.constant is not None
-        if is_fixed or (array == first).all():
+        if position is not None and (fixed := position.constant) is not None:
+            if not 0 <= fixed < array.shape[axis]:
+                return None
+            array = np.take(array, [fixed], axis)
+    if not array.size:
+        return None
+    for axis in range(array.ndim):
+        if (array == (first := array.take([0], axis))).all():
             array = first
     axes = [axis for axis, size in enumerate(array.shape) if size > 1]
+    if not axes:
+        return Affine(int(array.flat[0]))
     positions = [index[axis] for axis in axes]
     if len(axes) == 1 and positions[0] is not None:
         return _stairs(array.reshape(-1).astype(np.int64), positions[0])

@@ -209,7 +209,7 @@ def _window(site: Site, a: Attention, tokens: str) -> int | None:
         )
     if a.is_triangle and a.residue == "none":
         return None
-    if a.band is not None and a.band.least == 0 and a.band.is_all:
+    if a.band is not None and a.band.is_window and a.band.least == 0 and a.band.is_all:
         return a.band.most + 1
     seen = visibility(a.node)
     if seen.is_full and not seen.residue:

@@ -25,7 +25,7 @@ from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
 from attnforge.export.graphs.qdq import FP8, before_fp8
-from attnforge.export.lowering.band import Band, Residue, band_of, is_triangle, residue_of
+from attnforge.export.lowering.band import Band, Residue, band_of, is_staircase, is_triangle, residue_of
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
 """Tokens and features of query, key, value and output with all heads in the last dim; some query heads may share those
@@ -93,6 +93,7 @@ class Attention:
         band: what the mask is proved to leave, where that is a band and nothing else.
         is_triangle: whether no other pairs may be visible than those of a query and a key that is not later, of as many
             queries as keys, by causality or by the mask.
+        is_staircase: whether it is a triangle that can be computed in steps (:func:`~.band.is_staircase`).
         residue: what the mask does beside that, or, where it is no triangle, at all (:func:`~.band.residue_of`).
         cached: where keys and values come from, in a decoder's step; None elsewhere.
         scales: of query, key and value where they are rounded to fp8, as what the softmax makes is then, too.
@@ -112,6 +113,7 @@ class Attention:
     axes: SiteAxes
     band: Band | None = None
     is_triangle: bool = False
+    is_staircase: bool = False
     residue: Residue = "none"
     cached: Cached | None = None
     scales: tuple[float, ...] | None = None
@@ -158,13 +160,13 @@ class Attention:
         """A result in the dims that the graph's output has."""
         return self.arranged(op, Operand(result, layout), self.output.layout)
 
-    def of_block(self, sizes: Mapping[str, Size], operands: Sequence[ir.Value], mask: ir.Value) -> Attention:
+    def of_block(self, sizes: Mapping[str, Size], operands: Sequence[ir.Value], mask: ir.Value | None) -> Attention:
         """The attention of a part of the queries and keys, of which the mask alone says who sees whom.
 
         Args:
             sizes: of the dims that are others than here, by name.
             operands: query, key and value, laid out as `B` and :data:`SIDE_BY_SIDE`.
-            mask: `(B or 1, H or 1, n_q, n_k)`.
+            mask: `(B or 1, H or 1, n_q, n_k)`; None where every query sees every key.
         """
         others = {name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}
         axes = SiteAxes({**self.axes.dims, **others})
@@ -175,7 +177,7 @@ class Attention:
         )
         return replace(
             self, query=query, key=key, value=value, mask=mask, output=Operand(self.output.value, output),
-            is_causal=False, axes=axes, band=None, is_triangle=False, residue="other",
+            is_causal=False, axes=axes, band=None, is_triangle=False, is_staircase=False, residue="other",
         )  # fmt: skip
 
 
@@ -246,6 +248,7 @@ def _read(node: ir.Node) -> Attention:
         axes=axes,
         band=band_of(node, seen),
         is_triangle=is_triangle(seen),
+        is_staircase=is_staircase(node, seen),
         residue=residue_of(node, seen),
         cached=_cached(node),
         scales=scales,

@@ -1,16 +1,20 @@
 """What a mask leaves of attention, where that is a band: the keys from some distance behind a query to some distance
-ahead of it, as a window does."""
+ahead of it, as a window does, or the keys of its own and of neighbouring chunks; and some first tokens besides, which
+all see or which see all."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
+from attnforge.export.attention.affine import ZERO
 from attnforge.export.attention.canonical import SILENT_ROWS
 from attnforge.export.attention.mask_blocks import why_not_by_blocks, why_not_by_key
+from attnforge.export.attention.regions import Interval, Region
 from attnforge.export.attention.visibility import Visibility
 
 Residue = Literal["none", "by key", "other"]
@@ -18,25 +22,86 @@ Residue = Literal["none", "by key", "other"]
 
 @dataclass(frozen=True)
 class Band:
-    """What a mask leaves: pairs with `least ≤ query − key ≤ most`, by the tokens' indices.
+    """What a mask leaves: pairs with `least ≤ query − key ≤ most`, and those of some first keys and first queries.
+
+    With chunks the band is of the first tokens of the query's and the key's chunk: 0 and 0 where a query sees its own
+    chunk.
 
     Attributes:
         is_all: whether exactly these pairs are visible; else the mask still has to be applied inside.
+        chunk: tokens of a chunk, which divides `least` and `most`.
+        inside: the least and the most of `query − key`, by the tokens themselves, within chunks; None for no such end.
+        first_keys: keys, from the first on, that every query sees.
+        first_queries: queries, from the first on, that see every key.
     """
 
     least: int
     most: int
     is_all: bool = True
+    chunk: int = 1
+    inside: tuple[int | None, int | None] = (None, None)
+    first_keys: int = 0
+    first_queries: int = 0
+
+    @property
+    def is_window(self) -> bool:
+        """Whether these are the keys from some distance behind a query to some distance ahead of it, and no others."""
+        return self.chunk == 1 and not (self.first_keys or self.first_queries)
+
+    @property
+    def is_causal_chunk(self) -> bool:
+        """Whether a query sees the keys of its own chunk that are not later, and no others."""
+        return self.is_all and self.chunk > 1 and replace(self, chunk=1) == Band(0, 0, inside=(0, None))
 
     @property
     def span(self) -> int:
-        """How many more keys than queries a block has."""
+        """How many more keys of the band than queries a block has."""
         return self.most - self.least
+
+    def wide(self, width: int) -> int:
+        """Keys of a block of `width` queries."""
+        return self.first_keys + width + self.span
+
+    def widths(self, widths: Sequence[int]) -> list[int]:
+        """Queries of a block, nearly as many as each of `widths`: whole chunks."""
+        nearly = (max(width // self.chunk, 1) * self.chunk for width in widths)
+        return [width for width in dict.fromkeys(nearly) if width * self.wide(width) <= MOST_PAIRS]
+
+    def products(self, width: int, tokens: int) -> int:
+        """Pairs that blocks of `width` queries compute of as many queries as keys."""
+        return -(-tokens // width) * width * self.wide(width) + self.first_queries * tokens
+
+    def pairs(self, tokens: int) -> int:
+        """How many pairs are visible, of as many queries as keys."""
+        query = np.arange(tokens)
+        begin, end = query // self.chunk * self.chunk - self.most, query // self.chunk * self.chunk - self.least
+        least, most = self.inside
+        start = np.maximum(begin if most is None else np.maximum(begin, query - most), 0)
+        stop = end + self.chunk if least is None else np.minimum(end + self.chunk, query - least + 1)
+        stop = np.minimum(stop, tokens)
+        first = min(self.first_keys, tokens)
+        count = stop - start + first - np.maximum(np.minimum(stop, first) - start, 0)
+        count[: self.first_queries] = tokens
+        return int(count.sum())
 
     def holds(self, queries: int, keys: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
         """`(queries, keys)`, whether each pair is visible."""
-        distance = np.arange(queries)[:, None] - np.arange(keys)
-        return (self.least <= distance) & (distance <= self.most)
+        query, key = np.arange(queries)[:, None], np.arange(keys)
+        seen: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = self.between(query, key)
+        return seen | (key < self.first_keys) | (query < self.first_queries)
+
+    def between(self, query: Any, key: Any) -> Any:
+        """Whether pairs are in the band, by the indices of their tokens, which broadcast to one another."""
+        distance, (least, most) = query // self.chunk * self.chunk - key // self.chunk * self.chunk, self.inside
+        seen = (self.least <= distance) & (distance <= self.most)
+        for end, sign in ((least, 1), (most, -1)):
+            if end is not None:
+                seen &= (query - key - end) * sign >= 0
+        return seen
+
+
+MOST_PAIRS = 2**22
+"""Of a block, those that are listed in the graph."""
 
 
 def band_of(node: ir.Node, seen: Visibility) -> Band | None:
@@ -45,20 +110,75 @@ def band_of(node: ir.Node, seen: Visibility) -> Band | None:
     None where it leaves something else; where a query is not in reach of its own key; and where the rest of the mask
     cannot be computed in blocks, or leaves queries without keys that do not get zeros.
     """
-    least, most = _ends(seen)
-    if least is None or most is None or not least <= 0 <= most:
+    band = _first(seen) if seen.n_q == seen.n_k else None
+    if band is None or not band.between(0, 0) or not is_by_blocks(node, seen):
         return None
-    if seen.residue:
-        gives_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
-        if not (gives_zeros or seen.silent == "never") or why_not_by_blocks(node) is not None:
+    return replace(band, is_all=not seen.residue)
+
+
+def _first(seen: Visibility) -> Band | None:
+    """The band of a region, with the first keys and queries of others; None where the regions are of other kinds."""
+    bands: list[Band] = []
+    first = {"keys": 0, "queries": 0}
+    for region in seen.regions:
+        limits = [name for name in first if not getattr(region, name).is_open]
+        if not limits:
+            if (band := _band(region)) is None:
+                return None
+            bands.append(band)
+            continue
+        least, most = _numbers(getattr(region, limits[0])) or (None, None)
+        is_alone = len(limits) == 1 and region.band.is_open and region.blocks is None
+        if not is_alone or most is None or (least or 0) > 0:
             return None
-    return Band(least, most, is_all=not seen.residue)
+        first[limits[0]] = max(first[limits[0]], most + 1)
+    if len(bands) != 1:
+        return None
+    return replace(bands[0], first_keys=first["keys"], first_queries=first["queries"])
+
+
+def _band(region: Region) -> Band | None:
+    """The band of a region of all queries and keys, of two ends or of chunks."""
+    ends = _numbers(region.band)
+    if ends is None:
+        return None
+    if (blocks := region.blocks) is None:
+        least, most = ends
+        return None if least is None or most is None else Band(least, most)
+    least, most = _numbers(blocks.numbers) or (None, None)
+    if least is None or most is None or not blocks.query == blocks.key == ZERO:
+        return None
+    return Band(least * blocks.size, most * blocks.size, chunk=blocks.size, inside=ends)
+
+
+def _numbers(interval: Interval) -> tuple[int | None, int | None] | None:
+    """The ends of an interval; None where one is not a number."""
+    ends = interval.least, interval.most
+    if any(end is not None and end.constant is None for end in ends):
+        return None
+    least, most = (None if end is None else end.constant for end in ends)
+    return least, most
+
+
+def is_by_blocks(node: ir.Node, seen: Visibility) -> bool:
+    """Whether what a canonical node's mask does beside its regions can be computed in blocks, and queries without keys
+    get zeros, or there are none."""
+    if not seen.residue:
+        return True
+    gives_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
+    return (gives_zeros or seen.silent == "never") and why_not_by_blocks(node) is None
 
 
 def is_triangle(seen: Visibility) -> bool:
     """Whether no other pairs may be visible than those of a query and a key that is not later, of as many queries as
     keys."""
     return _ends(seen) == (0, None)
+
+
+def is_staircase(node: ir.Node, seen: Visibility) -> bool:
+    """Whether a canonical node's attention can be computed in steps (:mod:`.stairs`): within a triangle, of which a
+    mask may hide more, but to whose scores it adds no numbers."""
+    return is_triangle(seen) and "bias" not in seen.residue and is_by_blocks(node, seen)
 
 
 def residue_of(node: ir.Node, seen: Visibility) -> Residue:
@@ -81,8 +201,4 @@ def _ends(seen: Visibility) -> tuple[int | None, int | None]:
         return None, None
     (region,) = seen.regions
     is_band = region.blocks is None and region.queries.is_open and region.keys.is_open
-    ends = (region.band.least, region.band.most)
-    if not is_band or any(end is not None and end.constant is None for end in ends):
-        return None, None
-    least, most = (None if end is None else end.constant for end in ends)
-    return least, most
+    return (_numbers(region.band) if is_band else None) or (None, None)

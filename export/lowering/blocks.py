@@ -1,5 +1,8 @@
 """Attention within a band, in blocks of queries that each meet the keys that they may see, and no others.
 
+The keys are those of a window, or of a block's own and neighbouring chunks, with some first ones before them where all
+queries see those. First queries that see all keys are attended on their own, and put in their place.
+
 A window of 256 keys behind the query leaves a sixteenth of the products of 4,096 tokens. Blocks are samples of a batch,
 so one kernel computes them all, in memory that grows with the tokens instead of with their square: the form of
 Longformer (https://arxiv.org/abs/2004.05150, 3.1) with one block of keys around each block of queries.
@@ -7,6 +10,7 @@ Longformer (https://arxiv.org/abs/2004.05150, 3.1) with one block of keys around
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,19 +27,21 @@ from attnforge.export.lowering.band import Band
 BOOL = ir.DataType.BOOL
 
 BAND = "attnforge.band"
-"""Metadata of a node that attends in blocks: least and most of `query − key`, by the tokens' indices."""
+"""Metadata of a node that attends in blocks: least and most of `query − key`, by the tokens' indices or by those of
+their chunks, and how many first keys every block has."""
 
 
-def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention], ir.Value]) -> ir.Value:
+def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention, int], ir.Value]) -> ir.Value:
     """The output of attention within a band, of static heads.
 
     Args:
         a: the site.
-        width: queries of a block.
-        attend: writes the attention of the blocks, `(batch · blocks, width, heads · d_k)` on `(batch · blocks, width +
-            span, …)`, and returns its output. Queries behind the last one are zeros. The mask is whole: `(batch ·
-            blocks, 1 or heads, width, width + span)`, boolean, or added with minus infinity for pairs that are not
-            visible.
+        width: queries of a block, whole chunks.
+        attend: writes the attention of a part, and returns its output. Part 0 are the blocks, `(batch · blocks, width,
+            heads · d_k)` on `(batch · blocks, keys, …)`: the first keys, which all see, and those within reach. Queries
+            behind the last one are zeros. The mask is whole: `(batch · blocks, 1 or heads, width, keys)`, boolean, or
+            added with minus infinity for pairs that are not visible. Part 1 are the first queries, which see all
+            keys, where there are such.
     """
     assert a.band is not None
     *layouts, whole = (a.layout("B", *dims) for dims in SIDE_BY_SIDE)
@@ -44,18 +50,50 @@ def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention
     cut = _Cut(op, query, a.band, width)
     seen = op.And(constant(op, band_pairs(a.band, width), BOOL), op.Unsqueeze(cut.there, constant(op, [1])))
     mask = typed(op.Unsqueeze(seen, constant(op, [0, 2])), BOOL, [1, count.dim(), 1, width, cut.wide])
-    rest = None if a.band.is_all else mask_at_blocks(op, a.node, cut.pairs)
-    if rest is not None and rest.dtype == BOOL:
-        mask = broadcast_like(op.And(rest, mask), rest, mask)
-    elif rest is not None and rest.dtype is not None:
-        mask = broadcast_like(op.Where(mask, rest, constant(op, -np.inf, rest.dtype)), rest, mask)
+    mask = within(op, mask, None if a.band.is_all else mask_at_blocks(op, a.node, cut.pairs))
     samples = a.size("B") * count
     sizes = {"B": samples, "n_q": Size(width), "n_k": Size(cut.wide)}
     operands = [cut.queries(query), cut.keys(key), cut.keys(value)]
     blocks = a.of_block(sizes, operands, cut.of_samples(mask, samples))
     if a.band.is_all:  # every query has its own key
         blocks = replace(blocks, silent_rows_are_nan=True)
-    return a.as_output(op, typed(cut.joined(attend(blocks)), a.dtype, [size.dim() for size in whole.sizes()]), whole)
+    if a.band.is_causal_chunk and width == a.band.chunk:  # no query sees what fills up the last one
+        blocks = replace(blocks, is_staircase=True, residue="none")
+    result = attend(blocks, 0)
+    first = attend(_first_queries(op, a, [query, key, value]), 1) if a.band.first_queries else None
+    return a.as_output(op, typed(cut.joined(result, first), a.dtype, [size.dim() for size in whole.sizes()]), whole)
+
+
+def _first_queries(op: Builder, a: Attention, operands: list[ir.Value]) -> Attention:
+    """The attention of the queries that see all keys; where there are fewer, the last one stands for those."""
+    assert a.band is not None
+    query, key, value = operands
+    count = a.band.first_queries
+    last = op.Sub(op.Shape(query, start=1, end=2), constant(op, [1]))
+    rows = op.Min(constant(op, np.arange(count)), last)
+
+    def cut(op: Builder, x: ir.Value) -> ir.Value:
+        batch, heads, n_q, n_k = dims_of(x)
+        assert x.dtype is not None
+        return x if n_q == 1 else typed(op.Gather(x, rows, axis=2), x.dtype, [batch, heads, count, n_k])
+
+    mask = None if a.band.is_all else mask_at_blocks(op, a.node, cut)
+    part = a.of_block({"n_q": Size(count)}, [op.Gather(query, rows, axis=1), key, value], mask)
+    return replace(part, silent_rows_are_nan=True) if a.band.is_all else part
+
+
+def within(op: Builder, region: ir.Value, rest: ir.Value | None) -> ir.Value:
+    """What a mask leaves of a region; boolean, or added with minus infinity for pairs outside.
+
+    Args:
+        region: boolean.
+        rest: the mask itself, boolean or added, whose dims broadcast to those of the region; None where there is none.
+    """
+    if rest is None or rest.dtype is None:
+        return region
+    if rest.dtype == BOOL:
+        return broadcast_like(op.And(rest, region), rest, region)
+    return broadcast_like(op.Where(region, rest, constant(op, -np.inf, rest.dtype)), rest, region)
 
 
 class _Cut:
@@ -72,15 +110,21 @@ class _Cut:
     """
 
     def __init__(self, op: Builder, query: ir.Value, band: Band, width: int) -> None:
-        self._op, self._query, self._width, self.wide = op, query, width, width + band.span
+        self._op, self._query, self._width, self.wide = op, query, width, band.wide(width)
+        self._first_queries = band.first_queries
         tokens = op.Shape(query, start=1, end=2)
         blocks = op.Div(op.Add(tokens, constant(op, [width - 1])), constant(op, [width]))
         self._missing = op.Sub(op.Mul(blocks, constant(op, [width])), tokens)
         numbers = op.Range(constant(op, 0), op.Squeeze(blocks), constant(op, 1))
         begin = op.Sub(op.Mul(numbers, constant(op, width)), constant(op, band.most))
-        wanted = op.Add(op.Unsqueeze(begin, constant(op, [1])), constant(op, np.arange(self.wide)))
+        wanted = op.Add(op.Unsqueeze(begin, constant(op, [1])), constant(op, np.arange(width + band.span)))
+        least = [0]
+        if band.first_keys:  # which are not counted once more where they are within reach
+            first = op.Expand(constant(op, [np.arange(band.first_keys)]), op.Concat(blocks, constant(op, [1]), axis=0))
+            wanted = op.Concat(first, wanted, axis=1)
+            least = [0] * band.first_keys + [band.first_keys] * (width + band.span)
         self.rows = op.Max(op.Min(wanted, op.Sub(tokens, constant(op, [1]))), constant(op, [0]))
-        self.there = op.And(op.GreaterOrEqual(wanted, constant(op, [0])), op.Less(wanted, tokens))
+        self.there = op.And(op.GreaterOrEqual(wanted, constant(op, least)), op.Less(wanted, tokens))
 
     def queries(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, width, size)`."""
@@ -93,11 +137,16 @@ class _Cut:
     def _blocks(self, rows: ir.Value, width: int, x: ir.Value) -> ir.Value:
         return self._op.Reshape(rows, constant(self._op, [-1, width, int(dims_of(x)[2])]))  # type: ignore[arg-type]
 
-    def joined(self, rows: ir.Value) -> ir.Value:
-        """`(batch · blocks, width, size)` as `(batch, tokens, size)`."""
+    def joined(self, rows: ir.Value, first: ir.Value | None) -> ir.Value:
+        """`(batch · blocks, width, size)` as `(batch, tokens, size)`, with `(batch, first queries, size)` in the place
+        of the first ones."""
         op, query = self._op, self._query
         shape = op.Concat(op.Shape(query, start=0, end=1), constant(op, [-1, int(dims_of(rows)[2])]), axis=0)  # type: ignore[arg-type]
-        return op.Slice(op.Reshape(rows, shape), constant(op, [0]), op.Shape(query, start=1, end=2), constant(op, [1]))
+        rows, begin = op.Reshape(rows, shape), constant(op, [0])
+        if first is not None:
+            others = op.Slice(rows, constant(op, [self._first_queries]), constant(op, [sys.maxsize]), constant(op, [1]))
+            rows = op.Concat(first, others, axis=1)
+        return op.Slice(rows, begin, op.Shape(query, start=1, end=2), constant(op, [1]))
 
     def of_samples(self, mask: ir.Value, samples: Size) -> ir.Value:
         """`(batch or 1, blocks, heads or 1, width, wide)` as `(batch · blocks, heads or 1, width, wide)`."""
@@ -133,20 +182,26 @@ class _Cut:
 
 
 def band_pairs(band: Band, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    """`(width, width + span)`: the pairs of a block that are visible, whose first key is `most` before its first
-    query."""
-    distance = np.arange(width)[:, None] + band.most - np.arange(width + band.span)
-    return (band.least <= distance) & (distance <= band.most)
+    """`(width, keys)`: the pairs of a block that are visible: of the first keys all, and of the others, which begin
+    `most` before the first query, those in the band."""
+    seen = band.between(np.arange(width)[:, None], np.arange(width + band.span) - band.most)
+    return np.concatenate([np.ones((width, band.first_keys), bool), seen], axis=1)
+
+
+def written(band: Band) -> str:
+    """A band as :data:`BAND` has it."""
+    return " ".join(map(str, (band.least, band.most, band.first_keys)))
 
 
 def before_blocks(node: ir.Node) -> tuple[ir.Value, ir.Value, Band] | None:
-    """Query and key as :func:`in_blocks` was given them, and the band; None where a node does not attend in blocks."""
-    written = node.metadata_props.get(BAND)
-    if written is None:
+    """Query and key as :func:`in_blocks` was given them, and the band as :func:`mask_of_blocks` takes it; None where a
+    node does not attend in blocks."""
+    text = node.metadata_props.get(BAND)
+    if text is None:
         return None
     query, key = (_before(node, i, op_type) for i, op_type in enumerate(("Pad", "Gather")))
-    least, most = map(int, written.split())
-    return query, key, Band(least, most)
+    least, most, first_keys = map(int, text.split())
+    return query, key, Band(least, most, first_keys=first_keys)
 
 
 def _before(node: ir.Node, i: int, op_type: str) -> ir.Value:
@@ -165,7 +220,9 @@ def mask_of_blocks(bias: Array, band: Band, tokens: int) -> Array:
     blocks = -(-tokens // width)
     mask = np.full((bias.shape[1], blocks * width, tokens), -np.inf, bias.dtype)
     for i in range(blocks):
-        keys = i * width - band.most + np.arange(wide)
+        reached = i * width - band.most + np.arange(wide - band.first_keys)
+        keys = np.concatenate([np.arange(band.first_keys), reached])
         there = (keys >= 0) & (keys < tokens)
+        there[band.first_keys :] &= reached >= band.first_keys
         mask[:, i * width : (i + 1) * width, keys[there]] = bias[i][..., there]
     return mask[:, :tokens]

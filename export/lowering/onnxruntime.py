@@ -48,7 +48,7 @@ from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered, attentions
 from attnforge.export.lowering.band import Band
-from attnforge.export.lowering.blocks import BAND, in_blocks
+from attnforge.export.lowering.blocks import BAND, in_blocks, written
 from attnforge.export.lowering.cached import caches, group_query, is_for_group_query, over_filled
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
@@ -181,9 +181,10 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
         name = f"{site}/GroupQueryAttention"
         candidates.append(Candidate(GROUP_QUERY, name, partial(_group_query, name=name), holds_scores=False))
     if a.band is not None and _are_static(a):
-        for width in BLOCKS:
-            emit = partial(_in_blocks, width=width, name=f"{site}/Attention")
-            candidates.append(Candidate(_blocks_form(a.band, width), f"{site}/Attention", emit, holds_scores=False))
+        name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # no map of two parts
+        for width in a.band.widths(BLOCKS):
+            emit = partial(_in_blocks, width=width, name=name)
+            candidates.append(Candidate(_blocks_form(a.band, width), name, emit, holds_scores=False))
     return candidates
 
 
@@ -209,7 +210,8 @@ def _are_static(a: Attention) -> bool:
 
 
 def _blocks_form(band: Band, width: int) -> str:
-    return f"Attention, blocks of {width} × {width + band.span}"
+    first = f", {band.first_queries} first queries" if band.first_queries else ""
+    return f"Attention, blocks of {width} × {band.wide(width)}{first}"
 
 
 def _is_additive(a: Attention) -> bool:
@@ -253,9 +255,10 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
         if form in frugal and scores >= MANY_SCORES:
             return FormChoice(form, "the mask hides the same keys from every query: memory linear in tokens")
     if a.band is not None and scores >= MANY_SCORES:
-        width = next((width for width in BLOCKS if width >= a.band.span), BLOCKS[-1])
-        form = _blocks_form(a.band, width)
-        if form in frugal and 2 * (width + a.band.span) <= usual(a.size("n_k"), sizes):
+        widths = a.band.widths(BLOCKS) or BLOCKS
+        width = next((width for width in widths if width >= a.band.span), widths[-1])
+        form, tokens = _blocks_form(a.band, width), usual(a.size("n_k"), sizes)
+        if form in frugal and 2 * a.band.products(width, tokens) <= tokens**2:
             return FormChoice(form, "the mask leaves a band: of the keys, each block of queries meets those alone")
     if a.mask is not None or a.is_causal:
         why = "with a mask fused forms hold the scores too, and are seldom faster than the products"
@@ -518,20 +521,23 @@ def _grouped(
 
 def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
     assert a.band is not None
-    metadata = {BAND: f"{a.band.least} {a.band.most}"}
+    metadata = {BAND: written(a.band)}
 
-    def attend(blocks: Attention) -> ir.Value:
-        assert blocks.mask is not None
+    def attend(part: Attention, number: int) -> ir.Value:
         attributes: dict[str, int | float] = {
             "q_num_heads": a.size("H").factor,
             "kv_num_heads": a.size("H_kv").factor,
             "scale": a.scale,
             "softcap": a.softcap,
         }
-        bias = cast(op, _bias(op, blocks, blocks.mask), a.dtype)
-        inputs = [*(operand.value for operand in blocks.operands), bias]
-        result = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)
-        return typed(result, a.dtype, _dims(blocks.output.layout))
+        inputs = [operand.value for operand in part.operands]
+        if part.mask is not None:
+            inputs.append(cast(op, _bias(op, part, part.mask), a.dtype))
+        if number:
+            result = op.op("Attention", inputs, attributes, name=f"{name}/first_queries")
+        else:
+            result = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)
+        return typed(result, a.dtype, _dims(part.output.layout))
 
     return in_blocks(op, a, width, attend)
 

@@ -55,7 +55,7 @@ FEWEST_KEYS = 32
 LARGEST_MASK = 2**24
 """Numbers of a mask that is computed here."""
 
-BLOCKS = (256, 128, 64)
+BLOCKS = (256, 128, 64, 32)
 """Queries of a block, where a mask leaves a band."""
 
 MOST_PRODUCTS = 1.3
@@ -66,6 +66,9 @@ MANY_SCORES = 512 * 512
 
 STEPS, MANY_TOKENS = 4, 2048
 """Blocks of queries of causal attention, and tokens from which there are any: five eighths of the products are left."""
+
+MANY_IN_CHUNK = 128
+"""Tokens of a causal chunk from which it is computed in as many steps."""
 
 
 def lower(
@@ -149,7 +152,7 @@ class _Recipe:
         head_size: the size that heads are padded to; None where they keep theirs.
         pair: how a lone head becomes two.
         width: queries of a block, where the mask leaves a band; None for one block of all.
-        steps: blocks of causal queries, each with the keys up to its own.
+        steps: blocks of causal queries, each with the keys up to its own; with a width, in every chunk.
     """
 
     why: str = "fuses in 16-bit types, builds in every type"
@@ -162,7 +165,10 @@ class _Recipe:
     @property
     def form(self) -> str:
         """The operators, and how often."""
-        how = f", {self.steps} blocks" if self.steps > 1 else f", blocks of {self.width}" if self.width else ""
+        if self.width is not None:
+            how = f", blocks of {self.width}" + (f", {self.steps} steps each" if self.steps > 1 else "")
+        else:
+            how = f", {self.steps} blocks" if self.steps > 1 else ""
         return f"MatMul·Softmax·MatMul{how}"
 
 
@@ -171,7 +177,9 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Reci
     if (width := _width(a, sizes)) is not None:
         why = "the mask leaves a band: of the keys, each block of queries meets those alone"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
-    elif a.is_triangle and a.residue == "none" and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
+        if a.band is not None and a.band.is_causal_chunk and width == a.band.chunk >= MANY_IN_CHUNK:
+            recipe = replace(recipe, steps=STEPS)
+    elif a.is_staircase and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
         why = "causal: each block of queries meets the keys up to its own"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
     if recipe.unfused is not None:
@@ -194,9 +202,9 @@ def _width(a: Attention, sizes: Mapping[str, int]) -> int | None:
     n_q, n_k = (usual(a.size(name), sizes) for name in ("n_q", "n_k"))
     if a.band is None or n_q * n_k < MANY_SCORES or not _are_static_heads(a):
         return None
-    span = a.band.span
-    width = next((width for width in BLOCKS if width + span <= MOST_PRODUCTS * (span + 1)), BLOCKS[-1])
-    return width if 2 * (width + span) <= n_k else None
+    widths, most = a.band.widths(BLOCKS), MOST_PRODUCTS * a.band.pairs(n_q)
+    width = next((width for width in widths if a.band.products(width, n_q) <= most), widths[-1] if widths else None)
+    return width if width is not None and 2 * a.band.products(width, n_q) <= n_q * n_k else None
 
 
 def _are_static_heads(a: Attention) -> bool:
@@ -248,11 +256,16 @@ def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.Da
 
 
 def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str) -> ir.Value:
+    if recipe.width is not None:
+        part_of = replace(recipe, width=None)
+        return in_blocks(op, a, recipe.width, lambda part, i: _emit_part(op, part, part_of, site, i))
+    return _emit_part(op, a, recipe, site)
+
+
+def _emit_part(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int = 0) -> ir.Value:
     if recipe.steps > 1:
         return in_stairs(op, a, recipe.steps, lambda block, i: _emit_one(op, block, recipe, softmax_of(site, i)))
-    if recipe.width is not None:
-        return in_blocks(op, a, recipe.width, lambda blocks: _emit_one(op, blocks, recipe, softmax_of(site)))
-    return _emit_one(op, a, recipe, softmax_of(site))
+    return _emit_one(op, a, recipe, softmax_of(site, part))
 
 
 def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value:

@@ -18,6 +18,8 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from itertools import permutations
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,10 @@ from attnforge.memory import peak
 from attnforge.records import Record
 
 _LAYER = re.compile(
-    r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),.*?TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
+    r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),(?P<tensors>.*?)"
+    r"TacticName: (?P<tactic>[^,]*),.*Metadata: ?(?P<meta>.*)$"
 )
+_DIMENSIONS = re.compile(r"Dimensions: \[([-\d,]*)\]")
 _MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
 _PARSER_ERROR = re.compile(
     r"^(In node -?\d+ with name: (?P<node>.*) and operator: (?P<type>.*) )?\(\w+\): [A-Z_]+: (?P<what>.*)$", re.DOTALL
@@ -45,16 +49,35 @@ class Layer(Record):
         type: TensorRT's kind of layer.
         tactic: the kernel that TensorRT chose.
         onnx_nodes: names of the ONNX nodes that the layer computes.
+        inputs, outputs: the dims of each tensor; -1 where one is dynamic.
     """
 
     name: str
     type: str
     tactic: str
     onnx_nodes: list[str]
+    inputs: list[list[int]] = []
+    outputs: list[list[int]] = []
 
     @property
     def is_fused_attention(self) -> bool:
         return "_mha_" in self.name
+
+    @property
+    def scores(self) -> int | None:
+        """How many scores a fused attention layer computes, by its tensors: of three inputs `(…, queries, d_k)`, `(…,
+        d_k, keys)` and `(…, keys, d_v)` it makes `(heads, queries, d_v)`. Where they can be told apart in two ways, the
+        larger number; None where a dim is dynamic, or the tensors are others."""
+        if not self.is_fused_attention or len(self.outputs) != 1:
+            return None
+        *heads, queries, d_v = self.outputs[0]
+        keys = [
+            value[-2]
+            for query, key, value in permutations([x for x in self.inputs if len(x) > 2], 3)
+            if query[-2] == queries and query[-1] == key[-2] and key[-1] == value[-2] and value[-1] == d_v
+        ]
+        dims = [*heads, queries, max(keys, default=-1)]
+        return None if min(dims) < 0 else prod(dims)
 
 
 class Request(Record):
@@ -230,10 +253,26 @@ def _shape(spec: TensorSpec, ranges: Mapping[str, Range], which: int) -> tuple[i
 def _layers(messages: list[tuple[int, str]]) -> list[Layer]:
     lines = [line for _, text in messages if text.startswith("Layers:") for line in text.splitlines()]
     matches = [match for line in lines if (match := _LAYER.match(line))]
-    return [
-        Layer(name=m["name"], type=m["type"], tactic=m["tactic"], onnx_nodes=_ONNX_NODE.findall(m["meta"]))
-        for m in matches
-    ]
+    layers = []
+    for m in matches:
+        inputs, _, outputs = m["tensors"].partition("Outputs: ")
+        inputs = inputs.partition("Constants: ")[0]
+        layers.append(
+            Layer(
+                name=m["name"],
+                type=m["type"],
+                tactic=m["tactic"],
+                onnx_nodes=_ONNX_NODE.findall(m["meta"]),
+                inputs=_dims(inputs),
+                outputs=_dims(outputs),
+            )
+        )
+    return layers
+
+
+def _dims(tensors: str) -> list[list[int]]:
+    """The dims of every tensor in a list of them, as the builder writes it."""
+    return [[int(dim) for dim in dims.split(",") if dim] for dims in _DIMENSIONS.findall(tensors)]
 
 
 def _memory(messages: list[tuple[int, str]]) -> int | None:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnforge.benchmarks.measure import ceilings as measuring
@@ -144,6 +145,38 @@ def test_products_are_told_apart_by_precision() -> None:
     assert 0 <= work_of(low, sizes).weights - single.weights // 2 < FEW
     attention_and_head = 2 * (2 * 2 * 65**2 * 128 + 2 * 128 * 10)
     assert work_of(both, sizes).products == {"fp16": attention_and_head, "fp32": single.flops - attention_and_head}
+
+
+# Masks
+
+
+class Masked(nn.Module):
+    """Attention under a window, a window with padding, blocks, and a window whose width the data tells."""
+
+    def forward(self, x: Tensor, keep: Tensor, width: Tensor) -> tuple[Tensor, ...]:
+        """Of `(batch, 2, tokens, 8)` tensors; `keep` is `(batch, tokens)`, `width` a scalar."""
+        index = torch.arange(x.shape[2])
+        back = index[:, None] - index
+        window = (back >= 0) & (back < 5)
+        blocks = index[:, None] // 4 == index // 4
+        masks = (window, window & keep[:, None, None], blocks, (back >= 0) & (back < width))
+        return tuple(nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask) for mask in masks)
+
+
+def test_attention_counts_the_pairs_that_its_mask_is_proved_to_leave() -> None:
+    batch, tokens = torch.export.Dim("batch", min=1, max=4), torch.export.Dim("tokens", min=2, max=64)
+    args = (torch.zeros(2, 2, 9, 8), torch.ones(2, 9, dtype=torch.bool), torch.tensor(3))
+    shapes = {"x": {0: batch, 2: tokens}, "keep": {0: batch, 1: tokens}, "width": None}
+    captured = capture(Masked(), args, shapes, precision_named("fp32"))
+    canonicalize(captured.model)
+    for n in (2, 10, 33):
+        back = np.subtract.outer(np.arange(n), np.arange(n))
+        window = int(((back >= 0) & (back < 5)).sum())
+        blocks = int(np.equal.outer(np.arange(n) // 4, np.arange(n) // 4).sum())
+        work = counted(captured, {"batch": 3, "tokens": n})
+        pairs = 3 * 2 * (2 * window + blocks + n * n)  # how wide the last window is no graph tells
+        assert work.exponentials == pairs
+        assert work.products == {"fp32": 2 * pairs * (8 + 8)}
 
 
 # Operators

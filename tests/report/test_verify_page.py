@@ -216,14 +216,53 @@ class Window(Attends):
         return (back >= -1) & (back <= 3)
 
 
-def test_weights_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class FirstKey(Window):
+    """All see the first key besides, and with `first` the first query sees all keys."""
+
+    first = False
+
+    @classmethod
+    def window(cls, x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[1])
+        seen = Window.window(x) | (index < 1)
+        return seen | (index[:, None] < 1) if cls.first else seen
+
+
+class FirstQuery(FirstKey):
+    first = True
+
+
+class Chunks(Window):
+    """Each query sees its own chunk of four tokens."""
+
+    @staticmethod
+    def window(x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[1])
+        return index[:, None] // 4 == index // 4
+
+
+@pytest.mark.parametrize(("kind", "width", "keys"), [(Window, 64, 68), (FirstKey, 64, 69), (Chunks, 4, 4)])
+def test_weights_of_blocks(
+    kind: type[Window], width: int, keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(1)
-    module = Window(2)
-    form = "Attention, blocks of 64 × 68"
+    monkeypatch.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (width,))
+    module = kind(2)
+    form = f"Attention, blocks of {width} × {keys}"
     bundle, (x,) = deployed_as(form, module, False, tmp_path / "bundle", "fp32", monkeypatch)
     (one,) = attention_maps(bundle)
     assert one.form == form
     np.testing.assert_allclose(one.deployed, module.weights(x, module.window(x)), rtol=0, atol=3e-7)
+
+
+def test_there_is_no_map_where_first_queries_are_computed_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = "Attention, blocks of 64 × 69, 1 first queries"
+    bundle, _ = deployed_as(form, FirstQuery(2), False, tmp_path / "bundle", "fp32", monkeypatch)
+    maps = attention_maps(bundle)
+    assert list(maps) == []
+    assert list(maps.left_out.values()) == ["its first queries are computed apart"]
 
 
 def test_eager_is_rounded_and_deployed_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

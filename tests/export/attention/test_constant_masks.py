@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
-from attnforge.export.attention.affine import Atom
+from attnforge.export.attention.affine import KEY, ZERO, Affine, Atom, Place
 from attnforge.export.attention.constant_masks import truth_of
+from attnforge.export.attention.constant_values import constant_at
+from attnforge.export.attention.mask_numbers import Whole
 from attnforge.export.attention.regions import Regions
 
 STRUCTURES: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
@@ -82,3 +84,12 @@ def test_large_arrays_are_read_in_a_few_passes() -> None:
     flags, start = (i >= j) & (i - j < 256), time.process_time()
     assert truth_of(flags).true.most[0].text() == "band −255 … 0"
     assert time.process_time() - start < 2
+
+
+def test_indices_of_several_dims_are_told_apart() -> None:
+    """Of the sample and of the key, side by side, as GatherND takes them: in a static graph both are constants."""
+    keys = np.arange(12)
+    indices = np.stack([np.zeros(12, np.int64), keys], axis=-1)[None]
+    largest = {Place.KEY: Affine(11)}
+    assert constant_at(indices, (ZERO, KEY, ZERO), largest) == Whole((ZERO,))
+    assert constant_at(indices, (ZERO, KEY, ZERO + 1), largest) == Whole((KEY,))

@@ -305,6 +305,15 @@ class Alibi(Causal):
         return scores.masked_fill(hidden, -math.inf).softmax(-1) @ value
 
 
+class Chunked(Causal):
+    """A query sees the earlier tokens of its own chunk alone."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        place = torch.arange(query.shape[2])
+        seen = (place[:, None] // 8 == place // 8) & (place[:, None] >= place)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
 class Pooled(Causal):
     def mixed(self, x: Tensor) -> Tensor:
         return super().mixed(x - x.mean(1, keepdim=True))
@@ -364,6 +373,7 @@ class NoAttention(Causal):
 REFUSED: dict[type[Causal], str] = {
     OnlyLater: "is bidirectional: a token sees later ones",
     Alibi: r"leaves band −∞ … 0, residue: bias",
+    Chunked: r"leaves band −∞ … 0 and blocks of 8",
     Pooled: "ReduceMean .* works along the tokens",
     Convolved: "Pad .* works along the tokens|Conv .* is not known to treat tokens apart",
     Shifted: "works along the tokens|Concat|Slice",

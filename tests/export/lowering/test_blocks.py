@@ -56,7 +56,24 @@ class Windows(nn.Module):
             "with a hole": (back >= 0) & (back < 70) & (back != 3),
             "padded": ((back >= 0) & (back < 70)) & padding[:, None, None],
             "biased": torch.where((back >= 0) & (back < 70), bias, -torch.inf),
+            "chunks": index[:, None] // 48 == index // 48,
+            "causal chunks": (index[:, None] // 48 == index // 48) & (back >= 0),
+            "chunk before": (index[:, None] // 16 - index // 16 <= 1) & (index[:, None] // 16 >= index // 16),
+            "padded chunks": (index[:, None] // 100 == index // 100) & padding[:, None, None],
+            "biased chunks": torch.where(index[:, None] // 48 == index // 48, bias, -torch.inf),
             "first token": ((back >= 0) & (back < 70)) | (index == 0),
+            "first and chunks": (index[:, None] // 16 == index // 16) | (index < 5),
+            "first queries": (back.abs() < 9) | (index[:, None] < 3),
+            "global": (back.abs() < 9) | (index < 4) | (index[:, None] < 6),
+            "padded global": ((back.abs() < 9) | (index < 4) | (index[:, None] < 4)) & padding[:, None, None],
+            "later keys": (back.abs() < 9) | ((index >= 3) & (index < 5)),
+            "last queries": (back.abs() < 9) | (index[:, None] > 100),
+            "causal and prefix": (back >= 0) | (index < 5),
+            "shifted chunks": (index[:, None] + 7) // 16 == (index + 7) // 16,
+            "another's chunk": index[:, None] // 16 == index // 16 + 1,
+            "chunks with a hole": (index[:, None] // 48 == index // 48) & (back != 5),
+            "causal and padded": (back >= 0) & padding[:, None, None],
+            "causal and biased": torch.where(back >= 0, bias, -torch.inf),
         }
         return {name: self.attend(query, key, value, masks[name]) for name in self.names}
 
@@ -74,8 +91,22 @@ BANDS = {
     "itself": Band(0, 0),
     "padded": Band(0, 69, is_all=False),
     "biased": Band(0, 69, is_all=False),
+    "chunks": Band(0, 0, chunk=48),
+    "causal chunks": Band(0, 0, chunk=48, inside=(0, None)),
+    "chunk before": Band(0, 16, chunk=16),
+    "padded chunks": Band(0, 0, is_all=False, chunk=100),
+    "biased chunks": Band(0, 0, is_all=False, chunk=48),
+    "first token": Band(0, 69, first_keys=1),
+    "first and chunks": Band(0, 0, chunk=16, first_keys=5),
+    "first queries": Band(-8, 8, first_queries=3),
+    "global": Band(-8, 8, first_keys=4, first_queries=6),
+    "padded global": Band(-8, 8, is_all=False, first_keys=4, first_queries=4),
 }
-NO_BANDS = ("causal", "without itself", "with a hole", "first token")
+NO_BANDS = (
+    *("causal", "without itself", "with a hole", "causal and padded", "causal and biased", "later keys"),
+    *("last queries", "causal and prefix", "shifted chunks", "another's chunk", "chunks with a hole"),
+)
+TRIANGLES = ("causal", "causal and padded", "causal and biased")
 
 
 def inputs(batch: int, tokens: int) -> tuple[Tensor, ...]:
@@ -106,7 +137,16 @@ def test_bands_are_known_and_nothing_else_is_one() -> None:
     model = exported().model.clone()
     sites = [attention for _, attention in attentions(model, canonicalize(model).sites)]
     assert [attention.band for attention in sites] == [*BANDS.values(), *[None] * len(NO_BANDS)]
-    assert [attention.is_triangle for attention in sites] == [name == "causal" for name in (*BANDS, *NO_BANDS)]
+    assert [attention.is_triangle for attention in sites] == [name in TRIANGLES for name in (*BANDS, *NO_BANDS)]
+    steps = [attention.is_staircase for attention in sites]
+    assert steps == [name in ("causal", "causal and padded") for name in (*BANDS, *NO_BANDS)]
+
+
+def form_of(band: Band, nearly: int) -> str:
+    """ONNX Runtime's form in blocks of nearly so many queries."""
+    (width,) = band.widths([nearly])
+    first = f", {band.first_queries} first queries" if band.first_queries else ""
+    return f"Attention, blocks of {width} × {band.first_keys + width + band.span}{first}"
 
 
 @pytest.mark.parametrize("width", BLOCKS)
@@ -114,7 +154,7 @@ def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
     model = exported().model.clone()
     for site, attention in list(attentions(model, canonicalize(model).sites)):
         if attention.band is not None:
-            form = f"Attention, blocks of {width} × {width + attention.band.span}"
+            form = form_of(attention.band, width)
             (candidate,) = (each for each in candidates_for(site.name, attention) if each.form == form)
             assert not candidate.holds_scores
             write(model.graph, attention, candidate)
@@ -139,8 +179,8 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
 
     few, many = lowered(256), lowered(1024)
     assert not any("blocks" in form for form in few)
-    widths = [(128, 69), (64, 49), (64, 40), (64, 0), *[(128, 69)] * 2]
-    assert many[: len(BANDS)] == [f"Attention, blocks of {width} × {width + span}" for width, span in widths]
+    bands = list(BANDS.values())
+    assert many[: len(BANDS)] == [form_of(band, 128 if band.span == 69 else 64) for band in bands]
     assert many[len(BANDS)] == GROUP_QUERY
     assert not any("blocks" in form for form in many[len(BANDS) :])
 
@@ -170,7 +210,10 @@ def test_tensorrt_gets_blocks_and_steps_where_there_are_many_tokens() -> None:
     _, few = for_rtx(exported(), 256)
     _, many = for_rtx(exported(), 2048)
     assert few == [usual] * len(few)
-    assert many == [f"{usual}, blocks of 64"] * len(BANDS) + [f"{usual}, 4 blocks"] + [usual] * (len(NO_BANDS) - 1)
+    steps, none = [f"{usual}, 4 blocks"], [usual]
+    widths = [32 if band.chunk == 1 else max(32 // band.chunk, 1) * band.chunk for band in BANDS.values()]
+    assert many[: len(BANDS)] == [f"{usual}, blocks of {width}" for width in widths]
+    assert many[len(BANDS) :] == steps + none * 2 + steps + none * (len(NO_BANDS) - 4)
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 3), (1, 5), (2, 64), (1, 65), (2, 159)])
@@ -186,6 +229,20 @@ def test_what_tensorrt_gets_is_the_same_function(batch: int, tokens: int) -> Non
 @functools.cache
 def of_rtx() -> Any:
     return session_of(for_rtx(exported(), 2048)[0])
+
+
+def test_a_causal_chunk_is_computed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(for_tensorrt, "MANY_IN_CHUNK", 48)
+    model, forms = for_rtx(exported(), 2048)
+    at = list(BANDS).index("causal chunks")
+    steps = [form for form in forms if form.endswith("4 steps each")]
+    assert forms[at] == "MatMul·Softmax·MatMul, blocks of 48, 4 steps each" and steps == [forms[at]]
+    session = session_of(model)
+    for batch, tokens in ((1, 1), (2, 47), (1, 48), (2, 49), (1, 131)):
+        feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True))
+        (result,) = session.run(["causal chunks"], feeds)
+        expected = truth("causal chunks", batch, tokens)
+        assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
 def test_a_band_of_a_causal_site_is_computed_once() -> None:
@@ -206,15 +263,17 @@ def test_a_band_of_a_causal_site_is_computed_once() -> None:
 
 
 class Attends(nn.Module):
-    """Causal attention, and attention to the last 256 keys, of `(1, 8, tokens, 64)`; with `padding` `(1, tokens)`."""
+    """Causal attention, and attention to the last 256 keys, of `(1, 8, tokens, 64)`; each without `padding`, `(1,
+    tokens)`, and with it."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
         index = torch.arange(query.shape[2])
         back = index[:, None] - index
         window = (back >= 0) & (back < 256)
         attend = nn.functional.scaled_dot_product_attention
         return (
             attend(query, key, value, is_causal=True),
+            attend(key, value, query, attn_mask=(back >= 0) & padding[:, None, None]),  # other products
             attend(query, key, value, attn_mask=window),
             attend(query, key, value, attn_mask=window & padding[:, None, None]),
         )
@@ -233,11 +292,56 @@ def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
     sites = for_tensorrt.lower(model, canonicalize(model).sites, sizes=sizes).sites
     ir.save(model, tmp_path / "model.onnx")
     plan = build(tmp_path / "model.onnx", "tensorrt_rtx", captured.inputs, "fp16")
-    assert [plan.kernel_of(site.node) is not None for site in sites] == [True] * 3
-    assert sum(layer.is_fused_attention for layer in plan.layers) == 4 + 1 + 1
-    for site, share in zip(sites, (0.65, 1.3 * 256 / 4096, 1.3 * 256 / 4096), strict=True):
+    assert [plan.kernel_of(site.node) is not None for site in sites] == [True] * 4
+    assert sum(layer.is_fused_attention for layer in plan.layers) == 4 + 4 + 1 + 1
+    window = 1.3 * Band(0, 255).pairs(4096) / 4096**2
+    for site, share in zip(sites, (0.65, 0.65, window, window), strict=True):
         products = [
             node for node in model.graph if node.op_type == "MatMul" and (node.name or "").startswith(f"{site.site}/")
         ]
         flops = sum(product_flops(node, sizes) for node in products)
         assert 0 < flops <= share * 4 * 8 * 64 * 4096**2
+        assert plan.scores_of(site.node) == (None if is_dynamic else flops / (4 * 64))
+
+
+class Chunks(nn.Module):
+    """Attention within chunks of 256 tokens; the same to earlier keys alone; and to 128 keys behind and the first 16
+    keys, of the first 16 queries to all keys. Of `(1, 8, tokens, 64)`; the last with `padding`, `(1, tokens)`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
+        index = torch.arange(query.shape[2])
+        back = index[:, None] - index
+        chunks = index[:, None] // 256 == index // 256
+        some = ((back >= 0) & (back < 128)) | (index < 16) | (index[:, None] < 16)
+        attend = nn.functional.scaled_dot_product_attention
+        return (
+            attend(query, key, value, attn_mask=chunks),
+            attend(key, value, query, attn_mask=chunks & (back >= 0)),  # other products
+            attend(query, key, value, attn_mask=some & padding[:, None, None]),
+        )
+
+
+@pytest.mark.drawn("is_dynamic")
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_tensorrt_rtx_fuses_chunks_and_what_first_tokens_see(tmp_path: Path, is_dynamic: bool) -> None:
+    tokens = Dim("tokens", min=1, max=8192)
+    shapes = {**{name: {2: tokens} for name in NAMES[:3]}, "padding": {1: tokens}} if is_dynamic else None
+    args = (*(torch.zeros(1, 8, 4096, 64) for _ in range(3)), torch.ones(1, 4096, dtype=torch.bool))
+    captured = capture(Chunks(), args, shapes, precision_named("fp16"))
+    model, sites = captured.model, canonicalize(captured.model).sites
+    bands = [a.band for _, a in attentions(model, sites)]
+    assert bands == [
+        Band(0, 0, chunk=256),
+        Band(0, 0, chunk=256, inside=(0, None)),
+        Band(0, 127, is_all=False, first_keys=16, first_queries=16),
+    ]
+    lowered = for_tensorrt.lower(model, sites, sizes={"tokens": 4096}).sites
+    assert [site.form.rpartition(" ")[2] for site in lowered] == ["256", "each", "32"]
+    ir.save(model, tmp_path / "model.onnx")
+    plan = build(tmp_path / "model.onnx", "tensorrt_rtx", captured.inputs, "fp16")
+    assert [plan.kernel_of(site.node) is not None for site in lowered] == [True] * 3
+    assert sum(layer.is_fused_attention for layer in plan.layers) == 1 + 4 + 2
+    if not is_dynamic:
+        for site, band in zip(lowered, bands, strict=True):
+            scores = plan.scores_of(site.node)
+            assert band is not None and scores is not None and 0 < scores <= 1.3 * 8 * band.pairs(4096)

@@ -30,6 +30,7 @@ from tests.support.faults.graph import (
     rolled,
 )
 from tests.support.faults.masks import AS_FEATURES, IN_BLOCKS
+from tests.support.faults.stairs import IN_STEPS
 from tests.support.faults.subjects import MOST_BATCH, MOST_TOKENS
 
 FP16, BF16 = ir.DataType.FLOAT16, ir.DataType.BFLOAT16
@@ -795,6 +796,7 @@ family(
     ("keys-clipped", f"right for {CLIPPED} keys, later ones unseen", allowed_becomes(only_first_keys), PRODUCTS),
 )
 family("blocks", *IN_BLOCKS)
+family("steps", *IN_STEPS)
 family("mask as a feature", *AS_FEATURES)
 family("8 bits", *IN_EIGHT_BITS)
 family("tables in 8 bits", *IN_TABLES)

@@ -25,7 +25,9 @@ from tests.support.faults.graph import (
 )
 
 WINDOW, BARE, PADDED, PADDED_CAUSAL = "window", "bare-window", "padded", "padded-causal"
-WINDOWS = (BARE, WINDOW)
+IN_PRODUCTS = "window-in-products"
+IN_PADDING = (WINDOW, IN_PRODUCTS)
+WINDOWS = (BARE, *IN_PADDING)
 FEATURES = (PADDED, PADDED_CAUSAL)
 
 
@@ -33,7 +35,8 @@ class Blocks:
     """The parts of attention in blocks.
 
     Attributes:
-        attention: the node that computes all blocks.
+        output: of the node that computes all blocks, or of their products.
+        fill: chooses what is added to scores by the mask, or the scores themselves, its last input else.
         band: `(width, wide)`, the pairs of a block that are visible.
         first: how many keys before its first query a block's first key is.
         there: whether a block's key is neither before the first token nor behind the last.
@@ -44,14 +47,21 @@ class Blocks:
     """
 
     def __init__(self, g: Graph) -> None:
-        self.attention = g.node("Attention")
-        self.keys, self.values = (self._behind(g, i) for i in (1, 2))
+        if g.nodes("Attention"):
+            node = g.node("Attention")
+            self.output, self.fill, (key, value) = node.outputs[0], producer(node.inputs[3]), node.inputs[1:3]
+        else:
+            site = g.sites[0]
+            self.output, key, value = site.context.outputs[0], site.scores.inputs[1], site.context.inputs[1]
+            if site.fill is None:
+                raise NotThere("attention in blocks")
+            self.fill = site.fill
+        self.keys, self.values = _gathered(key), _gathered(value)
         self.rows = required(self.keys.inputs[1])
         wanted = producer(required(producer(self.rows).inputs[0])).inputs[0]  # of Max(Min(wanted, last), 0)
         begin = producer(producer(required(producer(wanted).inputs[0])).inputs[0])
         self.first = required(begin.inputs[1])
-        fill = producer(self.attention.inputs[3])
-        self.mask = required(fill.inputs[0])
+        self.mask = required(self.fill.inputs[0])
         seen = producer(producer(producer(self.mask).inputs[0]).inputs[0])
         self.rest = required(seen.inputs[0]) if seen.op_type == "And" else None
         if self.rest is not None:
@@ -62,11 +72,15 @@ class Blocks:
         if not (is_constant(self.band) and is_constant(self.first) and self.there.op_type == "And"):
             raise NotThere("attention in blocks")
 
-    def _behind(self, g: Graph, index: int) -> ir.Node:
-        node = producer(producer(self.attention.inputs[index]).inputs[0])
-        if node.op_type != "Gather":
-            raise NotThere("attention in blocks")
-        return node
+
+def _gathered(operand: ir.Value | None) -> ir.Node:
+    """The node that gathers the keys of each block, which are reshaped and transposed."""
+    node = producer(operand)
+    while node.op_type in ("Reshape", "Transpose", "Expand", "Unsqueeze", "Add"):
+        node = producer(node.inputs[0])
+    if node.op_type != "Gather":
+        raise NotThere("attention in blocks")
+    return node
 
 
 def band(change: Callable[[Array], Array]) -> Alter:
@@ -127,7 +141,7 @@ def of_block(part: str, build: Build) -> Alter:
         if part == "keys" or part == "values":
             g.before(getattr(blocks, part), 1, build)
         elif part == "output":
-            g.behind(blocks.attention.outputs[0], build)
+            g.behind(blocks.output, build)
         else:
             g.behind(required(getattr(blocks, part)), build)
 
@@ -150,7 +164,7 @@ def fill(number: float) -> Alter:
     """What is added to the scores of pairs that are not visible."""
 
     def alter(g: Graph) -> None:
-        g.set(required(producer(Blocks(g).attention.inputs[3]).inputs[2]), np.asarray(number))
+        g.set(required(Blocks(g).fill.inputs[2]), np.asarray(number))
 
     return alter
 
@@ -239,10 +253,10 @@ IN_BLOCKS: Family = [
     ("keys-of-first-block", "all blocks have the first one's keys", of_block("keys", first_along(0)), WINDOWS),
     ("keys-moved", "every block has the keys of the next", of_block("keys", moved(0)), WINDOWS),
     ("values-moved", "values one ahead of the keys", of_block("values", moved(1)), WINDOWS),
-    ("residue-dropped", "padding inside the band is ignored", of_block("rest", all_true), WINDOW),
-    ("residue-of-first-block", "all blocks have the first one's padding", of_block("rest", first_along(1)), WINDOW),
-    ("residue-of-first-sample", "all samples have the first one's padding", of_block("rest", first_along(0)), WINDOW),
-    ("residue-moved", "padding one key earlier", of_block("rest", moved(4)), WINDOW),
+    ("residue-dropped", "padding inside the band is ignored", of_block("rest", all_true), IN_PADDING),
+    ("residue-of-first-block", "all blocks have the first's padding", of_block("rest", first_along(1)), IN_PADDING),
+    ("residue-of-first-sample", "all samples have the first's padding", of_block("rest", first_along(0)), IN_PADDING),
+    ("residue-moved", "padding one key earlier", of_block("rest", moved(4)), IN_PADDING),
     ("blocks-fill-10", "-10 where -inf is meant", fill(-10.0), WINDOWS),
 ]  # fmt: skip
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -14,7 +16,10 @@ from torch.export import Dim
 import attnforge
 from attnforge.benchmarks.suites.random_decoders import CausalModel
 from attnforge.bundle import Bundle
+from attnforge.export.attention.canonicalize import Site
 from attnforge.export.lowering import onnxruntime as lowering
+from attnforge.export.lowering import tensorrt
+from attnforge.export.targets import onnxruntime as target
 from attnforge.model import Example, MultiHeadAttention, build_model
 
 PRECISIONS = {
@@ -26,6 +31,9 @@ PRECISIONS = {
     "window": ("fp32", "fp16"),
     "padded": ("fp32", "fp16"),
     "padded-causal": ("fp32",),
+    "window-in-products": ("fp32",),
+    "steps": ("fp32",),
+    "padded-steps": ("fp32",),
     "calibrated": ("int8",),
     "by-token": ("int8",),
     "static": ("fp8",),
@@ -52,6 +60,8 @@ bits."""
 BY_MASK = ("bare-window", "window", "padded", "padded-causal")
 """The subjects that are lowered by what their masks leave, as they would be with many tokens."""
 
+FOR_TENSORRT = ("window-in-products", "steps", "padded-steps")
+"""The subjects that ONNX Runtime computes in the form that TensorRT would get with many tokens."""
 
 _ROTARY: dict[str, Any] = {"positions": "rotary", "norm": "rms", "activation": "silu", "gated": True, "bias": False}
 
@@ -73,8 +83,8 @@ PLACES = 32
 
 
 class Masked(nn.Module):
-    """Self-attention with padding, but for a bare window: of all tokens, of those that are not later, or, in a window,
-    of three behind and one ahead."""
+    """Self-attention with padding, but for a bare window and bare steps: of all tokens, of those that are not later,
+    or, in a window, of three behind and one ahead."""
 
     def __init__(self, sees: str) -> None:
         super().__init__()
@@ -82,11 +92,12 @@ class Masked(nn.Module):
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         mask = None
-        if self.sees.endswith("window"):
+        if "window" in self.sees:
             positions = torch.arange(tokens.shape[1])
             behind = positions[:, None] - positions
             mask = (behind >= -1) & (behind <= 3)
-        attended: Tensor = self.attention(tokens, tokens, tokens, mask, key_padding_mask, self.sees == "padded-causal")
+        is_causal = self.sees in ("padded-causal", "steps", "padded-steps")
+        attended: Tensor = self.attention(tokens, tokens, tokens, mask, key_padding_mask, is_causal)
         return attended
 
 
@@ -107,11 +118,11 @@ def subject(name: str) -> Example:
     elif name in DECODERS:
         module, args, _ = decoder(name)
         shapes = {"tokens": sequence}
-    elif name in BY_MASK:
+    elif name in BY_MASK + FOR_TENSORRT:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
             module, args = Masked(name).eval(), (torch.randn(2, USUAL_TOKENS, 32), _padding())
-        if name == "bare-window":
+        if name in ("bare-window", "steps"):
             args, shapes = args[:1], {"tokens": sequence}
     else:
         module, args, _ = build_model("cross-attention", embed_dim=64, memory_dim=48)
@@ -181,6 +192,16 @@ def deploy(name: str, precision: str, folder: Path) -> Bundle:
         return attnforge.deploy(
             module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False, cache_tokens=PLACES
         )
+    if name in FOR_TENSORRT:
+        with (
+            mock.patch.multiple(tensorrt, MANY_SCORES=1, MANY_TOKENS=1, BLOCKS=(4,)),
+            mock.patch.object(target, "lower", _lowered_for_tensorrt),
+        ):
+            return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)
     many = mock.patch.multiple(lowering, MANY_SCORES=1, BLOCKS=(4,)) if name in BY_MASK else contextlib.nullcontext()
     with many:
         return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)
+
+
+def _lowered_for_tensorrt(model: ir.Model, sites: list[Site], sizes: Mapping[str, int], **_: Any) -> Any:
+    return tensorrt.lower(model, sites, sizes=sizes)

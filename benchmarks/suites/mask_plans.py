@@ -1,0 +1,194 @@
+"""What TensorRT-RTX compiles of models whose masks hide most: every site fused, and no more scores than are needed.
+
+`python -m attnforge.benchmarks.suites.mask_plans` builds fp16 plans of whole models of 4,096 tokens, needs no GPU, and
+writes `benchmarks/results/mask_plans.json`. Kernels are counted in plans of dynamic and of static tokens, scores by the
+shapes of the layers' tensors in those of static ones. It ends with 1 where a limit is broken.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import onnx_ir as ir
+import typer
+from rich.console import Console
+
+from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
+from attnforge.benchmarks.suites.masks import SUBJECTS
+from attnforge.benchmarks.suites.published import Published
+from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.attention.visibility import visibility
+from attnforge.export.flops import shape_at
+from attnforge.export.lowering import tensorrt
+from attnforge.export.sources.named import build as build_named
+from attnforge.export.sources.torch_module import Captured, capture
+from attnforge.export.tensorrt.build import Plan, build
+from attnforge.machine import processors
+from attnforge.model.registry import Example
+from attnforge.precision import precision_named
+
+COMMAND = "python -m attnforge.benchmarks.suites.mask_plans"
+FILE = RESULTS / "mask_plans.json"
+
+TOKENS = 4096
+MOST_OF_NEEDED, MOST_OF_ALL = 1.3, 0.65
+"""Scores of a window, of those that are needed; of causal attention, of all n²."""
+
+_MISTRAL = next(s.model for s in SUBJECTS if isinstance(s.model, Published) and s.name.startswith("Mistral"))
+MODELS = (
+    *(subject.model for subject in SUBJECTS if isinstance(subject.model, Published)),
+    replace(
+        _MISTRAL,
+        name="Llama, 12 layers, causal",
+        architecture="LlamaForCausalLM",
+        sizes={name: size for name, size in _MISTRAL.sizes.items() if name != "sliding_window"},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Sites of a model that have the same mask.
+
+    Attributes:
+        mask: what is proved of it.
+        sites: how many sites have it.
+        fused, fused_dynamic: how many of them are fused, in plans of static and dynamic tokens.
+        scores: that the layers of a site compute, of all heads; None where the plan does not tell.
+        needed: that the mask leaves.
+        whole: of all queries and keys.
+    """
+
+    mask: str
+    sites: int
+    fused: int
+    fused_dynamic: int
+    scores: int | None
+    needed: int
+    whole: int
+
+    @property
+    def limit(self) -> float | None:
+        """The most scores that a site may compute; None where the mask leaves all keys to every query."""
+        if self.needed == self.whole:
+            return None
+        is_window = self.needed < self.whole / 2
+        return MOST_OF_NEEDED * self.needed if is_window else MOST_OF_ALL * self.whole
+
+    @property
+    def keeps(self) -> bool:
+        """Whether every site is fused and within its limit."""
+        within = self.limit is None or (self.scores is not None and self.scores <= self.limit)
+        return self.fused == self.fused_dynamic == self.sites and within
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
+    layers: Annotated[int | None, typer.Option(help="Layers of each model, in place of its own number.")] = None,
+) -> None:
+    """Build the plans, write what they are made of, and end with 1 where a limit is not kept."""
+    models = {}
+    for model in MODELS:
+        Console(stderr=True).print(f"{model.name} …", style="dim", highlight=False)
+        models[model.name] = [asdict(attended) for attended in attended_in(model, layers)]
+    write_figures(COMMAND, processors(), results, models=models)
+    show(results, table)
+    raise typer.Exit(any(not Attended(**each).keeps for attended in models.values() for each in attended))
+
+
+def attended_in(model: Published, layers: int | None = None, tokens: int = TOKENS) -> list[Attended]:
+    """What TensorRT-RTX makes of every mask of a model in fp16.
+
+    Args:
+        model: with random weights.
+        layers: in place of the model's own number.
+        tokens: of the example, and at most.
+    """
+    if layers is not None:
+        model = replace(model, sizes={**model.sizes, "num_hidden_layers": layers})
+    _, fused_dynamic = plan_of(captured_as(model, tokens, "tokens"), tokens)
+    needed, fused = plan_of(captured_as(model, tokens, "none"), tokens)
+    attended = []
+    for mask, needs, whole in dict.fromkeys(needed.values()):
+        sites = [site for site in needed if needed[site] == (mask, needs, whole)]
+        counts = [fused.get(site) for site in sites]
+        attended.append(
+            Attended(
+                mask=mask,
+                sites=len(sites),
+                fused=sum(site in fused for site in sites),
+                fused_dynamic=sum(site in fused_dynamic for site in sites),
+                scores=None if None in counts else max(count for count in counts if count is not None),
+                needed=needs,
+                whole=whole,
+            )
+        )
+    return attended
+
+
+Needed = tuple[str, int, int]
+"""What is proved of a mask; scores that it leaves, and all."""
+
+
+def captured_as(model: Published, tokens: int, dynamic: str) -> Captured:
+    """A model in fp16, one sample of some tokens in the example, with the dims that `dynamic` names (`tokens`) or
+    none (`none`)."""
+    options = {"batch": 1, "tokens": tokens, "max_tokens": tokens, "dynamic": dynamic}
+    with tempfile.TemporaryDirectory() as folder:
+        example: Example = build_named(model.source(Path(folder)), options, None)[0]
+        module, args, shapes = example
+        return capture(module, args, shapes, precision_named("fp16"))
+
+
+def plan_of(captured: Captured, tokens: int) -> tuple[dict[str, Needed], dict[str, int | None]]:
+    """What every site needs, and the scores that every fused site computes in the plan; None where the plan does not
+    tell them."""
+    model, sizes = captured.model, {"tokens": tokens}
+    sites = canonicalize(model).sites
+    nodes = {node.name: node for node in model.graph if node.op_type == "Attention"}
+    needed = {site.name: _needed(nodes[site.node], sizes) for site in sites if site.node is not None}
+    lowered = tensorrt.lower(model, sites, sizes=sizes).sites
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        ir.save(model, file, external_data="model.data")
+        plan: Plan = build(file, "tensorrt_rtx", captured.inputs, "fp16")
+    kernels = {each.site: plan.kernel_of(each.node) for each in lowered}
+    return needed, {each.site: plan.scores_of(each.node) for each in lowered if kernels[each.site] is not None}
+
+
+def _needed(node: ir.Node, sizes: Mapping[str, int]) -> Needed:
+    (batch, heads, n_q, _), (_, _, n_k, _) = (shape_at(value, sizes) for value in node.inputs[:2])
+    seen, whole = visibility(node), batch * heads * n_q * n_k
+    return seen.text(), round(seen.share(sizes) * whole), whole
+
+
+def table(figures: dict[str, Any]) -> str:
+    """What is compiled of every mask, as Markdown."""
+    header = (
+        "model",
+        "mask",
+        "sites",
+        "fused, static tokens",
+        "fused, dynamic",
+        "scores of those needed",
+        "of n²",
+        "kept",
+    )
+    rows = []
+    for model, masks in figures["models"].items():
+        for mask in (Attended(**each) for each in masks):
+            shares = ("?", "?")
+            if mask.scores is not None:
+                shares = (f"{mask.scores / mask.needed:.2f}", f"{mask.scores / mask.whole:.3f}")
+            kept = "yes" if mask.keeps else "**no**"
+            rows.append((model, mask.mask, mask.sites, mask.fused, mask.fused_dynamic, *shares, kept))
+    about = f"TensorRT-RTX {figures['tools'].get('tensorrt_rtx', '?')}"
+    return f"{markdown_table(header, rows, 2)}\n\n{about}; {where(figures)}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,61 @@
+"""TensorRT-RTX plans of whole models whose masks hide most: every site fused, and no more scores than are needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnforge.benchmarks.suites import mask_plans
+from attnforge.benchmarks.suites.mask_plans import MODELS, Attended, attended_in
+from attnforge.benchmarks.suites.published import Published
+
+pytest.importorskip("tensorrt_rtx")
+
+SMALL = {
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64, "num_hidden_layers": 2,
+    "max_position_embeddings": 2048, "pad_token_id": 0,
+}  # fmt: skip
+MASKS = {
+    "ModernBertModel": {"all, residue: padding", "band −64 … 64, residue: padding"},
+    "MistralForCausalLM": {"band −511 … 0, residue: padding"},
+    "LlamaForCausalLM": {"band −∞ … 0, residue: padding"},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
+def test_two_layers_are_fused_and_compute_what_is_needed(model: Published) -> None:
+    own = {name: size for name, size in model.sizes.items() if name not in SMALL}
+    if model.architecture == "ModernBertModel":
+        own["global_attn_every_n_layers"] = 2
+    attended = attended_in(replace(model, sizes={**own, **SMALL}), tokens=2048)
+    assert {each.mask for each in attended} == MASKS[model.architecture]
+    assert sum(each.sites for each in attended) == 2
+    for each in attended:
+        assert each.scores is not None and each.fused == each.fused_dynamic == each.sites
+        assert each.keeps, each
+        if each.limit is not None:
+            assert each.needed <= each.scores < each.whole
+
+
+def test_a_limit_is_of_the_needed_for_windows_and_of_all_for_causal_attention() -> None:
+    window = Attended("band −3 … 0", sites=2, fused=2, fused_dynamic=2, scores=129, needed=100, whole=1000)
+    assert window.keeps and not replace(window, scores=131).keeps
+    assert not replace(window, scores=None).keeps
+    assert not replace(window, fused=1).keeps and not replace(window, fused_dynamic=1).keeps
+    causal = replace(window, scores=650, needed=501)
+    assert causal.keeps and not replace(causal, scores=651).keeps
+    whole = replace(window, scores=1000, needed=1000)
+    assert whole.keeps and whole.limit is None
+    figures = {
+        "command": "c",
+        "machine": {"processor": "p", "threads": 2},
+        "tools": {"tensorrt_rtx": "1"},
+        "models": {"m": [{**window.__dict__, "scores": 131}, causal.__dict__]},
+    }
+    lines = mask_plans.table(figures).splitlines()
+    assert lines[2:4] == [
+        "| m | band −3 … 0 | 2 | 2 | 2 | 1.31 | 0.131 | **no** |",
+        "| m | band −3 … 0 | 2 | 2 | 2 | 1.30 | 0.650 | yes |",
+    ]
