@@ -9,13 +9,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch._dynamo.config
 from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
-from onnxscript.values import TracedOnnxFunction
 
 import attnforge
 from attnforge.benchmarks.ray.cluster import local_cluster
@@ -25,6 +23,7 @@ from attnforge.machine import cuda_devices
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
+from tests.support.exporter import make_once
 from tests.support.exports import shared_in
 from tests.support.html_pages import browser, chromium
 from tests.support.tiers import DRAW, left_out
@@ -50,11 +49,7 @@ settings.load_profile("ci" if DRAW is None else "drawn")
 # Torch's cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
-# Each export asks for the signatures of all 500 functions of onnxscript's library, which reads and parses the source of
-# each whenever it is asked.
-_signature_of = cast(property, TracedOnnxFunction.function_ir).fget
-assert _signature_of is not None
-TracedOnnxFunction.function_ir = property(functools.cache(_signature_of))  # type: ignore[method-assign,assignment]
+make_once()
 
 
 def pytest_configure() -> None:
