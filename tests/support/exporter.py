@@ -37,7 +37,7 @@ def make_once() -> None:
     def table(operators: set[Any]) -> dict[Any, Callable[..., Any]]:
         return {**table_of(frozenset(operators))}
 
-    _decomp.create_onnx_friendly_decomposition_table = table
+    _decomp.create_onnx_friendly_decomposition_table = table  # type: ignore[assignment]
 
     materialize = functools.cache(torch._export.utils._materialize_cpp_cia_ops)
     torch._export.utils._materialize_cpp_cia_ops = materialize

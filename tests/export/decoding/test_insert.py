@@ -27,6 +27,7 @@ from attnforge.precision import PRECISIONS
 from attnforge.quiet import quiet
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.decoders import KINDS, PLACES, DeployDecoder, decoder_example
+from tests.support.tiers import share
 
 WIDTH, HEADS, WORDS = 32, 4, 40
 
@@ -93,7 +94,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=share(turn, 3)) for turn, name in enumerate(MODELS)])
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Bundle]:
     """A published model in a small configuration, in fp16, deployed with a cache of 72 tokens."""
     with torch.random.fork_rng(devices=[]), quiet():
