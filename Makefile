@@ -9,10 +9,13 @@ demo: .venv/ready
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
-# Every test but of large catalogues a draw, in which every idiom, fault and model is once (tests/support/tiers.py);
-# DRAW=NUMBER takes another one.
+# The draw of the tests, which is another one with each commit; it is printed, and DRAW=NUMBER repeats it.
+DRAW ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
+
+# Every test function, of large catalogues with a part of their members: a third of the idioms, faults and published
+# models, for example (tests/support/tiers.py). Fifteen draws in a row leave nothing out.
 test: .venv/ready .venv/triton
-	ATTNFORGE_DRAW=$(or $(DRAW),0) $(PYTEST)
+	ATTNFORGE_DRAW=$(DRAW) $(PYTEST)
 
 # All of the tests.
 test-all: .venv/ready .venv/triton

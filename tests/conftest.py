@@ -61,6 +61,11 @@ def pytest_configure() -> None:
         os.sched_setaffinity(0, {allowed[int(worker[2:]) % len(allowed)]})
 
 
+def pytest_report_header() -> str:
+    """The number by which a draw is repeated."""
+    return "all tests" if DRAW is None else f"draw {DRAW} of the tests: ATTNFORGE_DRAW={DRAW} repeats it"
+
+
 CLUSTER = ExitStack()
 """The Ray cluster, while one runs."""
 

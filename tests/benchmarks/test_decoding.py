@@ -22,6 +22,7 @@ from attnforge.benchmarks.contenders.decoding.registry import DECODING_PEERS, De
 from attnforge.benchmarks.contenders.decoding.stepper import DecodingJob, Ours, Stepper
 from attnforge.benchmarks.contenders.peers import expected
 from attnforge.benchmarks.measure import decoding, decoding_results
+from attnforge.benchmarks.measure.ceilings import measure_bandwidth
 from attnforge.benchmarks.measure.decoding import benchmark_decoding
 from attnforge.benchmarks.measure.decoding_results import DecodingResults
 from attnforge.benchmarks.suites import decoding as suite
@@ -44,6 +45,12 @@ TINY = {
     "vocab_size": 64,
     "max_position_embeddings": PLACES,
 }
+
+
+@pytest.fixture(autouse=True)
+def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast memory is, no test is held to; the product copies and reads it for two seconds."""
+    monkeypatch.setattr(decoding, "measure_bandwidth", partial(measure_bandwidth, seconds=0.01))
 
 
 @pytest.fixture(scope="module")

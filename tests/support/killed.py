@@ -46,6 +46,9 @@ WORK: dict[str, Callable[[str, int], None]] = {"deploy": deploy, "rebuild": rebu
 def serve() -> None:
     """Answer every request with the process id of who did it, its exit code and its seconds. A deploy before the first
     request loads what torch's exporter loads when it is first used, which no worker then has to."""
+    from tests.support.exporter import make_once
+
+    make_once()
     with tempfile.TemporaryDirectory() as folder:
         deploy(str(Path(folder, "bundle")), 0, cache=False)
     for line in sys.stdin:

@@ -94,7 +94,14 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=share(turn, 3)) for turn, name in enumerate(MODELS)])
+def one_worker(turn: int, name: str) -> list[pytest.MarkDecorator]:
+    """The marks of a published model, which is deployed by one worker for all of its tests, in every third draw."""
+    return [share(turn, 3), pytest.mark.xdist_group(f"published-{name}")]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=one_worker(turn, name)) for turn, name in enumerate(MODELS)]
+)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Bundle]:
     """A published model in a small configuration, in fp16, deployed with a cache of 72 tokens."""
     with torch.random.fork_rng(devices=[]), quiet():
