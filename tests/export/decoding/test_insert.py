@@ -26,7 +26,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.quiet import quiet
 from attnforge.runtime.parity.budget import relative_error
-from tests.support.decoders import KINDS, PLACES, DeployDecoder, decoder_example
+from tests.support.decoders import PLACES, DeployDecoder, decoder_example, in_turn
 from tests.support.tiers import share
 
 WIDTH, HEADS, WORDS = 32, 4, 40
@@ -137,7 +137,7 @@ def test_tensorrt_fuses_prompts_and_steps_of_a_published_model(published: tuple[
         assert reasons == {"a soft cap on the scores, which no fused kernel computes"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_turn())
 def test_which_form_reads_the_cache(decoders: DeployDecoder, kind: str) -> None:
     certificate = decoders(kind, "fp16").manifest.attention
     wanted = "Attention, filled part of the cache" if kind == "uneven" else "com.microsoft::GroupQueryAttention"
