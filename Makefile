@@ -7,7 +7,8 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+# Bytecode is kept, whatever the environment says, for the workers and the sixty processes that tests start.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 # The draw of the tests, which is another one with each commit; it is printed, and DRAW=NUMBER repeats it.
 DRAW ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
