@@ -4,13 +4,14 @@ tier, whatever their numbers."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import pytest
 
 from tests.conftest import EVERY
 from tests.support.faults.bench import is_sampled
 from tests.support.faults.catalogue import FAULTS
-from tests.support.faults.subjects import DECODERS, PRECISIONS
+from tests.support.faults.subjects import DECODERS, IN_TURNS, PRECISIONS
 from tests.support.idioms import IDIOMS
 from tests.support.idioms.catalogue import parts
 from tests.support.tiers import TOGETHER, is_in, left_out, one_of
@@ -85,12 +86,22 @@ def test_draws_in_a_row_have_every_idiom_in_every_form_and_precision() -> None:
         assert drawn == every
 
 
-def test_every_fault_is_in_every_three_draws() -> None:
-    """A draw has every third subject in fp32 or in few bits, and of decoders, of fp8 and of 4 bits the tests try every
+def ways_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Subjects and precisions of a draw."""
+    return [(name, precision) for name in names for precision in PRECISIONS[name] if precision not in ("fp16", "bf16")]
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_each_draw_has_faults_of_every_family(turn: int) -> None:
+    names = set(PRECISIONS) - {*IN_TURNS[1 - turn]}
+    tried = {f.family for f in FAULTS for name, at in ways_of(names) if at not in f.not_in and is_sampled(f, name, at)}
+    assert tried == {fault.family for fault in FAULTS}
+
+
+def test_every_fault_is_in_every_two_draws() -> None:
+    """A draw has half of the subjects in fp32 or in few bits, and of decoders, of fp8 and of 4 bits the tests try every
     second fault."""
-    ways = [
-        (name, precision) for name, at in PRECISIONS.items() for precision in at if precision not in ("fp16", "bf16")
-    ]
+    ways = ways_of(PRECISIONS)
     left = [fault for fault in FAULTS if not any(is_sampled(fault, name, precision) for name, precision in ways)]
     halved = {*DECODERS, *(name for name, at in PRECISIONS.items() if {*at} <= {"fp8", "int4"})}
     assert [fault.name for fault in left if not {*fault.subjects} <= halved] == []

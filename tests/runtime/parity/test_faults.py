@@ -10,7 +10,7 @@ import pytest
 from tests.support.faults.bench import NEVER, Faults, is_sampled
 from tests.support.faults.catalogue import FAULTS, INERT, softmax_twice
 from tests.support.faults.graph import Graph, NotThere
-from tests.support.faults.subjects import DECODERS, PRECISIONS
+from tests.support.faults.subjects import DECODERS, IN_TURNS, PRECISIONS
 from tests.support.tiers import share
 
 TESTED = [
@@ -39,8 +39,10 @@ def grouped(precision: str) -> pytest.MarkDecorator:
 
 
 def of_a_draw(name: str, precision: str) -> list[pytest.MarkDecorator]:
-    """A draw of the tests has every third subject, in fp32 or in few bits: each fault is put in at one of these."""
-    return [grouped(precision), pytest.mark.full if precision == "fp16" else share([*PRECISIONS].index(name), 3)]
+    """A draw of the tests has half of the subjects, in fp32 or in few bits: each fault is put in at one of these."""
+    if precision == "fp16":
+        return [grouped(precision), pytest.mark.full]
+    return [grouped(precision), *(share(turn) for turn, names in enumerate(IN_TURNS) if name in names)]
 
 
 @pytest.mark.parametrize(("name", "precision"), [pytest.param(n, p, marks=of_a_draw(n, p)) for n, p in TESTED])
