@@ -8,7 +8,7 @@ Three marks say what a draw takes, and all else is in every draw:
 
 - `@pytest.mark.drawn("precision")` takes one test for all values of these parameters, in turn, for each combination of
   the others: every member of a catalogue, at one of its precisions, forms or devices.
-- `share(turn, of)` marks a parameter, by its turn in its catalogue, of which a draw has every second or every third.
+- `share(turn, of)` marks a parameter, by its turn in its catalogue, of which a draw has every second, third or fourth.
 - `@pytest.mark.full` leaves a test, or one of its parameters, to the full tier: each says beside it what a draw has in
   its place.
 """
