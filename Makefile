@@ -7,12 +7,16 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/python -m attnforge.demo --out build/demo
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+# Bytecode is kept, whatever the environment says, for the workers and the sixty processes that tests start.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
-# Every test but of large catalogues a draw, in which every idiom, fault and model is once (tests/support/tiers.py);
-# DRAW=NUMBER takes another one.
+# The draw of the tests, which is another one with each commit; it is printed, and DRAW=NUMBER repeats it.
+DRAW ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
+
+# Every test function but three, of large catalogues with a part of their members: a third of the idioms and of the
+# registered models, half of the faults, for example (tests/support/tiers.py). Fifteen draws in a row have all members.
 test: .venv/ready .venv/triton
-	ATTNFORGE_DRAW=$(or $(DRAW),0) $(PYTEST)
+	ATTNFORGE_DRAW=$(DRAW) $(PYTEST)
 
 # All of the tests.
 test-all: .venv/ready .venv/triton

@@ -44,7 +44,7 @@ settings.register_profile(
 settings.register_profile(
     "thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False, phases=list(Phase)
 )
-settings.register_profile("drawn", settings.get_profile("ci"), max_examples=40)
+settings.register_profile("drawn", settings.get_profile("ci"), max_examples=25)
 settings.load_profile("ci" if DRAW is None else "drawn")
 
 # Torch's cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
@@ -66,15 +66,24 @@ def pytest_configure() -> None:
         os.sched_setaffinity(0, {allowed[int(worker[2:]) % len(allowed)]})
 
 
+def pytest_report_header() -> str:
+    """The number by which a draw is repeated."""
+    return "all tests" if DRAW is None else f"draw {DRAW} of the tests: ATTNFORGE_DRAW={DRAW} repeats it"
+
+
 CLUSTER = ExitStack()
 """The Ray cluster, while one runs."""
 
 LAST_OF_RAY = pytest.StashKey[str]()
 """The last test that uses it: left alone, a cluster takes a twentieth of a processor for the rest of the run."""
 
+EVERY = pytest.StashKey[list[pytest.Item]]()
+"""All tests that were collected, those that a draw leaves out as well."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[EVERY] = [*items]
     if DRAW is not None and (left := left_out(items, DRAW)):
         config.hook.pytest_deselected(items=left)
         kept = set(items) - set(left)

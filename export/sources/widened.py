@@ -34,6 +34,9 @@ WIDE: Mapping[torch.dtype, torch.dtype] = {
 LEAST = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 """Numbers that stand for minus infinity in code that was written, or exported, for a narrower type."""
 
+PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device}
+"""Types of arguments that hold no others."""
+
 SQUARING = {
     *(torch.ops.aten.std, torch.ops.aten.std_mean, torch.ops.aten.var, torch.ops.aten.var_mean),
     *(torch.ops.aten.linalg_vector_norm, torch.ops.aten.norm),
@@ -140,6 +143,15 @@ class _Widen:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, arguments: Any) -> Any:
+        """The arguments with every operand widened. This runs twice an operator, so what most arguments are is looked
+        at here; torch's trees, which know every container, take four times as long."""
+        kind = type(arguments)
+        if kind is tuple or kind is list:
+            return kind(map(self, arguments))
+        if kind is dict:
+            return {name: self(argument) for name, argument in arguments.items()}
+        if kind in PLAIN or isinstance(arguments, Tensor):
+            return self._argument(arguments)
         return pytree.tree_map(self._argument, arguments)
 
     def _argument(self, argument: Any) -> Any:
@@ -159,9 +171,10 @@ class _Widen:
         return self._kept[id(tensor)][1]
 
 
-GETTERS: Mapping[Any, Callable[[Any], Any]] = {
-    getattr(Tensor, name).__get__: getattr(Tensor, name).__get__
-    for name in ("shape", "ndim", "device", "layout", "requires_grad", "is_cuda", "grad")
+DTYPE: Callable[[Any], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+GETTERS = {
+    getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "layout", "requires_grad", "is_cuda", "grad")
 }
 """What is asked of tensors often, and needs no widening."""
 
@@ -173,8 +186,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
-            return WIDE.get(func(*args), func(*args))
+        if func == DTYPE:
+            return WIDE.get(dtype := func(*args), dtype)
         if func in GETTERS:
             return func(*args)
         if func is nn.functional.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is None:

@@ -95,6 +95,7 @@ def furthest(stepper: Stepper, ids: Array, truth: Array) -> float:
     return max(errors)
 
 
+@pytest.mark.drawn("of", "batch")
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["onnxruntime-cpu", *DECODING_PEERS])
 @pytest.mark.parametrize("of", ["llama", "own"])

@@ -23,6 +23,7 @@ from attnforge.runtime.parity.metrics import accuracy
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
 from tests.support.broken import DIM, TOKENS, Attention
+from tests.support.tiers import share
 
 
 class Function(nn.Module):
@@ -65,7 +66,7 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
-@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn)) for turn, name in enumerate(AWKWARD)])
 def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_path: Path) -> None:
     function, more = AWKWARD[name]
     bundle = deployed(function, tmp_path / "b", precision, *more)

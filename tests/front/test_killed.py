@@ -25,7 +25,10 @@ from tests.support.tiers import DRAW
 TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6" if DRAW is None else "3"))
 """How often a process is killed, fewer times in a draw of the tests: `make kill` says a hundred."""
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked"),
+    pytest.mark.xdist_group("killed"),
+]
 
 
 class Workers:
@@ -77,9 +80,9 @@ def _session(stat: Path) -> int:
     return 0 if state == "Z" else int(session)
 
 
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Workers]:
-    workers = Workers(tmp_path)
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    workers = Workers(tmp_path_factory.mktemp("workers"))
     yield workers
     workers.close()
 
@@ -109,7 +112,7 @@ def test_killed_at_any_moment_the_old_or_the_new_bundle_verifies(
     assert -signal.SIGKILL in ended, "none was killed at work"
     assert workers.run(work, bundle, 1 + times)[0] == 0
     check_whole(bundle)
-    assert {path.name for path in tmp_path.iterdir()} <= {"bundle", "cache", "temporary"}
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle"}
     assert not list(bundle.rglob(".*")) and not Bundle(bundle).unlisted()
     assert list(workers.temporary.iterdir()) == []
     if work == "deploy":

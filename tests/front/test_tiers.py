@@ -1,35 +1,107 @@
-"""A draw of the tests leaves no idiom and no fault out, whatever its number."""
+"""A draw of the tests has every test function, and some draws in a row have everything but what is left to the full
+tier, whatever their numbers."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+
 import pytest
 
+from tests.conftest import EVERY
 from tests.support.faults.bench import is_sampled
 from tests.support.faults.catalogue import FAULTS
-from tests.support.faults.subjects import DECODERS, PRECISIONS
+from tests.support.faults.subjects import DECODERS, IN_TURNS, PRECISIONS
 from tests.support.idioms import IDIOMS
 from tests.support.idioms.catalogue import parts
-from tests.support.tiers import left_out, one_of
+from tests.support.tiers import TOGETHER, is_in, left_out, one_of
+
+BY_DRAW_ALONE = {
+    "tests/export/attention/test_idioms.py",
+    "tests/export/lowering/test_idioms_in_16_bits.py",
+}
+"""Idioms are exported together, so their draw is made as they are collected, and looked at here by itself."""
+
+
+@pytest.fixture(scope="module")
+def every(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """All tests of this run, but for those of idioms."""
+    return [item for item in request.config.stash[EVERY] if item.nodeid.split("::")[0] not in BY_DRAW_ALONE]
+
+
+def test_each_function_is_in_each_draw(every: list[pytest.Item]) -> None:
+    """So every room, mechanism, refusal and message has a test in each draw; what counts a whole catalogue says so."""
+    in_some = {function(item) for item in every if not item.get_closest_marker("full")}
+    for draw in range(TOGETHER):
+        left = set(left_out(every, draw))
+        assert in_some - {function(item) for item in every if item not in left} == set(), draw
+
+
+def test_draws_in_a_row_leave_nothing_out(every: list[pytest.Item]) -> None:
+    for first in (0, 7):
+        draws = [set(left_out(every, draw)) for draw in range(first, first + TOGETHER)]
+        in_none = functools.reduce(set.intersection, draws)
+        assert {item.nodeid for item in in_none} == {i.nodeid for i in every if i.get_closest_marker("full")}
+
+
+def test_what_no_draw_has_is_little(every: list[pytest.Item]) -> None:
+    functions = {function(item) for item in every if item.get_closest_marker("full")}
+    functions -= {function(item) for item in every if not item.get_closest_marker("full")}
+    assert functions <= {
+        "test_in_fp32_all_are_caught_but_an_epsilon_and_those_that_change_no_function",
+        "test_many_are_caught_and_of_every_kind",
+        "test_static",
+    }
+
+
+def function(item: pytest.Item) -> str:
+    """The name of a test without its parameters."""
+    return item.nodeid.partition("[")[0].rpartition("::")[2].partition("@")[0]
 
 
 @pytest.mark.parametrize("draw", range(4))
-def test_every_idiom_is_in_every_draw_once(draw: int) -> None:
-    names = [name for precision in ("fp32", "fp16") for part in parts(precision, draw) for name in part.names]
+def test_three_draws_have_every_idiom_once(draw: int) -> None:
+    names = [
+        name
+        for number in range(draw, draw + 3)
+        for precision in ("fp32", "fp16")
+        for part in parts(precision, number)
+        for name in part.names
+    ]
     assert sorted(names) == sorted(IDIOMS)
 
 
-def test_four_draws_are_all_there_is() -> None:
+@pytest.mark.parametrize("draw", range(TOGETHER))
+def test_each_draw_has_idioms_of_each_form_and_precision(draw: int) -> None:
+    for precision in ("fp32", "fp16"):
+        names = {form: [n for part in parts(precision, draw) if part.form == form for n in part.names]
+                 for form in ("dynamic", "static")}  # fmt: skip
+        assert all(len(of_form) > len(IDIOMS) / 20 for of_form in names.values())
+
+
+def test_draws_in_a_row_have_every_idiom_in_every_form_and_precision() -> None:
     for precision in ("fp32", "fp16"):
         every = {(part.form, name) for part in parts(precision, None) for name in part.names}
-        drawn = {(part.form, name) for draw in range(4) for part in parts(precision, draw) for name in part.names}
+        drawn = {(part.form, n) for draw in range(TOGETHER) for part in parts(precision, draw) for n in part.names}
         assert drawn == every
 
 
-def test_every_fault_is_in_every_draw() -> None:
-    """But for those of decoders, of fp8 and of 4 bits, of which the tests try every second."""
-    ways = [
-        (name, precision) for name, at in PRECISIONS.items() for precision in at if precision not in ("fp16", "bf16")
-    ]
+def ways_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Subjects and precisions of a draw."""
+    return [(name, precision) for name in names for precision in PRECISIONS[name] if precision not in ("fp16", "bf16")]
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_each_draw_has_faults_of_every_family(turn: int) -> None:
+    names = set(PRECISIONS) - {*IN_TURNS[1 - turn]}
+    tried = {f.family for f in FAULTS for name, at in ways_of(names) if at not in f.not_in and is_sampled(f, name, at)}
+    assert tried == {fault.family for fault in FAULTS}
+
+
+def test_every_fault_is_in_every_two_draws() -> None:
+    """A draw has half of the subjects in fp32 or in few bits, and of decoders, of fp8 and of 4 bits the tests try every
+    second fault."""
+    ways = ways_of(PRECISIONS)
     left = [fault for fault in FAULTS if not any(is_sampled(fault, name, precision) for name, precision in ways)]
     halved = {*DECODERS, *(name for name, at in PRECISIONS.items() if {*at} <= {"fp8", "int4"})}
     assert [fault.name for fault in left if not {*fault.subjects} <= halved] == []
@@ -40,6 +112,13 @@ def test_every_fault_is_in_every_draw() -> None:
 def test_neighbours_take_turns() -> None:
     assert [one_of("abc", turn, 0) for turn in range(4)] == ["a", "b", "c", "a"]
     assert [one_of("abc", turn, 1) for turn in range(4)] == ["b", "c", "a", "b"]
+    assert [[turn for turn in range(6) if is_in(turn, 3, draw)] for draw in range(4)] == [
+        [0, 3],
+        [2, 5],
+        [1, 4],
+        [0, 3],
+    ]
+    assert all(is_in(turn, 3, None) for turn in range(3))
 
 
 def test_one_of_those_that_differ_in_what_is_drawn_stays(pytester: pytest.Pytester) -> None:
@@ -60,3 +139,20 @@ def test_one_of_those_that_differ_in_what_is_drawn_stays(pytester: pytest.Pytest
     first, second = ({item.name for item in left_out(items, draw)} for draw in (0, 1))
     assert first == {"test_drawn[one-fp16]", "test_drawn[other-fp32]", "test_full[other]"}
     assert second == {"test_drawn[one-fp32]", "test_drawn[other-fp16]", "test_full[other]"}
+
+
+def test_a_share_is_drawn_at_another_precision_when_its_turn_comes_again(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from tests.support.tiers import share
+
+        @pytest.mark.drawn("precision")
+        @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+        @pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn)) for turn, name in enumerate("ab")])
+        def test_shared(name, precision): ...
+        """
+    )
+    items = pytester.inline_genitems()[0]
+    kept = [{item.name for item in items} - {item.name for item in left_out(items, draw)} for draw in range(4)]
+    assert kept == [{"test_shared[a-fp32]"}, {"test_shared[b-fp16]"}, {"test_shared[a-fp16]"}, {"test_shared[b-fp32]"}]

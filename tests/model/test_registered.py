@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
 from attnforge.model import MODELS, MultiHeadSelfAttention, build_model
 from attnforge.runtime.backends.registry import why_not_here
-from tests.support.bundles import Deploy, example_of
+from tests.support.bundles import IN_BF16, Deploy, example_of, in_turn
 
 BILINEAR = [name for name in MODELS if name != "additive-attention"]
 TWO_LAYERS = ("patch-attention-digits", "transformer-encoder", "decoder", "vit")
@@ -26,13 +27,17 @@ EXACT = (
     "patch-attention", "post-softmax-scale", "reshape-without-transpose",
 )  # fmt: skip
 PRECISIONS = [
-    *((name, "fp16") for name in MODELS),
-    *((name, "fp32") for name in EXACT),
-    *((name, "bf16") for name in ("multi-head-self-attention", "cross-attention")),
+    pytest.param(name, precision, marks=in_turn(name, precision))
+    for precision, names in {"fp16": MODELS, "fp32": EXACT, "bf16": IN_BF16}.items()
+    for name in names
 ]
 
 
-@pytest.mark.drawn("precision")
+def at(precision: str, names: Iterable[str]) -> list[Any]:
+    """Names of models that a test deploys at a precision, each in the draws that its other tests at it are in."""
+    return [pytest.param(name, marks=in_turn(name, precision)) for name in names]
+
+
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
 def test_a_deployed_model_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
     report = attnforge.verify(registered(name, precision))
@@ -42,7 +47,6 @@ def test_a_deployed_model_is_the_same_function(registered: Deploy, name: str, pr
 
 
 @pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
-@pytest.mark.drawn("precision")
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
 def test_openvino_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
     report = attnforge.verify(registered(name, precision), ["openvino"])
@@ -56,7 +60,7 @@ def fused(certificate: Certificate, target: str) -> str:
     return f"{certificate.fused[target]} of {certificate.sites} {reasons}"
 
 
-@pytest.mark.parametrize("name", BILINEAR)
+@pytest.mark.parametrize("name", at("fp16", BILINEAR))
 def test_attention_is_recognised_and_fused_in_fp16(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp16").manifest.attention
     assert certificate.sites == certificate.canonical == len(certificate.details) == SITES[name]
@@ -69,13 +73,13 @@ def test_attention_is_recognised_and_fused_in_fp16(registered: Deploy, name: str
             assert (made.kernel is None) == (made.reason is not None), target
 
 
-@pytest.mark.parametrize("name", ["multi-head-self-attention", "cross-attention"])
+@pytest.mark.parametrize("name", at("bf16", IN_BF16))
 def test_attention_is_fused_in_bf16(registered: Deploy, name: str) -> None:
     certificate = registered(name, "bf16").manifest.attention
     assert fused(certificate, "tensorrt_rtx") == "1 of 1 []"
 
 
-@pytest.mark.parametrize("name", [name for name, precision in PRECISIONS if precision == "fp32"])
+@pytest.mark.parametrize("name", at("fp32", EXACT))
 def test_fp32_has_no_fused_kernel_and_says_so(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp32").manifest.attention
     assert certificate.canonical == certificate.sites == SITES[name]
@@ -86,7 +90,8 @@ def test_fp32_has_no_fused_kernel_and_says_so(registered: Deploy, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["self-attention", "multi-head-self-attention", "parameter-free-attention", "patch-attention"]
+    "name",
+    at("fp32", ["self-attention", "multi-head-self-attention", "parameter-free-attention", "patch-attention"]),
 )
 def test_onnxruntime_runs_unmasked_attention_as_one_kernel(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp32").manifest.attention
@@ -125,7 +130,7 @@ def test_hard_alignment_gets_a_reason(tmp_path: Path) -> None:
     assert np.linalg.norm(output - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", at("fp16", MODELS))
 def test_every_plan_is_there(registered: Deploy, name: str) -> None:
     bundle = registered(name, "fp16")
     (engine,) = bundle.manifest.targets["tensorrt_rtx"].engines

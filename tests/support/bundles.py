@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
 from attnforge.arrays import Array
 from attnforge.bundle import MANIFEST, Bundle, Manifest, write_manifest
-from attnforge.model import Example, build_model
+from attnforge.model import MODELS, Example, build_model
 from attnforge.model.registry import MAX_TOKENS
+from tests.support.tiers import share
 
 Deploy = Callable[[str, str], Bundle]
 """A registered model, by name and precision, deployed."""
@@ -27,6 +29,18 @@ DeploySmall = Callable[[str], Bundle]
 MOST_TOKENS = 64
 """Tokens that a registered model takes at most in the tests: outputs in float64 take four times as long for twice as
 many."""
+
+
+IN_BF16 = ("multi-head-self-attention", "cross-attention")
+"""The registered models that are deployed in bf16, too."""
+
+
+def in_turn(name: str, precision: str) -> pytest.MarkDecorator:
+    """The mark of a test of a registered model at a precision: a draw of the tests has a third of the models in fp16,
+    another third in fp32, and one in bf16, in whichever test, so that few are deployed."""
+    if precision == "bf16":
+        return share(IN_BF16.index(name))
+    return share([*MODELS].index(name) + ("fp16", "fp32").index(precision), 3)
 
 
 def example_of(name: str) -> Example:

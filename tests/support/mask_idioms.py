@@ -252,9 +252,9 @@ def exported(names: Iterable[str], is_dynamic: bool) -> Captured:
     return capture(module, (x, key, memory, keep), shapes, precision_named("fp32"))
 
 
-def proved(is_dynamic: bool) -> dict[str, Visibility]:
-    """What is proved of every idiom that is written so that it can be exported in this form."""
-    names = [name for name, idiom in IDIOMS.items() if idiom.proved or not is_dynamic]
+def proved(is_dynamic: bool, idioms: Iterable[str]) -> dict[str, Visibility]:
+    """What is proved of idioms that are written so that they can be exported in this form."""
+    names = [*idioms]
     model = exported(names, is_dynamic).model
     canonicalize(model)
     nodes = [node for node in model.graph if node.op_type == "Attention"]

@@ -32,7 +32,8 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.quiet import quiet
 from attnforge.runtime.parity.budget import relative_error
-from tests.support.decoders import KINDS, PLACES, DeployDecoder, decoder_example
+from tests.support.decoders import PLACES, DeployDecoder, decoder_example, in_turn
+from tests.support.tiers import share
 
 WIDTH, HEADS, WORDS = 32, 4, 40
 
@@ -99,7 +100,14 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def one_worker(turn: int, name: str) -> list[pytest.MarkDecorator]:
+    """The marks of a published model, which is deployed by one worker for all of its tests, in every third draw."""
+    return [share(turn, 3), pytest.mark.xdist_group(f"published-{name}")]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=one_worker(turn, name)) for turn, name in enumerate(MODELS)]
+)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Bundle]:
     """A published model in a small configuration, in fp16, deployed with a cache of 72 tokens."""
     with torch.random.fork_rng(devices=[]), quiet():
@@ -249,7 +257,7 @@ def assert_one_step(canonical: ir.Model, lowered: ir.Model, bundle: Bundle) -> N
         assert relative_error(results[output], array) < 1e-12, output
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_turn())
 def test_which_form_reads_the_cache(decoders: DeployDecoder, kind: str) -> None:
     certificate = decoders(kind, "fp16").manifest.attention
     wanted = "Attention, filled part of the cache" if kind == "uneven" else "com.microsoft::GroupQueryAttention"

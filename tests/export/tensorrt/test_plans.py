@@ -11,7 +11,7 @@ import pytest
 
 from attnforge.export.tensorrt.build import build
 from attnforge.model import MODELS
-from tests.support.bundles import Deploy
+from tests.support.bundles import Deploy, in_turn
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -27,7 +27,7 @@ DEVICES = {
 
 @pytest.mark.drawn("device")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=in_turn(name, "fp16")) for name in MODELS])
 def test_a_plan_for_any_device_fuses_every_site(registered: Deploy, name: str, device: str) -> None:
     bundle = registered(name, "fp16")
     capabilities, says = DEVICES[device]

@@ -213,6 +213,7 @@ def test_16_bits_are_left_at_the_inputs_and_outputs_and_in_the_weights(tmp_path:
     assert weights > 20 and narrow == {"Parameter": 1, "Convert": 1, "Result": 1}
 
 
+@pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.session import Session
 from tests.support.bundles import DeploySmall
-from tests.support.decoders import KINDS, LONGEST, PLACES, VOCABULARY, DeployDecoder, eager, ids
+from tests.support.decoders import LONGEST, PLACES, VOCABULARY, DeployDecoder, eager, ids, in_turn
 
 CLOSE = 2e-6
 
@@ -32,7 +32,8 @@ def session(decoders: DeployDecoder) -> Iterator[Session]:
         yield opened
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.drawn("precision")
+@pytest.mark.parametrize("kind", in_turn())
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
     decoders: DeployDecoder, kind: str, precision: str
@@ -46,7 +47,7 @@ def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
     assert all(comparison.size == PLACES * VOCABULARY for comparison in whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_turn())
 def test_a_prompt_and_steps_to_the_last_place(decoders: DeployDecoder, kind: str) -> None:
     tokens = ids(3, PLACES)
     expected = eager(kind, tokens)

@@ -10,7 +10,8 @@ import pytest
 from tests.support.faults.bench import NEVER, Faults, is_sampled
 from tests.support.faults.catalogue import FAULTS, INERT, softmax_twice
 from tests.support.faults.graph import Graph, NotThere
-from tests.support.faults.subjects import DECODERS, PRECISIONS
+from tests.support.faults.subjects import DECODERS, IN_TURNS, PRECISIONS
+from tests.support.tiers import share
 
 TESTED = [
     (name, p)
@@ -28,29 +29,40 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("faults"), is_sampled)
 
 
-def grouped(precision: str) -> list[pytest.MarkDecorator]:
-    """What the rows of one precision are made for is made in one worker. Every fault is put in at fp32 or in 8 bits, so
-    a draw of the tests has those."""
-    marks = [pytest.mark.xdist_group(f"faults-{precision}")]
-    return [*marks, pytest.mark.full] if precision == "fp16" else marks
+PASSED_IN_FP32 = {*INERT, "epsilon-1e-6", "epsilon-1e-12"}
+"""Of what changes the function, rounding of fp32 hides a smaller epsilon of a norm alone, not 1% of one weight."""
 
 
-@pytest.mark.parametrize(("name", "precision"), [pytest.param(n, p, marks=grouped(p)) for n, p in TESTED])
+def grouped(precision: str) -> pytest.MarkDecorator:
+    """What the rows of one precision are made for is made in one worker."""
+    return pytest.mark.xdist_group(f"faults-{precision}")
+
+
+def of_a_draw(name: str, precision: str) -> list[pytest.MarkDecorator]:
+    """A draw of the tests has half of the subjects, in fp32 or in few bits: each fault is put in at one of these."""
+    if precision == "fp16":
+        return [grouped(precision), pytest.mark.full]
+    return [grouped(precision), *(share(turn) for turn, names in enumerate(IN_TURNS) if name in names)]
+
+
+@pytest.mark.parametrize(("name", "precision"), [pytest.param(n, p, marks=of_a_draw(n, p)) for n, p in TESTED])
 def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     """What is neither without effect nor hidden by rounding fails, and what has no effect passes."""
     assert faults.bench(name, precision).unaltered.passed
     rows = faults.rows(name, precision)
     assert [row for row in rows if row.verdict in NEVER] == []
     assert {row.fault.name for row in rows if row.verdict == "no effect"} <= set(INERT)
+    if precision == "fp32":
+        assert {row.fault.name for row in rows if row.verdict != "caught"} <= PASSED_IN_FP32
 
 
-@pytest.mark.xdist_group("faults-fp32")
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=of_a_draw(name, "fp32")) for name in DECODERS])
 def test_steps_in_float64_are_the_reference(faults: Faults, name: str) -> None:
     """By every order of tokens; tables of positions are stored in fp32."""
     assert faults.bench(name, "fp32").off_reference() < 1e-7
 
 
+@pytest.mark.full  # it counts all faults; in a draw none escapes from the subjects that it has
 @pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in TRIED])
 def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> None:
     subjects = [name for name, p in TESTED if p == precision]
@@ -59,13 +71,13 @@ def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> No
     assert {row.fault.family for row in caught} == {f.family for f in FAULTS if not {*f.subjects}.isdisjoint(subjects)}
 
 
-@pytest.mark.xdist_group("faults-fp32")
+@pytest.mark.full  # it counts all faults; in a draw the subjects that it has are held to the same list
+@grouped("fp32")
 def test_in_fp32_all_are_caught_but_an_epsilon_and_those_that_change_no_function(faults: Faults) -> None:
-    """Of what changes the function, rounding of fp32 hides a smaller epsilon of a norm alone, not 1% of one weight."""
     passed = {
         row.fault.name for name, p in TESTED if p == "fp32" for row in faults.rows(name, p) if row.verdict != "caught"
     }
-    assert passed == {*INERT, "epsilon-1e-6", "epsilon-1e-12"}
+    assert passed == PASSED_IN_FP32
 
 
 def test_faults_have_names_of_their_own() -> None:

@@ -47,6 +47,13 @@ PRECISIONS = {
 }
 """The subjects, and the precisions that they are deployed in."""
 
+IN_TURNS = (
+    ("encoder", "bare-window", "padded", "calibrated", "odd-heads", "windowed-decoder", "gpt"),
+    ("cross", "causal", "window", "padded-causal", "by-token", "llama", "capped-decoder"),
+)
+"""The subjects that one draw of the tests has, and those of the next; all draws have the others. Each draw has faults
+of every family."""
+
 USUAL_TOKENS, MOST_TOKENS, MOST_BATCH = 16, 24, 4
 
 STATIC_TOKENS = 32

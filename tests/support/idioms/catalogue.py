@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.export import Dim
 
-from tests.support.tiers import DRAW, one_of
+from tests.support.tiers import DRAW, is_in, one_of
 
 WIDTH, HEADS, HEAD_DIM, MAX_TOKENS = 64, 4, 16, 40
 SCALE = HEAD_DIM**-0.5
@@ -272,13 +272,20 @@ TOGETHER: dict[Form, int] = {"dynamic": 18, "static": 33}
 for more."""
 
 
+EVERY = 3
+"""A draw of the tests has every third idiom."""
+
+
 def parts(precision: Literal["fp32", "fp16"], draw: int | None = DRAW) -> list[Part]:
-    """All idioms in all of their forms; in a draw of the tests, those whose turn it is at this precision. Every idiom
-    has its turn at one of the two, in one of its forms."""
+    """All idioms in all of their forms. In a draw of the tests, every third idiom, at one of the two precisions and in
+    one of its forms: those whose turn it is at this one."""
     tried = {name: idiom.forms for name, idiom in IDIOMS.items()}
     if draw is not None:
-        turns = enumerate(IDIOMS.values())
-        ways = {i.name: one_of([(p, f) for f in i.forms for p in ("fp32", "fp16")], turn, draw) for turn, i in turns}
+        taken = [(turn, idiom) for turn, idiom in enumerate(IDIOMS.values()) if is_in(turn, EVERY, draw)]
+        ways = {
+            i.name: one_of([(p, f) for f in i.forms for p in ("fp32", "fp16")], turn, draw // EVERY)
+            for turn, i in taken
+        }
         tried = {name: (form,) for name, (at, form) in ways.items() if at == precision}
     every = []
     for form, size in TOGETHER.items():
