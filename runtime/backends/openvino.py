@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from attnforge.bundle import CANONICAL, Bundle, DimSpec, Manifest
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared
+from attnforge.runtime.backends.openvino_steps import add_to
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.pool import HostOutputs, Pool, Recent
@@ -75,6 +76,8 @@ class OpenVino:
 
         self._openvino: Any = openvino
         self._core: Any = openvino.Core()
+        if manifest.decoding is not None:
+            add_to(self._core)
         self._inputs, self._outputs = manifest.graph_inputs, manifest.graph_outputs
         self._contexts = options.contexts
         self._properties: dict[str, Any] = {
@@ -100,9 +103,7 @@ class OpenVino:
             self._limit, self._model = 0, None
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        compiled = self._for_shapes(tuple(array.shape for array in arrays))
-        if compiled is None:
-            raise UsageError("the session was closed; load the bundle again")
+        compiled = self._for_shapes(tuple(array.shape for array in arrays)) or self._compiled()
         targets = [
             None if shape is None else target if target is not None else self._results.empty(shape, spec.dtype)
             for spec, shape, target in zip(
@@ -110,6 +111,30 @@ class OpenVino:
             )
         ]
         return compiled.run(arrays, targets)
+
+    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
+        """A run from some arrays to others, as :class:`~attnforge.runtime.decoding.decoder.Stepping` has it."""
+        infer = self._compiled().bound({**inputs, **outputs})
+
+        def run() -> None:
+            self._compiled()
+            infer()
+
+        return run
+
+    def _compiled(self) -> _Compiled:
+        """The model for all shapes.
+
+        Raises:
+            UsageError: the session was closed.
+        """
+        if (general := self._general) is None:
+            raise UsageError("the session was closed; load the bundle again")
+        return general
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        """The type of an input."""
+        return np.dtype(next(spec.dtype for spec in self._inputs if spec.name == name))
 
     def memory(self) -> Memory:
         general = self._general
@@ -175,7 +200,8 @@ class _Compiled:
         self, openvino: Any, compiled: Any, inputs: Sequence[str], outputs: Sequence[str], contexts: int
     ) -> None:
         self._openvino, self._inputs, self._outputs = openvino, inputs, outputs
-        self._requests: Pool[Any] = Pool(compiled.create_infer_request, contexts)
+        self._made: Callable[[], Any] = compiled.create_infer_request
+        self._requests: Pool[Any] = Pool(self._made, contexts)
 
     @property
     def made(self) -> int:
@@ -196,6 +222,14 @@ class _Compiled:
                 _copied(request.get_tensor(name)) if target is None else target
                 for name, target in zip(self._outputs, targets, strict=True)
             ]
+
+    def bound(self, arrays: Mapping[str, Array]) -> Callable[[], object]:
+        """A run from and to arrays, in a request of its own."""
+        request = self._made()
+        for name, array in arrays.items():
+            request.set_tensor(name, self._tensor(array))
+        infer: Callable[[], object] = request.infer
+        return infer
 
     def _tensor(self, array: Array) -> Any:
         """A tensor on the array's memory, which must be writable."""

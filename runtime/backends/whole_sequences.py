@@ -15,7 +15,7 @@ from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 
-STEPPING = ("onnxruntime-cpu",)
+STEPPING = ("onnxruntime-cpu", "openvino")
 """The backends that run steps."""
 
 

@@ -16,6 +16,7 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.errors import InputError, RunError, UnavailableError, UsageError
 from attnforge.memory import peak
+from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.decoding import decoder as decoder_module
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.budget import relative_error
@@ -26,19 +27,27 @@ from tests.support.decoders import LONGEST, PLACES, VOCABULARY, DeployDecoder, e
 CLOSE = 2e-6
 
 
-@pytest.fixture(scope="module")
-def session(decoders: DeployDecoder) -> Iterator[Session]:
-    with attnforge.load(decoders("rotary", "fp32"), "onnxruntime-cpu") as opened:
+WHY_NOT = why_not_here("openvino")
+BACKENDS = [
+    "onnxruntime-cpu",
+    pytest.param("openvino", marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))),
+]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def session(decoders: DeployDecoder, request: pytest.FixtureRequest) -> Iterator[Session]:
+    with attnforge.load(decoders("rotary", "fp32"), request.param) as opened:
         yield opened
 
 
 @pytest.mark.drawn("precision")
 @pytest.mark.parametrize("kind", in_turn())
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
-    decoders: DeployDecoder, kind: str, precision: str
+    decoders: DeployDecoder, kind: str, precision: str, backend: str
 ) -> None:
-    report = attnforge.verify(decoders(kind, precision), ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+    report = attnforge.verify(decoders(kind, precision), [backend]).backends[backend]
     assert report.passed, report.failures
     schedules = {comparison.schedule for comparison in report.comparisons}
     assert schedules == {None, "token by token", "in pieces", "ragged", "cut and forked"}
@@ -146,9 +155,10 @@ def caches(decoder: Decoder) -> list[Array]:
     return list(decoder._caches.values())
 
 
-def test_caches_stay_in_place_and_nothing_grows(decoders: DeployDecoder) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_caches_stay_in_place_and_nothing_grows(decoders: DeployDecoder, backend: str) -> None:
     """A thousand steps: each writes one place of every cache, where it is, and memory does not grow."""
-    with attnforge.load(decoders("rotary", "fp32"), "onnxruntime-cpu") as session:
+    with attnforge.load(decoders("rotary", "fp32"), backend) as session:
         decoder, one = session.decoder(2), ids(2)
         where = [cache.ctypes.data for cache in caches(decoder)]
 
@@ -300,9 +310,9 @@ def test_a_bundle_without_a_cache_decodes_nothing(small: DeploySmall) -> None:
 
 
 def test_other_backends_say_that_they_have_no_steps(decoders: DeployDecoder) -> None:
-    with pytest.raises(UnavailableError, match="steps of a decoder run on onnxruntime-cpu so far"):
-        attnforge.load(decoders("rotary", "fp32"), "openvino")
-    assert "openvino" in attnforge.verify(decoders("rotary", "fp32")).skipped
+    with pytest.raises(UnavailableError, match="steps of a decoder run on onnxruntime-cpu, openvino so far"):
+        attnforge.load(decoders("rotary", "fp32"), "tensorrt_rtx")
+    assert "tensorrt_rtx" in attnforge.verify(decoders("rotary", "fp32")).skipped
 
 
 def test_more_tokens_than_a_run_may_have_are_for_decoders(session: Session) -> None:
