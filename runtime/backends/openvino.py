@@ -99,7 +99,8 @@ class OpenVino:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the cause comes last
             raise UnavailableError(f"OpenVINO does not take this model: {lines[-1] if lines else error}") from error
         self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
-        if not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims):
+        is_fixed = not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims)
+        if is_fixed or manifest.decoding is not None:  # steps are bound to the model for all shapes
             self._limit, self._model = 0, None
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:

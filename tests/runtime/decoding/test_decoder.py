@@ -42,7 +42,7 @@ def session(decoders: DeployDecoder, request: pytest.FixtureRequest) -> Iterator
 
 @pytest.mark.drawn("precision")
 @pytest.mark.parametrize("kind", in_turn())
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
     decoders: DeployDecoder, kind: str, precision: str, backend: str
