@@ -51,6 +51,7 @@ def test_what_no_draw_has_is_little(every: list[pytest.Item]) -> None:
         "test_in_fp32_all_are_caught_but_an_epsilon_and_those_that_change_no_function",
         "test_many_are_caught_and_of_every_kind",
         "test_static",
+        "test_two_layers_are_fused_and_compute_what_is_needed",
     }
 
 
