@@ -21,7 +21,7 @@ import attnforge
 from attnforge.benchmarks.ray.cluster import local_cluster
 from attnforge.bundle import Bundle
 from attnforge.export.tensorrt.build import Builders
-from attnforge.machine import cuda_devices, processors
+from attnforge.machine import cuda_devices
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
@@ -47,9 +47,6 @@ settings.register_profile(
 settings.register_profile("drawn", settings.get_profile("ci"), max_examples=25)
 settings.load_profile("ci" if DRAW is None else "drawn")
 
-FEW_PROCESSORS = 4
-"""Up to which there are two workers for each; a worker takes 1.5 GB."""
-
 # Torch's cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
@@ -60,14 +57,8 @@ assert _signature_of is not None
 TracedOnnxFunction.function_ir = property(functools.cache(_signature_of))  # type: ignore[method-assign,assignment]
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Two workers a processor where there are few: they wait for other processes and servers a sixth of their time."""
-    count = processors()
-    return 2 * count if count <= FEW_PROCESSORS else count
-
-
 def pytest_configure() -> None:
-    """Give each worker one processor, so that libraries start one thread: a second one takes a worker's time
+    """Give each worker a processor of its own, so that libraries start one thread: a second one takes a worker's time
     from another, and ONNX Runtime's spin while they wait."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker.startswith("gw") and hasattr(os, "sched_setaffinity"):
