@@ -45,12 +45,13 @@ def _turned(op: Builder, node: ir.Node, x: ir.Value, places: ir.Value, heads: st
 
 
 def _places(op: Builder, node: ir.Node) -> ir.Value:
-    """`(batch, tokens)`, int64: where the operator turns tokens, which follow those that the cache has."""
+    """`(batch, tokens)`, int64: where the operator turns tokens. They follow those that the cache has, and in a first
+    prompt, whose samples may have fewer tokens than there are columns, they count from 0."""
     if len(node.inputs) > 9 and (given := node.inputs[9]) is not None:
         return given
     count = op.Shape(_input(node, 0), start=1, end=2)
     ends = op.Add(op.Cast(_input(node, 5), to=INT64.value), constant(op, [1]))
-    first = op.Unsqueeze(op.Sub(ends, count), constant(op, [1]))
+    first = op.Unsqueeze(op.Max(op.Sub(ends, count), constant(op, [0])), constant(op, [1]))
     following = op.Range(constant(op, 0), op.Squeeze(count, constant(op, [0])), constant(op, 1))
     return op.Add(first, following)
 

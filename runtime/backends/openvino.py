@@ -201,8 +201,8 @@ class _Compiled:
         self, openvino: Any, compiled: Any, inputs: Sequence[str], outputs: Sequence[str], contexts: int
     ) -> None:
         self._openvino, self._inputs, self._outputs = openvino, inputs, outputs
-        self._made: Callable[[], Any] = compiled.create_infer_request
-        self._requests: Pool[Any] = Pool(self._made, contexts)
+        self._new_request: Callable[[], Any] = compiled.create_infer_request
+        self._requests: Pool[Any] = Pool(self._new_request, contexts)
 
     @property
     def made(self) -> int:
@@ -226,7 +226,7 @@ class _Compiled:
 
     def bound(self, arrays: Mapping[str, Array]) -> Callable[[], object]:
         """A run from and to arrays, in a request of its own."""
-        request = self._made()
+        request = self._new_request()
         for name, array in arrays.items():
             request.set_tensor(name, self._tensor(array))
         infer: Callable[[], object] = request.infer

@@ -114,3 +114,39 @@ def test_group_query_attention_is_computed_in_float64(softcap: float) -> None:
     for sample, length in enumerate(lengths):
         np.testing.assert_allclose(exact[sample, :length], expected[sample, :length], rtol=1e-12)
         np.testing.assert_allclose(kernel[sample, :length], expected[sample, :length], rtol=1e-4, atol=1e-6)
+
+
+def test_group_query_attention_turns_each_samples_tokens_from_the_first_on() -> None:
+    """The kernel, and float64, of a first prompt whose samples have fewer tokens than there are columns."""
+    batch, tokens, heads, shared, size, lengths = 3, 6, 4, 2, 16, [6, 4, 1]
+    angles = np.arange(8)[:, None] * 10_000.0 ** (-np.arange(0, size, 2) / size)
+    constants = {
+        "last": np.asarray(lengths, np.int32) - 1, "total": np.asarray(tokens, np.int32),
+        "cosines": np.cos(angles).astype(np.float32), "sines": np.sin(angles).astype(np.float32),
+    }  # fmt: skip
+    tensors = [ir.tensor(array, name=name) for name, array in constants.items()]
+    weights = [
+        ir.Value(name=t.name, const_value=t, type=ir.TensorType(t.dtype), shape=ir.Shape(t.shape.numpy()))
+        for t in tensors
+    ]
+    names = {"query": heads, "key": shared, "value": shared}
+    inputs = [
+        ir.Value(name=name, type=ir.TensorType(FLOAT), shape=ir.Shape([batch, tokens, count * size]))
+        for name, count in names.items()
+    ]
+    last, total, *tables = weights
+    node = ir.node(
+        "GroupQueryAttention", [*inputs, None, None, last, total, *tables], domain="com.microsoft", num_outputs=3,
+        attributes={"num_heads": heads, "kv_num_heads": shared, "do_rotary": 1},
+    )  # fmt: skip
+    (output, *_) = node.outputs
+    output.name, output.type = "output", ir.TensorType(FLOAT)
+    opsets = {"": 21, "com.microsoft": 1}
+    model = ir.Model(
+        ir.Graph(inputs, [output], nodes=[node], initializers=weights, opset_imports=opsets), ir_version=10
+    )
+    draws = np.random.default_rng(0)
+    feeds = {name: draws.normal(size=(batch, tokens, count * size)).astype(np.float32) for name, count in names.items()}
+    exact, kernel = (run(model)(feeds)["output"] for run in (in_float64, as_it_is))
+    for sample, length in enumerate(lengths):
+        np.testing.assert_allclose(kernel[sample, :length], exact[sample, :length], rtol=1e-4, atol=1e-6)
