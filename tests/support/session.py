@@ -40,7 +40,7 @@ settings.register_profile(
 settings.register_profile(
     "thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False, phases=list(Phase)
 )
-settings.register_profile("drawn", settings.get_profile("ci"), max_examples=25)
+settings.register_profile("drawn", settings.get_profile("ci"), max_examples=15)
 settings.load_profile("ci" if DRAW is None else "drawn")
 
 # Torch's cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
