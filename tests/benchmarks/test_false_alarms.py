@@ -44,9 +44,9 @@ INT8_SEEDS = (2, 3, 4)
 
 
 def of_kinds(seeds: Sequence[int], draw: Callable[[int], Recipe], kinds: Iterable[str]) -> list[Any]:
-    """Kinds and seeds, of which a draw has every second kind."""
+    """Kinds and seeds, of which a draw has every fourth kind."""
     turns = [*kinds]
-    return [pytest.param(kind, seed, marks=share(turns.index(kind))) for seed in seeds if (kind := draw(seed).kind)]
+    return [pytest.param(kind, seed, marks=share(turns.index(kind), 4)) for seed in seeds if (kind := draw(seed).kind)]
 
 
 @pytest.mark.drawn("seed")

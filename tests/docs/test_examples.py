@@ -42,8 +42,8 @@ together = pytest.mark.xdist_group("examples")
 
 
 def in_turn(names: set[str]) -> list[Any]:
-    """Scripts of which a draw of the tests has every second."""
-    return [pytest.param(name, marks=share(turn)) for turn, name in enumerate(sorted(names))]
+    """Scripts of which a draw of the tests has one."""
+    return [pytest.param(name, marks=share(turn, len(names))) for turn, name in enumerate(sorted(names))]
 
 
 @pytest.fixture(scope="module")

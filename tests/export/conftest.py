@@ -10,8 +10,8 @@ import pytest
 
 import attnforge
 from attnforge.bundle import Bundle
-from tests.conftest import once
 from tests.support.broken import BROKEN, healthy, made
+from tests.support.session import once
 
 DeployBroken = Callable[[str, str], Bundle]
 """A model of `BROKEN`, or `healthy`, by name and precision, deployed. To alter it, take a copy."""

@@ -66,7 +66,7 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn)) for turn, name in enumerate(AWKWARD)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn, 3)) for turn, name in enumerate(AWKWARD)])
 def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_path: Path) -> None:
     function, more = AWKWARD[name]
     bundle = deployed(function, tmp_path / "b", precision, *more)

@@ -20,10 +20,11 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.deploy_cache import VARIABLE
 from tests.support.bundles import DeploySmall
-from tests.support.tiers import DRAW
+from tests.support.tiers import DRAW, share
 
 TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6" if DRAW is None else "3"))
-"""How often a process is killed, fewer times in a draw of the tests: `make kill` says a hundred."""
+"""How often a process is killed, fewer times in a draw of the tests, at deploys or at rebuilds: `make kill` says a
+hundred."""
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked"),
@@ -93,15 +94,17 @@ def check_whole(bundle: Path) -> None:
     Bundle(bundle)
 
 
-@pytest.mark.parametrize(("work", "share"), [("deploy", 0.7), ("rebuild", 0.3)])
+@pytest.mark.parametrize(
+    ("work", "part"), [pytest.param("deploy", 0.7, marks=share(0)), pytest.param("rebuild", 0.3, marks=share(1))]
+)
 def test_killed_at_any_moment_the_old_or_the_new_bundle_verifies(
-    small: DeploySmall, workers: Workers, tmp_path: Path, work: str, share: float
+    small: DeploySmall, workers: Workers, tmp_path: Path, work: str, part: float
 ) -> None:
     bundle = Path(shutil.copytree(small("fp32").path, tmp_path / "bundle"))
     code, whole = workers.run(work, bundle, 0)
     assert code == 0
     rng = random.Random(0)
-    times = max(2, round(share * TIMES))  # one alone may end before it is killed
+    times = max(2, round(part * TIMES))  # one alone may end before it is killed
     ended = []
     for i in range(times):
         code, seconds = workers.run(work, bundle, 1 + i, (i + rng.random()) / times * whole)

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.conftest import EVERY
-from tests.support.faults.bench import is_sampled
+from tests.support.faults.bench import is_drawn
 from tests.support.faults.catalogue import FAULTS
+from tests.support.faults.graph import Fault
 from tests.support.faults.subjects import DECODERS, IN_TURNS, PRECISIONS
 from tests.support.idioms import IDIOMS
 from tests.support.idioms.catalogue import parts
+from tests.support.session import EVERY
 from tests.support.tiers import TOGETHER, is_in, left_out, one_of
 
 BY_DRAW_ALONE = {
@@ -61,10 +62,10 @@ def function(item: pytest.Item) -> str:
 
 
 @pytest.mark.parametrize("draw", range(4))
-def test_three_draws_have_every_idiom_once(draw: int) -> None:
+def test_five_draws_have_every_idiom_once(draw: int) -> None:
     names = [
         name
-        for number in range(draw, draw + 3)
+        for number in range(draw, draw + 5)
         for precision in ("fp32", "fp16")
         for part in parts(precision, number)
         for name in part.names
@@ -77,7 +78,7 @@ def test_each_draw_has_idioms_of_each_form_and_precision(draw: int) -> None:
     for precision in ("fp32", "fp16"):
         names = {form: [n for part in parts(precision, draw) if part.form == form for n in part.names]
                  for form in ("dynamic", "static")}  # fmt: skip
-        assert all(len(of_form) > len(IDIOMS) / 20 for of_form in names.values())
+        assert all(len(of_form) > len(IDIOMS) / 30 for of_form in names.values())
 
 
 def test_draws_in_a_row_have_every_idiom_in_every_form_and_precision() -> None:
@@ -92,18 +93,23 @@ def ways_of(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, precision) for name in names for precision in PRECISIONS[name] if precision not in ("fp16", "bf16")]
 
 
-@pytest.mark.parametrize("turn", range(2))
-def test_each_draw_has_faults_of_every_family(turn: int) -> None:
-    names = set(PRECISIONS) - {*IN_TURNS[1 - turn]}
-    tried = {f.family for f in FAULTS for name, at in ways_of(names) if at not in f.not_in and is_sampled(f, name, at)}
-    assert tried == {fault.family for fault in FAULTS}
+def faults_of(draw: int) -> list[Fault]:
+    """The faults that a draw tries, once for each subject and precision."""
+    ways = ways_of(set(PRECISIONS) - {*IN_TURNS[(1 + draw) % 2]})
+    return [f for f in FAULTS for name, at in ways if at not in f.not_in and is_drawn(f, name, at, draw)]
 
 
-def test_every_fault_is_in_every_two_draws() -> None:
-    """A draw has half of the subjects in fp32 or in few bits, and of decoders, of fp8 and of 4 bits the tests try every
-    second fault."""
-    ways = ways_of(PRECISIONS)
-    left = [fault for fault in FAULTS if not any(is_sampled(fault, name, precision) for name, precision in ways)]
+@pytest.mark.parametrize("draw", range(4))
+def test_each_draw_has_faults_of_every_family(draw: int) -> None:
+    assert {fault.family for fault in faults_of(draw)} == {fault.family for fault in FAULTS}
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_every_fault_is_in_every_four_draws(first: int) -> None:
+    """A draw has half of the subjects in fp32 or in few bits, and tries half of their faults. Of decoders, of fp8 and
+    of 4 bits the tests try every second fault."""
+    tried = {fault.name for draw in range(first, first + 4) for fault in faults_of(draw)}
+    left = [fault for fault in FAULTS if fault.name not in tried]
     halved = {*DECODERS, *(name for name, at in PRECISIONS.items() if {*at} <= {"fp8", "int4"})}
     assert [fault.name for fault in left if not {*fault.subjects} <= halved] == []
     of_both = [fault for fault in FAULTS if {*fault.subjects} <= halved]

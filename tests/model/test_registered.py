@@ -17,18 +17,14 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
 from attnforge.model import MODELS, MultiHeadSelfAttention, build_model
 from attnforge.runtime.backends.registry import why_not_here
-from tests.support.bundles import IN_BF16, Deploy, example_of, in_turn
+from tests.support.bundles import IN_BF16, IN_FP32, Deploy, example_of, in_turn
 
 BILINEAR = [name for name in MODELS if name != "additive-attention"]
 TWO_LAYERS = ("patch-attention-digits", "transformer-encoder", "decoder", "vit")
 SITES = {name: 2 if name in TWO_LAYERS else 1 for name in MODELS} | {"decoder-digits": 3}
-EXACT = (
-    "self-attention", "multi-head-self-attention", "worked-example", "general-attention", "parameter-free-attention",
-    "patch-attention", "post-softmax-scale", "reshape-without-transpose",
-)  # fmt: skip
 PRECISIONS = [
     pytest.param(name, precision, marks=in_turn(name, precision))
-    for precision, names in {"fp16": MODELS, "fp32": EXACT, "bf16": IN_BF16}.items()
+    for precision, names in {"fp16": MODELS, "fp32": IN_FP32, "bf16": IN_BF16}.items()
     for name in names
 ]
 
@@ -79,7 +75,7 @@ def test_attention_is_fused_in_bf16(registered: Deploy, name: str) -> None:
     assert fused(certificate, "tensorrt_rtx") == "1 of 1 []"
 
 
-@pytest.mark.parametrize("name", at("fp32", EXACT))
+@pytest.mark.parametrize("name", at("fp32", IN_FP32))
 def test_fp32_has_no_fused_kernel_and_says_so(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp32").manifest.attention
     assert certificate.canonical == certificate.sites == SITES[name]
@@ -89,10 +85,7 @@ def test_fp32_has_no_fused_kernel_and_says_so(registered: Deploy, name: str) -> 
     assert all("no fused attention kernel for float; deploy in fp16 or bf16" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize(
-    "name",
-    at("fp32", ["self-attention", "multi-head-self-attention", "parameter-free-attention", "patch-attention"]),
-)
+@pytest.mark.parametrize("name", at("fp32", IN_FP32[:4]))
 def test_onnxruntime_runs_unmasked_attention_as_one_kernel(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp32").manifest.attention
     assert fused(certificate, "onnxruntime") == f"{SITES[name]} of {SITES[name]} []"

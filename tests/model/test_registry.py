@@ -100,7 +100,7 @@ def other_sizes(example: Example, sizes: dict[str, int]) -> list[Tensor]:
     return args
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn, 3)) for turn, name in enumerate(NAMES)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn, 6)) for turn, name in enumerate(NAMES)])
 def test_registry_models_export_with_dynamic_shapes_and_without_float32(name: str) -> None:
     example = small(name)
     module, args = example.module.half(), cast(example.args, torch.float16)

@@ -8,7 +8,7 @@ Three marks say what a draw takes, and all else is in every draw:
 
 - `@pytest.mark.drawn("precision")` takes one test for all values of these parameters, in turn, for each combination of
   the others: every member of a catalogue, at one of its precisions, forms or devices.
-- `share(turn, of)` marks a parameter, by its turn in its catalogue, of which a draw has every second, third or fourth.
+- `share(turn, of)` marks a parameter, by its turn in its catalogue, of which a draw has every second to sixth.
 - `@pytest.mark.full` leaves a test, or one of its parameters, to the full tier: each says beside it what a draw has in
   its place.
 """
@@ -26,8 +26,8 @@ T = TypeVar("T")
 DRAW = int(named) if (named := os.environ.get("ATTNFORGE_DRAW", "")) else None
 """The number of the draw; None where all tests run."""
 
-TOGETHER = 15
-"""So many draws in a row leave nothing out but what is marked `full`: a third of the registered models is in a draw,
+TOGETHER = 25
+"""So many draws in a row leave nothing out but what is marked `full`: a fifth of the registered models is in a draw,
 their plans for one of five devices; other catalogues take fewer."""
 
 

@@ -101,8 +101,8 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def one_worker(turn: int, name: str) -> list[pytest.MarkDecorator]:
-    """The marks of a published model, which is deployed by one worker for all of its tests, in every third draw."""
-    return [share(turn, 3), pytest.mark.xdist_group(f"published-{name}")]
+    """The marks of a published model, which is deployed by one worker for all of its tests, in every fifth draw."""
+    return [share(turn, 5), pytest.mark.xdist_group(f"published-{name}")]
 
 
 @pytest.fixture(

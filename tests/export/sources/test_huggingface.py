@@ -39,7 +39,7 @@ SAME = ("clip-vision", "dinov2", "whisper-encoder")
 ARCHITECTURES = sorted({name for name, _ in variants()})
 
 VARIANTS = [
-    pytest.param(name, attention, marks=share(ARCHITECTURES.index(name), 3))
+    pytest.param(name, attention, marks=share(ARCHITECTURES.index(name), 6))
     for name, attention in variants()
     if attention == "eager" or name not in SAME
 ]

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tests.support.faults.bench import NEVER, Faults, is_sampled
+from tests.support.faults.bench import NEVER, Faults, is_drawn
 from tests.support.faults.catalogue import FAULTS, INERT, softmax_twice
 from tests.support.faults.graph import Graph, NotThere
 from tests.support.faults.subjects import DECODERS, IN_TURNS, PRECISIONS
@@ -26,7 +26,7 @@ TRIED = ("fp32", "fp16", "int8", "fp8", "int4")
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults"), is_sampled)
+    return Faults(tmp_path_factory.mktemp("faults"), is_drawn)
 
 
 PASSED_IN_FP32 = {*INERT, "epsilon-1e-6", "epsilon-1e-12"}
@@ -39,7 +39,7 @@ def grouped(precision: str) -> pytest.MarkDecorator:
 
 
 def of_a_draw(name: str, precision: str) -> list[pytest.MarkDecorator]:
-    """A draw of the tests has half of the subjects, in fp32 or in few bits: each fault is put in at one of these."""
+    """A draw of the tests has half of the subjects, in fp32 or in few bits, and in each half of its faults."""
     if precision == "fp16":
         return [grouped(precision), pytest.mark.full]
     return [grouped(precision), *(share(turn) for turn, names in enumerate(IN_TURNS) if name in names)]

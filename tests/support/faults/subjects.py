@@ -48,9 +48,12 @@ PRECISIONS = {
 """The subjects, and the precisions that they are deployed in."""
 
 IN_TURNS = (
-    ("encoder", "bare-window", "padded", "calibrated", "odd-heads", "windowed-decoder", "gpt"),
-    ("cross", "causal", "window", "padded-causal", "by-token", "llama", "capped-decoder"),
-)
+    ("encoder", "bare-window", "padded", "steps", "calibrated", "odd-heads", "windowed-decoder", "gpt"),
+    (
+        "cross", "causal", "window", "window-in-products", "padded-causal", "padded-steps", "by-token", "llama",
+        "capped-decoder", "turning-decoder",
+    ),
+)  # fmt: skip
 """The subjects that one draw of the tests has, and those of the next; all draws have the others. Each draw has faults
 of every family."""
 
