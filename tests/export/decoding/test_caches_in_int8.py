@@ -71,6 +71,11 @@ def test_the_kernel_reads_int8_itself(tmp_path: Path) -> None:
     assert not [node for node in model.graph if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
 
 
+def test_tensorrt_has_no_caches_in_int8(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="tensorrt_rtx keeps caches in fp32, fp16 or bf16, not int8"):
+        deploy("rotary", tmp_path / "b", targets=["tensorrt_rtx"])
+
+
 def test_beside_products_in_few_bits(tmp_path: Path) -> None:
     bundle = deploy("rotary", tmp_path / "b", "int8", max_error=0.2)
     record = bundle.manifest.quantised
