@@ -26,9 +26,11 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused, masks_of
 from attnforge.export.decoding.insert import one_token, with_cache
 from attnforge.export.decoding.tokenizer import keep_tokenizer
+from attnforge.export.expected_caches import ExpectedCaches
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.measuring import MEASURING, SECONDS, measure
 from attnforge.export.options import DeployOptions, Keywords
+from attnforge.export.precision.caches import RoundedCache
 from attnforge.export.precision.gate import choose_forms
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
@@ -110,6 +112,9 @@ def deploy(
             graphs take the next tokens and a cache of this many keys and values for every attention site
             (:mod:`attnforge.export.decoding.insert`). A session still answers for whole sequences, and
             :meth:`~attnforge.runtime.session.Session.decoder` step by step.
+        cache_precision: `int8`: caches hold keys and values in 8 bits, a quarter of the bytes, by ranges of `data`,
+            and are refused where that costs more than `max_error` or `metric` and `least` allow. By default caches
+            are as keys and values are.
         tokenizer: a file of the `tokenizers` library, `tokenizer.json`, which the bundle keeps for `attnforge
             generate`.
         stop: ids behind which a text ends.
@@ -168,21 +173,32 @@ def _made(
         Work.at_most(model, source.inputs, source.precision, selection.chosen, options.tune).check()
 
         reference: ReferenceModel = source
-        mixed = quantised = None
+        mixed, quantised = None, None
+        rounded: list[RoundedCache] = []
         if options.automatic:
             trials, requirement = stages.begin("choose precisions"), options.requirement(data)
             chosen = choose(model, sites, source, options.automatic, requirement, data, trials)
             model, reference, mixed = chosen.model, chosen.reference, chosen.mixed
-        elif low := options.quantised:
+        elif options.is_quantised:
             trials, requirement = stages.begin("quantise"), options.requirement(data)
-            forms = choose_forms(model, sites, source, low, options.keeps_some, requirement, data, trials)
-            model, reference, quantised = forms.model, forms.reference, forms.record
+            low, in_int8 = options.quantised or source.precision, options.cache_precision is not None
+            forms = choose_forms(model, sites, source, low, options.keeps_some, requirement, data, trials, in_int8)
+            model, reference, quantised, rounded = forms.model, forms.reference, forms.record, forms.caches
 
-        whole, decoding = model, None
+        whole, decoding, caches = model, None, None
         if options.cache_tokens is not None:
             model = whole.clone()  # the reference may be the graph itself
             decoding = with_cache(model, sites, source.inputs, source.outputs, options.cache_tokens)
             decoding.stop = list(options.stop)
+            names = [spec.name for spec in decoding.tensors]
+            scales = {one.site.name: (one.key, one.value) for one in rounded}
+            stored = {
+                spec.name: scale
+                for cache in decoding.caches
+                if cache.site in scales
+                for spec, scale in zip((cache.key, cache.value), scales[cache.site], strict=True)
+            }
+            caches = ExpectedCaches(decoding.places, names, whole, source.model, sites, stored)
             if options.tokenizer is not None:
                 decoding.tokenizer = keep_tokenizer(options.tokenizer, folder)
         taken, _ = graph_tensors(source.inputs, source.outputs, decoding)
@@ -215,7 +231,7 @@ def _made(
         give_back()
         alone = attention if quantised is None else None  # errs by far less than quantised products
         begun_reference = stages.begin("reference")
-        make = partial(write_reference, folder, reference, whole, alone, data, begun_reference, options.cache_tokens)
+        make = partial(write_reference, folder, reference, whole, alone, data, begun_reference, caches)
         cases = reuse.reference(reference, attention, data, make) if reference is source else make()
         if decoding is not None:
             decoding.cases = [case for case in cases if case.name == WHOLE_CACHE]
@@ -256,7 +272,7 @@ def _stage_names(options: DeployOptions, selection: Selection) -> list[str]:
         "export",
         "canonicalize",
         *(["choose precisions"] if options.automatic else []),
-        *(["quantise"] if options.quantised else []),
+        *(["quantise"] if options.is_quantised else []),
         *(_lowering(target) for target in selection.chosen),
         "reference",
         *([PLANS] if _has_plans(selection) else []),

@@ -61,6 +61,7 @@ class Keywords(TypedDict, total=False):
     source: Source | None
     trust_source: bool
     cache_tokens: int | None
+    cache_precision: str | None
     tokenizer: str | os.PathLike[str] | None
     stop: Sequence[int]
 
@@ -92,6 +93,7 @@ class DeployOptions:
     source: Source | None = None
     trust_source: bool = False
     cache_tokens: int | None = None
+    cache_precision: str | None = None
     tokenizer: str | os.PathLike[str] | None = None
     stop: Sequence[int] = ()
 
@@ -103,6 +105,7 @@ class DeployOptions:
                 "a tokenizer and the ids at which texts stop are for generation; give cache_tokens as well"
             )
         self._check_precision()
+        self._check_cache_precision()
         self._check_targets()
         self._check_data()
 
@@ -115,6 +118,11 @@ class DeployOptions:
     def quantised(self) -> Precision | None:
         """What products are to be quantised to; None where none are."""
         return QUANTISED.get(self.precision or "")
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether products or caches are to be in few bits."""
+        return self.quantised is not None or self.cache_precision is not None
 
     @property
     def keeps_some(self) -> bool:
@@ -133,7 +141,7 @@ class DeployOptions:
     @property
     def source_precision(self) -> str | None:
         """Name of the precision to export the model in; None for a graph's or program's own."""
-        return "fp32" if self.automatic or self.quantised else self.precision
+        return "fp32" if self.automatic or self.quantised or self.cache_precision else self.precision
 
     def _check_precision(self) -> None:
         precision, error = self.precision, self.max_error
@@ -141,10 +149,10 @@ class DeployOptions:
         if precision is not None and precision not in known:
             raise UnknownNameError("precision", precision, known)
         if error is not None:
-            if not (self.automatic or self.quantised):
+            if not (self.automatic or self.quantised or self.cache_precision):
                 raise UsageError(
-                    f"a largest error of {error:g} is for precision auto or {', '.join(QUANTISED)}, "
-                    f"not {precision or 'fp32'}"
+                    f"a largest error of {error:g} is for precision auto or {', '.join(QUANTISED)}, or a "
+                    f"cache_precision, not {precision or 'fp32'}"
                 )
             if not 0 < error < 1:
                 raise UsageError(f"the largest error is {error:g}; give a relative one, between 0 and 1")
@@ -167,6 +175,29 @@ class DeployOptions:
             )
         if self.attention_precision not in low:
             raise UnknownNameError("attention precision", self.attention_precision, low)
+
+    def _check_cache_precision(self) -> None:
+        if self.cache_precision is None:
+            return
+        if self.cache_precision != "int8":
+            raise UnknownNameError("cache precision", self.cache_precision, ["int8"])
+        if self.cache_tokens is None:
+            raise UsageError("caches are to be int8, and there are none; give cache_tokens as well")
+        if self.automatic or self.precision not in (None, "fp32", *QUANTISED):
+            raise UsageError(
+                f"caches in int8 are beside fp32 or products in few bits, not {self.precision}: what runs steps "
+                "computes in fp32; leave the precision or the cache's out"
+            )
+        if not self.data:
+            raise UsageError(
+                "caches in int8 have ranges of real keys and values, and no real inputs were given; give some as data "
+                "(--calibrate)"
+            )
+        if self.max_error is None and (self.metric is None or self.least is None):
+            raise UsageError(
+                "a cache in int8 changes what the model answers, and nothing says by how much it may; give max_error "
+                "(a relative one, such as 0.05), or a metric and the least that it is to reach"
+            )
 
     def _check_targets(self) -> None:
         for target in (*(self.targets or ()), *self.require_fused):

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from attnforge.arrays import BFLOAT16, Array, is_floating, pieces
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, DimSpec, TensorSpec
 from attnforge.errors import BuildError, CaptureError
+from attnforge.export.expected_caches import ExpectedCaches
 from attnforge.export.flops import run_cost
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
@@ -26,6 +27,7 @@ from attnforge.runtime.cases import (
     LARGEST,
     OUTLIERS,
     PASSES,
+    STEPPED,
     WHOLE_CACHE,
     Cost,
     blocks,
@@ -36,6 +38,7 @@ from attnforge.runtime.cases import (
     make_inputs,
     run_of_example,
     sampled,
+    scale_key,
 )
 from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
@@ -113,7 +116,7 @@ def write_reference(
     attention: Precision | None = None,
     data: Data | None = None,
     progress: Progress | None = None,
-    places: int | None = None,
+    caches: ExpectedCaches | None = None,
 ) -> list[Case]:
     """Run every case through the model at the bundle's precision and in float64, and write inputs and outputs.
 
@@ -125,15 +128,15 @@ def write_reference(
             another precision, so all of the model runs at it: the yardstick of :mod:`attnforge.runtime.parity.budget`.
         data: real inputs, which become cases after those that are made from seeds.
         progress: hears of every case.
-        places: tokens that a decoder's caches hold, where it is one.
+        caches: of a decoder: what they are to hold.
 
     Returns:
         the cases, with the scale of their inputs and the spread of eager's error.
     """
     cost = run_cost(graph)
     stored, cases = stored_inputs(model, data or Data(), cost)
-    if places is not None:
-        cases += _whole_cache(model.inputs[0], places, len(cases))
+    if caches is not None:
+        cases += _whole_cache(model.inputs[0], caches.places, len(cases))
     low = model.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
     few = _FewNumbers()
@@ -156,6 +159,15 @@ def write_reference(
             truth = {output: sampled(array, case) for output, array in exact.items()}
             draws.append(_Draws(case, inputs, model, low or model, errors, truth))
         few.add(case, eager, exact)
+    if caches is not None:
+        steps.begin("keys and values of caches")
+        outputs |= {scale_key(name): scale for name, scale in caches.scales.items()}
+        stepped = {case.name: case for case in cases if case.name in STEPPED}
+        inputs_of = {name: make_inputs(case, model.inputs, stored) for name, case in stepped.items()}
+        for name, (eager, exact) in caches.computed(inputs_of).items():
+            stepped[name].caches = True
+            outputs |= _sampled(stepped[name], eager, "eager") | _sampled(stepped[name], exact, "float64")
+            few.add(stepped[name], eager, exact)
     finite.check()
     few.widen_spreads(model.precision.floor)
     left = _draw(draws, for_draws, cost, steps)

@@ -48,6 +48,9 @@ LARGEST = "normal-largest"
 WHOLE_CACHE = "whole-cache"
 """The name of the case of one sample with as many tokens as a decoder's caches hold, which steps alone reach."""
 
+STEPPED = ("example", "normal-prime")
+"""The names of the cases whose tokens a decoder is given in every order, and whose keys and values the bundle keeps."""
+
 CHEAP = 1e9
 """Floating-point operations of a run up to which no case is made smaller for its cost."""
 
@@ -406,3 +409,8 @@ def key(case: Case, output: str, which: str) -> str:
             module in eager at that precision.
     """
     return f"{case.name}/{output}/{which}"
+
+
+def scale_key(cache: str) -> str:
+    """The name under which the scales of a cache in int8 stand in the reference file, `(key heads, 1, size)`."""
+    return f"{cache}/scale"

@@ -248,6 +248,7 @@ class Case(StoredRecord):
         most: the largest whole number of inputs, where the case's sizes do not bear the example's, such as an index of
             a token that a shorter input has not; None where they do.
         seed: of the random numbers.
+        caches: whether the bundle keeps what a decoder's caches are to hold behind all tokens.
     """
 
     name: Name
@@ -258,6 +259,7 @@ class Case(StoredRecord):
     most: Count | None = None
     seed: Seed
     spread: dict[Name, tuple[Positive, Positive]] = {}
+    caches: bool = False
 
     @property
     def is_ordinary(self) -> bool:
@@ -338,6 +340,7 @@ class Quantised(StoredRecord):
         steps: what was tried in order, and what came of it.
         tables: stored in 8 bits, by the name of their first lookup: the error relative to the table in fp32.
         attention: in fp8, by the site's name: the error of its output on calibration data, relative to fp32.
+        caches: of keys and values in int8, by the site's name: the same error.
     """
 
     type: Literal["int8", "fp8", "int4"]
@@ -350,6 +353,7 @@ class Quantised(StoredRecord):
     steps: list[str]
     tables: dict[Name, float] = {}
     attention: dict[Name, float] = {}
+    caches: dict[Name, float] = {}
 
 
 class Choice(StoredRecord):

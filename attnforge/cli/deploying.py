@@ -85,6 +85,10 @@ def deploy(
             help="Make steps of a decoder of a causal model, with caches of keys and values for so many tokens."
         ),
     ] = None,
+    cache_precision: Annotated[
+        str | None,
+        typer.Option(help="int8: of the caches, by ranges of real inputs, within --max-error or --least."),
+    ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="A tokenizer.json that the bundle keeps, for generate; by default the model's own."),
@@ -164,6 +168,7 @@ def deploy(
                 source=source,
                 trust_source=trust_source,
                 cache_tokens=cache_tokens,
+                cache_precision=cache_precision,
                 tokenizer=tokenizer,
                 stop=stop,
                 progress=progress,

@@ -137,8 +137,8 @@ def _print_mixed(mixed: Mixed) -> None:
 
 
 def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) -> None:
-    share = f"{quantised.share:.1%} of the operations of products, in {len(quantised.products)} products"
-    say(f"{quantised.type}: {share}; error {error(quantised.error)}")
+    share = f"{quantised.share:.1%} of the operations of products, in {len(quantised.products)} products; "
+    say(f"{quantised.type}: {share if quantised.products else ''}error {error(quantised.error)}")
     forms: dict[str, list[QuantisedProduct]] = {}
     for product in quantised.products:
         by = f"in blocks of {product.block}" if product.block else f"by {product.by}"
@@ -154,6 +154,10 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         worst_site = max(quantised.attention, key=lambda name: quantised.attention[name])
         worst_error = error(quantised.attention[worst_site])
         say(f"attention: {len(quantised.attention)} sites; {worst_site} errs most, by {worst_error}", indent=2)
+    if quantised.caches:
+        worst_cache = max(quantised.caches, key=lambda name: quantised.caches[name])
+        worst_error = error(quantised.caches[worst_cache])
+        say(f"caches: {len(quantised.caches)} sites; {worst_cache} errs most, by {worst_error}", indent=2)
     for name, record in targets.items():
         if record.low_bit is not None:
             say(f"{name}: {record.low_bit} of {len(quantised.products)} multiplied as they are stored", indent=2)

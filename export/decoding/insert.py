@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -29,7 +30,9 @@ from attnforge.export.attention.visibility import visibility
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import VIEWS, check_by_token, kinds_of
 from attnforge.export.graphs.build import Builder, constant, insert, typed
+from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.lowering.attention import Attention, attentions
+from attnforge.export.lowering.cached import seen_places
 
 OPSET = 24
 """The first opset with TensorScatter."""
@@ -100,8 +103,8 @@ def with_cache(
         if window not in masks:
             masks[window] = _mask(graph, places_of_tokens, window, places)
         keys, values = _cached(graph, a, tokens, past, i, places)
-        a.node.replace_input_with(1, keys[1])
-        a.node.replace_input_with(2, values[1])
+        a.node.replace_input_with(1, keys.read)
+        a.node.replace_input_with(2, values.read)
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[window])
         a.node.metadata_props[WINDOW] = str(window or 0)
@@ -255,11 +258,7 @@ def _mask(graph: ir.Graph, positions: ir.Value, window: int | None, places: int)
     batch, count = positions.shape
 
     def build(op: Builder) -> ir.Value:
-        columns = constant(op, [[[list(range(places))]]])
-        own = op.Unsqueeze(positions, constant(op, [1, 3]))
-        shown = op.LessOrEqual(columns, own)
-        if window is not None:
-            shown = op.And(shown, op.Greater(columns, op.Sub(own, constant(op, window))))
+        shown = seen_places(op, positions, window, places)
         return typed(shown, BOOL, [_copied(batch), 1, _copied(count), places])
 
     return insert(graph, after, build, after=True, stem=f"decoding/mask{window or ''}")
@@ -269,40 +268,44 @@ def _copied(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
     return dim if isinstance(dim, int) else ir.SymbolicDim(dim.value)
 
 
-_Written = tuple[ir.Value, ir.Value]
-"""A cache before and after the new tokens are written."""
+@dataclass(frozen=True)
+class _Written:
+    """A cache of keys or values.
+
+    Attributes:
+        before, after: without and with the new tokens, `(batch, key heads, places, size)`.
+        read: what attention reads of it: the same, or where it is int8, restored.
+    """
+
+    before: ir.Value
+    after: ir.Value
+    read: ir.Value
 
 
 def _cached(
     graph: ir.Graph, a: Attention, tokens: _Tokens, past: ir.Value, number: int, places: int
 ) -> tuple[_Written, _Written]:
-    """The caches of keys and of values of a site, as inputs and outputs of the graph.
-
-    What several heads share is held once: the cache has the heads of the tensors before they are repeated.
-    """
-    heads = _own_heads(a)
+    """The caches of keys and of values of a site, as inputs and outputs of the graph."""
     result = []
-    for what, operand, features in (("key", a.key, "d_k"), ("value", a.value, "d_v")):
-        layout = Layout([*a.layout("B").dims, heads, *a.layout("n_k", features).dims])
+    sized = zip(("key", "value"), in_cache(a), ("d_k", "d_v"), strict=True)
+    for what, (operand, layout), features in sized:
         size = a.size(features)
-        count = Layout([heads]).sizes()[0]
+        _, count, *_ = layout.sizes()
         if not (count.is_static and size.is_static):
             raise UsageError(f"{a.node.name} has heads of a dynamic size, so its cache has none")
         dims = [_dim(tokens.batch), count.factor, places, size.factor]
+        rounded = InInt8.before(operand.value) if operand.layout.dims == layout.dims else None
         before = ir.Value(name=_unused(graph, f"{what}_cache.{number}"))
-        graph.inputs.append(typed(before, a.dtype, dims))
-
-        def build(
-            op: Builder, operand: Operand = operand, layout: Layout = layout, before: ir.Value = before
-        ) -> ir.Value:
-            new = rearrange(op, operand.value, operand.layout, layout, a.sized)
-            after = op.op("TensorScatter", [before, new, past], {"axis": 2})
-            return typed(after, a.dtype, [_copied(dim) for dim in before.shape or ()])
-
-        after = insert(graph, a.node, build, stem=f"{a.node.name}/{what}")
+        graph.inputs.append(typed(before, a.dtype if rounded is None else INT8, dims))
+        write = partial(_write, a=a, kept=(operand, layout), rounded=rounded, before=before, past=past)
+        after = insert(graph, a.node, write, stem=f"{a.node.name}/{what}")
         after.name = f"{before.name}{NEXT}"
         graph.outputs.append(after)
-        result.append((before, after))
+        read = after
+        if rounded is not None:
+            restore = partial(rounded.restored, stored=after)
+            read = insert(graph, a.node, restore, stem=f"{a.node.name}/{what} restored")
+        result.append(_Written(before, after, read))
     keys, values = result
     return keys, values
 
@@ -315,9 +318,31 @@ def _own_heads(a: Attention) -> tuple[Axis, ...]:
     return tuple(heads[:own] if all(present[:own]) else heads)
 
 
+def _write(
+    op: Builder, a: Attention, kept: tuple[Operand, Layout], rounded: InInt8 | None, before: ir.Value, past: ir.Value
+) -> ir.Value:
+    """The cache with the new tokens."""
+    operand, layout = kept
+    new = rearrange(op, operand.value, operand.layout, layout, a.sized) if rounded is None else rounded.stored
+    assert before.dtype is not None
+    after = op.op("TensorScatter", [before, new, past], {"axis": 2})
+    return typed(after, before.dtype, [_copied(dim) for dim in before.shape or ()])
+
+
+def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layout]]:
+    """Keys and values of a site, each with its layout in a cache, `(batch, key heads, tokens, size)`. What several
+    heads share is held once: the heads are those of the tensors before they are repeated."""
+    heads = _own_heads(a)
+    key, value = (
+        (operand, Layout([*a.layout("B").dims, heads, *a.layout("n_k", size).dims]))
+        for operand, size in ((a.key, "d_k"), (a.value, "d_v"))
+    )
+    return key, value
+
+
 def _spec(written: _Written, tokens: _Tokens) -> TensorSpec:
     """The manifest's record of a cache."""
-    before, _ = written
+    before = written.before
     assert before.shape is not None and before.dtype is not None
     dims = [tokens.batch, *(int(dim) for dim in list(before.shape)[1:] if isinstance(dim, int))]
     return TensorSpec(name=str(before.name), dtype=before.dtype.numpy().name, dims=dims)

@@ -9,7 +9,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.bundle import NEXT, Bundle, Decoding
 from attnforge.export.attention.canonical import WINDOW
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
+from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.saving import load_graph
+from attnforge.export.lowering.attention import writer_of
 
 INT64 = ir.DataType.INT64
 
@@ -65,10 +67,13 @@ def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
     """Let a canonical node read the new keys and values, and not a cache that holds them alone."""
     del node.metadata_props[WINDOW]
     for index in (1, 2):
-        written = node.inputs[index]
-        writer = written.producer() if written is not None else None
-        assert writer is not None and writer.op_type == "TensorScatter"
-        node.replace_input_with(index, writer.inputs[1])
+        read = node.inputs[index]
+        new = writer_of(read).inputs[1]
+        assert new is not None
+        rounded = InInt8.of_stored(new, read)
+        if rounded is not None:
+            new = insert(graph, node, rounded.restored, stem=f"{node.name}/without past/{index}")
+        node.replace_input_with(index, new)
     mask, query = node.inputs[3], node.inputs[0]
     assert mask is not None and query is not None and mask.dtype is not None
     dims = dims_of(mask)

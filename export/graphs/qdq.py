@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
+
+from attnforge.arrays import Array
+from attnforge.export.graphs.build import Builder, constant, like
 
 FP8, MOST_FP8 = ir.DataType.FLOAT8E4M3FN, 448
 """E4M3, and its largest number."""
+
+FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,86 @@ def before_fp8(*values: ir.Value) -> tuple[list[ir.Value], tuple[float, ...]] | 
         sources.append(source)
         scales.append(float(number.numpy().item()))
     return sources, tuple(scales)
+
+
+@dataclass(frozen=True)
+class InInt8:
+    """Keys or values that are rounded to int8, by a scale for every channel of every head.
+
+    Attributes:
+        source: `(batch, key heads, tokens, size)`, as it was before.
+        stored: the same in int8.
+        scale: `(key heads, 1, size)`, float32 > 0.
+    """
+
+    source: ir.Value
+    stored: ir.Value
+    scale: Array
+
+    @classmethod
+    def of(cls, op: Builder, source: ir.Value, scale: Array) -> InInt8:
+        """Round to int8.
+
+        Args:
+            op: records the nodes.
+            source: float32.
+            scale: of the result.
+        """
+        divided = like(op.Mul(source, constant(op, 1 / scale, FLOAT)), source)
+        stored = like(op.QuantizeLinear(divided, constant(op, 1, FLOAT), constant(op, 0, INT8)), source, INT8)
+        return cls(source, stored, scale)
+
+    def restored(self, op: Builder, stored: ir.Value | None = None) -> ir.Value:
+        """Numbers as they are before rounding, float32.
+
+        Args:
+            op: records the nodes.
+            stored: of another number of tokens; by default those that were rounded.
+        """
+        stored = self.stored if stored is None else stored
+        wide = like(op.DequantizeLinear(stored, constant(op, 1, FLOAT), constant(op, 0, INT8)), stored, FLOAT)
+        return like(op.Mul(wide, constant(op, self.scale, FLOAT)), wide)
+
+    @classmethod
+    def before(cls, value: ir.Value) -> InInt8 | None:
+        """The rounding of which a value is the result; None where it is none."""
+        return cls.of_stored(stored_before(value), value)
+
+    @classmethod
+    def of_stored(cls, stored: ir.Value | None, restored: ir.Value | None) -> InInt8 | None:
+        """The rounding to int8 numbers; None where something else makes them.
+
+        Args:
+            stored: the numbers.
+            restored: numbers that were restored by the same scale, of as many tokens or of others.
+        """
+        quantise = stored.producer() if stored is not None else None
+        if stored is None or quantise is None or not _is(quantise, "QuantizeLinear"):
+            return None
+        divided = quantise.inputs[0].producer() if quantise.inputs[0] is not None else None
+        if divided is None or not _is(divided, "Mul") or divided.inputs[0] is None or restored is None:
+            return None
+        scale = _number(restored.producer(), 1)
+        return cls(divided.inputs[0], stored, scale) if scale is not None else None
+
+
+def stored_before(value: ir.Value) -> ir.Value | None:
+    """The int8 numbers that a value is restored from, as :meth:`InInt8.restored` does; None where it is not."""
+    scaled = value.producer()
+    if scaled is None or not _is(scaled, "Mul") or scaled.inputs[0] is None or _number(scaled, 1) is None:
+        return None
+    wide = scaled.inputs[0].producer()
+    if wide is None or not _is(wide, "DequantizeLinear"):
+        return None
+    stored = wide.inputs[0]
+    return stored if stored is not None and stored.dtype == INT8 and not stored.is_initializer() else None
+
+
+def _number(node: ir.Node | None, which: int) -> Array | None:
+    """A constant input."""
+    value = node.inputs[which] if node is not None else None
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else np.asarray(tensor.numpy())
 
 
 def rounding_of(softmax: str) -> str:

@@ -24,7 +24,7 @@ from attnforge.export.attention.layout import (
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
-from attnforge.export.graphs.qdq import FP8, before_fp8
+from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
 from attnforge.export.lowering.band import Band, Residue, band_of, is_staircase, is_triangle, residue_of
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
@@ -66,6 +66,7 @@ class Cached:
         key, value: `(batch, key heads, places, size)`, the cache before that.
         next_key, next_value: the cache after it, which are outputs of the graph.
         window: how many tokens a query sees, its own included; None for all up to its own.
+        in_int8: how keys and values are rounded, where the cache is int8: `new_key` and `new_value` are, too.
     """
 
     tokens: ir.Value
@@ -77,6 +78,7 @@ class Cached:
     next_key: ir.Value
     next_value: ir.Value
     window: int | None
+    in_int8: tuple[InInt8, InInt8] | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def attentions(model: ir.Model, sites: Sequence[Site]) -> Iterator[tuple[Site, A
     by_name = {site.node: site for site in sites if site.node is not None}
     for node in list(model.graph):
         if node.op_type == "Attention" and node.domain == "" and node.name in by_name:
-            yield by_name[node.name], _read(node)
+            yield by_name[node.name], attention_of(node)
 
 
 def _cached(node: ir.Node) -> Cached | None:
@@ -201,14 +203,25 @@ def _cached(node: ir.Node) -> Cached | None:
     window = node.metadata_props.get(WINDOW)
     if window is None:
         return None
-    writers = [value.producer() if value is not None else None for value in node.inputs[1:3]]
-    (key, new_key, past), (value, new_value, _) = (writer.inputs for writer in writers if writer is not None)
-    next_key, next_value = node.inputs[1:3]
+    written = [writer_of(value) for value in node.inputs[1:3]]
+    (key, new_key, past), (value, new_value, _) = (writer.inputs for writer in written)
+    next_key, next_value = (writer.outputs[0] for writer in written)
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     values = (graph.inputs[0], past, new_key, new_value, key, value, next_key, next_value)
     assert all(isinstance(value, ir.Value) for value in values)
-    return Cached(*values, window=int(window) or None)  # type: ignore[arg-type]
+    rounded = [InInt8.of_stored(new, read) for new, read in zip((new_key, new_value), node.inputs[1:3], strict=True)]
+    in_int8 = (rounded[0], rounded[1]) if rounded[0] is not None and rounded[1] is not None else None
+    return Cached(*values, window=int(window) or None, in_int8=in_int8)  # type: ignore[arg-type]
+
+
+def writer_of(read: ir.Value | None) -> ir.Node:
+    """The TensorScatter that writes the cache of which an input of a canonical node is read."""
+    assert read is not None
+    stored = stored_before(read)
+    writer = (read if stored is None else stored).producer()
+    assert writer is not None and writer.op_type == "TensorScatter"
+    return writer
 
 
 def in_fp8(op: Builder, x: ir.Value, scale: float, name: str | None = None) -> ir.Value:
@@ -224,7 +237,8 @@ def in_fp8(op: Builder, x: ir.Value, scale: float, name: str | None = None) -> i
     return like(op.DequantizeLinear(like(op.op("QuantizeLinear", [x, step, zero], name=name), x, FP8), step, zero), x)
 
 
-def _read(node: ir.Node) -> Attention:
+def attention_of(node: ir.Node) -> Attention:
+    """A canonical node as lowerings read it."""
     query, key, value = node.inputs[:3]
     assert query is not None and key is not None and value is not None and query.dtype is not None
     dtype = query.dtype

@@ -23,7 +23,10 @@ from attnforge.export.graphs.build import Builder, constant, dims_of, insert, re
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Cached
 from attnforge.export.lowering.rotary import before_rotation
 
-INT32 = ir.DataType.INT32
+FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
+
+SCALES = 12
+"""Where GroupQueryAttention takes the scales of keys, and behind it those of values, of caches in int8."""
 
 FILLED = "filled"
 """The symbol of how many places of a cache the longest sample has filled."""
@@ -40,7 +43,7 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     """GroupQueryAttention that writes to the cache and reads it. The graph's outputs become its own."""
     cached = a.cached
     assert cached is not None
-    attributes: dict[str, int | float] = {
+    attributes: dict[str, int | float | str] = {
         "num_heads": a.size("H").factor,
         "kv_num_heads": a.size("H_kv").factor,
         "scale": a.scale,
@@ -48,7 +51,8 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     }
     if cached.window is not None:
         attributes["local_window_size"] = cached.window
-    sides = [(a.query, a.layout("B", *SIDE_BY_SIDE[0])), *(_written(new) for new in (cached.new_key, cached.new_value))]
+    new = (cached.new_key, cached.new_value) if cached.in_int8 is None else [part.source for part in cached.in_int8]
+    sides = [(a.query, a.layout("B", *SIDE_BY_SIDE[0])), *map(_written, new)]
     tables: list[ir.Value] = []
     turned = [before_rotation(operand, a.size("d_k").factor) for operand, _ in sides[:2]]
     if (query := turned[0]) is not None and (key := turned[1]) is not None and query.is_as(key):
@@ -57,12 +61,16 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
         attributes |= {"do_rotary": 1, "rotary_interleaved": query.interleaved}
     rows = [a.arranged(op, *side) for side in sides]
     *_, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
-    inputs = [*rows, cached.key, cached.value, *_lengths(cached), *tables]
+    inputs: list[ir.Value | None] = [*rows, cached.key, cached.value, *_lengths(cached), *tables]
+    if cached.in_int8 is not None:
+        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+        inputs += [None] * (SCALES - len(inputs))
+        inputs += [constant(op, part.scale.reshape(-1), FLOAT) for part in cached.in_int8]
     result, next_key, next_value = op.op_multi_out(
         "GroupQueryAttention", inputs, attributes, domain="com.microsoft", num_outputs=3, name=name
     )
-    for old, new in ((cached.next_key, next_key), (cached.next_value, next_value)):
-        replace_value(old, new)
+    for before, after in ((cached.next_key, next_key), (cached.next_value, next_value)):
+        replace_value(before, after)
     return a.as_output(op, typed(result, a.dtype, [size.dim() for size in output.sizes()]), output)
 
 
@@ -116,18 +124,38 @@ def over_filled(op: Builder, a: Attention, attend: Callable[[Builder, Attention]
     axes = SiteAxes({**a.axes.dims, "n_k": (Axis(filled),)})
 
     def first(value: ir.Value, axis: int) -> ir.Value:
+        """The places up to that one."""
         assert value.dtype is not None
         part = op.Slice(value, constant(op, [0]), end, constant(op, [axis]))
         dims = dims_of(value)
         dims[axis] = filled.dim()
         return typed(part, value.dtype, dims)
 
+    restore = [None, None] if cached.in_int8 is None else cached.in_int8
+    parts = (
+        first(filled, 2) if part is None else part.restored(op, first(filled, 2))
+        for filled, part in zip((cached.next_key, cached.next_value), restore, strict=True)
+    )
     key, value = (
-        Operand(first(operand, 2), axes.layout("B", "H_kv", "n_k", size))
-        for operand, size in ((cached.next_key, "d_k"), (cached.next_value, "d_v"))
+        Operand(part, axes.layout("B", "H_kv", "n_k", size)) for part, size in zip(parts, ("d_k", "d_v"), strict=True)
     )
     part = replace(a, key=key, value=value, mask=first(mask, 3), axes=axes, cached=None)
     return attend(op, part)
+
+
+def seen_places(op: Builder, own: ir.Value, window: int | None, places: int) -> ir.Value:
+    """Whether a place of a cache is a token's own or an earlier one, within the window: `(batch, 1, tokens, places)`.
+
+    Args:
+        op: records the nodes.
+        own: `(batch, tokens)`, int64, the places of the tokens.
+        window: how many places a token sees, its own included; None for all up to its own.
+        places: of the cache.
+    """
+    columns = constant(op, [[[list(range(places))]]])
+    own = op.Unsqueeze(own, constant(op, [1, 3]))
+    shown = op.LessOrEqual(columns, own)
+    return shown if window is None else op.And(shown, op.Greater(columns, op.Sub(own, constant(op, window))))
 
 
 def caches(model: ir.Model) -> list[ir.Value]:

@@ -46,6 +46,7 @@ from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.types import widen
+from attnforge.export.lowering import step_tuning
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered, attentions
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import BAND, in_blocks, written
@@ -53,7 +54,7 @@ from attnforge.export.lowering.cached import caches, group_query, is_for_group_q
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
-from attnforge.export.lowering.tuning import Candidate, FormChoice, Tuner, usual
+from attnforge.export.lowering.tuning import Candidate, FormChoice, Measurement, Tuner, usual
 
 BOOL, INT32, FLOAT = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.FLOAT
 
@@ -118,8 +119,8 @@ def lower(
         candidates = candidates_for(site.name, attention)
         frugal = [c.form for c in candidates if not c.holds_scores and device == "cpu"]
         choice = _by_rules(attention, sizes, frugal)
-        if tuner is not None and attention.cached is None:
-            choice = tuner.choose(attention, candidates, choice)
+        if tuner is not None:
+            choice = tuner.choose(attention, candidates, choice, None if attention.cached is None else OF_STEPS)
         candidate = next(candidate for candidate in candidates if candidate.form == choice.form)
         if device == "cpu":
             candidate, choice = _in_less_memory(attention, candidate, choice, largest or sizes)
@@ -188,16 +189,19 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
     return candidates
 
 
+OF_STEPS = Measurement(step_tuning.signature, partial(step_tuning.measured, write=write))
+"""How attention over a cache is measured."""
+
+
 def _candidates_for_step(site: str, a: Attention) -> list[Candidate]:
-    """The forms of attention over a cache."""
+    """The forms of attention over a cache; the plain products first."""
+    name = f"{site}/Softmax"
+    products = partial(over_filled, attend=partial(_products, name=name))
+    candidates = [Candidate(f"{_products_form(a)}, filled part", name, products, fused=False)]
     if a.softmax_dtype == a.dtype:
         name = f"{site}/Attention"
         standard = partial(over_filled, attend=partial(_standard, name=name))
-        candidates = [Candidate(FILLED_ATTENTION, name, standard)]
-    else:
-        name = f"{site}/Softmax"
-        products = partial(over_filled, attend=partial(_products, name=name))
-        candidates = [Candidate(f"{_products_form(a)}, filled part", name, products, fused=False)]
+        candidates.append(Candidate(FILLED_ATTENTION, name, standard))
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
         candidates.append(Candidate(GROUP_QUERY_CACHE, name, partial(group_query, name=name), holds_scores=False))

@@ -86,6 +86,20 @@ class Unmeasurable(Exception):
     """A site that cannot be measured, with the reason."""
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """How a site is measured.
+
+    Attributes:
+        signature: of a site and the usual sizes: what makes it the work that it is, equal for two sites that one
+            measurement serves.
+        measure: of a site, its forms, the form that the rules choose, the usual sizes and seconds: the form to take.
+    """
+
+    signature: Callable[[Attention, Mapping[str, int]], Hashable]
+    measure: Callable[[Attention, Sequence[Candidate], FormChoice, Mapping[str, int], float], FormChoice]
+
+
 class Tuner:
     """Chooses the form of each site by measuring.
 
@@ -112,33 +126,36 @@ class Tuner:
         self.seconds, self.spent = seconds, 0.0
         self._known: dict[Hashable, FormChoice] = {}
 
-    def choose(self, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice) -> FormChoice:
+    def choose(
+        self, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice, how: Measurement | None = None
+    ) -> FormChoice:
         """The fastest of `candidates`, or `ruled` where they cannot be measured.
 
         Args:
             a: the site.
             candidates: its forms, the plain products first.
             ruled: the form that the rules choose.
+            how: the site is measured; by default alone, on its usual sizes.
         """
         site = str(a.node.name)
         if self._steps is not None:
             self._steps.begin(site.removesuffix("/Attention"))
-        self.chosen[site] = self._before.get(site) or self._choose(a, candidates, ruled)
+        self.chosen[site] = self._before.get(site) or self._choose(a, candidates, ruled, how or ALONE)
         return self.chosen[site]
 
-    def _choose(self, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice) -> FormChoice:
+    def _choose(self, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice, how: Measurement) -> FormChoice:
         try:
             scores = 4 * prod(evaluated(a.size(name), self.sizes) for name in ("B", "H", "n_q", "n_k"))
             if len(candidates) == 1:
                 return ruled
             if scores > LARGEST_SCORES:
                 raise Unmeasurable(f"its scores are {scores / 2**20:,.0f} MiB, and all but one form would hold them")
-            key = (_signature(a, self.sizes), tuple(candidate.form for candidate in candidates))
+            key = (how.signature(a, self.sizes), tuple(candidate.form for candidate in candidates))
             if key not in self._known:
                 if self.spent >= self.seconds:
                     raise Unmeasurable("the time for measuring was spent on other sites")
                 start = time.perf_counter()
-                self._known[key] = _measure(a, candidates, ruled, self.sizes, (self.seconds - self.spent) / 2)
+                self._known[key] = how.measure(a, candidates, ruled, self.sizes, (self.seconds - self.spent) / 2)
                 self.spent += time.perf_counter() - start
         except Unmeasurable as reason:
             return replace(ruled, why=f"{ruled.why}; not measured: {reason}")
@@ -204,7 +221,7 @@ def _agreeing(
             dropped[candidate.form] = f"ONNX Runtime refuses it: {first_line(error)}"
             continue
         expected = output if expected is None else expected
-        if reason := _disagreement(output, expected):
+        if reason := disagreement(output, expected):
             dropped[candidate.form] = reason
         else:
             runs[candidate.form] = run
@@ -218,7 +235,7 @@ def _fastest(measured: Mapping[str, float], frugal: set[str], ruled: str) -> str
     return next((form for form in alike if form in frugal), ruled if ruled in alike else best)
 
 
-def _disagreement(output: Array, expected: Array) -> str | None:
+def disagreement(output: Array, expected: Array) -> str | None:
     """How an output differs from the products'; None where rounding explains the difference."""
     if output.shape != expected.shape or not np.array_equal(np.isnan(output), np.isnan(expected)):
         return "it differs from the products where a query attends to nothing"
@@ -346,3 +363,6 @@ def _shapes(mask: ir.Value, sizes: Mapping[str, int]) -> Iterator[Hashable]:
         for part in node.inputs:
             if part is not None:
                 yield from _shapes(part, sizes)
+
+
+ALONE = Measurement(_signature, _measure)

@@ -17,13 +17,13 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import written_out
-from attnforge.export.graphs.build import insert, like
+from attnforge.export.graphs.build import insert
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import MOST_FP8
 from attnforge.export.lowering.attention import Attention, attentions, in_fp8
 from attnforge.export.lowering.tensorrt import why_not_in_fp8
 from attnforge.export.precision.calibration import HEADROOM
-from attnforge.runtime.parity.budget import relative_error
+from attnforge.export.precision.rounding import errors_of_rounding
 
 WITHOUT_DATA = "attention in fp8 needs ranges, which real data gives"
 
@@ -52,6 +52,14 @@ class Rounded:
     def name(self) -> str:
         return self.site.name
 
+    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
+        """Query, key and value of a node behind Q/DQ."""
+        values = []
+        for what, value, scale in zip(("query", "key", "value"), node.inputs[:3], self.scales, strict=True):
+            assert value is not None
+            values.append(insert(graph, node, partial(in_fp8, x=value, scale=scale), stem=f"{stem}/{what}"))
+        return values
+
 
 def sites_for_fp8(
     model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]], is_real: bool
@@ -76,26 +84,8 @@ def sites_for_fp8(
     names = {str(operand.value.name) for _, attention in found.values() for operand in attention.operands}
     peaks = _peaks(model, sites, names, data)
     rounded = [Rounded(site, node, _scales(attention, peaks)) for node, (site, attention) in found.items()]
-    errors = _errors(model, sites, rounded, data)
+    errors = errors_of_rounding(model, sites, rounded, data)
     return [replace(one, error=errors[one.name]) for one in rounded], kept
-
-
-def round_attention(model: ir.Model, chosen: Sequence[Rounded]) -> None:
-    """Put Q/DQ before query, key and value of canonical attention, in place."""
-    by_node = {one.node: one for one in chosen}
-    for node in list(model.graph):
-        if node.name in by_node:
-            for i, value in enumerate(_before(model.graph, node, by_node[node.name])):
-                node.replace_input_with(i, value)
-
-
-def _before(graph: ir.Graph, node: ir.Node, rounded: Rounded, stem: str = "") -> list[ir.Value]:
-    """Query, key and value of a node behind Q/DQ."""
-    values = []
-    for what, value, scale in zip(("query", "key", "value"), node.inputs[:3], rounded.scales, strict=True):
-        assert value is not None
-        values.append(insert(graph, node, partial(in_fp8, x=value, scale=scale), stem=f"{stem or node.name}/{what}"))
-    return values
 
 
 def _scales(attention: Attention, peaks: Mapping[str, float]) -> tuple[float, ...]:
@@ -114,34 +104,3 @@ def _peaks(
         for name, array in run(feeds).items():
             peaks[name] = max(peaks[name], float(np.abs(array[np.isfinite(array)]).max(initial=0.0)))
     return peaks
-
-
-def _errors(
-    model: ir.Model, sites: Sequence[Site], rounded: Sequence[Rounded], data: Sequence[Mapping[str, Array]]
-) -> dict[str, float]:
-    """What rounding costs each site, the others being as they are, relative to its output in fp32, by the site's name:
-    every node has a twin with rounded operands beside it, which nothing reads."""
-    twins, nodes = model.clone(), {one.node: one for one in rounded}
-    pairs: dict[str, tuple[str, str]] = {}
-    both = list(sites)
-    for node in list(twins.graph):
-        if node.name not in nodes:
-            continue
-        one, output = nodes[node.name], node.outputs[0]
-        inputs = [*_before(twins.graph, node, one, f"{node.name}/twin"), *node.inputs[3:]]
-        twin = ir.Node("", "Attention", inputs, node.attributes.values(), name=f"{node.name}/twin")
-        twin.metadata_props.update(node.metadata_props)
-        result = like(twin.outputs[0], output)
-        result.name = f"{output.name}/twin"
-        twins.graph.insert_before(node, twin)
-        twins.graph.outputs.extend([output, result])
-        pairs[one.name] = str(output.name), str(result.name)
-        both.append(Site(f"{one.name}/twin", one.site.written_as, f"{node.name}/twin", one.site.form))
-    run = as_it_is(written_out(twins, both), sorted({name for pair in pairs.values() for name in pair}))
-    errors = dict.fromkeys(pairs, 0.0)
-    for feeds in data:
-        outputs = run(feeds)
-        for name, (exact, low) in pairs.items():
-            held = np.isfinite(outputs[exact])
-            errors[name] = max(errors[name], relative_error(outputs[low][held], outputs[exact][held]))
-    return errors

@@ -21,21 +21,22 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import module_of, written_out
 from attnforge.export.flops import run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
+from attnforge.export.precision.caches import RoundedCache, sites_with_caches
 from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.cost import flops_of
-from attnforge.export.precision.fp8_attention import Rounded, round_attention, sites_for_fp8
+from attnforge.export.precision.fp8_attention import Rounded, sites_for_fp8
 from attnforge.export.precision.quantisation import (
     LEAST_WEIGHTS,
     SCHEMES,
     Form,
     Product,
-    Scheme,
     Table,
     error_of,
     products,
     quantise,
     tables,
 )
+from attnforge.export.precision.rounding import Rounding, round_operands
 from attnforge.export.precision.search import judged_on
 from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial
 from attnforge.export.reference import Data, ReferenceModel, stored_inputs
@@ -94,11 +95,13 @@ class ChosenForms:
         model: canonical, with Q/DQ.
         reference: what the deployment is held against.
         record: the manifest's.
+        caches: the sites whose keys and values are rounded to int8.
     """
 
     model: ir.Model
     reference: QuantisedReference
     record: Quantised
+    caches: list[RoundedCache]
 
 
 def choose_forms(
@@ -110,6 +113,7 @@ def choose_forms(
     requirement: Requirement,
     data: Data,
     progress: Progress,
+    caches_in_int8: bool = False,
 ) -> ChosenForms:
     """Quantise a graph within a requirement.
 
@@ -117,19 +121,20 @@ def choose_forms(
         model: canonical, in fp32; is not touched.
         sites: its attention.
         whole: the model in fp32.
-        precision: int8, fp8 or int4.
+        precision: int8, fp8 or int4; fp32 where caches alone are in few bits.
         is_automatic: whether products may stay in fp32 where the requirement is not met.
         requirement: what has to be met, on real data, or on ordinary cases where there is none.
         data: real inputs; they calibrate, too.
         progress: hears of every trial.
+        caches_in_int8: whether keys and values are rounded to int8, as a decoder's caches hold them; needs real data.
 
     Raises:
         UsageError: no product is worth few bits.
         BuildError: the requirement is not met; or the fp32 graph is not the model.
     """
-    scheme = SCHEMES[precision.name]
-    found = products(model, scheme)
-    if not found:
+    scheme = SCHEMES.get(precision.name)
+    found = products(model, scheme) if scheme is not None else []
+    if scheme is not None and not found:
         fitting = f", of a multiple of {scheme.blocks[0]} channels, and more" if scheme.blocks else ""
         raise UsageError(
             f"no product of this model is worth {precision.bits} bits: none before its head has {LEAST_WEIGHTS:,} "
@@ -143,25 +148,42 @@ def choose_forms(
     run = as_it_is(written_out(model, sites))
     for case in answers.cases:
         _check_same(case, run(answers.inputs[case.name]), answers, whole.precision)
-    steps.begin(f"ranges of {len(found)} products")
     inputs = [answers.inputs[case.name] for case in answers.cases]
-    forms = calibrate(written_out(model, sites), found, inputs, is_real=bool(real), scheme=scheme)
-    rows = tables(model)
-    forms |= {table.name: Form(error=error_of(table)) for table in rows}
+    rows = tables(model) if scheme is not None else []
+    forms: dict[str, Form] = {}
+    if scheme is not None:
+        steps.begin(f"ranges of {len(found)} products")
+        forms |= calibrate(written_out(model, sites), found, inputs, is_real=bool(real), scheme=scheme)
+        forms |= {table.name: Form(error=error_of(table)) for table in rows}
     attended: list[Rounded] = []
     not_in_fp8: dict[str, str] = {}
-    if scheme.name == "fp8":
+    if precision.name == "fp8":
         steps.begin("ranges of attention")
         attended, not_in_fp8 = sites_for_fp8(model, sites, inputs, is_real=bool(real))
-        forms |= {one.name: Form(error=one.error) for one in attended}
-    gate = _Gate(model, sites, scheme, found, rows, attended, forms, requirement, answers, steps)
+    caches: list[RoundedCache] = []
+    if caches_in_int8:
+        steps.begin("ranges of keys and values")
+        caches = sites_with_caches(model, sites, inputs)
+    rounded: list[Rounding] = [*attended, *caches]
+    forms |= {one.name: Form(error=one.error) for one in rounded}
+    parts = _Parts(found, rows, attended, caches)
+    gate = _Gate(
+        model,
+        sites,
+        scheme.name if scheme is not None else "a cache in int8",
+        parts,
+        forms,
+        requirement,
+        answers,
+        steps,
+    )
     high = gate.raise_until_passed() if is_automatic else gate.passed_whole()
     quantised = gate.quantised(high)
     sizes = cases[0].sizes
     reference = QuantisedReference(whole, precision, quantised, sites)
     record = gate.record(high, sizes, len(real))
     record.kept |= not_in_fp8
-    return ChosenForms(quantised, reference, record)
+    return ChosenForms(quantised, reference, record, [one for one in caches if one.name not in high])
 
 
 def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, precision: Precision) -> None:
@@ -176,8 +198,18 @@ def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, prec
             )
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What may be in few bits."""
+
+    products: Sequence[Product]
+    tables: Sequence[Table]
+    attended: Sequence[Rounded]
+    caches: Sequence[RoundedCache]
+
+
 class _Gate:
-    """Judges which products are quantised, each set once.
+    """Judges which parts are quantised, each set once.
 
     Attributes:
         steps: what was tried in order, and what came of it.
@@ -187,27 +219,25 @@ class _Gate:
         self,
         model: ir.Model,
         sites: list[Site],
-        scheme: Scheme,
-        found: Sequence[Product],
-        rows: Sequence[Table],
-        attended: Sequence[Rounded],
+        what: str,
+        parts: _Parts,
         forms: Mapping[str, Form],
         requirement: Requirement,
         answers: Answers,
         steps: Steps,
     ) -> None:
         self._model, self._sites, self._answers, self._progress = model, sites, answers, steps
-        self._products, self._tables, self._forms, self._requirement = found, rows, forms, requirement
-        self._scheme, self._attended = scheme, attended
+        self._what, self._parts, self._forms, self._requirement = what, parts, forms, requirement
         self._by_error = sorted(forms, key=lambda name: -forms[name].error)
         self._trials: dict[Assignment, Trial] = {}
         self.steps: list[str] = []
 
     def quantised(self, high: Iterable[str]) -> ir.Model:
-        """A copy of the graph with these products in fp32 and all others quantised."""
+        """A copy of the graph with these parts in fp32 and all others quantised."""
         model, kept = self._model.clone(), set(high)
         quantise(model, {name: form for name, form in self._forms.items() if name not in kept})
-        round_attention(model, [one for one in self._attended if one.name not in kept])
+        rounded: list[Rounding] = [*self._parts.attended, *self._parts.caches]
+        round_operands(model, [one for one in rounded if one.name not in kept])
         return model
 
     def passed_whole(self) -> Assignment:
@@ -220,11 +250,18 @@ class _Gate:
         if not (trial := self._judge(high)).passed:
             worst = ", ".join(f"{name} ({scientific(self._forms[name].error)})" for name in self._by_error[:3])
             raise BuildError(
-                f"{self._scheme.name} misses what was asked for: {trial.text}; the products that err most are {worst}. "
-                f"Deploy with precision auto-{self._scheme.name}, which keeps in fp32 what has to be, with real data, "
-                "which ranges are taken from, or allow more"
+                f"{self._what} misses what was asked for: {trial.text}; what errs most is {worst}. {self._remedy}"
             )
         return high
+
+    @property
+    def _remedy(self) -> str:
+        if not self._parts.products:
+            return "Deploy with caches as they are, or allow more"
+        return (
+            f"Deploy with precision auto-{self._what}, which keeps in fp32 what has to be, with real data, which "
+            "ranges are taken from, or allow more"
+        )
 
     def raise_until_passed(self) -> Assignment:
         """As few of the worst products in fp32 as pass, and of these only those that are needed there.
@@ -243,8 +280,7 @@ class _Gate:
         raised = frozenset(self._by_error[:high])
         if high == len(self._by_error):
             raise BuildError(
-                f"no product may be in {self._scheme.name} for what was asked for; allow more, or deploy in fp32 or at "
-                "16 bits"
+                f"no product may be in {self._what} for what was asked for; allow more, or deploy in fp32 or at 16 bits"
             )
         for name in reversed(self._by_error[max(high - LOWERED_AGAIN, 0) : max(high - 1, 0)]):
             if self._judge(raised - {name}).passed:
@@ -253,10 +289,11 @@ class _Gate:
 
     def _judge(self, high: Assignment) -> Trial:
         if high not in self._trials:
-            parts: list[tuple[Sequence[Product | Table | Rounded], str]] = [
-                (self._products, "products"),
-                (self._tables, "tables"),
-                (self._attended, "attention sites"),
+            parts: list[tuple[Sequence[Product | Table | Rounding], str]] = [
+                (self._parts.products, "products"),
+                (self._parts.tables, "tables"),
+                (self._parts.attended, "attention sites"),
+                (self._parts.caches, "caches"),
             ]
             counted = [
                 f"{sum(part.name not in high for part in every)} of {len(every)} {what}"
@@ -303,19 +340,21 @@ class _Gate:
             sizes: of the dynamic dims, at which operations are counted.
             real: how many cases of real data the ranges are of.
         """
-        low = [product for product in self._products if product.name not in high]
-        attended = [one for one in self._attended if one.name not in high]
+        parts = self._parts
+        low = [product for product in parts.products if product.name not in high]
+        attended = [one for one in parts.attended if one.name not in high]
         total = sum(flops_of(node, sizes) for node in self._model.graph) or 1.0
         in_few_bits = {*(product.name for product in low), *(one.node for one in attended)}
         why = "what was asked for is not met where it is quantised"
         return Quantised(
-            type=self._scheme.name,  # type: ignore[arg-type]
+            type=self._what if parts.products else "int8",  # type: ignore[arg-type]
             max_error=self._requirement.max_error,
             error=self._judge(high).error,
             calibrated=real,
             products=[_recorded(product, self._forms[product.name]) for product in low],
-            tables={table.name: self._forms[table.name].error for table in self._tables if table.name not in high},
+            tables={table.name: self._forms[table.name].error for table in parts.tables if table.name not in high},
             attention={one.name: self._forms[one.name].error for one in attended},
+            caches={one.site.name: one.error for one in parts.caches if one.name not in high},
             kept={name: why for name in self._forms if name in high},
             share=sum(flops_of(node, sizes) for node in self._model.graph if node.name in in_few_bits) / total,
             steps=self.steps,

@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from attnforge import cache
 from attnforge.bundle import PORTABLE, PlainPlan, TargetRecord
-from attnforge.errors import UnavailableError
-from attnforge.export.graphs.qdq import products_between
+from attnforge.errors import BuildError, UnavailableError
+from attnforge.export.graphs.qdq import INT8, products_between
 from attnforge.export.lowering.attention import Lowered, attentions
 from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.targets.target import Built, Finish, Job
@@ -45,7 +45,10 @@ def begin(job: Job, progress: Progress, flavour: str) -> Finish:
 
     Raises:
         UnavailableError: the flavour is not installed here.
+        BuildError: caches are in int8.
     """
+    if any(node.op_type == "TensorScatter" and node.outputs[0].dtype == INT8 for node in job.model.graph):
+        raise BuildError(f"{flavour} keeps caches in fp32, fp16 or bf16, not int8; leave out cache_precision for it")
     is_alone = job.attention is not None and not job.precision.is_quantised  # which says what attention alone gains
     plain = _begin_plan(job, flavour, None, f"tensorrt/plain.{flavour}") if is_alone else None
     wanted = _begin_plan(job, flavour, job.attention, f"tensorrt/engine.{flavour}", "tensorrt/model.onnx")

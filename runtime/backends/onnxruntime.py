@@ -22,8 +22,13 @@ from attnforge.runtime.options import Memory, Options
 BFLOAT16_ONNX = 16
 """TensorProto.BFLOAT16. NumPy has no such type, so ONNX Runtime is given the bits as uint16 with this type."""
 
-DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
-"""NumPy's names of floating-point types, by ONNX Runtime's."""
+DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+    "tensor(int8)": "int8",
+}
+"""NumPy's names of the types of inputs that are numbers, by ONNX Runtime's."""
 
 COPIED = 1 << 16
 """Bytes of outputs up to which copying to the caller's arrays takes less time than binding them."""

@@ -38,10 +38,14 @@ class WholeSequences:
         return Decoder(cast(Stepping, self._backend), self._step, batch)
 
     def by_schedule(self, name: str, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The model's outputs, by name, where a decoder is given the tokens in an order of :data:`SCHEDULES`."""
+        """The model's outputs, by name, where a decoder is given the tokens in an order of :data:`SCHEDULES`; and, by
+        the names of caches, the keys and values that these hold then, `(batch, key heads, tokens, size)`."""
         tokens = feeds[self._step.tokens.name]
+        answers, decoder = SCHEDULES[name](self.decoder(len(tokens)), tokens)
+        cached = [decoder.cached(sample) for sample in range(len(tokens))]
         return {
-            output: np.stack(samples) for output, samples in SCHEDULES[name](self.decoder(len(tokens)), tokens).items()
+            **{output: np.stack(samples) for output, samples in answers.items()},
+            **{cache: np.stack([held[cache] for held in cached]) for cache in cached[0]},
         }
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -128,6 +128,18 @@ class Decoder:
         """Bytes of the caches."""
         return sum(cache.nbytes for cache in self._caches.values())
 
+    def cached(self, sample: int) -> dict[str, Array]:
+        """Keys and values of a sample's tokens, `(key heads, tokens, size)`, by the names of caches; copies.
+
+        Raises:
+            InputError: no such sample.
+            UsageError: another thread runs this decoder.
+        """
+        (chosen,) = self._samples([sample])
+        with self._running():
+            filled = int(self._past[chosen])
+            return {name: cache[chosen, :, :filled].copy() for name, cache in self._caches.items()}
+
     def prefill(self, tokens: Any, lengths: Any = None) -> Any:
         """Take the next tokens of every sample: a prompt, or any number of tokens behind what is there.
 
@@ -218,9 +230,7 @@ class Decoder:
             UnavailableError: there is no memory for more caches.
             UsageError: another thread runs this decoder.
         """
-        chosen = list(range(self.batch)) if samples is None else [int(sample) for sample in samples]
-        if unknown := [sample for sample in chosen if not 0 <= sample < self.batch]:
-            raise InputError(f"there is no sample {unknown[0]}; there are 0 to {self.batch - 1}")
+        chosen = self._samples(range(self.batch) if samples is None else samples)
         with self._running():
             other = Decoder(self._backend, self._step, len(chosen))
             filled = int(self._past.max(initial=0))
@@ -266,6 +276,12 @@ class Decoder:
         if (counts < 0).any() or (counts > array.shape[1]).any():
             raise InputError(f"lengths {counts.tolist()} of rows of {array.shape[1]} tokens; give 0 to that for each")
         return [row[:count] for row, count in zip(array, counts, strict=True)]
+
+    def _samples(self, samples: Iterable[int]) -> list[int]:
+        chosen = [int(sample) for sample in samples]
+        if unknown := [sample for sample in chosen if not 0 <= sample < self.batch]:
+            raise InputError(f"there is no sample {unknown[0]}; there are 0 to {self.batch - 1}")
+        return chosen
 
     def _lengths(self, lengths: Any) -> Array:
         array = np.asarray(to_numpy("lengths", lengths) if hasattr(lengths, "__dlpack__") else lengths)

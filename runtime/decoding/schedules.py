@@ -19,28 +19,31 @@ Answers = dict[str, list[Array]]
 Tokens = Array
 """`(batch, tokens, …)`."""
 
+Taken = tuple[Answers, Decoder]
+"""The answers for all tokens, and the decoder that has them in its caches."""
 
-def token_by_token(decoder: Decoder, tokens: Tokens) -> Answers:
+
+def token_by_token(decoder: Decoder, tokens: Tokens) -> Taken:
     """The last :data:`STEPS` tokens one by one, behind a prompt of those before; all of a shorter sequence."""
     prompt = max(tokens.shape[1] - STEPS, 0)
     answers = decoder.extend(tokens[:, :prompt]) if prompt else None
     for place in range(prompt, tokens.shape[1]):
         answers = _joined(answers, decoder.extend(tokens[:, place : place + 1]))
     assert answers is not None
-    return answers
+    return answers, decoder
 
 
-def in_pieces(decoder: Decoder, tokens: Tokens) -> Answers:
+def in_pieces(decoder: Decoder, tokens: Tokens) -> Taken:
     """Pieces of growing, odd lengths: 1, 3, 7, 15, … tokens."""
     answers, first, length = None, 0, 1
     while first < tokens.shape[1]:
         answers = _joined(answers, decoder.extend(tokens[:, first : first + length]))
         first, length = first + length, 2 * length + 1
     assert answers is not None
-    return answers
+    return answers, decoder
 
 
-def ragged(decoder: Decoder, tokens: Tokens) -> Answers:
+def ragged(decoder: Decoder, tokens: Tokens) -> Taken:
     """Prompts of lengths of their own, which leaves every sample at another place; then steps for all together. A
     sample that is done goes back by a token, and takes it again."""
     batch, count = tokens.shape[:2]
@@ -60,10 +63,10 @@ def ragged(decoder: Decoder, tokens: Tokens) -> Answers:
                 else:
                     answers[name][sample] = np.concatenate([answers[name][sample], answer])
         lengths = lengths + ~done
-    return answers
+    return answers, decoder
 
 
-def cut_and_forked(decoder: Decoder, tokens: Tokens) -> Answers:
+def cut_and_forked(decoder: Decoder, tokens: Tokens) -> Taken:
     """Another sequence, which is forgotten; half of the sequence and the end of another one, which is cut off again;
     then the rest in a copy of the decoder."""
     count = tokens.shape[1]
@@ -77,11 +80,11 @@ def cut_and_forked(decoder: Decoder, tokens: Tokens) -> Answers:
         copy = decoder.fork()
         decoder.reset()
         decoder.extend(tokens[:, ::-1])
-        answers = _joined(answers, copy.extend(tokens[:, half:]))
-    return answers
+        answers, decoder = _joined(answers, copy.extend(tokens[:, half:])), copy
+    return answers, decoder
 
 
-SCHEDULES: Mapping[str, Callable[[Decoder, Tokens], Answers]] = {
+SCHEDULES: Mapping[str, Callable[[Decoder, Tokens], Taken]] = {
     "token by token": token_by_token,
     "in pieces": in_pieces,
     "ragged": ragged,

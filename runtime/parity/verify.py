@@ -254,6 +254,12 @@ def every_case(manifest: Manifest) -> list[Case]:
     return [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]
 
 
+def _compared(manifest: Manifest, case: Case) -> list[str]:
+    """The names of what is compared in a case: outputs, and where they are kept, caches."""
+    caches = manifest.decoding.tensors if case.caches and manifest.decoding is not None else []
+    return [spec.name for spec in (*manifest.outputs, *caches)]
+
+
 # --- one backend ------------------------------------------------------------------------------------------------------
 
 
@@ -280,9 +286,9 @@ class References:
         """
         outputs, manifest = bundle.tensors(REFERENCE_OUTPUTS), bundle.manifest
         keys = [
-            reference.key(case, spec.name, which)
+            reference.key(case, name, which)
             for case in every_case(manifest)
-            for spec in manifest.outputs
+            for name in _compared(manifest, case)
             for which in ("eager", "float64")
         ]
         check_keys(bundle, REFERENCE_OUTPUTS, outputs, keys)
@@ -339,18 +345,44 @@ def _by_schedules(
     bundle: Bundle, backend: str, schedules: Mapping[str, Run], cases: Iterable[Case], references: References
 ) -> Iterator[Comparison]:
     """The comparisons of a decoder that is given the tokens in several orders: all orders on the example and on prime
-    sizes, one token after another on the largest sizes, and that and in pieces up to the last place of the caches."""
+    sizes, one token after another on the largest sizes, and that and in pieces up to the last place of the caches.
+    Caches are compared as well, in the cases of which the bundle keeps what they are to hold."""
     manifest, every = bundle.manifest, list(schedules)
-    wanted = {"example": every, "normal-prime": every, reference.LARGEST: every[:1], reference.WHOLE_CACHE: every[:2]}
+    wanted = dict.fromkeys(reference.STEPPED, every)
+    wanted |= {reference.LARGEST: every[:1], reference.WHOLE_CACHE: every[:2]}
     for case in cases:
         for schedule in wanted.get(case.name, ()):
             feeds = reference.make_inputs(case, manifest.inputs, references.inputs)
             results = schedules[schedule](feeds)
             judged = _CaseOnBackend(manifest, backend, case, references.outputs)
-            for spec in manifest.outputs:
-                comparison = judged.comparison(spec, reference.shape_of(spec, case.sizes), results[spec.name])
+            comparisons = [
+                judged.comparison(spec, reference.shape_of(spec, case.sizes), results[spec.name])
+                for spec in manifest.outputs
+            ]
+            for comparison in (*comparisons, *_of_caches(judged, results)):
                 comparison.schedule = schedule
                 yield comparison
+
+
+CACHES = "caches"
+"""The name under which all caches of a decoder are reported that hold what they are to hold."""
+
+
+def _of_caches(judged: _CaseOnBackend, results: Mapping[str, Array]) -> list[Comparison]:
+    """The comparisons of a decoder's caches: every one that fails, else the one that is closest to its budget."""
+    decoding = judged.manifest.decoding
+    if decoding is None or not judged.case.caches:
+        return []
+    every = []
+    for spec in decoding.tensors:
+        scale = judged.outputs.get(reference.scale_key(spec.name))
+        held = results[spec.name] if scale is None else results[spec.name] * scale
+        every.append(judged.kept(spec.name, held))
+    if failed := [comparison for comparison in every if not comparison.passed]:
+        return failed
+    closest = max(every, key=lambda c: c.error / c.budget)
+    closest.output = CACHES
+    return [closest]
 
 
 def _report(
@@ -420,22 +452,31 @@ class _CaseOnBackend:
         if (shape is not None and array.shape != shape) or array.dtype.name not in dtypes:
             is_, was = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
             return incomparable(self.case, spec.name, self.precision, f"it is {is_}, and has to be {was}")
-        comparison = self._against(spec.name, reference.sampled(array, self.case))
+        return self.kept(spec.name, array)
+
+    def kept(self, output: str, array: Array) -> Comparison:
+        """The comparison of the numbers that the bundle keeps of an output or a cache, and of the sums of others.
+
+        Args:
+            output: its name.
+            array: of any floating-point type; what a cache holds of all tokens.
+        """
+        comparison = self._against(output, reference.sampled(array, self.case))
         _place(comparison, self.case, array.shape)
         sums = reference.blocks(array, self.case) if comparison.passed and is_floating(array) else None
         if sums is not None:
-            _add_sums(comparison, self._against(spec.name, sums, "/blocks"))
+            _add_sums(comparison, self._against(output, sums, "/blocks"))
         return comparison
 
     def _against(self, output: str, got: Array, suffix: str = "") -> Comparison:
         """The comparison of an output's kept numbers, or of its sums, with what the reference keeps of them."""
         case, precision = self.case, self.precision
 
-        def kept(which: str) -> str:
+        def key(which: str) -> str:
             return reference.key(case, output, which) + suffix
 
-        eager, truth = self.outputs[kept("eager")], self.outputs[kept("float64")]
-        yardstick = self.outputs.get(kept(precision.name)) if precision.name != self.manifest.precision else None
+        eager, truth = self.outputs[key("eager")], self.outputs[key("float64")]
+        yardstick = self.outputs.get(key(precision.name)) if precision.name != self.manifest.precision else None
         return judge(case, output, got, eager, truth, precision, yardstick, Allowed.by(self.manifest))
 
 

@@ -27,6 +27,7 @@ from attnforge.export.graphs.execute import in_float64
 from attnforge.export.graphs.float64 import inline_functions
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering.onnxruntime import lower
+from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.huggingface import around
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
@@ -263,6 +264,21 @@ def test_which_form_reads_the_cache(decoders: DeployDecoder, kind: str) -> None:
     wanted = "Attention, filled part of the cache" if kind == "uneven" else "com.microsoft::GroupQueryAttention"
     assert all(site.targets["onnxruntime"].form.startswith(wanted) for site in certificate.details)
     assert certificate.fused == {"onnxruntime": 2, "tensorrt_rtx": 0 if kind == "capped" else 2}
+
+
+def test_the_form_that_reads_the_cache_is_measured(decoders: DeployDecoder) -> None:
+    bundle = decoders("rotary", "fp32")
+    canonical = load_graph(bundle, CANONICAL)
+    tuner = Tuner({"batch": 2, "tokens": 9}, 2.0)
+    first, second = lower(canonical, sites_of(bundle.manifest.attention), tuner.sizes, tuner=tuner).sites
+    assert set(first.measured) == {
+        "MatMul·Softmax·MatMul, filled part",
+        "Attention, filled part of the cache",
+        "com.microsoft::GroupQueryAttention, cache in place",
+    }
+    assert first.form in first.measured and not first.dropped
+    assert f"for a token behind {PLACES // 2}" in first.why and "for a prompt of 9" in first.why
+    assert second.measured == first.measured  # layers that are alike share one measurement
 
 
 def test_a_canonical_step_is_standard_onnx(decoders: DeployDecoder) -> None:

@@ -25,8 +25,9 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.diagnosis.stages import written_out
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.lowering.integers import casts_for_fp8, products_of_nibbles
-from attnforge.export.precision.fp8_attention import round_attention, sites_for_fp8
+from attnforge.export.precision.fp8_attention import sites_for_fp8
 from attnforge.export.precision.quantisation import SCHEMES, SHRUNK, Form, quantise
+from attnforge.export.precision.rounding import round_operands
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.runtime.parity.budget import relative_error
@@ -263,7 +264,7 @@ def test_attention_in_fp8_is_what_the_formulas_say(tokens: int) -> None:
     if tokens < STATIC:
         assert chosen == [] and "over 32 keys and more, not 5" in kept[sites[0].name]
         return
-    round_attention(model, chosen)
+    round_operands(model, chosen)
     (result,) = as_it_is(written_out(model, sites))(feeds).values()
 
     def rounded(x: Array) -> Array:

@@ -23,6 +23,7 @@ from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.session import Session
 from tests.support.bundles import DeploySmall
 from tests.support.decoders import LONGEST, PLACES, VOCABULARY, DeployDecoder, eager, ids, in_turn
+from tests.support.faults.driving import verified
 
 CLOSE = 2e-6
 
@@ -318,3 +319,35 @@ def test_other_backends_say_that_they_have_no_steps(decoders: DeployDecoder) -> 
 def test_more_tokens_than_a_run_may_have_are_for_decoders(session: Session) -> None:
     with pytest.raises(InputError, match=f"the profile takes 1 to {LONGEST}"):
         session(ids(1, LONGEST + 1))
+
+
+class _OffInTheEnd(Decoder):
+    """The last key of the first layer is 1% off, which shows in no answer yet."""
+
+    def cached(self, sample: int) -> dict[str, Array]:
+        held = super().cached(sample)
+        held["key_cache.0"][:, -1] *= 1.01
+        return held
+
+
+def test_a_cache_that_is_off_is_named(decoders: DeployDecoder) -> None:
+    report = verified(decoders("rotary", "fp32"), _OffInTheEnd)
+    assert not report.passed
+    assert {failure.output for failure in report.failures} == {"key_cache.0"}
+    assert {failure.case for failure in report.failures} == {"example", "normal-prime"}
+
+
+def test_what_the_caches_hold(session: Session) -> None:
+    tokens = ids(2, 7)
+    decoder = session.decoder(2)
+    decoder.prefill([tokens[0], tokens[1, :3]])
+    held = [decoder.cached(sample) for sample in range(2)]
+    assert [cache.shape[1] for cache in held[0].values()] == [7] * 4 and [c.shape[1] for c in held[1].values()] == [
+        3
+    ] * 4
+    alone = session.decoder()
+    alone.prefill(tokens[1:, :3])
+    for name, cache in alone.cached(0).items():
+        assert relative_error(held[1][name], cache) < CLOSE
+    with pytest.raises(InputError, match="there is no sample 2; there are 0 to 1"):
+        decoder.cached(2)

@@ -1,0 +1,88 @@
+"""Operands of attention in few bits: Q/DQ before them, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.arrays import Array
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.diagnosis.stages import written_out
+from attnforge.export.graphs.build import like
+from attnforge.export.graphs.execute import as_it_is
+from attnforge.runtime.parity.budget import relative_error
+
+
+class Rounding(Protocol):
+    """Attention whose operands can be rounded.
+
+    Attributes:
+        site: that it is.
+        node: name of the canonical node.
+        error: of its output on calibration data, relative to fp32.
+    """
+
+    @property
+    def site(self) -> Site: ...
+
+    @property
+    def node(self) -> str: ...
+
+    @property
+    def error(self) -> float: ...
+
+    @property
+    def name(self) -> str:
+        """Of what is rounded."""
+
+    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
+        """Query, key and value behind Q/DQ, which are written before the node.
+
+        Args:
+            graph: of the node.
+            node: the canonical node.
+            stem: of the names of new values.
+        """
+
+
+def round_operands(model: ir.Model, chosen: Sequence[Rounding]) -> None:
+    """Put Q/DQ before operands of canonical attention, in place."""
+    by_node = {one.node: one for one in chosen}
+    for node in list(model.graph):
+        if node.name in by_node:
+            for i, value in enumerate(by_node[node.name].operands(model.graph, node, str(node.name))):
+                node.replace_input_with(i, value)
+
+
+def errors_of_rounding(
+    model: ir.Model, sites: Sequence[Site], rounded: Sequence[Rounding], data: Sequence[Mapping[str, Array]]
+) -> dict[str, float]:
+    """What rounding costs each site, the others being as they are, relative to its output in fp32, by name:
+    every node has a twin with rounded operands beside it, which nothing reads."""
+    twins, nodes = model.clone(), {one.node: one for one in rounded}
+    pairs: dict[str, tuple[str, str]] = {}
+    both = list(sites)
+    for node in list(twins.graph):
+        if node.name not in nodes:
+            continue
+        one, output = nodes[node.name], node.outputs[0]
+        inputs = [*one.operands(twins.graph, node, f"{node.name}/twin"), *node.inputs[3:]]
+        twin = ir.Node("", "Attention", inputs, node.attributes.values(), name=f"{node.name}/twin")
+        twin.metadata_props.update(node.metadata_props)
+        result = like(twin.outputs[0], output)
+        result.name = f"{output.name}/twin"
+        twins.graph.insert_before(node, twin)
+        twins.graph.outputs.extend([output, result])
+        pairs[one.name] = str(output.name), str(result.name)
+        both.append(Site(f"{one.name}/twin", one.site.written_as, f"{node.name}/twin", one.site.form))
+    run = as_it_is(written_out(twins, both), sorted({name for pair in pairs.values() for name in pair}))
+    errors = dict.fromkeys(pairs, 0.0)
+    for feeds in data:
+        outputs = run(feeds)
+        for name, (exact, low) in pairs.items():
+            held = np.isfinite(outputs[exact])
+            errors[name] = max(errors[name], relative_error(outputs[low][held], outputs[exact][held]))
+    return errors

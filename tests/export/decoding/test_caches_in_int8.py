@@ -1,0 +1,135 @@
+"""Caches in int8: a quarter of the bytes, within what was allowed, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import attnforge
+from attnforge.bundle import CANONICAL, Bundle
+from attnforge.errors import BuildError, UnknownNameError, UsageError
+from attnforge.export.diagnosis.diagnose import diagnose
+from attnforge.export.graphs.saving import load_graph
+from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.parity.budget import relative_error
+from tests.support.bundles import rewrite
+from tests.support.decoders import PLACES, DeployDecoder, decoder_example, eager, ids, in_turn
+
+ALLOWED = 0.05
+DATA = [[ids(2, 20, seed=seed)] for seed in range(4)]
+LOW: dict[str, Any] = {"cache_tokens": PLACES, "cache_precision": "int8", "data": DATA, "max_error": ALLOWED}
+
+
+def deploy(kind: str, folder: Path, precision: str = "fp32", **options: Any) -> Bundle:
+    module, args, shapes = decoder_example(kind)
+    options = {"targets": ["onnxruntime"], "tune": False, **LOW, **options}
+    return attnforge.deploy(module, args, folder, shapes, precision, **options)
+
+
+@pytest.mark.parametrize("kind", in_turn())
+def test_a_quarter_of_the_bytes_and_the_same_function_as_its_rounding(
+    kind: str, decoders: DeployDecoder, tmp_path: Path
+) -> None:
+    bundle = deploy(kind, tmp_path / "b")
+    decoding, record = bundle.manifest.decoding, bundle.manifest.quantised
+    assert decoding is not None and record is not None and bundle.manifest.precision == "fp32"
+    assert {spec.dtype for spec in decoding.tensors} == {"int8"}
+    assert list(record.caches) == [cache.site for cache in decoding.caches] and record.products == []
+    assert 0 < record.error <= ALLOWED and all(0 < error < ALLOWED for error in record.caches.values())
+    backends = ["onnxruntime-cpu"] + ["openvino"] * (why_not_here("openvino") is None)
+    for name, report in attnforge.verify(bundle, backends).backends.items():
+        assert report.passed, (name, report.failures)
+        assert "caches" in report.outputs
+    tokens = ids(2, PLACES, seed=9)
+    with (
+        attnforge.load(bundle, "onnxruntime-cpu") as low,
+        attnforge.load(decoders(kind, "fp32"), "onnxruntime-cpu") as high,
+    ):
+        rounded, plain = low.decoder(2), high.decoder(2)
+        assert 4 * rounded.nbytes == plain.nbytes
+        answers = [rounded.prefill(tokens[:, :10])]
+        answers += [rounded.step(tokens[:, place]) for place in range(10, PLACES)]
+    assert 0 < relative_error(np.stack(answers, 1), eager(kind, tokens)[:, 9:]) < 2 * ALLOWED
+
+
+def test_the_kernel_reads_int8_itself(tmp_path: Path) -> None:
+    bundle = deploy("rotary", tmp_path / "b")
+    model = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
+    kernels = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+    assert len(kernels) == 2
+    for node in kernels:
+        scales = [node.inputs[place] for place in (12, 13)]
+        caches = [node.inputs[place] for place in (3, 4)]
+        assert [cache.dtype for cache in caches if cache is not None] == [ir.DataType.INT8] * 2
+        sizes = [scale.shape.numpy() for scale in scales if scale is not None and scale.shape is not None]
+        assert sizes == [(32,), (32,)]  # two heads of 16
+        assert node.attributes.get_int("do_rotary") == 1
+    assert not [node for node in model.graph if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+
+
+def test_tensorrt_has_no_caches_in_int8(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="tensorrt_rtx keeps caches in fp32, fp16 or bf16, not int8"):
+        deploy("rotary", tmp_path / "b", targets=["tensorrt_rtx"])
+
+
+def test_beside_products_in_few_bits(tmp_path: Path) -> None:
+    bundle = deploy("rotary", tmp_path / "b", "int8", max_error=0.2)
+    record = bundle.manifest.quantised
+    assert record is not None and record.products and record.caches
+    assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
+
+
+def test_what_rounding_a_cache_breaks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"a cache in int8 misses what was asked for: .*where 1e-06 is allowed"):
+        deploy("rotary", tmp_path / "b", max_error=1e-6)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"data": []}, UsageError, "no real inputs were given"),
+        ({"max_error": None}, UsageError, "nothing says by how much it may"),
+        ({"cache_tokens": None}, UsageError, "there are none; give cache_tokens"),
+        ({"cache_precision": "int4"}, UnknownNameError, "int8"),
+        ({"precision": "fp16"}, UsageError, "beside fp32 or products in few bits, not fp16"),
+        ({"precision": "auto"}, UsageError, "not auto"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], error: type[Exception], words: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=words):
+        deploy("rotary", tmp_path / "b", **options)
+    assert not (tmp_path / "b").exists()
+
+
+def scale_off(model: ir.Model, place: int) -> None:
+    """A scale of the first layer is off by a tenth."""
+    node = next(node for node in model.graph if node.op_type == "GroupQueryAttention")
+    scale = node.inputs[place]
+    producer = scale.producer() if scale is not None else None
+    numbers = ir.convenience.get_const_tensor(scale) if scale is not None else None
+    assert producer is not None and numbers is not None
+    producer.attributes["value"] = ir.AttrTensor("value", ir.tensor((1.1 * numbers.numpy()).astype(np.float32)))
+
+
+@pytest.mark.parametrize("place", [12, 13])
+def test_a_scale_that_is_off_is_caught_in_the_caches(place: int, tmp_path: Path) -> None:
+    bundle = deploy("rotary", tmp_path / "b")
+    file = bundle.path / bundle.manifest.targets["onnxruntime"].model
+    model = ir.load(file)
+    scale_off(model, place)
+    ir.save(model, file)
+    report = attnforge.verify(rewrite(bundle.path), ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+    assert not report.passed
+    names = {failure.output for failure in report.failures}
+    assert ("key_cache.0" if place == 12 else "value_cache.0") in names
+
+
+def test_diagnosis_reads_a_step_with_caches_in_int8(tmp_path: Path) -> None:
+    bundle = deploy("rotary", tmp_path / "b")
+    assert diagnose(bundle).healthy
+    assert any(node.op_type == "QuantizeLinear" for node in load_graph(bundle, CANONICAL).graph)
