@@ -165,7 +165,7 @@ def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True)
     properties = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     request = core.compile_model(graph, "CPU", properties).create_infer_request()
-    arrays = {str(value.name): np.array(feeds[str(value.name)]) for value in taken}  # which may be written to
+    arrays = {str(value.name): np.array(feeds[str(value.name)], order="C") for value in taken}
 
     def run() -> Any:
         for name, array in arrays.items():

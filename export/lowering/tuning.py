@@ -92,8 +92,8 @@ class Engine:
 
     Attributes:
         name: of the library.
-        open: of a model, which it may change, and its inputs by name, what runs it and returns its output as the library
-            holds it.
+        open: of a model, which it may change, and its inputs by name, what runs it and returns its output as the
+            library holds it.
         read: that output as an array of its own.
     """
 

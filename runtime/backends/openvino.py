@@ -178,10 +178,10 @@ class OpenVino:
         Where the first run of a compiled model has one query and one key, OpenVINO 2026.4's kernel of attention without
         a mask is wrong by factors in later runs of more.
         """
-        arrays = [
-            np.ones([_two(dim) if isinstance(dim, DimSpec) else dim for dim in spec.dims], spec.dtype) * (spec.low or 1)
-            for spec in self._inputs
-        ]
+        arrays = []
+        for spec in self._inputs:
+            shape = [_two(dim) if isinstance(dim, DimSpec) else dim for dim in spec.dims]
+            arrays.append(np.full(shape, spec.low or 1, spec.dtype))
         try:
             compiled.run(arrays, [None] * len(self._outputs))
         except RuntimeError:  # at other sizes it may run
