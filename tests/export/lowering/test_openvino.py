@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_forms_are_measured_on_openvino() -> None:
     for name in IN_STEPS:
         site, a = found[[*BANDS, *NO_BANDS].index(name)]
         ruled = for_openvino._by_rules(a, candidates_for(site.name, a), sizes)
-        choice = spent.choose(for_openvino.replace(a, residue="none"), candidates_for(site.name, a), ruled)
+        choice = spent.choose(replace(a, residue="none"), candidates_for(site.name, a), ruled)
         assert set(choice.measured) == causal and not choice.dropped
 
 

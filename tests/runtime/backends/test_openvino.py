@@ -315,7 +315,7 @@ class Sees(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         back = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-        heads, words = x.unflatten(-1, (2, 16)).transpose(1, 2), padding[:, None, None]
+        heads, words = x.reshape(*x.shape[:2], 2, 16).transpose(1, 2), padding[:, None, None]
         for mask in ((back >= 0) & (back < 16), back >= 0):
             heads = heads + nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask & words)
         return heads.transpose(1, 2).flatten(2)
@@ -390,9 +390,8 @@ def test_a_bundle_without_that_graph_runs_as_before(blocks: Bundle, tmp_path: Pa
     with attnforge.load(blocks, "openvino") as session, attnforge.load(older, "openvino") as before:
         backend = before._backend
         assert isinstance(backend, openvino.OpenVino) and operators(backend._model)["Softmax"] < 5
-        np.testing.assert_allclose(
-            *(next(iter(each.run(feeds).values())) for each in (session, before)), rtol=1e-4, atol=1e-5
-        )
+        result, expected = (next(iter(each.run(feeds).values())) for each in (session, before))
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_measuring_decides_and_nothing_is_written_where_nothing_is_gained(tmp_path: Path) -> None:
@@ -410,8 +409,8 @@ def test_other_bundles_have_no_such_graph(kind: str, encoder: Bundle, tmp_path: 
     bundle = encoder
     if kind == "few tokens":
         with mock.patch.multiple(for_openvino, MANY_SCORES=2**30, MANY_TOKENS=2**30):
-            args = torch.zeros(1, 32, 32), torch.ones(1, 32, dtype=torch.bool)
-            bundle = attnforge.deploy(Sees(), args, tmp_path / "b", targets=["onnxruntime"], tune=False)
+            few = torch.zeros(1, 32, 32), torch.ones(1, 32, dtype=torch.bool)
+            bundle = attnforge.deploy(Sees(), few, tmp_path / "b", targets=["onnxruntime"], tune=False)
     elif kind == "a decoder":
         module, args, shapes = subject("llama")
         with mock.patch.multiple(for_openvino, MANY_SCORES=1, MANY_TOKENS=1):
