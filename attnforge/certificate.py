@@ -17,7 +17,7 @@ class SiteTarget(Record):
         form: the operators that the site was lowered to.
         why: why this form.
         kernel: the fused kernel that the target compiled; None where there is none.
-        reason: why there is no kernel.
+        reason: why there is no kernel; None too where the target does not say what it compiles, as OpenVINO.
         measured: milliseconds of every form that was timed on the machine that deployed the bundle.
         dropped: forms that were tried and not timed, and why.
     """
@@ -142,7 +142,8 @@ class Certificate(Record):
         sites: how many attention sites the model has.
         canonical: how many became one canonical Attention node.
         fused: by target, how many sites run as one kernel. They are counted in what a backend compiled, never in what
-            it was given: TensorRT's in its plan, ONNX Runtime's in the graph that its CPU provider runs.
+            it was given: TensorRT's in its plan, ONNX Runtime's in the graph that its CPU provider runs. OpenVINO is
+            not among them, for it does not say what it compiles.
         unfused: every site that a target does not run as one kernel, and why.
         details: every site.
     """

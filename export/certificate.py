@@ -27,7 +27,8 @@ def certify(
         built: what was built for every target, by its name.
         masks: what is proved of sites' masks, by the site's name.
     """
-    return Certificate.of([_record(site, built, (masks or {}).get(site.name)) for site in sites], list(built))
+    records = [_record(site, built, (masks or {}).get(site.name)) for site in sites]
+    return Certificate.of(records, [name for name, target in built.items() if target.kernel_of is not None])
 
 
 def _record(site: Site, built: Mapping[str, Built], mask: SiteMask | None) -> SiteRecord:
@@ -46,12 +47,13 @@ def _record(site: Site, built: Mapping[str, Built], mask: SiteMask | None) -> Si
 
 def _compiled(form: Lowered, target: Built) -> SiteTarget:
     """The form that a site was lowered to, and the kernel that runs it or the reason why none does."""
-    kernel = target.kernel_of(form)
+    kernel = target.kernel_of(form) if target.kernel_of is not None else None
+    reason = None if kernel or target.why_unfused is None else form.unfused or target.why_unfused(form)
     return SiteTarget(
         form=form.form,
         why=form.why,
         kernel=kernel,
-        reason=None if kernel else form.unfused or target.why_unfused(form),
+        reason=reason,
         measured=dict(form.measured),
         dropped=dict(form.dropped),
     )

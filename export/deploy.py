@@ -13,6 +13,7 @@ from typing import Any, Unpack
 from attnforge.bundle import (
     CANONICAL,
     FLAVOURS,
+    OPENVINO,
     PLAIN,
     Bundle,
     Manifest,
@@ -39,6 +40,7 @@ from attnforge.export.room import Work
 from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import DynamicShapes
+from attnforge.export.targets.openvino import in_blocks
 from attnforge.export.targets.registry import Selection, begin, finish, select
 from attnforge.export.targets.target import Job
 from attnforge.export.tensorrt.build import Builders, profiles_of
@@ -237,6 +239,9 @@ def _made(
             decoding.cases = [case for case in cases if case.name == WHOLE_CACHE]
             cases = [case for case in cases if case.name != WHOLE_CACHE]
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
+        if decoding is None:
+            beside = in_blocks(job, built, stages.begin(_lowering(OPENVINO)))
+            built |= {OPENVINO: beside} if beside is not None else {}
         certificate = certify(sites, built, masks)
         check_fused(options.require_fused, certificate)
         return Manifest(
@@ -276,12 +281,13 @@ def _stage_names(options: DeployOptions, selection: Selection) -> list[str]:
         *(_lowering(target) for target in selection.chosen),
         "reference",
         *([PLANS] if _has_plans(selection) else []),
+        *([_lowering(OPENVINO)] if options.cache_tokens is None else []),
         *([MEASURING] if options.tune else []),
     ]
 
 
 def _lowering(target: str) -> str:
-    return f"lower for {target}" if target in FLAVOURS else f"lower and build for {target}"
+    return f"lower for {target}" if target in (*FLAVOURS, OPENVINO) else f"lower and build for {target}"
 
 
 def _has_plans(selection: Selection) -> bool:

@@ -69,8 +69,8 @@ def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
         BuildError: the process crashed.
     """
     start = time.perf_counter()
-    tuning = target.tuning if (target := manifest.targets.get("onnxruntime")) is not None else None
-    left = SECONDS - (tuning.seconds if tuning is not None else 0.0)
+    target = manifest.targets.get("onnxruntime")
+    left = SECONDS - sum(record.tuning.seconds for record in manifest.targets.values() if record.tuning is not None)
     with own_folder() as cwd, tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
             command(__name__, str(folder.absolute()), str(left)),

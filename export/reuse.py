@@ -103,23 +103,29 @@ class Reuse:
             self._cache.put(about, {"plan": plan_file, "answer.json": answer.model_dump_json().encode()})
         return answer
 
-    def forms(self, sizes: Mapping[str, int]) -> dict[str, FormChoice]:
-        """The forms that were measured for the sites of the canonical graph, by site; empty where none were."""
-        entry = self._cache.get(self._forms(sizes)) if self._cache.keeps else None
+    def forms(self, sizes: Mapping[str, int], target: str | None = None) -> dict[str, FormChoice]:
+        """The forms that were measured for the sites of the canonical graph, by site; empty where none were.
+
+        Args:
+            sizes: at which they were.
+            target: that they were measured for; None for ONNX Runtime.
+        """
+        entry = self._cache.get(self._forms(sizes, target)) if self._cache.keeps else None
         if entry is None:
             return {}
         self.reused.append("forms of attention sites")
         return {site: FormChoice(**form) for site, form in json.loads((entry / "forms.json").read_bytes()).items()}
 
-    def keep_forms(self, sizes: Mapping[str, int], forms: Mapping[str, FormChoice]) -> None:
-        """Keep the forms that were measured."""
+    def keep_forms(self, sizes: Mapping[str, int], forms: Mapping[str, FormChoice], target: str | None = None) -> None:
+        """Keep the forms that were measured for a target; None for ONNX Runtime."""
         if not self._cache.keeps:
             return
         kept = {site: asdict(form) for site, form in forms.items()}
-        self._cache.put(self._forms(sizes), {"forms.json": _json(kept)})
+        self._cache.put(self._forms(sizes, target), {"forms.json": _json(kept)})
 
-    def _forms(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        return self._about("forms", CANONICAL) | {"sizes": dict(sizes)}
+    def _forms(self, sizes: Mapping[str, int], target: str | None) -> dict[str, Any]:
+        of = {} if target is None else {"target": target}
+        return self._about("forms", CANONICAL) | {"sizes": dict(sizes)} | of
 
     def measured(self, manifest: Manifest, measure: Callable[[], None]) -> None:
         """Add the session's settings and the choice of a backend to a manifest, which lists all files of its bundle.

@@ -31,6 +31,10 @@ from attnforge.machine import Machine
 
 SCHEMA_VERSION = 1
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
+OPENVINO = "openvino"
+"""The entry of a manifest's targets with the graph that OpenVINO runs; where there is none, it runs the canonical
+graph."""
+
 PORTABLE = "portable"
 """The GPUs that a TensorRT-RTX plan is for by default: every NVIDIA GPU from Ampere on."""
 
@@ -466,7 +470,7 @@ class Manifest(StoredRecord):
         outputs: of the model.
         reference: what computed the outputs that backends are compared with.
         attention: what became of every attention site.
-        targets: what the bundle holds for every target.
+        targets: what the bundle holds for every target, and for :data:`OPENVINO` where that runs attention in blocks.
         skipped: targets that it is not built for, and why.
         cases: what it is verified on.
         mixed: how precisions were chosen; None where they were given.

@@ -226,8 +226,10 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
         if target.kernel is not None:
             say(f"fused: {_first_of([v.kernel for v in versions])}", "green", indent=6)
             say(_first_of([v.why for v in versions]), "dim", indent=6)
-        else:
+        elif target.reason is not None:
             say(f"not fused: {_first_of([v.reason for v in versions])}", "yellow", indent=6)
+        else:
+            say(_first_of([v.why for v in versions]), "dim", indent=6)
 
 
 def _mask_text(mask: SiteMask) -> str:

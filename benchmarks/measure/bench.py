@@ -28,12 +28,13 @@ from attnforge.benchmarks.measure.starts import measure_starts_and_memory
 from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
 from attnforge.benchmarks.measure.throughput import throughputs
 from attnforge.benchmarks.measure.work import work_of
-from attnforge.bundle import CANONICAL, FLAVOURS, WEIGHTS, Bundle, Case, Trusted, open_bundle
+from attnforge.bundle import CANONICAL, FLAVOURS, OPENVINO, WEIGHTS, Bundle, Case, Trusted, open_bundle
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
 from attnforge.machine import processors, this_machine, tool_versions
 from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.openvino import graph_of
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_unasked
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.preference import by_preference
@@ -237,7 +238,7 @@ def _size_mb(entry: Entry) -> float | None:
     else:
         targets = FLAVOURS if entry.name == "onnxruntime-tensorrt" else ("onnxruntime",)
         records = [manifest.targets[target] for target in targets if target in manifest.targets]
-        name = CANONICAL if entry.name == "openvino" or not records else records[0].model
+        name = graph_of(manifest) if entry.name == OPENVINO else records[0].model if records else CANONICAL
         files = [bundle.path / name, *([bundle.path / WEIGHTS] if WEIGHTS in manifest.files else [])]
     return sum(file.stat().st_size for file in files) / 1e6 if files else None
 

@@ -36,10 +36,10 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
     Raises:
         AttnforgeError: the backend cannot build or run the graph.
     """
-    target = backend if backend in FLAVOURS else "onnxruntime"
+    target = backend if backend in (*FLAVOURS, *WITHOUT_TARGET) else "onnxruntime"
     record = bundle.manifest.targets.get(target)
-    if backend in WITHOUT_TARGET or record is None:  # it runs the canonical graph
-        record, name = TargetRecord(model=CANONICAL), CANONICAL
+    if record is None:  # it runs the canonical graph
+        target, record, name = "onnxruntime", TargetRecord(model=CANONICAL), CANONICAL
     else:
         name = "model.onnx"
     model = whole_graph(bundle, (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model)

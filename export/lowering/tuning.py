@@ -2,7 +2,7 @@
 
 A site is measured alone, from its operands as the graph holds them before any views to its output as the graph reads
 it, so that transposes count. Sites that are alike in all of that share one measurement. Every candidate is first
-compared with the plain products; a candidate that differs is not timed.
+compared with the first one; a candidate that differs is not timed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -100,6 +101,32 @@ class Measurement:
     measure: Callable[[Attention, Sequence[Candidate], FormChoice, Mapping[str, int], float], FormChoice]
 
 
+@dataclass(frozen=True)
+class Engine:
+    """What runs the forms that are measured.
+
+    Attributes:
+        name: of the library.
+        open: of a model, which it may change, and its inputs by name, what runs it and returns its output as the
+            library holds it.
+        read: that output as an array of its own.
+    """
+
+    name: str
+    open: Callable[[ir.Model, Mapping[str, Array]], Callable[[], Any]]
+    read: Callable[[Any], Array]
+
+
+def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
+    """A function that runs `model` on `feeds`, and returns its output as ONNX Runtime holds it."""
+    session = open_session(model, optimised=True)
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
+    return lambda: session.run_with_ort_values(["output"], values)[0]
+
+
+ONNX_RUNTIME = Engine("ONNX Runtime", _opened, lambda output: output.numpy())
+
+
 class Tuner:
     """Chooses the form of each site by measuring.
 
@@ -108,6 +135,7 @@ class Tuner:
         seconds: for measuring all sites together. Sites that come after these are left to the rules.
         steps: counts every site; None where nobody hears of progress.
         measured: what was measured before, by site.
+        engine: runs the forms.
 
     Attributes:
         spent: seconds of measuring so far.
@@ -120,8 +148,10 @@ class Tuner:
         seconds: float = 20.0,
         steps: Steps | None = None,
         measured: Mapping[str, FormChoice] | None = None,
+        engine: Engine = ONNX_RUNTIME,
     ) -> None:
         self.sizes, self._steps, self._before = sizes, steps, measured or {}
+        self._alone = Measurement(_signature, partial(_measure, engine=engine))
         self.chosen: dict[str, FormChoice] = {}
         self.seconds, self.spent = seconds, 0.0
         self._known: dict[Hashable, FormChoice] = {}
@@ -140,7 +170,7 @@ class Tuner:
         site = str(a.node.name)
         if self._steps is not None:
             self._steps.begin(site.removesuffix("/Attention"))
-        self.chosen[site] = self._before.get(site) or self._choose(a, candidates, ruled, how or ALONE)
+        self.chosen[site] = self._before.get(site) or self._choose(a, candidates, ruled, how or self._alone)
         return self.chosen[site]
 
     def _choose(self, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice, how: Measurement) -> FormChoice:
@@ -155,7 +185,8 @@ class Tuner:
                 if self.spent >= self.seconds:
                     raise Unmeasurable("the time for measuring was spent on other sites")
                 start = time.perf_counter()
-                self._known[key] = how.measure(a, candidates, ruled, self.sizes, (self.seconds - self.spent) / 2)
+                seconds = (self.seconds - self.spent) / 2
+                self._known[key] = how.measure(a, candidates, ruled, self.sizes, seconds)
                 self.spent += time.perf_counter() - start
         except Unmeasurable as reason:
             return replace(ruled, why=f"{ruled.why}; not measured: {reason}")
@@ -187,10 +218,15 @@ def usual(size: Size, sizes: Mapping[str, int]) -> int:
 
 
 def _measure(
-    a: Attention, candidates: Sequence[Candidate], ruled: FormChoice, sizes: Mapping[str, int], seconds: float
+    a: Attention,
+    candidates: Sequence[Candidate],
+    ruled: FormChoice,
+    sizes: Mapping[str, int],
+    seconds: float,
+    engine: Engine,
 ) -> FormChoice:
     start = time.perf_counter()
-    runs, dropped = _agreeing(a, candidates, sizes)
+    runs, dropped = _agreeing(a, candidates, sizes, engine)
     measured = medians(runs, ROUNDS, start + seconds - time.perf_counter())
     if not measured:
         raise Unmeasurable("; ".join(dropped.values()))
@@ -203,7 +239,7 @@ def _measure(
 
 
 def _agreeing(
-    a: Attention, candidates: Sequence[Candidate], sizes: Mapping[str, int]
+    a: Attention, candidates: Sequence[Candidate], sizes: Mapping[str, int], engine: Engine
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """One run of every form that agrees with the first candidate, by form; and why the other forms are dropped."""
     runs: dict[str, Callable[[], Any]] = {}
@@ -213,12 +249,12 @@ def _agreeing(
         model = alone(a, candidate, sizes)
         feeds = operands(a, model)
         try:
-            run = _opened(model, feeds)
-            output: Array = run().numpy()
+            run = engine.open(model, feeds)
+            output = engine.read(run())
         except Exception as error:  # a kernel that refuses this shape is a result
             if expected is None:
-                raise Unmeasurable("ONNX Runtime refuses the form that the others are held to") from error
-            dropped[candidate.form] = f"ONNX Runtime refuses it: {first_line(error)}"
+                raise Unmeasurable(f"{engine.name} refuses the form that the others are held to") from error
+            dropped[candidate.form] = f"{engine.name} refuses it: {first_line(error)}"
             continue
         expected = output if expected is None else expected
         if reason := disagreement(output, expected):
@@ -244,13 +280,6 @@ def disagreement(output: Array, expected: Array) -> str | None:
 
 
 # --- a site alone -----------------------------------------------------------------------------------------------------
-
-
-def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
-    """A function that runs `model` on `feeds`, and returns its output as ONNX Runtime holds it."""
-    session = open_session(model, optimised=True)
-    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
-    return lambda: session.run_with_ort_values(["output"], values)[0]
 
 
 def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Model:
@@ -363,6 +392,3 @@ def _shapes(mask: ir.Value, sizes: Mapping[str, int]) -> Iterator[Hashable]:
         for part in node.inputs:
             if part is not None:
                 yield from _shapes(part, sizes)
-
-
-ALONE = Measurement(_signature, _measure)

@@ -62,15 +62,16 @@ class Built:
     Attributes:
         record: its entry in the manifest.
         lowered: the form of every canonical site.
-        kernel_of: name of the fused kernel that the backend compiled for a site, or None.
+        kernel_of: name of the fused kernel that the backend compiled for a site, or None; None itself where the backend
+            does not say what it compiles.
         why_unfused: the reason where the backend compiled none although the form has one.
         children: by name, the processes that built it.
     """
 
     record: TargetRecord
     lowered: list[Lowered]
-    kernel_of: Callable[[Lowered], str | None]
-    why_unfused: Callable[[Lowered], str]
+    kernel_of: Callable[[Lowered], str | None] | None = None
+    why_unfused: Callable[[Lowered], str] | None = None
     children: Mapping[str, Cost] = field(default_factory=dict)
 
 

@@ -40,8 +40,8 @@ class Registered:
         certified: the entry of the bundle's certificate that counts what this backend compiled; None where the bundle
             holds no such count.
         uncertified: why the bundle holds no such count.
-        has_target: whether a bundle is lowered for it. A backend without a target runs the canonical graph; where it
-            misses the budget, the bundle is not at fault.
+        has_target: whether a bundle is deployed for it by name. A backend without a target runs the canonical graph, or
+            one with attention in blocks; where it misses the budget, the bundle is not at fault.
     """
 
     name: str
@@ -295,7 +295,7 @@ REGISTRY = {
         ),
         Registered(
             "openvino", ("openvino",), False, _no_openvino, _no_library, _openvino, has_target=False,
-            uncertified="it runs the canonical graph and does not say what it fuses",
+            uncertified="it does not say what it fuses",
         ),
     )
 }  # fmt: skip

@@ -1,28 +1,39 @@
-"""The OpenVINO backend for any sizes, threads and callers. That it is right is seen in test_registered."""
+"""The OpenVINO backend for any sizes, threads and callers, and its graph with attention in blocks. That it is right is
+seen in test_registered too."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import BFLOAT16
-from attnforge.bundle import CANONICAL, Bundle
+from attnforge.bundle import CANONICAL, OPENVINO, Bundle
+from attnforge.cli.printing import print_bundle
 from attnforge.errors import UsageError
+from attnforge.export.diagnosis.deployed import tensors_on
+from attnforge.export.graphs.saving import load_graph
+from attnforge.export.lowering import openvino as for_openvino
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends import openvino
 from attnforge.runtime.backends.openvino_graph import prepared
-from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.backends.registry import fused_by, why_not_here
 from attnforge.runtime.parity.verify import hold
 from tests.support.bundles import DeploySmall
+from tests.support.faults.subjects import PLACES, subject
 
 pytestmark = [
     pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino"))),
@@ -283,3 +294,151 @@ def test_what_openvino_does_not_take_rewritten_runs_as_it_is_written(
     with attnforge.load(encoder, "openvino") as session:
         np.testing.assert_allclose(session.run(feeds)["output"], expected, rtol=1e-4, atol=1e-5)
     assert "does not take" in caplog.text and len(rewritten) == (on == "compiling")
+
+
+def test_a_first_call_of_one_token_spoils_no_later_call(tmp_path: Path) -> None:
+    """OpenVINO 2026.4's kernel of attention without a mask stays as its first run made it."""
+    module, args, shapes = build_model("self-attention")
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as other:
+        for tokens in (1, 63, 17):
+            feeds = feeds_of(bundle, batch=1, tokens=tokens)
+            np.testing.assert_allclose(session.run(feeds)["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+
+
+# --- attention in blocks ----------------------------------------------------------------------------------------------
+
+
+class Sees(nn.Module):
+    """A window of 16 keys beside causal attention, each with padding: `(batch, tokens, 32)` and `(batch, tokens)`, True
+    for words; two heads."""
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        back = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        heads, words = x.reshape(*x.shape[:2], 2, 16).transpose(1, 2), padding[:, None, None]
+        for mask in ((back >= 0) & (back < 16), back >= 0):
+            heads = heads + nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask & words)
+        return heads.transpose(1, 2).flatten(2)
+
+
+def in_blocks(folder: Path, precision: str = "fp32", **options: Any) -> Bundle:
+    """Deployed at so few tokens that the rules would leave it as it is."""
+    batch, tokens = Dim("batch", min=1, max=3), Dim("tokens", min=1, max=150)
+    shapes = {name: {0: batch, 1: tokens} for name in ("x", "padding")}
+    generator = torch.Generator().manual_seed(3)
+    args = torch.randn(2, 96, 32, generator=generator), torch.arange(96) >= torch.tensor([[0], [40]])
+    with mock.patch.multiple(for_openvino, BLOCKS=(16,), MANY_SCORES=1, MANY_TOKENS=1):
+        return attnforge.deploy(Sees(), args, folder, shapes, precision, ["onnxruntime"], **options)
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return in_blocks(tmp_path_factory.mktemp("blocks") / "b", tune=False)
+
+
+def test_a_graph_with_blocks_is_what_openvino_runs(blocks: Bundle) -> None:
+    manifest = blocks.manifest
+    record = manifest.targets[OPENVINO]
+    assert record.model == openvino.graph_of(manifest) == "openvino/model.onnx" and record.tuning is None
+    forms = [site.targets[OPENVINO].form for site in manifest.attention.details]
+    assert forms == ["MatMul·Softmax·MatMul, blocks of 16 × 31", "MatMul·Softmax·MatMul, 4 blocks"]
+    with attnforge.load(blocks, "openvino") as session:
+        backend = session._backend
+        assert isinstance(backend, openvino.OpenVino)
+        assert operators(backend._model)["Softmax"] == 1 + 4
+
+
+def test_it_is_not_counted_among_what_is_fused(blocks: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate = blocks.manifest.attention
+    assert set(certificate.fused) == {"onnxruntime"} == {site.target for site in certificate.unfused}
+    assert isinstance(fused_by(certificate, "openvino"), str)
+    assert all(site.targets[OPENVINO].kernel is site.targets[OPENVINO].reason is None for site in certificate.details)
+    print_bundle(blocks)
+    said = capsys.readouterr().out
+    assert "openvino: MatMul·Softmax·MatMul, 4 blocks" in said and "causal: each block of queries" in said
+
+
+@pytest.mark.drawn("precision")
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_blocks_keep_the_budget(precision: str, tmp_path: Path) -> None:
+    """By the reference cases: one token, a prime number of them, queries without keys, samples without words."""
+    bundle = in_blocks(tmp_path / "b", precision, tune=False)
+    assert OPENVINO in bundle.manifest.targets
+    report = attnforge.verify(bundle, ["openvino"]).backends["openvino"]
+    assert {c.case for c in report.comparisons if not c.passed} <= {"denormal"}
+
+
+def test_shapes_that_come_again_run_in_blocks_too(blocks: Bundle) -> None:
+    with attnforge.load(blocks, "openvino") as session, attnforge.load(blocks, "onnxruntime-cpu") as other:
+        for tokens in (1, 4, 15, 16, 17, 113):
+            feeds = feeds_of(blocks, batch=2, tokens=tokens)
+            (expected,) = other.run(feeds).values()
+            for _ in range(3):
+                (result,) = session.run(feeds).values()
+                np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bundle_without_that_graph_runs_as_before(blocks: Bundle, tmp_path: Path) -> None:
+    shutil.copytree(blocks.path, tmp_path / "b")
+    document = json.loads((tmp_path / "b/manifest.json").read_text())
+    del document["targets"][OPENVINO], document["files"]["openvino/model.onnx"]
+    for site in document["attention"]["details"]:
+        del site["targets"][OPENVINO]
+    (tmp_path / "b/manifest.json").write_text(json.dumps(document))
+    shutil.rmtree(tmp_path / "b/openvino")
+    older, feeds = Bundle(tmp_path / "b"), feeds_of(blocks, batch=2, tokens=70)
+    with attnforge.load(blocks, "openvino") as session, attnforge.load(older, "openvino") as before:
+        backend = before._backend
+        assert isinstance(backend, openvino.OpenVino) and operators(backend._model)["Softmax"] < 5
+        result, expected = (next(iter(each.run(feeds).values())) for each in (session, before))
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_measuring_decides_and_nothing_is_written_where_nothing_is_gained(tmp_path: Path) -> None:
+    bundle = in_blocks(tmp_path / "b", cache=False)
+    record, sites = bundle.manifest.targets.get(OPENVINO), bundle.manifest.attention.details
+    assert ("openvino/model.onnx" in bundle.manifest.files) == (record is not None)
+    for site in sites if record is not None else ():
+        target = site.targets[OPENVINO]
+        assert len(target.measured) >= 2 and not target.dropped and "measured: " in target.why
+    assert record is None or (record.tuning is not None and record.tuning.sizes == {"batch": 2, "tokens": 96})
+
+
+@pytest.mark.parametrize("kind", ["few tokens", "no mask", "a decoder"])
+def test_other_bundles_have_no_such_graph(kind: str, encoder: Bundle, tmp_path: Path) -> None:
+    bundle = encoder
+    if kind == "few tokens":
+        with mock.patch.multiple(for_openvino, MANY_SCORES=2**30, MANY_TOKENS=2**30):
+            few = torch.zeros(1, 32, 32), torch.ones(1, 32, dtype=torch.bool)
+            bundle = attnforge.deploy(Sees(), few, tmp_path / "b", targets=["onnxruntime"], tune=False)
+    elif kind == "a decoder":
+        module, args, shapes = subject("llama")
+        with mock.patch.multiple(for_openvino, MANY_SCORES=1, MANY_TOKENS=1):
+            bundle = attnforge.deploy(
+                module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, cache_tokens=PLACES
+            )
+    assert set(bundle.manifest.targets) == {"onnxruntime"}
+    assert not any(name.startswith("openvino") for name in bundle.manifest.files)
+
+
+def test_its_weights_are_those_of_the_other_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, args, shapes = build_model("transformer-encoder", num_layers=1, vocab_size=50, is_causal=True)
+    monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
+    sizes = []
+    for many, folder in ((1, "a"), (2**30, "b")):
+        monkeypatch.setattr(for_openvino, "MANY_TOKENS", many)
+        bundle = attnforge.deploy(module, args, tmp_path / folder, shapes, targets=["onnxruntime"], tune=False)
+        sizes.append(bundle.file("weights.data").stat().st_size)
+        assert (OPENVINO in bundle.manifest.targets) == (many == 1)
+        assert openvino.graph_of(bundle.manifest) == ("openvino.model.onnx" if many == 1 else CANONICAL)
+        feeds = feeds_of(bundle, batch=2, tokens=9)
+        with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as other:
+            np.testing.assert_allclose(session.run(feeds)["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+    assert sizes[0] == sizes[1]
+
+
+def test_tensors_on_the_way_are_those_of_its_own_graph(blocks: Bundle) -> None:
+    names = [str(node.outputs[0].name) for node in load_graph(blocks, "openvino/model.onnx").graph]
+    names = [name for name in names if name.endswith("add_1")] or names[-1:]
+    tensors = tensors_on(blocks, "openvino", feeds_of(blocks, batch=1, tokens=20), names)
+    assert set(tensors) == set(names)

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tests.support.faults.bench import NEVER, Faults, is_drawn
+from attnforge.runtime.backends.registry import why_not_here
+from tests.support.faults.bench import NEVER, Bench, Faults, is_drawn
 from tests.support.faults.catalogue import FAULTS, INERT, softmax_twice
 from tests.support.faults.graph import Graph, NotThere
-from tests.support.faults.subjects import DECODERS, IN_TURNS, PRECISIONS
+from tests.support.faults.subjects import DECODERS, FOR_TENSORRT, IN_TURNS, PRECISIONS, deploy_in_blocks
 from tests.support.tiers import share
 
 TESTED = [
@@ -102,3 +106,16 @@ def test_a_fault_that_finds_nothing_to_alter_says_so(faults: Faults) -> None:
     weight = ir.Value(name="w", const_value=ir.tensor(np.ones(3, np.float32)))
     with pytest.raises(NotThere, match="a change of w"):
         graph.set(weight, np.ones(3))
+
+
+@pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=share(i, 3)) for i, name in enumerate(FOR_TENSORRT)])
+def test_faults_of_blocks_are_caught_on_openvino_as_well(name: str, tmp_path: Path) -> None:
+    """Every second one of those in blocks and in steps, which OpenVINO has in the form that TensorRT has."""
+    bench = Bench(deploy_in_blocks(name, tmp_path / "b"), name, tmp_path / "altered", "openvino")
+    assert bench.unaltered.passed
+    faults = [fault for fault in FAULTS if name in fault.subjects and fault.family in ("blocks", "steps")]
+    rows = [bench.tried(fault) for fault in faults if zlib.crc32(fault.name.encode()) // 16 % 2]
+    assert len(rows) >= 5
+    assert {row.verdict for row in rows} <= {"caught", "no effect"}
+    assert {row.fault.name for row in rows if row.verdict == "no effect"} <= set(INERT)

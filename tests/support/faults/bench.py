@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle, open_bundle
+from attnforge.bundle import OPENVINO, Bundle, open_bundle
 from attnforge.errors import InputError, RunError
 from attnforge.export.graphs.float64 import to_double
 from attnforge.precision import precision_named
@@ -28,7 +28,7 @@ from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import BackendReport, References, every_case, stored_inputs
 from tests.support.bundles import rewrite
 from tests.support.faults.catalogue import FAULTS
-from tests.support.faults.driving import Driven, in_double
+from tests.support.faults.driving import BACKEND, Driven, in_double
 from tests.support.faults.driving import verified as verified_with
 from tests.support.faults.graph import KEPT, Fault, Graph, NotThere
 from tests.support.faults.subjects import DECODERS, deploy
@@ -62,21 +62,27 @@ class Row:
 class Bench:
     """A deployed subject into which faults are put, one at a time.
 
+    Args:
+        bundle: the subject.
+        name: of it.
+        folder: for the altered bundle.
+        backend: that runs it; `openvino` the graph of its own.
+
     Attributes:
         unaltered: what verify says of it as it is.
     """
 
-    def __init__(self, bundle: Bundle, name: str, folder: Path) -> None:
-        self.name, self.precision = name, bundle.manifest.precision
+    def __init__(self, bundle: Bundle, name: str, folder: Path, backend: str = BACKEND) -> None:
+        self.name, self.precision, self._backend = name, bundle.manifest.precision, backend
+        model = bundle.manifest.targets[OPENVINO if backend == OPENVINO else "onnxruntime"].model
         self._folder = Path(shutil.copytree(bundle.path, folder))
-        self._file = self._folder / bundle.manifest.targets["onnxruntime"].model
-        self._model = ir.load(bundle.path / bundle.manifest.targets["onnxruntime"].model)
+        self._file, self._model = self._folder / model, ir.load(bundle.path / model)
         manifest, stored = bundle.manifest, stored_inputs(bundle)
         self._manifest = manifest
         self._inputs = {
             case.name: reference.make_inputs(case, manifest.inputs, stored) for case in every_case(manifest)
         }
-        self.unaltered = verified(bundle)
+        self.unaltered = verified(bundle, backend)
         self._outputs = {spec.name for spec in manifest.outputs}
         self._budgets = {c.where: c for c in self.unaltered.comparisons if c.output in self._outputs}
         self._truth = dict(self.exact(self._model.clone()))
@@ -146,7 +152,7 @@ class Bench:
         """
         model, bundle = self.altered(fault)
         try:
-            report = verified(bundle) if fault.driver is None else verified_with(bundle, fault.driver)
+            report = verified(bundle, self._backend) if fault.driver is None else verified_with(bundle, fault.driver)
         except (InputError, RunError):  # a kernel or a decoder refuses what the mistake leads to, and verify says so
             allowed = next(iter(self._budgets.values())).budget
             return Row(fault, self.name, self.precision, math.inf, allowed, "caught", "refused as it ran")
@@ -186,8 +192,8 @@ def wide(array: Array) -> Array:
     return array.astype(np.float64) if array.dtype.kind not in "biu" else array
 
 
-def verified(bundle: Bundle) -> BackendReport:
-    return attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+def verified(bundle: Bundle, backend: str = BACKEND) -> BackendReport:
+    return attnforge.verify(bundle, [backend]).backends[backend]
 
 
 def is_sampled(fault: Fault, subject: str, precision: str) -> bool:

@@ -18,7 +18,7 @@ from attnforge.benchmarks.suites.random_decoders import CausalModel
 from attnforge.bundle import Bundle
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.lowering import onnxruntime as lowering
-from attnforge.export.lowering import tensorrt
+from attnforge.export.lowering import openvino, tensorrt
 from attnforge.export.targets import onnxruntime as target
 from attnforge.model import Example, MultiHeadAttention, build_model
 
@@ -189,6 +189,13 @@ def _with_outliers(encoder: nn.Module) -> None:
 def _padding() -> Tensor:
     """`(2, tokens)`: the second sample has fewer."""
     return torch.arange(USUAL_TOKENS) >= torch.tensor([[USUAL_TOKENS], [USUAL_TOKENS - 5]])
+
+
+def deploy_in_blocks(name: str, folder: Path) -> Bundle:
+    """A subject whose graph for OpenVINO has attention in blocks, or in steps."""
+    module, args, shapes = subject(name)
+    with mock.patch.multiple(openvino, MANY_SCORES=1, MANY_TOKENS=1, BLOCKS=(4,), STEPS=(4,)):
+        return attnforge.deploy(module, args, folder, shapes, "fp32", ["onnxruntime"], name, tune=False)
 
 
 def deploy(name: str, precision: str, folder: Path) -> Bundle:

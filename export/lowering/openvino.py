@@ -1,0 +1,179 @@
+"""Canonical attention to blocks, where OpenVINO then computes less of what a mask hides; elsewhere the canonical node
+stays, which OpenVINO reads and rewrites itself (:mod:`attnforge.runtime.backends.openvino_graph`).
+
+OpenVINO's one kernel for products around a softmax takes a mask and computes all that it hides. Of fp32, 8 heads of 64
+and 4,096 tokens on 2 cores, a window of 256 keys takes a fifth of the time in blocks, and causal attention seven tenths
+in four steps. Each part is one kernel, as the whole was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.arrays import Array
+from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, attention_node
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.graphs.build import Builder
+from attnforge.export.graphs.passes import SitesResult
+from attnforge.export.lowering.attention import Attention, Lowered, attentions
+from attnforge.export.lowering.blocks import in_blocks
+from attnforge.export.lowering.onnxruntime import write
+from attnforge.export.lowering.products import decompose
+from attnforge.export.lowering.stairs import in_stairs
+from attnforge.export.lowering.tuning import Candidate, Engine, FormChoice, Tuner, usual
+from attnforge.runtime.backends.openvino_graph import prepared
+
+FLOAT = ir.DataType.FLOAT
+
+CANONICAL_FORM = "Attention"
+
+BLOCKS = (64, 128, 256)
+"""Queries of a block, where a mask leaves a band."""
+
+STEPS = (4, 8)
+"""Blocks of queries of causal attention; the rules take the first."""
+
+MANY_SCORES = 512 * 512
+"""Scores a head from which the rules take blocks, where these leave out at least half of the products."""
+
+MANY_TOKENS = 1024
+"""Tokens from which the rules take causal attention in steps."""
+
+
+def lower(
+    model: ir.Model, sites: Sequence[Site], sizes: Mapping[str, int], tuner: Tuner | None = None
+) -> SitesResult[Lowered]:
+    """Rewrite the canonical sites of `model` that are faster in blocks, in place, for OpenVINO.
+
+    Args:
+        model: with canonical Attention nodes, and no cache.
+        sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
+        sizes: the usual size of each symbol of the dims.
+        tuner: chooses sites in fp32 by measuring on :data:`ENGINE`; without one, and in 16 bits, the rules choose.
+
+    Returns:
+        the form of every site that has one in blocks, and why it was chosen.
+    """
+    lowered, modified = [], False
+    for site, a in attentions(model, sites):
+        candidates = candidates_for(site.name, a)
+        if len(candidates) == 1:
+            continue
+        choice = _by_rules(a, candidates, sizes)
+        if tuner is not None and a.dtype == FLOAT:  # what else the mask hides is in another graph
+            choice = tuner.choose(replace(a, residue="none"), candidates, choice)
+        candidate = next(candidate for candidate in candidates if candidate.form == choice.form)
+        if candidate.form != CANONICAL_FORM:
+            write(model.graph, a, candidate)
+            modified = True
+        lowered.append(
+            Lowered(
+                site.name, candidate.form, choice.why, candidate.node, measured=choice.measured, dropped=choice.dropped
+            )
+        )
+    modified |= RemoveUnusedNodesPass()(model).modified
+    return SitesResult(model, modified, lowered)
+
+
+def candidates_for(site: str, a: Attention) -> list[Candidate]:
+    """The forms that compute what `a` does at any sizes: the canonical node, and those in blocks that its mask allows
+    where heads are static."""
+    candidates = [Candidate(CANONICAL_FORM, str(a.node.name), partial(_canonical, name=str(a.node.name)))]
+    is_static = all(a.size(dim).is_static for dim in ("H", "H_kv", "d_k", "d_v"))
+    if not is_static or a.cached is not None or a.scales is not None:
+        return candidates
+    name = f"{site}/Softmax"
+    if a.band is not None:
+        for width in a.band.widths(BLOCKS):
+            emit = partial(_in_blocks, width=width, name=name)
+            candidates.append(Candidate(_form(f"blocks of {width} × {a.band.wide(width)}"), name, emit))
+    elif a.is_staircase:
+        for steps in STEPS:
+            candidates.append(Candidate(_form(f"{steps} blocks"), name, partial(_in_steps, steps=steps, name=name)))
+    return candidates
+
+
+def _form(how: str) -> str:
+    return f"MatMul·Softmax·MatMul, {how}"
+
+
+def _by_rules(a: Attention, candidates: Sequence[Candidate], sizes: Mapping[str, int]) -> FormChoice:
+    """The form that the rules choose, of a site that has some in blocks."""
+    queries, keys = usual(a.size("n_q"), sizes), usual(a.size("n_k"), sizes)
+    if a.band is None:
+        if queries >= MANY_TOKENS:
+            return FormChoice(candidates[1].form, "causal: each block of queries meets the keys up to its own")
+        return FormChoice(CANONICAL_FORM, f"causal, and steps pay from {MANY_TOKENS:,} tokens on")
+    widths = a.band.widths(BLOCKS)
+    number = next((i for i, width in enumerate(widths) if width >= a.band.span), len(widths) - 1)
+    if queries * keys >= MANY_SCORES and 2 * a.band.products(widths[number], queries) <= queries * keys:
+        why = "the mask leaves a band: of the keys, each block of queries meets those alone"
+        return FormChoice(candidates[1 + number].form, why)
+    return FormChoice(CANONICAL_FORM, "blocks would not leave out enough of the products")
+
+
+# --- the forms --------------------------------------------------------------------------------------------------------
+
+
+def _canonical(op: Builder, a: Attention, name: str) -> ir.Value:
+    query, key, value = a.inputs(op, [a.layout(*dims) for dims in (QUERY, KEY, VALUE)])
+    result = attention_node(
+        op, name, query, key, value, a.mask, scale=a.scale, is_causal=a.is_causal, softcap=a.softcap,
+        softmax_precision=0 if a.softmax_dtype == a.dtype else a.softmax_dtype.value,
+        silent_rows_are_nan=a.silent_rows_are_nan,
+    )  # fmt: skip
+    return a.as_output(op, result, a.layout(*OUTPUT))
+
+
+def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
+    return in_blocks(op, a, width, lambda part, i: _products(op, part, f"{name}_{i}" if i else name))
+
+
+def _in_steps(op: Builder, a: Attention, steps: int, name: str) -> ir.Value:
+    return in_stairs(op, a, steps, lambda part, i: _products(op, part, f"{name}_{i}" if i else name))
+
+
+def _products(op: Builder, a: Attention, name: str) -> ir.Value:
+    query, value = (a.arranged(op, x, a.layout(*to)) for x, to in ((a.query, QUERY), (a.value, _VALUES)))
+    key = a.arranged(op, a.key, a.layout("B", "H", "d_k", "n_k"))
+    return a.as_output(op, decompose(op, a, query, key, value, name), a.layout(*OUTPUT))
+
+
+_VALUES = ("B", "H", "n_k", "d_v")
+"""The dims of values, of which query heads that share some get copies."""
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
+    """A function that runs `model` on `feeds` as the backend runs shapes that come again, and returns its output as
+    OpenVINO holds it."""
+    import openvino
+
+    RemoveUnusedNodesPass()(model)
+    taken = [value for value in model.graph.inputs if value.uses()]  # no mask that blocks do not read, for OpenVINO
+    model.graph.inputs[:] = taken  # lists such an input and does not find it
+    core = openvino.Core()
+    graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True)
+    properties = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    request = core.compile_model(graph, "CPU", properties).create_infer_request()
+    arrays = {str(value.name): np.array(feeds[str(value.name)], order="C") for value in taken}
+
+    def run() -> Any:
+        for name, array in arrays.items():
+            request.set_tensor(name, openvino.Tensor(array, shared_memory=True))
+        request.infer()
+        return request.get_tensor("output")
+
+    return run
+
+
+ENGINE = Engine("OpenVINO", _opened, lambda output: output.data.copy())

@@ -1,0 +1,44 @@
+"""OpenVINO, which runs the canonical graph of every bundle: where it computes a site faster in blocks, it gets a graph
+of its own. It is no target that anybody names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from attnforge.bundle import OPENVINO, TargetRecord, Tuning
+from attnforge.export.lowering.attention import attentions
+from attnforge.export.lowering.openvino import CANONICAL_FORM, ENGINE, candidates_for, lower
+from attnforge.export.lowering.tuning import Tuner
+from attnforge.export.targets.target import Built, Job
+from attnforge.progress import Progress, Steps
+from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.cases import cases
+
+
+def in_blocks(job: Job, built: Mapping[str, Built], progress: Progress) -> Built | None:
+    """What is built for OpenVINO where a mask hides enough of a site; None where the canonical graph is as fast.
+
+    Args:
+        job: what to build from; the graph has no cache.
+        built: for the targets, whose measuring has taken its part of the seconds.
+        progress: hears of every site whose form is chosen by measuring.
+    """
+    if all(len(candidates_for(site.name, a)) == 1 for site, a in attentions(job.model, job.sites)):
+        return None
+    sizes = cases(job.inputs)[0].sizes
+    spent = sum(target.record.tuning.seconds for target in built.values() if target.record.tuning is not None)
+    seconds = job.measuring - spent if why_not_here(OPENVINO) is None else 0.0
+    known = job.reuse.forms(sizes, OPENVINO) if seconds > 0 else {}
+    tuner = Tuner(sizes, seconds, Steps(progress), known, ENGINE) if seconds > 0 else None
+    model = job.model.clone()
+    lowered = lower(model, job.sites, sizes, tuner).sites
+    tuning = None
+    if tuner is not None and (tuner.spent or known):
+        if not known:
+            job.reuse.keep_forms(sizes, tuner.chosen, OPENVINO)
+        tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
+    if all(site.form == CANONICAL_FORM for site in lowered):
+        return None
+    record = TargetRecord(model=job.shelf.save(model, f"{OPENVINO}/model.onnx"), tuning=tuning)
+    return Built(record, lowered)
