@@ -9,6 +9,7 @@ import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.bundle import Manifest
+from attnforge.errors import RunError
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.decoding.decoder import Decoder, Step, Stepping
 from attnforge.runtime.decoding.schedules import SCHEDULES
@@ -39,9 +40,17 @@ class WholeSequences:
 
     def by_schedule(self, name: str, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """The model's outputs, by name, where a decoder is given the tokens in an order of :data:`SCHEDULES`; and, by
-        the names of caches, the keys and values that these hold then, `(batch, key heads, tokens, size)`."""
+        the names of caches, the keys and values that these hold then, `(batch, key heads, tokens, size)`.
+
+        Raises:
+            RunError: the caches hold another number of tokens than were given.
+        """
         tokens = feeds[self._step.tokens.name]
         answers, decoder = SCHEDULES[name](self.decoder(len(tokens)), tokens)
+        if (decoder.lengths != tokens.shape[1]).any():
+            raise RunError(
+                f"the caches hold {decoder.lengths.tolist()} tokens, and {tokens.shape[1]} were given to each"
+            )
         cached = [decoder.cached(sample) for sample in range(len(tokens))]
         return {
             **{output: np.stack(samples) for output, samples in answers.items()},

@@ -120,7 +120,7 @@ class Always:
 
     def __init__(self, *given: object) -> None: ...
 
-    def choose(self, attention: Attention, candidates: list[Any], ruled: FormChoice) -> FormChoice:
+    def choose(self, attention: Attention, candidates: list[Any], ruled: FormChoice, how: object) -> FormChoice:
         number = re.match(r"sites\.(\d+)/", attention.node.name or "")
         form = self.form if number is None else FORMS[int(number[1])].form
         assert form in [candidate.form for candidate in candidates]
