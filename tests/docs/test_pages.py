@@ -51,8 +51,9 @@ def without_proxy(ray_cluster: None) -> Iterator[None]:
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("without_proxy")
 @pytest.mark.filterwarnings("ignore")
-def test_every_block_of_the_page_of_ray_runs(folder: Path) -> None:
-    assert run_page(RAY_PAGE) == NOT_RUN[RAY_PAGE]
+@pytest.mark.parametrize("page", [pytest.param(RAY_PAGE, marks=share(3, 6))])
+def test_every_block_of_the_page_of_ray_runs(page: str, folder: Path) -> None:
+    assert run_page(page) == NOT_RUN[page]
 
 
 def in_turn(pages: Iterable[str]) -> list[Any]:
