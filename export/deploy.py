@@ -234,7 +234,8 @@ def _made(
         alone = attention if quantised is None else None  # errs by far less than quantised products
         begun_reference = stages.begin("reference")
         make = partial(write_reference, folder, reference, whole, alone, data, begun_reference, caches)
-        cases = reuse.reference(reference, attention, data, make) if reference is source else make()
+        has_caches = caches is not None
+        cases = reuse.reference(reference, attention, data, make, has_caches) if reference is source else make()
         if decoding is not None:
             decoding.cases = [case for case in cases if case.name == WHOLE_CACHE]
             cases = [case for case in cases if case.name != WHOLE_CACHE]

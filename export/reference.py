@@ -139,7 +139,7 @@ def write_reference(
         cases += _whole_cache(model.inputs[0], caches.places, len(cases))
     low = model.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
-    few = _FewNumbers()
+    few, few_in_caches = _FewNumbers(), _FewNumbers()
     draws: list[_Draws] = []
     reach = _Reach(model.precision.largest)
     finite = _FiniteOutputs(model.precision)
@@ -167,7 +167,8 @@ def write_reference(
         for name, (eager, exact) in caches.computed(inputs_of).items():
             stepped[name].caches = True
             outputs |= _sampled(stepped[name], eager, "eager") | _sampled(stepped[name], exact, "float64")
-            few.add(stepped[name], eager, exact)
+            few_in_caches.add(stepped[name], eager, exact)
+        few_in_caches.widen_spreads(model.precision.floor)
     finite.check()
     few.widen_spreads(model.precision.floor)
     left = _draw(draws, for_draws, cost, steps)

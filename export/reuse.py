@@ -51,7 +51,12 @@ class Reuse:
         self.reused: list[str] = []
 
     def reference(
-        self, model: ReferenceModel, attention: Precision | None, data: Data, make: Callable[[], list[Case]]
+        self,
+        model: ReferenceModel,
+        attention: Precision | None,
+        data: Data,
+        make: Callable[[], list[Case]],
+        has_caches: bool = False,
     ) -> list[Case]:
         """The reference cases, their files written to the bundle. The graph as it was exported tells the module.
 
@@ -60,10 +65,13 @@ class Reuse:
             attention: precision of attention alone, where it is not the bundle's.
             data: real inputs and labels.
             make: makes the cases and writes their files.
+            has_caches: whether it is a decoder, whose cases also keep what caches are to hold. Cases that do not, for
+                want of memory, are not kept for others.
         """
         if not self._cache.keeps:
             return make()
         about = self._about("reference", CANONICAL, PLAIN) | {
+            **({"caches": True} if has_caches else {}),
             "of": [model.reference, model.precision.name, attention.name if attention is not None else None],
             "inputs": _specs(model.inputs),
             "arrays": [_digests(model.example), *map(_digests, data.inputs)],
@@ -77,6 +85,8 @@ class Reuse:
                 shutil.copyfile(entry / name, file)
             return [Case.model_validate(case) for case in json.loads((entry / "cases.json").read_bytes())]
         cases = make()
+        if has_caches and not any(case.caches for case in cases):
+            return cases
         self._cache.put(about, {**files, "cases.json": _json([case.model_dump() for case in cases])})
         return cases
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from attnforge.bundle.schema import CANONICAL, MANIFEST, PLAIN, SCHEMA_VERSION, SIGNATURE, WEIGHTS, Manifest
+from attnforge.bundle.schema import CANONICAL, MANIFEST, OPENVINO, PLAIN, SCHEMA_VERSION, SIGNATURE, WEIGHTS, Manifest
 from attnforge.errors import (
     AttnforgeError,
     BundleError,
@@ -261,7 +261,8 @@ class Bundle:
 
     def _listed(self, name: str) -> None:
         if name not in self.manifest.files:
-            raise BundleError(f"{self.path} has no {name}; it was deployed for {', '.join(self.manifest.targets)}")
+            targets = ", ".join(target for target in self.manifest.targets if target != OPENVINO)
+            raise BundleError(f"{self.path} has no {name}; it was deployed for {targets}")
 
     def _beside(self, name: str) -> list[str]:
         """The files that a model's weights may stand in."""

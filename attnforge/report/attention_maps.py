@@ -144,8 +144,14 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
         for name, record in records.items()
         if not record.canonical
     }
+    in_int8 = manifest.quantised.caches if manifest.quantised is not None else {}
+    left_out |= {
+        name: "the kernel rounds its keys to int8, which maps of what the kernel is given do not show"
+        for name in in_int8
+        if "GroupQueryAttention" in records[name].targets[TARGET].form
+    }
     maps = AttentionMaps(case, inputs, left_out)
-    canonical = {name: record for name, record in records.items() if record.canonical}
+    canonical = {name: record for name, record in records.items() if record.canonical and name not in left_out}
     if not canonical:
         return maps
     if TARGET not in manifest.targets:

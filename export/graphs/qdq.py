@@ -15,6 +15,9 @@ FP8, MOST_FP8 = ir.DataType.FLOAT8E4M3FN, 448
 
 FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
 
+CACHE_IN_INT8 = "attnforge.cache_in_int8"
+"""Metadata of the products that :class:`InInt8` writes, which tell its rounding from that of a model's author."""
+
 
 @dataclass(frozen=True)
 class Between:
@@ -144,7 +147,7 @@ class InInt8:
             source: float32.
             scale: of the result.
         """
-        divided = like(op.Mul(source, constant(op, 1 / scale, FLOAT)), source)
+        divided = _multiplied(op, source, 1 / scale)
         stored = like(op.QuantizeLinear(divided, constant(op, 1, FLOAT), constant(op, 0, INT8)), source, INT8)
         return cls(source, stored, scale)
 
@@ -157,7 +160,7 @@ class InInt8:
         """
         stored = self.stored if stored is None else stored
         wide = like(op.DequantizeLinear(stored, constant(op, 1, FLOAT), constant(op, 0, INT8)), stored, FLOAT)
-        return like(op.Mul(wide, constant(op, self.scale, FLOAT)), wide)
+        return _multiplied(op, wide, self.scale)
 
     @classmethod
     def before(cls, value: ir.Value) -> InInt8 | None:
@@ -176,16 +179,25 @@ class InInt8:
         if stored is None or quantise is None or not _is(quantise, "QuantizeLinear"):
             return None
         divided = quantise.inputs[0].producer() if quantise.inputs[0] is not None else None
-        if divided is None or not _is(divided, "Mul") or divided.inputs[0] is None or restored is None:
+        if divided is None or not _is_marked(divided) or divided.inputs[0] is None or restored is None:
             return None
         scale = _number(restored.producer(), 1)
         return cls(divided.inputs[0], stored, scale) if scale is not None else None
 
 
+def _multiplied(op: Builder, value: ir.Value, factor: Array) -> ir.Value:
+    metadata = {CACHE_IN_INT8: "1"}
+    return like(op.op("Mul", [value, constant(op, factor, FLOAT)], metadata_props=metadata), value)
+
+
+def _is_marked(node: ir.Node | None) -> bool:
+    return _is(node, "Mul") and node is not None and CACHE_IN_INT8 in node.metadata_props
+
+
 def stored_before(value: ir.Value) -> ir.Value | None:
     """The int8 numbers that a value is restored from, as :meth:`InInt8.restored` does; None where it is not."""
     scaled = value.producer()
-    if scaled is None or not _is(scaled, "Mul") or scaled.inputs[0] is None or _number(scaled, 1) is None:
+    if scaled is None or not _is_marked(scaled) or scaled.inputs[0] is None or _number(scaled, 1) is None:
         return None
     wide = scaled.inputs[0].producer()
     if wide is None or not _is(wide, "DequantizeLinear"):

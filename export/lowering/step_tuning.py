@@ -1,7 +1,7 @@
 """Which form of attention over a cache is fastest on this machine, for one token behind many and for a prompt.
 
-One graph serves both, and so has one form: the one whose times, each as a multiple of the best, have the least product.
-A site is measured alone, its caches input and output in one buffer, as a decoder's are.
+One graph serves both, and so has one form: the one that takes the least for a prompt and as many tokens behind it. A
+site is measured alone, its caches input and output in one buffer, as a decoder's are.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measured(
     seconds: float,
     write: Write,
 ) -> FormChoice:
-    """The form that is fastest for a token and a prompt together.
+    """The form that is fastest for a prompt and as many tokens behind it.
 
     Args:
         a: the site, in a decoder's step.
@@ -77,12 +77,10 @@ def measured(
     forms = [form for form in times["token"] if form in times["prompt"] and form not in dropped]
     if not forms:
         raise Unmeasurable("; ".join(dropped.values()))
-    shares = {
-        form: np.prod([times[what][form] / min(times[what][other] for other in forms) for what in work])
-        for form in forms
-    }
-    best = min(forms, key=lambda form: shares[form])
-    chosen = ruled.form if shares.get(ruled.form, np.inf) <= ALIKE * shares[best] else best
+    count, _ = work["prompt"]
+    together = {form: times["prompt"][form] + count * times["token"][form] for form in forms}
+    best = min(forms, key=lambda form: together[form])
+    chosen = ruled.form if together.get(ruled.form, np.inf) <= ALIKE * together[best] else best
     told = [_told(what, count, past, times[what], chosen, forms) for what, (count, past) in work.items()]
     why = f"measured: {'; '.join(told)}" + "".join(f"; not {form}: {reason}" for form, reason in dropped.items())
     return FormChoice(chosen, why, {form: times["token"][form] for form in forms}, dropped)

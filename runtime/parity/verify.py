@@ -234,6 +234,11 @@ def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[
     ordinary = {case.name for case in every_case(manifest) if case.is_ordinary}
     every = [c for report in reports.values() for c in report.comparisons if c.case in ordinary]
     precision, warnings = precision_named(manifest.precision), []
+    if manifest.decoding is not None and not any(case.caches for case in every_case(manifest)):
+        warnings.append(
+            "what the caches hold is not compared, only the answers behind them, for the bundle keeps nothing to "
+            "compare it with; deploy the model again"
+        )
     remedy = "attnforge diagnose says where it begins, and deploy --precision auto what has to stay fp32"
     if lost := next((c for c in every if c.overflowed), None):
         warnings.append(
@@ -258,6 +263,26 @@ def _compared(manifest: Manifest, case: Case) -> list[str]:
     """The names of what is compared in a case: outputs, and where they are kept, caches."""
     caches = manifest.decoding.tensors if case.caches and manifest.decoding is not None else []
     return [spec.name for spec in (*manifest.outputs, *caches)]
+
+
+def _in_int8(manifest: Manifest) -> list[TensorSpec]:
+    """The caches in int8, where caches are compared."""
+    compared = manifest.decoding is not None and any(case.caches for case in every_case(manifest))
+    return [s for s in manifest.decoding.tensors if s.dtype == "int8"] if compared and manifest.decoding else []
+
+
+def _check_scale(bundle: Bundle, spec: TensorSpec, stored: Mapping[str, Array]) -> None:
+    """Check the scale of a cache in int8.
+
+    Raises:
+        BundleError: it is none.
+    """
+    scale, shape = stored[reference.scale_key(spec.name)], (spec.dims[1], 1, spec.dims[3])
+    if scale.shape != shape or scale.dtype != np.float32 or not (np.isfinite(scale) & (scale > 0)).all():
+        raise BundleError(
+            f"{bundle.path / REFERENCE_OUTPUTS} has a scale of {spec.name} that is not float32{list(shape)} above "
+            "zero; deploy the model again"
+        )
 
 
 # --- one backend ------------------------------------------------------------------------------------------------------
@@ -291,7 +316,10 @@ class References:
             for name in _compared(manifest, case)
             for which in ("eager", "float64")
         ]
+        keys += [reference.scale_key(spec.name) for spec in _in_int8(manifest)]
         check_keys(bundle, REFERENCE_OUTPUTS, outputs, keys)
+        for spec in _in_int8(manifest):
+            _check_scale(bundle, spec, outputs)
         return cls(stored_inputs(bundle), outputs)
 
 
@@ -375,9 +403,10 @@ def _of_caches(judged: _CaseOnBackend, results: Mapping[str, Array]) -> list[Com
         return []
     every = []
     for spec in decoding.tensors:
-        scale = judged.outputs.get(reference.scale_key(spec.name))
-        held = results[spec.name] if scale is None else results[spec.name] * scale
-        every.append(judged.kept(spec.name, held))
+        held = results[spec.name]
+        if spec.dtype == "int8":
+            held = held * judged.outputs[reference.scale_key(spec.name)]
+        every.append(judged.kept(spec.name, held, None))  # what outputs may err by says nothing of keys
     if failed := [comparison for comparison in every if not comparison.passed]:
         return failed
     closest = max(every, key=lambda c: c.error / c.budget)
@@ -452,23 +481,24 @@ class _CaseOnBackend:
         if (shape is not None and array.shape != shape) or array.dtype.name not in dtypes:
             is_, was = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
             return incomparable(self.case, spec.name, self.precision, f"it is {is_}, and has to be {was}")
-        return self.kept(spec.name, array)
+        return self.kept(spec.name, array, Allowed.by(self.manifest))
 
-    def kept(self, output: str, array: Array) -> Comparison:
+    def kept(self, output: str, array: Array, allowed: Allowed | None) -> Comparison:
         """The comparison of the numbers that the bundle keeps of an output or a cache, and of the sums of others.
 
         Args:
             output: its name.
             array: of any floating-point type; what a cache holds of all tokens.
+            allowed: what a deployment that chose its precisions may err by.
         """
-        comparison = self._against(output, reference.sampled(array, self.case))
+        comparison = self._against(output, reference.sampled(array, self.case), allowed)
         _place(comparison, self.case, array.shape)
         sums = reference.blocks(array, self.case) if comparison.passed and is_floating(array) else None
         if sums is not None:
-            _add_sums(comparison, self._against(output, sums, "/blocks"))
+            _add_sums(comparison, self._against(output, sums, allowed, "/blocks"))
         return comparison
 
-    def _against(self, output: str, got: Array, suffix: str = "") -> Comparison:
+    def _against(self, output: str, got: Array, allowed: Allowed | None, suffix: str = "") -> Comparison:
         """The comparison of an output's kept numbers, or of its sums, with what the reference keeps of them."""
         case, precision = self.case, self.precision
 
@@ -477,7 +507,7 @@ class _CaseOnBackend:
 
         eager, truth = self.outputs[key("eager")], self.outputs[key("float64")]
         yardstick = self.outputs.get(key(precision.name)) if precision.name != self.manifest.precision else None
-        return judge(case, output, got, eager, truth, precision, yardstick, Allowed.by(self.manifest))
+        return judge(case, output, got, eager, truth, precision, yardstick, allowed)
 
 
 def _add_sums(comparison: Comparison, sums: Comparison) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle, DimSpec, Engine, Manifest, Trusted
+from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted
 from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line, shortened
 from attnforge.files import rename_new
 from attnforge.records import Record
@@ -249,10 +249,9 @@ def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Eng
 def _check_session(bundle: Bundle, options: Packaging) -> None:
     """Check that the bundle has what its Session is to run, wherever that will be."""
     target = "onnxruntime" if options.session.startswith("onnxruntime") else options.session
-    if target not in ("auto", "openvino", *bundle.manifest.targets):
-        raise UnavailableError(
-            f"{bundle.path} was deployed for {', '.join(bundle.manifest.targets)}, and not for {target}"
-        )
+    if target not in ("auto", OPENVINO, *bundle.manifest.targets):
+        targets = ", ".join(name for name in bundle.manifest.targets if name != OPENVINO)
+        raise UnavailableError(f"{bundle.path} was deployed for {targets}, and not for {target}")
 
 
 def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> list[Engine]:

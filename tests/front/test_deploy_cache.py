@@ -13,6 +13,7 @@ import attnforge
 from attnforge.deploy_cache import VARIABLE, DeployCache
 from attnforge.machine import versions
 from tests.support.broken import Attention, made
+from tests.support.decoders import PLACES, decoder_example
 
 ABOUT = {"what": "a test"}
 HAS_RTX = "tensorrt_rtx" in versions(["tensorrt_rtx"])
@@ -65,6 +66,28 @@ def test_a_second_deploy_makes_nothing_anew(tmp_path: Path, cache: Path, monkeyp
     monkeypatch.setenv(VARIABLE, str(cache))
     monkeypatch.setattr("attnforge.export.deploy.measure", lambda *arguments: None)
     assert deployed(tmp_path / "other", change).manifest.reused == []
+
+
+def test_a_deploy_that_had_no_memory_for_caches_leaves_none_to_others(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, args, shapes = decoder_example()
+
+    def deploy(name: str) -> attnforge.Bundle:
+        return attnforge.deploy(
+            module, args, tmp_path / name, shapes, targets=["onnxruntime"], tune=False, cache_tokens=PLACES
+        )
+
+    def compared(bundle: attnforge.Bundle) -> list[str]:
+        return [case.name for case in bundle.manifest.cases if case.caches]
+
+    monkeypatch.setattr("attnforge.export.expected_caches.available", lambda: 1000)
+    assert compared(deploy("short of memory")) == []
+    monkeypatch.undo()
+    monkeypatch.setenv(VARIABLE, str(cache))
+    again = deploy("enough of it")
+    assert compared(again) == ["example", "normal-prime"] and again.manifest.reused == []
+    assert compared(deploy("once more")) == ["example", "normal-prime"]
 
 
 def test_without_a_cache_nothing_is_kept(tmp_path: Path, cache: Path) -> None:

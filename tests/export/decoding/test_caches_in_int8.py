@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import attnforge
-from attnforge.bundle import CANONICAL, Bundle
-from attnforge.errors import BuildError, UnknownNameError, UsageError
+from attnforge.arrays import Array
+from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle
+from attnforge.errors import BuildError, BundleError, UnknownNameError, UsageError
 from attnforge.export.diagnosis.diagnose import diagnose
+from attnforge.export.graphs.build import Builder, typed
+from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.saving import load_graph
+from attnforge.report.attention_maps import attention_maps
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.bundles import rewrite
@@ -28,6 +35,11 @@ def deploy(kind: str, folder: Path, precision: str = "fp32", **options: Any) -> 
     module, args, shapes = decoder_example(kind)
     options = {"targets": ["onnxruntime"], "tune": False, **LOW, **options}
     return attnforge.deploy(module, args, folder, shapes, precision, **options)
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return deploy("rotary", tmp_path_factory.mktemp("int8") / "b")
 
 
 @pytest.mark.parametrize("kind", in_turn())
@@ -56,9 +68,8 @@ def test_a_quarter_of_the_bytes_and_the_same_function_as_its_rounding(
     assert 0 < relative_error(np.stack(answers, 1), eager(kind, tokens)[:, 9:]) < 2 * ALLOWED
 
 
-def test_the_kernel_reads_int8_itself(tmp_path: Path) -> None:
-    bundle = deploy("rotary", tmp_path / "b")
-    model = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
+def test_the_kernel_reads_int8_itself(deployed: Bundle) -> None:
+    model = load_graph(deployed, deployed.manifest.targets["onnxruntime"].model)
     kernels = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
     assert len(kernels) == 2
     for node in kernels:
@@ -117,19 +128,61 @@ def scale_off(model: ir.Model, place: int) -> None:
 
 
 @pytest.mark.parametrize("place", [12, 13])
-def test_a_scale_that_is_off_is_caught_in_the_caches(place: int, tmp_path: Path) -> None:
-    bundle = deploy("rotary", tmp_path / "b")
-    file = bundle.path / bundle.manifest.targets["onnxruntime"].model
+def test_a_scale_that_is_off_is_caught_in_the_caches(deployed: Bundle, place: int, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(deployed.path, tmp_path / "b"))
+    file = folder / deployed.manifest.targets["onnxruntime"].model
     model = ir.load(file)
     scale_off(model, place)
     ir.save(model, file)
-    report = attnforge.verify(rewrite(bundle.path), ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+    report = attnforge.verify(rewrite(folder), ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
     assert not report.passed
     names = {failure.output for failure in report.failures}
     assert ("key_cache.0" if place == 12 else "value_cache.0") in names
 
 
-def test_diagnosis_reads_a_step_with_caches_in_int8(tmp_path: Path) -> None:
-    bundle = deploy("rotary", tmp_path / "b")
-    assert diagnose(bundle).healthy
-    assert any(node.op_type == "QuantizeLinear" for node in load_graph(bundle, CANONICAL).graph)
+def without_scale(stored: dict[str, Array]) -> None:
+    del stored["value_cache.1/scale"]
+
+
+def of_another_shape(stored: dict[str, Array]) -> None:
+    stored["value_cache.1/scale"] = np.ones(3, np.float32)
+
+
+def of_zeros(stored: dict[str, Array]) -> None:
+    stored["value_cache.1/scale"] *= 0
+
+
+@pytest.mark.parametrize("change", [without_scale, of_another_shape, of_zeros])
+def test_caches_are_not_judged_without_their_scale(
+    deployed: Bundle, change: Callable[[dict[str, Array]], None], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(deployed.path, tmp_path / "b"))
+    stored = load_file(folder / REFERENCE_OUTPUTS)
+    change(stored)
+    save_file(stored, folder / REFERENCE_OUTPUTS)
+    with pytest.raises(BundleError, match=r"value_cache\.1"):
+        attnforge.verify(rewrite(folder), ["onnxruntime-cpu"])
+
+
+def test_maps_say_that_the_kernel_rounds(deployed: Bundle) -> None:
+    maps = attention_maps(deployed)
+    assert len(maps.left_out) == 2 and not list(maps)
+    assert all("rounds its keys to int8" in why for why in maps.left_out.values())
+
+
+def test_the_rounding_of_others_is_no_cache() -> None:
+    """Products around Q/DQ of a model's author, which have a scale and a zero point of their own."""
+    op = Builder()
+    x = typed(ir.Value(name="x"), ir.DataType.FLOAT, [1, 2, 3, 4])
+    own = InInt8.of(op, x, np.full((2, 1, 4), 0.5, np.float32)).restored(op)
+    found = InInt8.before(own)
+    assert found is not None and found.source is x and np.all(found.scale == 0.5)
+    product = own.producer()
+    assert product is not None
+    product.metadata_props.clear()
+    assert InInt8.before(own) is None
+
+
+def test_diagnosis_reads_a_step_with_caches_in_int8(deployed: Bundle) -> None:
+    assert diagnose(deployed).healthy
+    assert any(node.op_type == "QuantizeLinear" for node in load_graph(deployed, CANONICAL).graph)

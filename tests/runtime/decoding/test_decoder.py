@@ -3,9 +3,11 @@ taken is refused before anything is written."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.bundle import Manifest
 from attnforge.errors import InputError, RunError, UnavailableError, UsageError
 from attnforge.memory import peak
 from attnforge.runtime.backends.registry import why_not_here
@@ -21,8 +24,8 @@ from attnforge.runtime.decoding import decoder as decoder_module
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.session import Session
-from tests.support.bundles import DeploySmall
-from tests.support.decoders import LONGEST, PLACES, VOCABULARY, DeployDecoder, eager, ids, in_turn
+from tests.support.bundles import DeploySmall, rewrite
+from tests.support.decoders import LONGEST, PLACES, VOCABULARY, DeployDecoder, decoder_example, eager, ids, in_turn
 from tests.support.faults.driving import verified
 
 CLOSE = 2e-6
@@ -351,3 +354,32 @@ def test_what_the_caches_hold(session: Session) -> None:
         assert relative_error(held[1][name], cache) < CLOSE
     with pytest.raises(InputError, match="there is no sample 2; there are 0 to 1"):
         decoder.cached(2)
+
+
+def test_caches_are_held_to_their_own_error_where_precisions_are_chosen(tmp_path: Path) -> None:
+    """What outputs may err by says nothing of keys, whose layers may be in 16 bits because they hardly matter."""
+    module, args, shapes = decoder_example("learned")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "output_proj" in name or "feed_forward" in name:
+                parameter.mul_(0.01)
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", shapes, "auto", ["onnxruntime"], tune=False, cache_tokens=PLACES, max_error=5e-5
+    )
+    assert bundle.manifest.mixed is not None
+    report = attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+    assert report.passed and "caches" in report.outputs, report.failures
+
+
+def test_a_bundle_that_keeps_no_caches_says_so(decoders: DeployDecoder, tmp_path: Path) -> None:
+    """As one that was deployed before caches were compared."""
+
+    def forget(manifest: Manifest) -> None:
+        for case in manifest.cases:
+            case.caches = False
+
+    folder = Path(shutil.copytree(decoders("rotary", "fp32").path, tmp_path / "b"))
+    assert attnforge.verify(folder, ["onnxruntime-cpu"]).warnings == []
+    report = attnforge.verify(rewrite(folder, forget), ["onnxruntime-cpu"])
+    assert report.passed and "caches" not in report.backends["onnxruntime-cpu"].outputs
+    assert any("what the caches hold is not compared" in warning for warning in report.warnings)
