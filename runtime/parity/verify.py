@@ -246,7 +246,8 @@ def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[
             f"{lost.overflowed} places of {lost.output} where float64 has numbers; {remedy}"
         )
     poor = max(every, key=lambda c: c.eager_error, default=None)
-    if poor is not None and poor.eager_error > FAR_OFF * precision.floor and manifest.eager_precision == precision.name:
+    is_its_own = manifest.eager_precision == precision.name and manifest.quantised is None
+    if poor is not None and poor.eager_error > FAR_OFF * precision.floor and is_its_own:
         warnings.append(
             f"{precision.name} drifts: in {poor.case}, eager itself is {scientific(poor.eager_error)} off float64 in "
             f"{poor.output}, and a backend may be twice that; {remedy}"
