@@ -16,7 +16,7 @@ from attnforge.export.attention.operands import Operand
 from attnforge.export.decoding.insert import in_cache
 from attnforge.export.diagnosis.stages import written_out
 from attnforge.export.graphs.build import Builder, insert, typed
-from attnforge.export.graphs.execute import Runner, at_own_precision, in_float64
+from attnforge.export.graphs.execute import at_own_precision, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.lowering.attention import Attention, attentions
 from attnforge.memory import available
@@ -50,11 +50,9 @@ class ExpectedCaches:
     sites: Sequence[Site]
     scales: Mapping[str, Array]
 
-    def computed(
-        self, cases: Mapping[str, Mapping[str, Array]]
-    ) -> dict[str, tuple[dict[str, Array], dict[str, Array]]]:
-        """What the caches hold behind all tokens, `(batch, key heads, tokens, size)` by name: at the graph's own
-        precision, 16-bit numbers as float32, and in float64.
+    def computed(self, cases: Mapping[str, Mapping[str, Array]]) -> dict[str, tuple[Caches, Caches]]:
+        """What the caches hold behind all tokens: at the graph's own precision, 16-bit numbers as float32, and in
+        float64.
 
         Args:
             cases: inputs by name, of every case by its name.
@@ -75,12 +73,10 @@ class ExpectedCaches:
         except NoDoublePath as error:
             log.warning("caches are not compared: the graph is not computed in float64 (%s)", error)
             return {}
-        exact = self._of_cases(run, cases)
-        eager = self._of_cases(at_own_precision(with_caches(self.graph, self.sites, self.names), self.names), cases)
-        return {case: (eager[case], exact[case]) for case in cases}
-
-    def _of_cases(self, run: Runner, cases: Mapping[str, Mapping[str, Array]]) -> dict[str, Caches]:
-        return {case: run(inputs) for case, inputs in cases.items()}
+        exact = {case: run(inputs) for case, inputs in cases.items()}
+        del run  # with the weights in float64
+        eager = at_own_precision(with_caches(self.graph, self.sites, self.names), self.names)
+        return {case: (eager(inputs), exact[case]) for case, inputs in cases.items()}
 
 
 def with_caches(model: ir.Model, sites: Sequence[Site], names: Sequence[str]) -> ir.Model:

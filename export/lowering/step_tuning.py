@@ -7,6 +7,7 @@ site is measured alone, its caches input and output in one buffer, as a decoder'
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,24 @@ import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.errors import first_line
 from attnforge.export.attention.canonical import WINDOW, attention_node
 from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.lowering.attention import Attention, attention_of
 from attnforge.export.lowering.cached import seen_places
-from attnforge.export.lowering.tuning import Candidate, FormChoice, Unmeasurable, disagreement, evaluated
+from attnforge.export.lowering.tuning import (
+    ONNX_RUNTIME,
+    ROUNDS,
+    Candidate,
+    FormChoice,
+    Unmeasurable,
+    agreeing,
+    evaluated,
+)
 from attnforge.runtime.turns import ALIKE, medians
 
 INT64 = ir.DataType.INT64
-
-ROUNDS = 9
-"""How often every form is timed, for one token and for a prompt."""
 
 SITE = "site"
 """The name of the node that is measured."""
@@ -71,7 +76,8 @@ def measured(
     dropped: dict[str, str] = {}
     for what, (count, past) in work.items():
         model, feeds = _alone(a, sizes, count), _feeds(a, sizes, count, past)
-        runs, refused = _agreeing(model, candidates, feeds, write)
+        opened = partial(_opened, model=model, feeds=feeds, write=write)
+        runs, refused = agreeing(candidates, opened, ONNX_RUNTIME.name)
         dropped |= refused
         times[what] = medians(runs, ROUNDS, seconds / 2)
     forms = [form for form in times["token"] if form in times["prompt"] and form not in dropped]
@@ -92,34 +98,10 @@ def _told(what: str, count: int, past: int, times: Mapping[str, float], chosen: 
     return f"{times[chosen]:.3f} ms for {where}" + (f" against {others}" if others else "")
 
 
-def _agreeing(
-    model: ir.Model, candidates: Sequence[Candidate], feeds: Mapping[str, Array], write: Write
-) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """One run of every form that agrees with the first, by form; and why the others are dropped."""
-    runs: dict[str, Callable[[], Any]] = {}
-    dropped: dict[str, str] = {}
-    expected: Array | None = None
-    for candidate in candidates:
-        try:
-            run, output = _opened(model, candidate, feeds, write)
-            run()
-        except Exception as error:  # a kernel that refuses this shape is a result
-            if expected is None:
-                raise Unmeasurable("ONNX Runtime refuses the form that the others are held to") from error
-            dropped[candidate.form] = f"ONNX Runtime refuses it: {first_line(error)}"
-            continue
-        expected = output.copy() if expected is None else expected
-        if reason := disagreement(output, expected):
-            dropped[candidate.form] = reason
-        else:
-            runs[candidate.form] = run
-    return runs, dropped
-
-
 def _opened(
-    model: ir.Model, candidate: Candidate, feeds: Mapping[str, Array], write: Write
+    candidate: Candidate, model: ir.Model, feeds: Mapping[str, Array], write: Write
 ) -> tuple[Callable[[], Any], Array]:
-    """A run of a site in one form, whose caches are written where they are, and the array that it answers in."""
+    """A run of a site in one form, whose caches are written where they are, and the array that it answered in."""
     model = model.clone()
     node = next(node for node in model.graph if node.name == SITE)
     write(model.graph, attention_of(node), candidate)
@@ -138,7 +120,8 @@ def _opened(
     binding.bind_ortvalue_output("output", ort.OrtValue.ortvalue_from_numpy(output))
     for name in ("key", "value"):
         binding.bind_ortvalue_output(f"{name}.next", values[f"{name}_cache"])
-    return lambda: session.run_with_iobinding(binding), output
+    session.run_with_iobinding(binding)
+    return partial(session.run_with_iobinding, binding), output
 
 
 def _sizes(a: Attention, sizes: Mapping[str, int]) -> tuple[int, int, int, int, int]:

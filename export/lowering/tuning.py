@@ -226,7 +226,13 @@ def _measure(
     engine: Engine,
 ) -> FormChoice:
     start = time.perf_counter()
-    runs, dropped = _agreeing(a, candidates, sizes, engine)
+
+    def opened(candidate: Candidate) -> tuple[Callable[[], Any], Array]:
+        model = alone(a, candidate, sizes)
+        run = engine.open(model, operands(a, model))
+        return run, engine.read(run())
+
+    runs, dropped = agreeing(candidates, opened, engine.name)
     measured = medians(runs, ROUNDS, start + seconds - time.perf_counter())
     if not measured:
         raise Unmeasurable("; ".join(dropped.values()))
@@ -238,26 +244,32 @@ def _measure(
     return FormChoice(form, why, measured, dropped)
 
 
-def _agreeing(
-    a: Attention, candidates: Sequence[Candidate], sizes: Mapping[str, int], engine: Engine
+def agreeing(
+    candidates: Sequence[Candidate], opened: Callable[[Candidate], tuple[Callable[[], Any], Array]], engine: str
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """One run of every form that agrees with the first candidate, by form; and why the other forms are dropped."""
+    """One run of every form that agrees with the first candidate, by form; and why the other forms are dropped.
+
+    Args:
+        candidates: the forms.
+        opened: of a form, what runs it, and what it answered when it ran.
+        engine: name of the library that runs them.
+
+    Raises:
+        Unmeasurable: the first does not run.
+    """
     runs: dict[str, Callable[[], Any]] = {}
     dropped: dict[str, str] = {}
     expected: Array | None = None
     for candidate in candidates:
-        model = alone(a, candidate, sizes)
-        feeds = operands(a, model)
         try:
-            run = engine.open(model, feeds)
-            output = engine.read(run())
+            run, output = opened(candidate)
         except Exception as error:  # a kernel that refuses this shape is a result
             if expected is None:
-                raise Unmeasurable(f"{engine.name} refuses the form that the others are held to") from error
-            dropped[candidate.form] = f"{engine.name} refuses it: {first_line(error)}"
+                raise Unmeasurable(f"{engine} refuses the form that the others are held to") from error
+            dropped[candidate.form] = f"{engine} refuses it: {first_line(error)}"
             continue
         expected = output if expected is None else expected
-        if reason := disagreement(output, expected):
+        if reason := _disagreement(output, expected):
             dropped[candidate.form] = reason
         else:
             runs[candidate.form] = run
@@ -271,7 +283,7 @@ def _fastest(measured: Mapping[str, float], frugal: set[str], ruled: str) -> str
     return next((form for form in alike if form in frugal), ruled if ruled in alike else best)
 
 
-def disagreement(output: Array, expected: Array) -> str | None:
+def _disagreement(output: Array, expected: Array) -> str | None:
     """How an output differs from the products'; None where rounding explains the difference."""
     if output.shape != expected.shape or not np.array_equal(np.isnan(output), np.isnan(expected)):
         return "it differs from the products where a query attends to nothing"

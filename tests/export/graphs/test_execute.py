@@ -75,6 +75,14 @@ def test_a_widened_graph_runs_from_bfloat16() -> None:
     np.testing.assert_allclose(as_it_is(model)(feeds)["y"], exact, rtol=2**-8)
 
 
+def alone(node: ir.Node, inputs: list[ir.Value], weights: list[ir.Value]) -> ir.Model:
+    """A graph of one node, whose first output is called `output`."""
+    (output, *_) = node.outputs
+    output.name, output.type = "output", ir.TensorType(FLOAT)
+    opsets = {"": 21, "com.microsoft": 1}
+    return ir.Model(ir.Graph(inputs, [output], nodes=[node], initializers=weights, opset_imports=opsets), ir_version=10)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_group_query_attention_is_computed_in_float64(softcap: float) -> None:
     """Grouped heads, and a sample that is shorter: what the kernel gives its tokens, and float64's own formula."""
@@ -91,12 +99,7 @@ def test_group_query_attention_is_computed_in_float64(softcap: float) -> None:
         "GroupQueryAttention", [*inputs, None, None, *weights], domain="com.microsoft", num_outputs=3,
         attributes={"num_heads": heads, "kv_num_heads": shared, "scale": 0.4, "softcap": softcap},
     )  # fmt: skip
-    (output, *_) = node.outputs
-    output.name, output.type = "output", ir.TensorType(FLOAT)
-    opsets = {"": 21, "com.microsoft": 1}
-    model = ir.Model(
-        ir.Graph(inputs, [output], nodes=[node], initializers=weights, opset_imports=opsets), ir_version=10
-    )
+    model = alone(node, inputs, weights)
     draws = np.random.default_rng(0)
     feeds = {name: draws.normal(size=(batch, tokens, count * size)).astype(np.float32) for name, count in names.items()}
     query, key, value = (
@@ -139,12 +142,7 @@ def test_group_query_attention_turns_each_samples_tokens_from_the_first_on() -> 
         "GroupQueryAttention", [*inputs, None, None, last, total, *tables], domain="com.microsoft", num_outputs=3,
         attributes={"num_heads": heads, "kv_num_heads": shared, "do_rotary": 1},
     )  # fmt: skip
-    (output, *_) = node.outputs
-    output.name, output.type = "output", ir.TensorType(FLOAT)
-    opsets = {"": 21, "com.microsoft": 1}
-    model = ir.Model(
-        ir.Graph(inputs, [output], nodes=[node], initializers=weights, opset_imports=opsets), ir_version=10
-    )
+    model = alone(node, inputs, weights)
     draws = np.random.default_rng(0)
     feeds = {name: draws.normal(size=(batch, tokens, count * size)).astype(np.float32) for name, count in names.items()}
     exact, kernel = (run(model)(feeds)["output"] for run in (in_float64, as_it_is))
