@@ -46,6 +46,11 @@ def in_turn(names: set[str]) -> list[Any]:
     return [pytest.param(name, marks=share(turn, len(names))) for turn, name in enumerate(sorted(names))]
 
 
+def beside_pages() -> list[Any]:
+    """Scripts with Ray, in draws that have neither each other nor the page of Ray."""
+    return [pytest.param(name, marks=share(turn, 6)) for turn, name in zip((1, 5), sorted(WITH_RAY), strict=True)]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where an ONNX file and a bundle lie."""
@@ -74,7 +79,7 @@ def test_the_example_runs(
 
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", in_turn(WITH_RAY))
+@pytest.mark.parametrize("name", beside_pages())
 def test_the_example_of_ray_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,8 +57,8 @@ def test_every_block_of_the_page_of_ray_runs(page: str, folder: Path) -> None:
 
 
 def in_turn(pages: Iterable[str]) -> list[Any]:
-    """Pages of which a draw of the tests has every sixth, and the README always."""
-    return [pytest.param(page, marks=[] if page == "README.md" else share(turn, 6)) for turn, page in enumerate(pages)]
+    """Pages of which a draw of the tests has every eighth, and the README always."""
+    return [pytest.param(page, marks=[] if page == "README.md" else share(turn, 8)) for turn, page in enumerate(pages)]
 
 
 @pytest.mark.parametrize("page", in_turn(page for page in PAGES if page != RAY_PAGE))

@@ -23,8 +23,19 @@ BY_DRAW_ALONE = {
 }
 """Idioms are exported together, so their draw is made as they are collected, and looked at here by itself."""
 
-IN_SOME_DRAWS = {"test_every_block_of_the_page_of_ray_runs"}
-"""A page whose blocks do what the tests of Ray do."""
+IN_SOME_DRAWS = {
+    "test_every_block_of_the_page_of_ray_runs",
+    "test_the_example_of_ray_runs",
+    "test_a_killed_actor_loses_no_row_and_repeats_none",
+    "test_embeddings_of_real_sentences_stay_where_they_are",
+    "test_caches_are_held_to_their_own_error_where_precisions_are_chosen",
+    "test_measuring_decides_and_nothing_is_written_where_nothing_is_gained",
+    "test_the_command_of_auto",
+    "test_a_smaller_error_takes_more_of_fp32",
+    "test_memory_of_a_run_is_that_of_its_scores",
+    "test_the_suite_measures_writes_and_compares",
+}
+"""What takes five seconds and more, and does together what other tests do singly."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +45,8 @@ def every(request: pytest.FixtureRequest) -> list[pytest.Item]:
 
 
 def test_each_function_is_in_each_draw(every: list[pytest.Item]) -> None:
-    """So every room, mechanism, refusal and message has a test in each draw; what counts a whole catalogue says so."""
+    """So every room, mechanism, refusal and message has a test in each draw; what takes long, and what counts a whole
+    catalogue, says so."""
     in_some = {function(item) for item in every if not item.get_closest_marker("full")} - IN_SOME_DRAWS
     for draw in range(TOGETHER):
         left = set(left_out(every, draw))

@@ -34,6 +34,7 @@ from attnforge.errors import InputError
 from attnforge.serving.ray import Handle, PredictorDeployment
 from tests.support.bundles import Deploy
 from tests.support.keys import new_key
+from tests.support.tiers import share
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_cluster")]
 
@@ -93,6 +94,7 @@ def test_nothing_is_reported_unless_it_is_asked_for() -> None:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
+@share(0)  # the page and the examples of Ray are in the other draws
 def test_a_killed_actor_loses_no_row_and_repeats_none(
     signed: Bundle, files: list[Path], expected: Array, tmp_path: Path
 ) -> None:

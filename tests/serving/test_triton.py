@@ -100,6 +100,7 @@ class Scored(nn.Module):
         return (scores, scores.sum()) if self.in_all else (scores,)
 
 
+@pytest.mark.drawn("in_all", "shapes")
 @pytest.mark.parametrize(("in_all", "shapes"), [(False, [(3, 1)]), (True, [(3,), (1,)])])
 def test_numbers_without_further_dims_keep_their_shape(
     server: Server, tmp_path: Path, repository: Path, in_all: bool, shapes: list[tuple[int, ...]]
@@ -283,6 +284,7 @@ def add(server: Server, copy: Path, repository: Path) -> Iterator[Callable[[str]
         shutil.rmtree(repository / name)
 
 
+@pytest.mark.drawn("file")
 @pytest.mark.parametrize("file", ["onnxruntime/model.onnx", "reference/outputs.safetensors", "manifest.json"])
 def test_an_altered_bundle_keeps_its_model_from_ready(server: Server, add: Callable[[str], Path], file: str) -> None:
     altered = add("altered") / file

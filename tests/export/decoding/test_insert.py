@@ -410,7 +410,9 @@ REFUSED: dict[type[Causal], str] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, id=kind.__name__, marks=share(turn)) for turn, kind in enumerate(REFUSED)]
+)
 def test_what_cannot_have_a_cache_is_refused_with_its_reason(kind: type[Causal]) -> None:
     with pytest.raises(UsageError, match=REFUSED[kind]):
         inserted(kind())

@@ -149,6 +149,7 @@ def form_of(band: Band, nearly: int) -> str:
     return f"Attention, blocks of {width} × {band.first_keys + width + band.span}{first}"
 
 
+@pytest.mark.drawn("width")
 @pytest.mark.parametrize("width", BLOCKS)
 def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
     model = exported().model.clone()

@@ -131,6 +131,7 @@ def one_block() -> nn.Module:
     return Stack(Block(), nn.LayerNorm(DIM))
 
 
+@share(1)
 def test_a_smaller_error_takes_more_of_fp32(tmp_path: Path) -> None:
     loose = of(chosen(one_block, tmp_path / "loose", max_error=2e-3))
     bundle = chosen(one_block, tmp_path / "tight", max_error=3e-4)
@@ -303,7 +304,8 @@ def test_operations_are_counted() -> None:
 # The command
 
 
-def test_the_command(tmp_path: Path) -> None:
+@share(0)
+def test_the_command_of_auto(tmp_path: Path) -> None:
     arguments = ["patch-attention-digits", "--precision", "auto", "--metric", "accuracy", "--no-tune"]
     out = str(tmp_path / "b")
     ran = CliRunner().invoke(app, ["deploy", *arguments, "--target", "onnxruntime", "--out", out, "--json"])

@@ -34,6 +34,7 @@ from attnforge.runtime.backends.registry import fused_by, why_not_here
 from attnforge.runtime.parity.verify import hold
 from tests.support.bundles import DeploySmall
 from tests.support.faults.subjects import PLACES, subject
+from tests.support.tiers import share
 
 pytestmark = [
     pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino"))),
@@ -394,6 +395,7 @@ def test_a_bundle_without_that_graph_runs_as_before(blocks: Bundle, tmp_path: Pa
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
+@share(2, 3)
 def test_measuring_decides_and_nothing_is_written_where_nothing_is_gained(tmp_path: Path) -> None:
     bundle = in_blocks(tmp_path / "b", cache=False)
     record, sites = bundle.manifest.targets.get(OPENVINO), bundle.manifest.attention.details

@@ -27,6 +27,7 @@ from attnforge.runtime.session import Session
 from tests.support.bundles import DeploySmall, rewrite
 from tests.support.decoders import LONGEST, PLACES, VOCABULARY, DeployDecoder, decoder_example, eager, ids, in_turn
 from tests.support.faults.driving import verified
+from tests.support.tiers import share
 
 CLOSE = 2e-6
 
@@ -356,6 +357,7 @@ def test_what_the_caches_hold(session: Session) -> None:
         decoder.cached(2)
 
 
+@share(1, 3)
 def test_caches_are_held_to_their_own_error_where_precisions_are_chosen(tmp_path: Path) -> None:
     """What outputs may err by says nothing of keys, whose layers may be in 16 bits because they hardly matter."""
     module, args, shapes = decoder_example("learned")
