@@ -47,7 +47,7 @@ def in_turn(names: set[str]) -> list[Any]:
 
 
 def beside_pages() -> list[Any]:
-    """Scripts with Ray, in draws that have neither each other nor the page of Ray."""
+    """Scripts with Ray, in draws that have neither each other nor the page nor the tests of Ray."""
     return [pytest.param(name, marks=share(turn, 6)) for turn, name in zip((1, 5), sorted(WITH_RAY), strict=True)]
 
 

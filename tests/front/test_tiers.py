@@ -26,7 +26,6 @@ BY_DRAW_ALONE = {
 IN_SOME_DRAWS = {
     "test_every_block_of_the_page_of_ray_runs",
     "test_the_example_of_ray_runs",
-    "test_a_killed_actor_loses_no_row_and_repeats_none",
     "test_embeddings_of_real_sentences_stay_where_they_are",
     "test_caches_are_held_to_their_own_error_where_precisions_are_chosen",
     "test_measuring_decides_and_nothing_is_written_where_nothing_is_gained",
@@ -36,6 +35,9 @@ IN_SOME_DRAWS = {
     "test_the_suite_measures_writes_and_compares",
 }
 """What takes five seconds and more, and does together what other tests do singly."""
+
+SERVERS = {"tests/serving/test_ray.py", "tests/serving/test_triton.py"}
+"""One draw has a Ray cluster, and the next a Triton server: each takes most of a minute."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,8 @@ def every(request: pytest.FixtureRequest) -> list[pytest.Item]:
 def test_each_function_is_in_each_draw(every: list[pytest.Item]) -> None:
     """So every room, mechanism, refusal and message has a test in each draw; what takes long, and what counts a whole
     catalogue, says so."""
-    in_some = {function(item) for item in every if not item.get_closest_marker("full")} - IN_SOME_DRAWS
+    in_turns = {function(item) for item in every if item.nodeid.split("::")[0] in SERVERS} | IN_SOME_DRAWS
+    in_some = {function(item) for item in every if not item.get_closest_marker("full")} - in_turns
     for draw in range(TOGETHER):
         left = set(left_out(every, draw))
         assert in_some - {function(item) for item in every if item not in left} == set(), draw

@@ -36,7 +36,7 @@ from tests.support.bundles import Deploy
 from tests.support.keys import new_key
 from tests.support.tiers import share
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_cluster"), share(0)]
 
 SAMPLES, TILES = 8, 1600
 
@@ -94,7 +94,6 @@ def test_nothing_is_reported_unless_it_is_asked_for() -> None:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-@share(0)  # the page and the examples of Ray are in the other draws
 def test_a_killed_actor_loses_no_row_and_repeats_none(
     signed: Bundle, files: list[Path], expected: Array, tmp_path: Path
 ) -> None:

@@ -31,10 +31,12 @@ from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
 from tests.support.bundles import Deploy, DeploySmall, small_inputs
 from tests.support.keys import new_key
+from tests.support.tiers import share
 
 pytestmark = [
     pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
     pytest.mark.xdist_group("triton"),
+    share(1),
 ]
 
 QUICK = Packaging(preferred=(), threads=1, kind="cpu")

@@ -14,9 +14,11 @@ from typing import cast
 
 import pytest
 import torch._dynamo.config
+import torch._export.utils
 from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
 from onnxscript.values import TracedOnnxFunction
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import attnforge
 from attnforge.benchmarks.ray.cluster import local_cluster
@@ -51,6 +53,20 @@ torch._dynamo.config.fake_tensor_cache_enabled = False
 _signature_of = cast(property, TracedOnnxFunction.function_ir).fget
 assert _signature_of is not None
 TracedOnnxFunction.function_ir = property(functools.cache(_signature_of))  # type: ignore[method-assign,assignment]
+
+# It also makes the table of these functions anew, and looks up each composite operator of torch fifty times.
+ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))  # type: ignore[method-assign]
+_look_up = torch._export.utils._materialize_cpp_cia_ops
+
+
+@functools.cache
+def _looked_up(count: int) -> None:
+    _look_up()
+
+
+torch._export.utils._materialize_cpp_cia_ops = lambda: _looked_up(
+    len(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+)
 
 
 CLUSTER = ExitStack()
