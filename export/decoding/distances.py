@@ -25,7 +25,7 @@ from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Pla
 from attnforge.export.attention.indices import START, Index, broadcast
 from attnforge.export.attention.layout import ONE, Size
 from attnforge.export.attention.mask_numbers import Between, Choice, Leaf, Number, Table, Whole
-from attnforge.export.attention.mask_reader import BOOL, Reader
+from attnforge.export.attention.mask_reader import BOOL, MOST_DEPTH, Reader
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.attention.moves import MOVES
 from attnforge.export.attention.truth import ALWAYS, NEVER, Truth, at_least_zero
@@ -92,14 +92,11 @@ class Counts:
     def most_of(self, x: Affine, heads: int) -> float:
         """The largest number that an expression may be; infinity where that is not known."""
         count = Affine.atom(Dim(self.symbol))
-        inner = [atom for atom, _ in x.terms if isinstance(atom, Place)]
         largest = {Place.QUERY: count - 1, Place.KEY: count - 1, Place.HEAD: Affine(heads - 1)}
-        if any(atom not in largest for atom in inner):
+        ends = {place: end if x.factors.get(place, 0) > 0 else Affine() for place, end in largest.items()}
+        if any(atom not in largest and atom != Dim(self.symbol) for atom, _ in x.terms):
             return inf
-        factors = x.factors
-        x = x.replaced({place: largest[place] if factors[place] > 0 else Affine() for place in inner})
-        if any(atom != Dim(self.symbol) for atom, _ in x.terms):
-            return inf
+        x = x.replaced(ends)
         return max(x.number + number * sum(factor for _, factor in x.terms) for number in (1, self.most))
 
     def bounds(self, line: Line) -> tuple[float, float]:
@@ -137,7 +134,9 @@ def slopes_of(node: ir.Node, symbol: str, places: int) -> tuple[Visibility, Slop
     """
     query, key, mask = node.inputs[0], node.inputs[1], node.inputs[3]
     assert query is not None and key is not None and mask is not None
-    (heads,) = (dim for dim in dims_of(query)[1:2] if isinstance(dim, int))
+    heads = dims_of(query)[1]
+    if not isinstance(heads, int):
+        raise NotByDistance("the number of heads is dynamic")
     n_q, n_k = (Affine.dim(dims_of(value)[2]) for value in (query, key))
     reader = _Lines({Place.QUERY: n_q - 1, Place.KEY: n_k - 1}, Counts(symbol, places), heads)
     cases = reader.at(mask, scores_index(mask, query, key))
@@ -212,10 +211,24 @@ class _Counted(Reader):
 class _Lines(_Counted):
     """Reads a mask of numbers as lines."""
 
+    def __init__(self, largest: Mapping[Place, Affine], counts: Counts, heads: int) -> None:
+        super().__init__(largest, counts, heads)
+        self._lines: dict[tuple[ir.Value, Index], Cases] = {}
+        self._deep = 0
+
     def at(self, value: ir.Value | None, index: Index) -> Cases:
         """What `value` is at an index."""
         assert value is not None
         index = tuple(self.within(position) for position in index)
+        if (key := (value, index)) not in self._lines:
+            if self._deep >= MOST_DEPTH:
+                raise NotByDistance(f"{value.name!r} is behind too many operators")
+            self._deep += 1
+            self._lines[key] = self._at(value, index)
+            self._deep -= 1
+        return self._lines[key]
+
+    def _at(self, value: ir.Value, index: Index) -> Cases:
         if value.shape is None or len(value.shape) != len(index):
             raise NotByDistance(f"the shape of {value.name!r} is not known")
         if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
@@ -270,21 +283,24 @@ class _Lines(_Counted):
     def _of_table(self, value: ir.Value, table: Array, index: Index) -> Line:
         """A constant, which may differ by head, and is even along its other dims: as far as its own type tells."""
         along: list[Affine] = []
-        numbers, by_head = table.astype(np.float64), False
+        numbers, by_head = table, False
         for axis, position in reversed(list(enumerate(index))):
             if position is None:
                 raise NotByDistance(f"where {value.name!r} is read is not known")
-            if (fixed := position.constant) is not None or table.shape[axis] == 1:
-                numbers = np.take(numbers, fixed if fixed is not None and table.shape[axis] > 1 else 0, axis)
-            elif position == Affine.atom(Place.HEAD) and table.shape[axis] == self.heads and not by_head:
+            fixed, size = position.constant, table.shape[axis]
+            if fixed is not None and not 0 <= fixed < size:
+                raise NotByDistance(f"{value.name!r} is read beyond its end")
+            if fixed is not None or size == 1:
+                numbers = np.take(numbers, fixed or 0, axis)
+            elif position == Affine.atom(Place.HEAD) and size == self.heads and not by_head:
                 numbers, by_head = np.moveaxis(numbers, axis, -1), True
             else:
-                self._check_inside(value, position, table.shape[axis])
+                self._check_inside(value, position, size)
                 along.insert(0, position)
         if not by_head:
             numbers = numbers[..., None]
         if not along:
-            return Line({None: numbers})
+            return Line({None: numbers.astype(np.float64)})
         lines = [self._of_expression(position) for position in along]
         if any(line is None for line in lines):
             raise NotByDistance(f"where {value.name!r} is read is not known")
@@ -349,29 +365,31 @@ def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
     """The first numbers and the steps of a table that is even along all dims but its last.
 
     Args:
-        table: `(…, heads)`, float64.
+        table: `(…, heads)`.
         ulp: what a number may be off by, rounded, as a share of it.
 
     Returns:
         `(heads,)` each; None where no even numbers are rounded to these.
     """
     sizes = table.shape[:-1]
-    anchor = np.unravel_index(int(np.abs(table).max(-1, initial=0.0).argmin()), sizes) if sizes else ()
-    near = table[anchor]  # the numbers that are rounded the least
-    steps, even = [], near
+    anchor = np.unravel_index(int(np.abs(table[..., 0]).argmin()), sizes)  # of the numbers that are rounded the least
+    near, steps = table[anchor].astype(np.float64), []
     for axis, size in enumerate(sizes):
-        along = table[tuple(slice(None) if i == axis else at for i, at in enumerate(anchor))]
-        far = np.arange(size) - anchor[axis]
-        others = far != 0
-        slope, off = (along - near)[others] / far[others, None], ulp * (np.abs(along) + np.abs(near))[others]
-        off = off / np.abs(far[others, None])
-        least, most = (slope - off).max(0), (slope + off).min(0)
-        if (least > most).any():
+        along = table[tuple(slice(None) if i == axis else at for i, at in enumerate(anchor))].astype(np.float64)
+        far = (np.arange(size) - anchor[axis])[:, None]
+        others = far[:, 0] != 0
+        slope, off = (along - near)[others] / far[others], ulp * (np.abs(along) + np.abs(near))[others]
+        least, most = ((slope + sign * off / np.abs(far[others])) for sign in (-1, 1))
+        if (least.max(0, initial=-inf) > most.min(0, initial=inf)).any():
             return None
-        steps.append((least + most) / 2)
-        even = even + far.reshape([size if i == axis else 1 for i in range(len(sizes))] + [1]) * steps[-1]
-    if not np.all(np.abs(table - even) <= 2 * ulp * (np.abs(table) + np.abs(near))):
-        return None
+        steps.append((least.max(0) + most.min(0)) / 2 if others.any() else np.zeros_like(near))
+    for head in range(table.shape[-1]):
+        numbers, even = table[..., head].astype(np.float64), near[head]
+        for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+            far = (np.arange(size) - anchor[axis]) * step[head]
+            even = even + far.reshape([size if i == axis else 1 for i in range(len(sizes))])
+        if not np.all(np.abs(numbers - even) <= 2 * ulp * (np.abs(numbers) + np.abs(near[head]))):
+            return None
     first = near - sum((at * step for at, step in zip(anchor, steps, strict=True)), np.zeros(1))
     return first, steps
 
