@@ -26,6 +26,7 @@ from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
+from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.tiers import share
 
@@ -285,15 +286,19 @@ def test_even_tables_of_few_bits() -> None:
 # --- what runs it -----------------------------------------------------------------------------------------------------
 
 
-@share(3, 5)
 def test_the_forms_that_read_a_cache_agree_on_a_bias() -> None:
     _, step, sites, _ = step_of(absolute)
     (site,) = lower(step, sites, {"batch": 1, "tokens": 9}, tuner=Tuner({"batch": 1, "tokens": 9}, 0.3)).sites
     assert len(site.measured) == 3 and not site.dropped
 
 
-@share(2, 5)
-def test_a_window_and_a_bias_on_every_backend(tmp_path: Path) -> None:
+BACKENDS = ("onnxruntime-cpu", "openvino")
+
+
+@pytest.mark.parametrize("backend", [pytest.param(backend, marks=share(turn)) for turn, backend in enumerate(BACKENDS)])
+def test_a_window_and_a_bias_on_a_backend(backend: str, tmp_path: Path) -> None:
+    if (why := why_not_here(backend)) is not None:
+        pytest.skip(why)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module, args = Biased(within_a_window).eval(), (torch.randint(0, WORDS, (2, 9)),)
@@ -301,6 +306,5 @@ def test_a_window_and_a_bias_on_every_backend(tmp_path: Path) -> None:
     bundle = attnforge.deploy(
         module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=LONGEST
     )
-    for backend in ("onnxruntime-cpu", "openvino"):
-        report = attnforge.verify(bundle, [backend]).backends[backend]
-        assert report.passed, report.failures
+    report = attnforge.verify(bundle, [backend]).backends[backend]
+    assert report.passed, report.failures
