@@ -83,7 +83,7 @@ class CausalAttention(nn.Module):
         heads, key_heads: of queries, and of keys and values.
         head_size: of every head; even where positions rotate.
         positions: `rotary` rotates the halves of a head against each other, `interleaved` neighbours, and `half-rotary`
-            the first half of a head alone; others are added to the tokens.
+            the first half of a head alone; `slopes` adds a bias by distance to scores; others are added to the tokens.
         window: how many tokens a query sees, its own included; None for all before it.
         softcap: scores are c·tanh(s/c).
         scale: of the scores; 1/√head_size where not given.
@@ -127,6 +127,13 @@ class CausalAttention(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seen = self.seen(query.shape[2])
+        if self.positions == "slopes":
+            behind = torch.arange(seen.shape[0])[:, None] - torch.arange(seen.shape[1])
+            slopes = 2.0 ** -torch.arange(1.0, self.heads + 1)
+            bias = (-slopes[:, None, None] * behind).masked_fill(~seen, -math.inf).to(query.dtype)
+            groups = self.heads // self.key_heads
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            return F.scaled_dot_product_attention(query, key, value, bias, scale=self.scale)
         if self.written == "grouped sdpa":
             mask = None if self.window is None else seen
             grouped = self.heads != self.key_heads

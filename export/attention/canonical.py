@@ -38,6 +38,10 @@ WINDOW = "attnforge.window"
 """Metadata of an Attention node that reads a cache: how many tokens a query sees, its own included; 0 for all up to its
 own. Its mask says the same in numbers."""
 
+SLOPES = "attnforge.slopes"
+"""Metadata of an Attention node that reads a cache: by how much the score of a key grows with every place that it is
+further on, for each head; none without this entry. Its mask says the same in numbers."""
+
 PLACES = "attnforge.places"
 """Metadata of the node in a decoder's step that tells the places of new tokens in the cache, `(batch, tokens)`, which
 follow those of the tokens that each sample has there."""

@@ -2,7 +2,8 @@
 
 The author's own code for a cache is not needed: a canonical node says which keys and values it reads, where their
 tokens are, and, by its mask, that no query sees a later one. What the graph computes beside attention is proved to be
-by token (:mod:`.tokens`), and what it computes of places becomes a table (:mod:`.positions`).
+by token (:mod:`.tokens`), what it computes of places becomes a table (:mod:`.positions`), and a bias by distance is
+computed of the places of tokens and of the cache (:mod:`.distances`).
 
 The step that comes out has the model's own input with the next tokens, how many came before in each sample, and a cache
 of keys and one of values for every site, which are inputs and outputs of one shape. It is standard ONNX of opset 24:
@@ -14,7 +15,7 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
@@ -22,17 +23,19 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, Range, TensorSpec
 from attnforge.errors import UsageError
-from attnforge.export.attention.canonical import PLACES, WINDOW
+from attnforge.export.attention.canonical import PLACES
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Axis, Layout, Size, rearrange
 from attnforge.export.attention.operands import Operand
-from attnforge.export.attention.visibility import visibility
+from attnforge.export.attention.visibility import Visibility, visibility
+from attnforge.export.decoding.distances import NotByDistance, TooFewPlaces, slopes_of
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import VIEWS, check_by_token, kinds_of
 from attnforge.export.graphs.build import Builder, constant, insert, typed
 from attnforge.export.graphs.qdq import INT8, InInt8
-from attnforge.export.lowering.attention import Attention, attentions
-from attnforge.export.lowering.cached import seen_places
+from attnforge.export.lowering.attention import Attention, Seen, Slopes, attentions
+from attnforge.export.lowering.band import Band, band_of, is_triangle
+from attnforge.export.lowering.cached import step_mask
 
 OPSET = 24
 """The first opset with TensorScatter."""
@@ -40,7 +43,7 @@ OPSET = 24
 PAST = "past"
 """The input that says how many tokens each sample has in the cache."""
 
-BOOL, INT64 = ir.DataType.BOOL, ir.DataType.INT64
+INT64 = ir.DataType.INT64
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def with_cache(
     symbol = tokens.count.symbol
     attended = list(attentions(model, sites))
     _check_sites(sites, attended)
-    windows = {a.node.name: _window(site, a, symbol) for site, a in attended}
+    seen = {a.node.name: _seen(site, a, tokens.count, places) for site, a in attended}
     for _, a in attended:  # their masks are written anew, so what computes the old ones is not looked at
         a.node.resize_inputs(3)
         a.node.attributes.pop("is_causal", None)
@@ -96,19 +99,20 @@ def with_cache(
     graph.inputs.append(typed(past, INT64, [_dim(tokens.batch)]))
     places_of_tokens = _positions(graph, tokens, past)
     look_up_positions(model, kinds, symbol, tokens.value, places_of_tokens, places)
-    masks: dict[int | None, ir.Value] = {}
+    masks: dict[tuple[Seen, ir.DataType], ir.Value] = {}
     caches = []
     for i, (site, a) in enumerate(attended):
-        window = windows[a.node.name]
-        if window not in masks:
-            masks[window] = _mask(graph, places_of_tokens, window, places)
+        mask = seen[a.node.name], a.dtype
+        if mask not in masks:
+            masks[mask] = _mask(graph, places_of_tokens, *mask, places, stem=f"decoding/mask{len(masks) or ''}")
         keys, values = _cached(graph, a, tokens, past, i, places)
         a.node.replace_input_with(1, keys.read)
         a.node.replace_input_with(2, values.read)
         a.node.resize_inputs(4)
-        a.node.replace_input_with(3, masks[window])
-        a.node.metadata_props[WINDOW] = str(window or 0)
-        caches.append(CacheSpec(site=site.name, key=_spec(keys, tokens), value=_spec(values, tokens), window=window))
+        a.node.replace_input_with(3, masks[mask])
+        a.node.metadata_props.update(mask[0].metadata)
+        specs = (_spec(written, tokens) for written in (keys, values))
+        caches.append(CacheSpec(site=site.name, key=next(specs), value=next(specs), window=mask[0].window))
     graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
     model.ir_version = max(model.ir_version, 11)
     return Decoding(
@@ -198,28 +202,58 @@ def _check_sites(sites: Sequence[Site], attended: Sequence[tuple[Site, Attention
         raise UsageError("the model has no attention, so there is nothing to keep in a cache; leave out cache_tokens")
 
 
-def _window(site: Site, a: Attention, tokens: str) -> int | None:
-    """How many tokens a query sees, itself included; None for all up to itself.
+def _seen(site: Site, a: Attention, tokens: DimSpec, places: int) -> Seen:
+    """What a query sees of itself and earlier tokens.
 
     Raises:
-        UsageError: it sees later ones, or its mask does more than that.
+        UsageError: it sees later ones, or its mask does more than to hide some and to add a bias by distance.
     """
     n_q, n_k = a.size("n_q"), a.size("n_k")
-    if not n_q == n_k == Size(1, (tokens,)):
+    if not n_q == n_k == Size(1, (tokens.symbol,)):
         raise UsageError(
             f"{site.name} attends from {n_q.dim()} queries to {n_k.dim()} keys; of self-attention over the tokens "
             "alone earlier keys and values are a cache"
         )
     if a.is_triangle and a.residue == "none":
-        return None
-    if a.band is not None and a.band.is_window and a.band.least == 0 and a.band.is_all:
-        return a.band.most + 1
-    seen = visibility(a.node)
-    if seen.is_full and not seen.residue:
+        return Seen()
+    if a.band is not None and (seen := _of_band(a.band)) is not None:
+        return seen
+    left, slopes, why = visibility(a.node), None, ""
+    if "bias" in left.residue:
+        try:
+            left, slopes = _slopes(site, a, tokens, places)
+        except NotByDistance as reason:
+            why = f"; what it adds to scores is no bias by distance: {reason}"
+    if left.is_full and not left.residue:
         raise UsageError(f"{site.name} is bidirectional: a token sees later ones, so nothing can be kept in a cache")
+    if slopes is not None:
+        band = band_of(a.node, left)
+        seen = Seen() if is_triangle(left) else _of_band(band) if band is not None else None
+        if seen is not None:
+            return replace(seen, slopes=slopes if any(slopes) else None)
     raise UsageError(
-        f"the mask of {site.name} leaves {seen.text()}; a cache is for attention to earlier tokens, all or the last few"
+        f"the mask of {site.name} leaves {left.text()}; a cache is for attention to earlier tokens, all or the last "
+        f"few{why}"
     )
+
+
+def _of_band(band: Band) -> Seen | None:
+    """What a query sees where its mask leaves a band; None where these are not its last few tokens."""
+    return Seen(band.most + 1) if band.is_window and band.least == 0 and band.is_all else None
+
+
+def _slopes(site: Site, a: Attention, tokens: DimSpec, places: int) -> tuple[Visibility, Slopes]:
+    """As :func:`slopes_of`, which tells where there are no slopes because the cache is longer than a call."""
+    try:
+        return slopes_of(a.node, tokens.symbol, places)
+    except NotByDistance:
+        if tokens.max is not None and tokens.max < places:
+            slopes_of(a.node, tokens.symbol, tokens.max)
+            raise TooFewPlaces(
+                f"the bias of {site.name} is by distance for {tokens.max} tokens and not for the cache's {places}; "
+                "give a smaller cache_tokens"
+            ) from None
+        raise
 
 
 # --- new values -------------------------------------------------------------------------------------------------------
@@ -251,17 +285,16 @@ def _positions(graph: ir.Graph, tokens: _Tokens, past: ir.Value) -> ir.Value:
     return insert(graph, graph[0], build, stem="decoding/positions")
 
 
-def _mask(graph: ir.Graph, positions: ir.Value, window: int | None, places: int) -> ir.Value:
-    """`(batch, 1, tokens, places)`, True where a place is a token's own or an earlier one, within the window."""
+def _mask(graph: ir.Graph, positions: ir.Value, seen: Seen, dtype: ir.DataType, places: int, stem: str) -> ir.Value:
+    """`(batch, 1 or heads, tokens, places)`: whether a place is a token's own or an earlier one, within the window, or
+    what is added to its score."""
     after = positions.producer()
-    assert after is not None and positions.shape is not None
-    batch, count = positions.shape
+    assert after is not None
 
     def build(op: Builder) -> ir.Value:
-        shown = seen_places(op, positions, window, places)
-        return typed(shown, BOOL, [_copied(batch), 1, _copied(count), places])
+        return step_mask(op, positions, seen, places, dtype)
 
-    return insert(graph, after, build, after=True, stem=f"decoding/mask{window or ''}")
+    return insert(graph, after, build, after=True, stem=stem)
 
 
 def _copied(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:

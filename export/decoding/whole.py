@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import NEXT, Bundle, Decoding
-from attnforge.export.attention.canonical import WINDOW
+from attnforge.export.attention.canonical import SLOPES, WINDOW
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.saving import load_graph
@@ -65,7 +65,8 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
 
 def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
     """Let a canonical node read the new keys and values, and not a cache that holds them alone."""
-    del node.metadata_props[WINDOW]
+    for name in (WINDOW, SLOPES):
+        node.metadata_props.pop(name, None)
     for index in (1, 2):
         read = node.inputs[index]
         new = writer_of(read).inputs[1]

@@ -335,12 +335,15 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     """com.microsoft GroupQueryAttention of separate query, key and value: causal, within a window where there is one,
-    of each sample's first tokens, or behind those of a past, which a buffer of one size holds."""
+    of each sample's first tokens, or behind those of a past, which a buffer of one size holds. A bias is of as many
+    keys as the longest sample has."""
     attributes, lengths = node.attributes, _input(node, 5)
     special = attributes.get_int("do_rotary", 0) or attributes.get_int("smooth_softmax", 0)
     past = [value for i in (3, 4) if (value := _optional(node, i)) is not None]
-    if any(_optional(node, i) for i in range(7, len(node.inputs))) or special or len(past) == 1:
-        raise NoDoublePath("a rotation, a sink, a bias, or a past of keys alone")
+    bias = _optional(node, 10)
+    others = [i for i in range(7, len(node.inputs)) if _optional(node, i) not in (None, bias)]
+    if others or special or len(past) == 1 or (bias is not None and not past):
+        raise NoDoublePath("a rotation, a sink, a bias without a past, or a past of keys alone")
     heads, shared = attributes.get_int("num_heads") or 1, attributes.get_int("kv_num_heads") or 1
     query, *present = (_apart(op, _input(node, i), count) for i, count in enumerate((heads, shared, shared)))
     last = op.Cast(lengths, to=ir.DataType.INT64.value)  # key of each sample
@@ -349,9 +352,14 @@ def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     if past:
         present = [op.op("TensorScatter", [x, new, first], {"axis": 2}) for x, new in zip(past, present, strict=True)]
     key, value = _repeated(op, present, heads, shared)
+    if bias is not None:
+        end = op.Shape(bias, start=3, end=4)
+        key, value = (op.Slice(x, constant(op, [0]), end, constant(op, [2])) for x in (key, value))
     scores = _scores(op, query, key, attributes.get_float("scale", 0.0) or None)
     if softcap := attributes.get_float("softcap", 0.0):
         scores = op.Mul(op.Tanh(op.Div(scores, _number(op, softcap))), _number(op, softcap))
+    if bias is not None:
+        scores = op.Add(scores, bias)
     last, first = (op.Reshape(x, constant(op, [-1, 1, 1, 1])) for x in (last, first))
     columns = op.Range(constant(op, 0), op.Gather(op.Shape(key), constant(op, 2)), constant(op, 1))
     numbers = op.Range(constant(op, 0), op.Squeeze(count, constant(op, [0])), constant(op, 1))

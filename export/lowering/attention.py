@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SILENT_ROWS, VALUE, WINDOW, SiteAxes
+from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SILENT_ROWS, SLOPES, VALUE, WINDOW, SiteAxes
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import (
     ONE,
@@ -55,6 +56,37 @@ class Lowered:
     dropped: Mapping[str, str] = field(default_factory=dict)
 
 
+Slopes = tuple[float, ...]
+"""By how much the score of a key grows with every place that it is further on, for each head."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a token sees of itself and those before.
+
+    Attributes:
+        window: how many, itself included; None for all.
+        slopes: of the bias by distance; None without one.
+    """
+
+    window: int | None = None
+    slopes: Slopes | None = None
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of the canonical node."""
+        slopes = {} if self.slopes is None else {SLOPES: json.dumps(self.slopes)}
+        return {WINDOW: str(self.window or 0), **slopes}
+
+    @classmethod
+    def of(cls, node: ir.Node) -> Seen | None:
+        """As the metadata of a node say; None where it reads no cache."""
+        props = node.metadata_props
+        if WINDOW not in props:
+            return None
+        return cls(int(props[WINDOW]) or None, tuple(json.loads(props[SLOPES])) if SLOPES in props else None)
+
+
 @dataclass(frozen=True)
 class Cached:
     """The cache that keys and values of a decoder's step come from (:mod:`attnforge.export.decoding.insert`).
@@ -65,7 +97,7 @@ class Cached:
         new_key, new_value: `(batch, key heads, tokens, size)`, what is written behind them.
         key, value: `(batch, key heads, places, size)`, the cache before that.
         next_key, next_value: the cache after it, which are outputs of the graph.
-        window: how many tokens a query sees, its own included; None for all up to its own.
+        seen: what a query sees.
         in_int8: how keys and values are rounded, where the cache is int8: `new_key` and `new_value` are, too.
     """
 
@@ -77,7 +109,7 @@ class Cached:
     value: ir.Value
     next_key: ir.Value
     next_value: ir.Value
-    window: int | None
+    seen: Seen
     in_int8: tuple[InInt8, InInt8] | None = None
 
 
@@ -200,8 +232,8 @@ def attentions(model: ir.Model, sites: Sequence[Site]) -> Iterator[tuple[Site, A
 
 def _cached(node: ir.Node) -> Cached | None:
     """The cache that a node reads; None where it reads none."""
-    window = node.metadata_props.get(WINDOW)
-    if window is None:
+    seen = Seen.of(node)
+    if seen is None:
         return None
     written = [writer_of(value) for value in node.inputs[1:3]]
     (key, new_key, past), (value, new_value, _) = (writer.inputs for writer in written)
@@ -212,7 +244,7 @@ def _cached(node: ir.Node) -> Cached | None:
     assert all(isinstance(value, ir.Value) for value in values)
     rounded = [InInt8.of_stored(new, read) for new, read in zip((new_key, new_value), node.inputs[1:3], strict=True)]
     in_int8 = (rounded[0], rounded[1]) if rounded[0] is not None and rounded[1] is not None else None
-    return Cached(*values, window=int(window) or None, in_int8=in_int8)  # type: ignore[arg-type]
+    return Cached(*values, seen=seen, in_int8=in_int8)  # type: ignore[arg-type]
 
 
 def writer_of(read: ir.Value | None) -> ir.Node:

@@ -14,16 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import SiteAxes
 from attnforge.export.attention.layout import Axis, Layout, Size, before_views
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, replace_value, typed
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Cached
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Cached, Seen, Slopes
 from attnforge.export.lowering.rotary import before_rotation
 
-FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
+BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
+INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
+
+BIAS = 10
+"""Where GroupQueryAttention takes what is added to scores."""
 
 SCALES = 12
 """Where GroupQueryAttention takes the scales of keys, and behind it those of values, of caches in int8."""
@@ -49,8 +54,8 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
         "scale": a.scale,
         "softcap": a.softcap,
     }
-    if cached.window is not None:
-        attributes["local_window_size"] = cached.window
+    if cached.seen.window is not None:
+        attributes["local_window_size"] = cached.seen.window
     new = (cached.new_key, cached.new_value) if cached.in_int8 is None else [part.source for part in cached.in_int8]
     sides = [(a.query, a.layout("B", *SIDE_BY_SIDE[0])), *map(_written, new)]
     tables: list[ir.Value] = []
@@ -62,6 +67,9 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     rows = [a.arranged(op, *side) for side in sides]
     *_, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
     inputs: list[ir.Value | None] = [*rows, cached.key, cached.value, *_lengths(cached), *tables]
+    if cached.seen.slopes is not None:
+        inputs += [None] * (BIAS - len(inputs))
+        inputs.append(_bias(cached, cached.seen.slopes, a.dtype))
     if cached.in_int8 is not None:
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
         inputs += [None] * (SCALES - len(inputs))
@@ -74,11 +82,39 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     return a.as_output(op, typed(result, a.dtype, [size.dim() for size in output.sizes()]), output)
 
 
+def _shared(cached: Cached, name: str, build: Callable[[Builder], ir.Value]) -> ir.Value:
+    """A value that all sites read, which the first one writes."""
+    graph = cached.past.graph
+    assert isinstance(graph, ir.Graph)
+    known = next((node.outputs[0] for node in graph if node.name == name), None)
+    if known is None:
+        known = insert(graph, graph[0], build, stem=name)
+        node = known.producer()
+        assert node is not None
+        node.name = name
+    return known
+
+
+def _bias(cached: Cached, slopes: Slopes, dtype: ir.DataType) -> ir.Value:
+    """`(batch, heads, tokens, filled places)`: the bias by distance."""
+
+    def build(op: Builder) -> ir.Value:
+        zero, one = constant(op, 0), constant(op, 1)
+        count = op.Shape(cached.tokens, start=1, end=2)
+        new = op.Add(op.Unsqueeze(cached.past, constant(op, [1])), op.Range(zero, op.Squeeze(count), one))
+        batch, tokens = dims_of(cached.tokens)[:2]
+        own = typed(op.Unsqueeze(new, constant(op, [1, 3])), INT64, [batch, 1, tokens, 1])
+        end = op.Squeeze(op.Add(op.ReduceMax(cached.past, keepdims=1), count))
+        columns = op.Unsqueeze(op.Range(zero, end, one), constant(op, [0, 1, 2]))
+        typed(columns, INT64, [1, 1, 1, ir.SymbolicDim(FILLED)])
+        return _by_distance(op, columns, own, slopes, dtype)
+
+    return _shared(cached, f"decoding/bias {slopes}", build)
+
+
 def _lengths(cached: Cached) -> list[ir.Value]:
     """The place of each sample's last token, and how many tokens the longest sample has, int32; the same values for all
     sites."""
-    graph = cached.past.graph
-    assert isinstance(graph, ir.Graph)
 
     def last(op: Builder) -> ir.Value:
         count = op.Shape(cached.tokens, start=1, end=2)
@@ -88,16 +124,7 @@ def _lengths(cached: Cached) -> list[ir.Value]:
         longest = op.Add(op.ReduceMax(cached.past, keepdims=1), op.Shape(cached.tokens, start=1, end=2))
         return op.Cast(op.Squeeze(longest, constant(op, [0])), to=INT32.value)
 
-    values = []
-    for name, build in (("decoding/last", last), ("decoding/total", total)):
-        known = next((node.outputs[0] for node in graph if node.name == name), None)
-        if known is None:
-            known = insert(graph, graph[0], build, stem=name)
-            node = known.producer()
-            assert node is not None
-            node.name = name
-        values.append(known)
-    return values
+    return [_shared(cached, name, build) for name, build in (("decoding/last", last), ("decoding/total", total))]
 
 
 def _written(new: ir.Value) -> tuple[Operand, Layout]:
@@ -143,19 +170,42 @@ def over_filled(op: Builder, a: Attention, attend: Callable[[Builder, Attention]
     return attend(op, part)
 
 
-def seen_places(op: Builder, own: ir.Value, window: int | None, places: int) -> ir.Value:
-    """Whether a place of a cache is a token's own or an earlier one, within the window: `(batch, 1, tokens, places)`.
+def step_mask(op: Builder, own: ir.Value, site: Seen, places: int, dtype: ir.DataType) -> ir.Value:
+    """The mask of a step over all places of a cache, `(batch, 1 or heads, tokens, places)`: boolean, or of numbers
+    where there is a bias by distance.
 
     Args:
         op: records the nodes.
         own: `(batch, tokens)`, int64, the places of the tokens.
-        window: how many places a token sees, its own included; None for all up to its own.
+        site: which of them are seen, and how.
         places: of the cache.
+        dtype: of the numbers.
     """
+    batch, tokens = dims_of(own)
     columns = constant(op, [[[list(range(places))]]])
-    own = op.Unsqueeze(own, constant(op, [1, 3]))
-    shown = op.LessOrEqual(columns, own)
-    return shown if window is None else op.And(shown, op.Greater(columns, op.Sub(own, constant(op, window))))
+    own = typed(op.Unsqueeze(own, constant(op, [1, 3])), INT64, [batch, 1, tokens, 1])
+    shown = typed(op.LessOrEqual(columns, own), BOOL, [*dims_of(own)[:3], places])
+    if site.window is not None:
+        first = like(op.Sub(own, constant(op, site.window)), own)
+        shown = like(op.And(shown, like(op.Greater(columns, first), shown)), shown)
+    if site.slopes is None:
+        return shown
+    bias = _by_distance(op, columns, own, site.slopes, dtype)
+    return like(op.Where(shown, bias, constant(op, -np.inf, dtype)), bias)
+
+
+def _by_distance(op: Builder, columns: ir.Value, own: ir.Value, slopes: Slopes, dtype: ir.DataType) -> ir.Value:
+    """`slope · (key − query)`, 0 at the query's own key.
+
+    Args:
+        columns: `(1, 1, 1, keys)`, int64, the places of keys.
+        own: `(batch, 1, tokens, 1)`, int64, those of queries.
+    """
+    dims = [*dims_of(own)[:3], dims_of(columns)[3]]
+    distance = cast(op, typed(op.Sub(columns, own), INT64, dims), FLOAT)
+    by_head = constant(op, np.reshape(slopes, [1, -1, 1, 1]), FLOAT)
+    dims[1] = len(slopes)
+    return cast(op, typed(op.Mul(distance, by_head), FLOAT, dims), dtype)
 
 
 def caches(model: ir.Model) -> list[ir.Value]:

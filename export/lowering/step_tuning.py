@@ -16,12 +16,12 @@ import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonical import WINDOW, attention_node
+from attnforge.export.attention.canonical import attention_node
 from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.lowering.attention import Attention, attention_of
-from attnforge.export.lowering.cached import seen_places
+from attnforge.export.lowering.cached import step_mask
 from attnforge.export.lowering.tuning import (
     ONNX_RUNTIME,
     ROUNDS,
@@ -46,7 +46,7 @@ def signature(a: Attention, sizes: Mapping[str, int]) -> Hashable:
     """What makes a site the work that it is: equal for two sites that one measurement serves."""
     assert a.cached is not None
     heads = tuple(evaluated(a.size(name), sizes) for name in ("H", "H_kv", "d_k", "d_v", "n_q", "n_k"))
-    return heads, a.cached.window, a.cached.in_int8 is not None, a.dtype, a.scale, a.softcap, a.softmax_dtype
+    return heads, a.cached.seen, a.cached.in_int8 is not None, a.dtype, a.scale, a.softcap, a.softmax_dtype
 
 
 def measured(
@@ -159,15 +159,15 @@ def _alone(a: Attention, sizes: Mapping[str, int], tokens: int) -> ir.Model:
         written.name = f"{name}.next"
         outputs.append(typed(written, kept, [1, shared, places, size]))
         read.append(written if rounded is None else rounded.restored(op, written))
-    own = op.Add(op.Unsqueeze(past, constant(op, [1])), constant(op, [list(range(tokens))]))
-    mask = typed(seen_places(op, own, cached.window, places), ir.DataType.BOOL, [1, 1, tokens, places])
+    own = typed(op.Add(op.Unsqueeze(past, constant(op, [1])), constant(op, [list(range(tokens))])), INT64, [1, tokens])
+    mask = step_mask(op, own, cached.seen, places, a.dtype)
     result = attention_node(
         op, SITE, apart(query, heads, d_k), read[0], read[1], mask, scale=a.scale, softcap=a.softcap,
         softmax_precision=a.softmax_dtype.value if a.softmax_dtype != a.dtype else 0,
     )  # fmt: skip
     node = result.producer()
     assert node is not None
-    node.metadata_props[WINDOW] = str(cached.window or 0)
+    node.metadata_props.update(cached.seen.metadata)
     beside = typed(op.Transpose(result, perm=[0, 2, 1, 3]), a.dtype, [1, tokens, heads, d_v])
     answer = typed(op.Reshape(beside, constant(op, [1, tokens, heads * d_v])), a.dtype, [1, tokens, heads * d_v])
     answer.name = "output"

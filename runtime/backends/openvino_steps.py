@@ -53,7 +53,10 @@ class _Step:
         shape = ops.shape_of(query, "i64")
         groups = ops.divide(ops.gather(shape, _ints([1]), _ints(0)), _ints([shared]))
         query = ops.reshape(query, _ints([0, shared, -1, size]), True)
-        mask = ops.tile(mask, ops.concat([_ints([1, 1]), groups, _ints([1])], 0))
+        if rest[2].get_partial_shape()[1] == 1:
+            mask = ops.tile(mask, ops.concat([_ints([1, 1]), groups, _ints([1])], 0))
+        else:
+            mask = ops.reshape(mask, ops.concat([_ints([0, shared, -1]), self._end], 0), True)
         scale = ops.convert_like(ops.constant(node.get_attribute("scale", 0.0), np.float32), query)
         if cap := node.get_attribute("softcap", 0.0):
             result = self._capped(query, key, value, mask, scale, cap)
@@ -69,7 +72,9 @@ class _Step:
         scores = ops.multiply(ops.matmul(query, key, False, True), scale)
         limit, hidden = (ops.convert_like(ops.constant(x, np.float32), scores) for x in (cap, -np.inf))
         scores = ops.multiply(ops.tanh(ops.divide(scores, limit)), limit)
-        return ops.matmul(ops.softmax(ops.select(mask, scores, hidden), -1), value, False, False)
+        is_boolean = mask.get_element_type().get_type_name() == "boolean"
+        scores = ops.select(mask, scores, hidden) if is_boolean else ops.add(scores, mask)
+        return ops.matmul(ops.softmax(scores, -1), value, False, False)
 
 
 def _ints(numbers: int | list[int]) -> Any:

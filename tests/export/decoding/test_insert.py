@@ -98,12 +98,20 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Gemma 2": lambda: AUTO.from_config(
         transformers.Gemma2Config(**GROUPED, sliding_window=24, query_pre_attn_scalar=16), attn_implementation="eager"
     ),
+    "BLOOM": lambda: transformers.BloomForCausalLM(
+        transformers.BloomConfig(hidden_size=96, n_layer=2, n_head=6, vocab_size=97)
+    ),
+    "MPT": lambda: transformers.MptForCausalLM(
+        transformers.MptConfig(d_model=64, n_layers=2, n_heads=4, vocab_size=97, max_seq_len=128)
+    ),
 }
+BIASED = {"BLOOM": 6, "MPT": 4}
+"""Heads of those that have a bias by distance and no positions."""
 
 
 def one_worker(turn: int, name: str) -> list[pytest.MarkDecorator]:
-    """The marks of a published model, which is deployed by one worker for all of its tests, in every fifth draw."""
-    return [share(turn, 5), pytest.mark.xdist_group(f"published-{name}")]
+    """The marks of a published model, which is deployed by one worker for all of its tests, in every seventh draw."""
+    return [share(turn, 7), pytest.mark.xdist_group(f"published-{name}")]
 
 
 @pytest.fixture(
@@ -148,8 +156,10 @@ def test_the_kernel_turns_queries_and_keys_by_one_table_for_all_layers(published
     name, bundle = published
     deployed = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
     nodes = of_type(deployed, "GroupQueryAttention")
-    if name == "GPT-2":
-        assert [len(node.inputs) for node in nodes] == [7, 7]
+    if name == "GPT-2" or name in BIASED:
+        assert [len(node.inputs) for node in nodes] == [11 if name in BIASED else 7] * 2
+        assert len({node.inputs[-1] for node in nodes}) == 1  # one bias for all layers
+        assert_one_step(load_graph(bundle, CANONICAL), deployed, bundle)
         return
     assert turns_of(deployed) == [1, 1]
     assert len({node.inputs[7] for node in nodes}) == len({node.inputs[8] for node in nodes}) == 1
@@ -213,7 +223,7 @@ def test_what_is_nearly_a_rotation_stays_as_written(
     published: tuple[str, Bundle], change: Callable[[ir.Model], None]
 ) -> None:
     name, bundle = published
-    if name == "GPT-2":
+    if name == "GPT-2" or name in BIASED:
         assert not of_type(load_graph(bundle, CANONICAL), "Neg")
     else:
         lowered_otherwise(bundle, change, [0, 1])
@@ -320,10 +330,12 @@ class OnlyLater(Causal):
         return F.scaled_dot_product_attention(query, key, value)
 
 
-class Alibi(Causal):
+class Relative(Causal):
+    """A bias that flattens with the distance."""
+
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         place = torch.arange(query.shape[2])
-        bias = -0.5 * (place[:, None] - place).abs()
+        bias = -0.5 * (1.0 + (place[:, None] - place).abs()).log()
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1]) + bias
         hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, -math.inf).softmax(-1) @ value
@@ -396,7 +408,7 @@ class NoAttention(Causal):
 
 REFUSED: dict[type[Causal], str] = {
     OnlyLater: "is bidirectional: a token sees later ones",
-    Alibi: r"leaves band −∞ … 0, residue: bias",
+    Relative: r"leaves band −∞ … 0, residue: bias; .* no bias by distance: .* is computed by Log",
     Chunked: r"leaves band −∞ … 0 and blocks of 8",
     Pooled: "ReduceMean .* works along the tokens",
     Convolved: "Pad .* works along the tokens|Conv .* is not known to treat tokens apart",

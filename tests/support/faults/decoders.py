@@ -29,7 +29,7 @@ from tests.support.faults.graph import (
 )
 
 LLAMA, GPT, WINDOWED, CAPPED, ODD = "llama", "gpt", "windowed-decoder", "capped-decoder", "odd-heads"
-TURNING = "turning-decoder"
+TURNING, SLOPED = "turning-decoder", "sloped-decoder"
 SUBJECTS = (LLAMA, GPT, WINDOWED, CAPPED, ODD)
 
 FUSED = (LLAMA, GPT, WINDOWED, CAPPED)
@@ -516,6 +516,11 @@ def new_keys(build: Build) -> Alter:
     return alter
 
 
+def biased(build: Build) -> Alter:
+    """The kernel adds another bias."""
+    return lambda g: g.before(Step(g, FIRST).attention, driving.BIAS, build)
+
+
 PLACES: Family = [
     ("places-one-later", "one later", placed(one_more), GPT),
     ("places-step-later", "one later in a call that has a past", placed_by(where_some(1)), SUBJECTS),
@@ -544,6 +549,11 @@ PLACES: Family = [
     ("kernel-rows-lost", f"cosines of place {CLIPPED - 1} for all behind", turning(COSINES, last_rows_lost), TURNING),
     ("kernel-cos-sin", "the kernel's sines and cosines exchanged", turning_exchanged, TURNING),
     ("kernel-turns-nothing", "the kernel turns neither queries nor keys", not_turning, TURNING),
+    ("slopes-of-other-heads", "every head has the slope of another", biased(lambda op, x: rolled(op, x, 1)), SLOPED),
+    ("slopes-negated", "further keys count more", biased(times(-1.0)), SLOPED),
+    ("slopes-1%", "slopes 1% too steep", biased(times(1.01)), SLOPED),
+    ("no-slopes", "no bias", biased(times(0.0)), SLOPED),
+    ("bias-of-next-key", "every key has the bias of another", biased(lambda op, x: rolled(op, x, 3)), SLOPED),
     ("kernel-turns-neighbours", "the kernel turns neighbours, not halves", turning_neighbours, TURNING),
 ]  # fmt: skip
 

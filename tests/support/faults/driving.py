@@ -56,6 +56,10 @@ def verified(bundle: Bundle, kind: type[Decoder]) -> BackendReport:
 # --- steps in float64 -------------------------------------------------------------------------------------------------
 
 
+BIAS = 10
+"""The input of GroupQueryAttention that is added to scores."""
+
+
 class DoubleSteps:
     """A step in float64, whose caches are never one buffer with those that come out.
 
@@ -121,7 +125,7 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _over_cache(op: Builder, node: ir.Node) -> list[ir.Value]:
-    query, key, value, key_cache, value_cache, last, total = (required(value) for value in node.inputs)
+    query, key, value, key_cache, value_cache, last, total = (required(value) for value in node.inputs[:7])
     attributes = node.attributes
     heads, shared = attributes.get_int("num_heads", 1), attributes.get_int("kv_num_heads", 1)
     assert heads is not None and shared is not None
@@ -143,6 +147,10 @@ def _over_cache(op: Builder, node: ir.Node) -> list[ir.Value]:
     if softcap := attributes.get_float("softcap", 0.0):
         cap = op.CastLike(constant(op, softcap, DOUBLE), query)
         scores = op.Mul(op.Tanh(op.Div(scores, cap)), cap)
+    if len(node.inputs) > BIAS:  # of as many keys as the longest sample has
+        bias, places = required(node.inputs[BIAS]), op.Shape(keys, start=2, end=3)
+        missing = op.Sub(places, op.Shape(bias, start=3, end=4))
+        scores = op.Add(scores, op.Pad(bias, op.Concat(constant(op, [0] * 7), missing, axis=0)))
     by_sample = constant(op, [-1, 1, 1, 1])
     columns = op.Range(constant(op, 0), op.Gather(op.Shape(keys), constant(op, 2)), constant(op, 1))
     rows = op.Unsqueeze(op.Range(constant(op, 0), count, constant(op, 1)), constant(op, [1]))

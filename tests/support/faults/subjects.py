@@ -44,6 +44,7 @@ PRECISIONS = {
     "capped-decoder": ("fp32",),
     "odd-heads": ("fp32", "fp16"),
     "turning-decoder": ("fp32", "fp16"),
+    "sloped-decoder": ("fp32", "fp16"),
 }
 """The subjects, and the precisions that they are deployed in."""
 
@@ -52,7 +53,7 @@ IN_TURNS = (
      "turning-decoder"),
     (
         "cross", "causal", "window", "window-in-products", "padded-causal", "padded-steps", "by-token", "llama",
-        "capped-decoder",
+        "capped-decoder", "sloped-decoder",
     ),
 )  # fmt: skip
 """The subjects that one draw of the tests has, and those of the next; all draws have the others. Each draw has faults
@@ -84,10 +85,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "capped-decoder": _ROTARY | {"softcap": 2.0, "written": "products"},
     "odd-heads": _ROTARY | {"head_size": 6, "window": 5},
     "turning-decoder": _ROTARY | {"head_size": 16},
+    "sloped-decoder": _ROTARY | {"positions": "slopes"},
 }
 """The decoders: with rotary positions and grouped heads as Llama, with learned positions as GPT-2, with a window, with
-a soft cap, with heads of a size for which attention reads the filled part of the caches, and of one that the kernel
-turns by itself."""
+a soft cap, with heads of a size for which attention reads the filled part of the caches, of one that the kernel turns
+by itself, and with a bias by distance."""
 
 PLACES = 32
 """Tokens that the caches hold: more than a case has, so that a row written too far stays in them."""

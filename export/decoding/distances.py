@@ -1,0 +1,569 @@
+"""Biases by distance (ALiBi, https://arxiv.org/abs/2108.12409): where a mask shows a key, it adds a slope of the head
+times the key's place, and nothing else that differs by key.
+
+A softmax over keys stays the same where one number is added to all scores of a query. So `slope · key`, as BLOOM has
+it, `slope · (key − last key)`, as MPT, and `−slope · |query − key|` are one bias, `slope · (key − query)`, which a step
+computes of the places of its tokens and of its cache's.
+
+That is read from the mask's graph, backwards as in :mod:`~attnforge.export.attention.mask_reader`: every number of it
+is a line (:class:`Line`), one for all pairs or one by a condition on them. What is not understood has no slopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.arrays import Array
+from attnforge.errors import UsageError
+from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Place, Quotient
+from attnforge.export.attention.indices import START, Index, broadcast
+from attnforge.export.attention.layout import ONE, Size
+from attnforge.export.attention.mask_numbers import Between, Choice, Leaf, Number, Table, Whole
+from attnforge.export.attention.mask_reader import BOOL, MOST_DEPTH, Reader
+from attnforge.export.attention.masking import NEGLIGIBLE
+from attnforge.export.attention.moves import MOVES
+from attnforge.export.attention.truth import ALWAYS, NEVER, Truth, at_least_zero
+from attnforge.export.attention.visibility import Visibility, scores_index
+from attnforge.export.graphs.build import dims_of
+from attnforge.export.lowering.attention import Slopes
+
+PAIR = (Place.QUERY, Place.KEY)
+
+
+class NotByDistance(Exception):
+    """Why a mask is not proved to be a bias by distance, in words that a user can act on."""
+
+
+class TooFewPlaces(UsageError):
+    """A table of biases that ends before the cache does."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A number over the scores of a site: a factor for every atom times that atom, summed.
+
+    Attributes:
+        factors: `(heads,)` or `(1,)` by atom: of a query, of a key, of the count of tokens; None for the number itself.
+    """
+
+    factors: Mapping[Atom | None, Array]
+
+    @property
+    def number(self) -> Array | None:
+        """What it is everywhere, by head; None where it differs by more."""
+        return self.of(None) if all(atom is None or not factor.any() for atom, factor in self.factors.items()) else None
+
+    def of(self, atom: Atom | None) -> Array:
+        return self.factors.get(atom, np.zeros(1))
+
+    def __add__(self, other: Line) -> Line:
+        atoms = dict.fromkeys((*self.factors, *other.factors))
+        return Line({atom: self.of(atom) + other.of(atom) for atom in atoms})
+
+    def __mul__(self, number: Array | float) -> Line:
+        return Line({atom: factor * number for atom, factor in self.factors.items()})
+
+    def __sub__(self, other: Line) -> Line:
+        return self + other * -1.0
+
+
+Cases = list[tuple[Truth, Line]]
+"""Lines, each where its condition holds. One of them does for every pair."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many tokens there may be.
+
+    Attributes:
+        symbol: of their number.
+        most: places of the cache.
+    """
+
+    symbol: str
+    most: int
+
+    def most_of(self, x: Affine, heads: int) -> float:
+        """The largest number that an expression may be; infinity where that is not known."""
+        count = Affine.atom(Dim(self.symbol))
+        largest = {Place.QUERY: count - 1, Place.KEY: count - 1, Place.HEAD: Affine(heads - 1)}
+        ends = {place: end if x.factors.get(place, 0) > 0 else Affine() for place, end in largest.items()}
+        if any(atom not in largest and atom != Dim(self.symbol) for atom, _ in x.terms):
+            return inf
+        x = x.replaced(ends)
+        return max(x.number + number * sum(factor for _, factor in x.terms) for number in (1, self.most))
+
+    def bounds(self, line: Line) -> tuple[float, float]:
+        """Between which numbers a line lies, over all heads."""
+        ends = []
+        for count in (1, self.most):
+            least = most = line.of(None)
+            for atom, factor in line.factors.items():
+                if atom is None:
+                    continue
+                first, last = (count, count) if isinstance(atom, Dim) else (0, count - 1)
+                least, most = (
+                    end + choose(factor * first, factor * last)
+                    for end, choose in ((least, np.minimum), (most, np.maximum))
+                )
+            ends += [float(least.min()), float(most.max())]
+        return min(ends), max(ends)
+
+
+def slopes_of(node: ir.Node, symbol: str, places: int) -> tuple[Visibility, Slopes]:
+    """What a canonical Attention node's mask leaves, and the slopes of its bias.
+
+    Args:
+        node: as :mod:`~attnforge.export.attention.canonical` has it, with a mask of numbers.
+        symbol: of the number of tokens, which are queries and keys.
+        places: as many tokens as there may be.
+
+    Returns:
+        The visible pairs, without residue, and the slopes: what the mask adds to the scores of visible pairs is
+        `slope · (key − query)`, and a number that is the same for all keys of a query.
+
+    Raises:
+        NotByDistance: that is not proved.
+        TooFewPlaces: it is, up to fewer places.
+    """
+    query, key, mask = node.inputs[0], node.inputs[1], node.inputs[3]
+    assert query is not None and key is not None and mask is not None
+    heads = dims_of(query)[1]
+    if not isinstance(heads, int):
+        raise NotByDistance("the number of heads is dynamic")
+    n_q, n_k = (Affine.dim(dims_of(value)[2]) for value in (query, key))
+    reader = _Lines({Place.QUERY: n_q - 1, Place.KEY: n_k - 1}, Counts(symbol, places), heads)
+    cases = reader.at(mask, scores_index(mask, query, key))
+    own = at_least_zero(QUERY - KEY, reader.largest) if node.attributes.get_int("is_causal", 0) else ALWAYS
+    hidden = [reader.counts.bounds(line)[1] <= NEGLIGIBLE for _, line in cases]
+    seen = NEVER
+    for (condition, _), is_hidden in zip(cases, hidden, strict=True):
+        seen = seen if is_hidden else seen | condition
+    seen = seen & own
+    if not seen.true.is_exact:
+        raise NotByDistance("which keys it hides depends on more than places")
+    shown = [line for (condition, line), is_hidden in zip(cases, hidden, strict=True) if not is_hidden and
+             (condition & seen).constant is not False]  # fmt: skip
+    if not shown or not all(_is_close(line, shown[0]) for line in shown):
+        raise NotByDistance("it is not one line over the keys that it shows")
+    least = reader.counts.bounds(_at_own_key(shown[0]))[0]
+    if any(reader.counts.bounds(line)[1] > least + NEGLIGIBLE for (_, line), h in zip(cases, hidden, strict=True) if h):
+        raise NotByDistance("what it adds to hidden keys is not low enough beside its bias")
+    slopes = np.broadcast_to(shown[0].of(Place.KEY), heads)
+    visible = Visibility(seen.true.most, frozenset(), "never", n_q, n_k)
+    return visible, tuple(float(slope) for slope in slopes)
+
+
+def _is_close(line: Line, other: Line) -> bool:
+    atoms = dict.fromkeys((*line.factors, *other.factors))
+    return all(np.allclose(line.of(atom), other.of(atom), rtol=1e-12, atol=0) for atom in atoms)
+
+
+def _at_own_key(line: Line) -> Line:
+    """What a line is where the key is the query's own."""
+    factors = {atom: factor for atom, factor in line.factors.items() if atom not in PAIR}
+    return Line({**factors, Place.QUERY: line.of(Place.QUERY) + line.of(Place.KEY)})
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Counted(Reader):
+    """Reads positions that depend on how many tokens there are, of which there are not too many for the cache."""
+
+    def __init__(self, largest: Mapping[Place, Affine], counts: Counts, heads: int) -> None:
+        super().__init__(largest)
+        self.counts, self.heads = counts, heads
+
+    def position(self, value: ir.Value | None, index: Index) -> Affine | None:
+        number = self.number(value, index)
+        if not isinstance(number, Whole):
+            return None
+        sign = 1 if number.is_largest else -1
+        return next(
+            (
+                option
+                for option in number.options
+                if all(self.counts.most_of((other - option) * sign, self.heads) <= 0 for other in number.options)
+            ),
+            None,
+        )
+
+    def within(self, x: Affine | None) -> Affine | None:
+        """The same expression without quotients that are always 0."""
+        result = Affine() if x is None else Affine(x.number)
+        for atom, factor in () if x is None else x.terms:
+            is_zero = (
+                isinstance(atom, Quotient)
+                and self.counts.most_of(atom.numerator, self.heads) < atom.divisor
+                and self.counts.most_of(-atom.numerator, self.heads) <= 0
+            )
+            result = result if is_zero else result + Affine.of(0, {atom: factor})
+        return None if x is None else result
+
+
+class _Lines(_Counted):
+    """Reads a mask of numbers as lines."""
+
+    def __init__(self, largest: Mapping[Place, Affine], counts: Counts, heads: int) -> None:
+        super().__init__(largest, counts, heads)
+        self._lines: dict[tuple[ir.Value, Index], Cases] = {}
+        self._deep = 0
+
+    def at(self, value: ir.Value | None, index: Index) -> Cases:
+        """What `value` is at an index."""
+        assert value is not None
+        index = tuple(self.within(position) for position in index)
+        if (key := (value, index)) not in self._lines:
+            if self._deep >= MOST_DEPTH:
+                raise NotByDistance(f"{value.name!r} is behind too many operators")
+            self._deep += 1
+            self._lines[key] = self._at(value, index)
+            self._deep -= 1
+        return self._lines[key]
+
+    def _at(self, value: ir.Value, index: Index) -> Cases:
+        if value.shape is None or len(value.shape) != len(index):
+            raise NotByDistance(f"the shape of {value.name!r} is not known")
+        if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
+            return [(ALWAYS, self._of_table(value, tensor.numpy(), index))]
+        if (cases := self._of_number(self.number(value, index))) is not None:
+            return cases
+        node = value.producer()
+        if node is None:
+            raise NotByDistance(f"{value.name!r} is an input")
+        if node.domain == "" and (write := _HANDLERS.get(node.op_type)) is not None:
+            return write(self, node, index)
+        raise NotByDistance(f"{value.name!r} is computed by {node.op_type}")
+
+    def operands(self, node: ir.Node, index: Index) -> list[Cases]:
+        return [self.at(value, broadcast(value, node.outputs[0], index)) for value in node.inputs]
+
+    def _of_number(self, number: Number) -> Cases | None:
+        """A number that is known without a table; None for others."""
+        if isinstance(number, Choice):
+            parts = [self._of_number(part) for part in (number.yes, number.no)]
+            if parts[0] is None or parts[1] is None:
+                return None
+            return chosen(number.condition, parts[0], parts[1])
+        return self._of_leaf(number)
+
+    def _of_leaf(self, leaf: Leaf) -> Cases | None:
+        if isinstance(leaf, Table):
+            return None
+        if isinstance(leaf, Between):
+            return [(ALWAYS, Line({None: np.array([leaf.least])}))] if leaf.least == leaf.most else None
+        lines = [self._of_expression(option) for option in leaf.options]
+        known = [line for line in lines if line is not None]
+        if len(known) < len(lines):
+            return None
+        first, *others = ([(ALWAYS, line)] for line in known)
+        for other in others:
+            first = self.extreme(first, other, 1.0 if leaf.is_largest else -1.0)
+        return first
+
+    def _of_expression(self, x: Affine) -> Line | None:
+        """A whole number as a line; None where it depends on more than heads, queries, keys and the count of tokens."""
+        factors: dict[Atom | None, Array] = {None: np.array([float(x.number)])}
+        for atom, factor in x.terms:
+            if atom == Place.HEAD:
+                factors[None] = factors[None] + factor * np.arange(self.heads)
+            elif atom in PAIR or atom == Dim(self.counts.symbol):
+                factors[atom] = np.array([float(factor)])
+            else:
+                return None
+        return Line(factors)
+
+    def _of_table(self, value: ir.Value, table: Array, index: Index) -> Line:
+        """A constant, which may differ by head, and is even along its other dims: as far as its own type tells."""
+        along: list[Affine] = []
+        numbers, by_head = table, False
+        for axis, position in reversed(list(enumerate(index))):
+            if position is None:
+                raise NotByDistance(f"where {value.name!r} is read is not known")
+            fixed, size = position.constant, table.shape[axis]
+            if fixed is not None and not 0 <= fixed < size:
+                raise NotByDistance(f"{value.name!r} is read beyond its end")
+            if fixed is not None or size == 1:
+                numbers = np.take(numbers, fixed or 0, axis)
+            elif position == Affine.atom(Place.HEAD) and size == self.heads and not by_head:
+                numbers, by_head = np.moveaxis(numbers, axis, -1), True
+            else:
+                self._check_inside(value, position, size)
+                along.insert(0, position)
+        if not by_head:
+            numbers = numbers[..., None]
+        if not along:
+            return Line({None: numbers.astype(np.float64)})
+        lines = [self._of_expression(position) for position in along]
+        if any(line is None for line in lines):
+            raise NotByDistance(f"where {value.name!r} is read is not known")
+        if (fitted := evenly(numbers, _ulps(table.dtype))) is None:
+            raise NotByDistance(f"{value.name!r} is a table whose steps are not equal")
+        first, steps = fitted
+        result = Line({None: first})
+        for line, step in zip(lines, steps, strict=True):
+            assert line is not None
+            result = result + Line({atom: factor * step for atom, factor in line.factors.items()})
+        return result
+
+    def _check_inside(self, value: ir.Value, position: Affine, size: int) -> None:
+        """Check that a table is read within its ends, as far as the cache goes.
+
+        Raises:
+            TooFewPlaces: it has fewer places.
+        """
+        most, least = (self.counts.most_of(x, self.heads) for x in (position, -position))
+        if most == inf or least == inf:
+            raise NotByDistance(f"where {value.name!r} is read is not known")
+        if most >= size or least > 0:
+            raise TooFewPlaces(
+                f"{value.name} has biases for {size} places and the cache {self.counts.most}; give a smaller "
+                "cache_tokens"
+            )
+
+    def extreme(self, a: Cases, b: Cases, sign: float) -> Cases:
+        """The larger of two numbers, or, with a sign of -1, the smaller."""
+        result: Cases = []
+        for first, x in a:
+            for second, y in b:
+                at = first & second
+                if at.constant is not False:
+                    result += chosen(self._not_negative((x - y) * sign), [(at, x)], [(at, y)], at)
+        return result
+
+    def _not_negative(self, line: Line) -> Truth:
+        """Where a line is at least 0, which has to be the same for all heads."""
+        by_atom = {atom: factor for atom, factor in line.factors.items() if factor.any()}
+        if not by_atom:
+            return ALWAYS
+        unit = next((factor for atom, factor in by_atom.items() if atom is not None), by_atom.get(None, np.zeros(1)))
+        if (unit == 0).any() or (np.sign(unit) != np.sign(unit.flat[0])).any():
+            raise NotByDistance("which of two numbers is larger differs by head")
+        x = Affine()
+        for atom, factor in by_atom.items():
+            ratio = factor / np.abs(unit)
+            whole = np.rint(ratio.flat[0])
+            if not np.allclose(ratio, whole, rtol=1e-12, atol=1e-12):
+                raise NotByDistance("which of two numbers is larger is not known")
+            x = x + (Affine(int(whole)) if atom is None else Affine.of(0, {atom: int(whole)}))
+        return at_least_zero(x, self.largest)
+
+
+def _ulps(kind: np.dtype[np.generic]) -> float:
+    """What a number of a type may be off by, rounded, as a share of it."""
+    return 0.0 if kind.kind in "iu" else 2.0 ** -int(ml_dtypes.finfo(kind).nmant)  # type: ignore[no-untyped-call]
+
+
+def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
+    """The first numbers and the steps of a table that is even along all dims but its last.
+
+    Args:
+        table: `(…, heads)`.
+        ulp: what a number may be off by, rounded, as a share of it.
+
+    Returns:
+        `(heads,)` each; None where no even numbers are rounded to these.
+    """
+    sizes = table.shape[:-1]
+    anchor = np.unravel_index(int(np.abs(table[..., 0]).argmin()), sizes)  # of the numbers that are rounded the least
+    near, steps = table[anchor].astype(np.float64), []
+    for axis, size in enumerate(sizes):
+        along = table[tuple(slice(None) if i == axis else at for i, at in enumerate(anchor))].astype(np.float64)
+        far = (np.arange(size) - anchor[axis])[:, None]
+        others = far[:, 0] != 0
+        slope, off = (along - near)[others] / far[others], ulp * (np.abs(along) + np.abs(near))[others]
+        least, most = ((slope + sign * off / np.abs(far[others])) for sign in (-1, 1))
+        if (least.max(0, initial=-inf) > most.min(0, initial=inf)).any():
+            return None
+        steps.append((least.max(0) + most.min(0)) / 2 if others.any() else np.zeros_like(near))
+    for head in range(table.shape[-1]):
+        numbers, even = table[..., head].astype(np.float64), near[head]
+        for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+            far = (np.arange(size) - anchor[axis]) * step[head]
+            even = even + far.reshape([size if i == axis else 1 for i in range(len(sizes))])
+        if not np.all(np.abs(numbers - even) <= 2 * ulp * (np.abs(numbers) + np.abs(near[head]))):
+            return None
+    first = near - sum((at * step for at, step in zip(anchor, steps, strict=True)), np.zeros(1))
+    return first, steps
+
+
+def chosen(condition: Truth, yes: Cases, no: Cases, within: Truth = ALWAYS) -> Cases:
+    """`yes` where a condition holds, else `no`."""
+    if (within & condition).constant is False:
+        return no
+    if (within & ~condition).constant is False:
+        return yes
+    cases = [(condition & at, line) for at, line in yes] + [(~condition & at, line) for at, line in no]
+    return [(at, line) for at, line in cases if at.constant is not False]
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+Handler = Callable[[_Lines, ir.Node, Index], Cases]
+
+MOST_CASES = 16
+"""Conditions, beyond which nothing is known of a number."""
+
+
+def _pairs(function: Callable[[Line, Line], Line], a: Cases, b: Cases) -> Cases:
+    cases = [(x & y, function(line, other)) for x, line in a for y, other in b]
+    cases = [(at, line) for at, line in cases if at.constant is not False]
+    if len(cases) > MOST_CASES:
+        raise NotByDistance("it has too many cases")
+    return cases
+
+
+def _moved(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    source = MOVES[node.op_type](reader, node, index)
+    if source is None:
+        raise NotByDistance(f"how {node.op_type} moves {node.outputs[0].name!r} is not known")
+    return reader.at(node.inputs[0], source)
+
+
+def _slice(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    """From a start that may depend on the count of tokens, and within the dim however many there are."""
+    starts, axes, steps = (
+        reader.elements(node.inputs[i]) if len(node.inputs) > i and node.inputs[i] is not None else None
+        for i in (1, 3, 4)
+    )
+    source, result = node.inputs[0], list(index)
+    assert source is not None
+    for i, start in enumerate(starts or ()):
+        axis = Affine(i) if axes is None else axes[i]
+        is_forward = steps is None or (steps[i] is not None and steps[i] == Affine(1))
+        if start is None or axis is None or axis.constant is None or not is_forward:
+            return _moved(reader, node, index)
+        at = axis.constant % len(index)
+        size = Affine.dim(dims_of(source)[at])
+        if reader.counts.most_of(start, reader.heads) < 0:
+            start = start + size
+        if reader.counts.most_of(-start, reader.heads) > 0:
+            return _moved(reader, node, index)
+        position = result[at]
+        result[at] = None if position is None else position + start
+    return reader.at(source, tuple(result))
+
+
+def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    source = node.inputs[0]
+    assert source is not None and source.shape is not None
+    positions: list[Affine | None] = []
+    for dim, whole, position in zip(source.shape, node.outputs[0].shape or (), index, strict=True):
+        size = Size.of(dim)
+        if size == ONE:
+            positions.append(START)
+        elif size == Size.of(whole):
+            positions.append(position)
+        else:
+            positions.append(position.remainder(size.factor) if position is not None and size.is_static else None)
+    return reader.at(source, tuple(positions))
+
+
+def _cast(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    """To a type of numbers with fractions: what it rounds is rounding."""
+    target = node.outputs[0].dtype
+    if target is None or not target.is_floating_point():
+        raise NotByDistance(f"{node.outputs[0].name!r} is rounded to whole numbers")
+    return reader.at(node.inputs[0], index)
+
+
+def _add(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    first, *others = reader.operands(node, index)
+    for other in others:
+        first = _pairs(Line.__add__, first, other)
+    return first
+
+
+def _sub(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    a, b = reader.operands(node, index)
+    return _pairs(Line.__sub__, a, b)
+
+
+def _mul(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    def product(a: Line, b: Line) -> Line:
+        if (number := b.number) is not None:
+            return a * number
+        if (number := a.number) is not None:
+            return b * number
+        raise NotByDistance("it multiplies two numbers that differ by place")
+
+    a, b = reader.operands(node, index)
+    return _pairs(product, a, b)
+
+
+def _div(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    def ratio(a: Line, b: Line) -> Line:
+        if (number := b.number) is None or not number.all():
+            raise NotByDistance("it divides by a number that differs by place")
+        return a * (1 / number)
+
+    dtype = node.outputs[0].dtype
+    if dtype is None or not dtype.is_floating_point():
+        raise NotByDistance(f"{node.outputs[0].name!r} is rounded to whole numbers")
+    a, b = reader.operands(node, index)
+    return _pairs(ratio, a, b)
+
+
+def _neg(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    return [(at, line * -1.0) for at, line in reader.at(node.inputs[0], index)]
+
+
+def _abs(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    cases = reader.at(node.inputs[0], index)
+    return reader.extreme(cases, [(at, line * -1.0) for at, line in cases], 1.0)
+
+
+def _relu(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    return reader.extreme(reader.at(node.inputs[0], index), [(ALWAYS, Line({}))], 1.0)
+
+
+def _clip(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    cases = reader.at(node.inputs[0], index)
+    for sign, end in zip((1.0, -1.0), node.inputs[1:], strict=False):
+        if end is not None:
+            cases = reader.extreme(cases, reader.at(end, ()), sign)
+    return cases
+
+
+def _extreme(sign: float) -> Handler:
+    def handler(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+        first, *others = reader.operands(node, index)
+        for other in others:
+            first = reader.extreme(first, other, sign)
+        return first
+
+    return handler
+
+
+def _where(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    condition, yes, no = ((value, broadcast(value, node.outputs[0], index)) for value in node.inputs)
+    truth = reader.truth(*condition)
+    if truth.constant is not None:  # the other one is not read
+        return reader.at(*(yes if truth.constant else no))
+    return chosen(truth, reader.at(*yes), reader.at(*no))
+
+
+_HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(MOVES, _moved),
+    "Abs": _abs,
+    "Add": _add,
+    "Cast": _cast,
+    "Clip": _clip,
+    "Div": _div,
+    "Max": _extreme(1.0),
+    "Min": _extreme(-1.0),
+    "Mul": _mul,
+    "Neg": _neg,
+    "Relu": _relu,
+    "Slice": _slice,
+    "Sub": _sub,
+    "Tile": _tile,
+    "Where": _where,
+}

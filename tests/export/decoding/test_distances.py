@@ -1,0 +1,310 @@
+"""A bias by distance is rebuilt of places wherever it is one, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import attnforge
+from attnforge.bundle import Decoding
+from attnforge.errors import UsageError
+from attnforge.export.attention.canonicalize import Site, canonicalize
+from attnforge.export.decoding.distances import evenly
+from attnforge.export.decoding.insert import with_cache
+from attnforge.export.graphs.execute import in_float64
+from attnforge.export.lowering.attention import Seen
+from attnforge.export.lowering.onnxruntime import lower
+from attnforge.export.lowering.tuning import Tuner
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import PRECISIONS
+from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.parity.budget import relative_error
+from tests.support.tiers import share
+
+WIDTH, HEADS, SHARED, WORDS, LONGEST = 32, 4, 2, 40, 64
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+
+Bias = Callable[["Biased", Tensor, Tensor], Tensor]
+"""What is added to scores `(batch, heads, tokens, tokens)`: of the module, its input and its queries."""
+
+
+def causal(count: int) -> Tensor:
+    return torch.ones(count, count, dtype=torch.bool).triu(1)
+
+
+def hidden(bias: Tensor, count: int) -> Tensor:
+    """A bias where keys are not later."""
+    return bias.masked_fill(causal(count), -math.inf)
+
+
+class Biased(nn.Module):
+    """One layer of causal attention of grouped heads, to whose scores a bias is added."""
+
+    slopes: Tensor
+    learned: Tensor
+    table: Tensor
+    crooked: Tensor
+    pairs: Tensor
+
+    def __init__(self, bias: Bias) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.query, self.pair = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // HEADS * SHARED * 2)
+        self.head, self.bias = nn.Linear(WIDTH, WORDS), bias
+        slopes, places = torch.tensor(SLOPES)[:, None, None], torch.arange(LONGEST)
+        self.register_buffer("slopes", slopes)
+        self.register_buffer("table", slopes * (places - LONGEST + 1.0))
+        self.register_buffer("crooked", slopes * (places + 0.05 * (places % 7 == 3)))
+        self.register_buffer("pairs", slopes * (places - places[:, None]))
+        self.learned = nn.Parameter(torch.randn(HEADS, 1, LONGEST))
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.words(x)
+        query = self.query(embedded).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key, value = (
+            part.unflatten(-1, (SHARED, -1)).transpose(1, 2).repeat_interleave(HEADS // SHARED, 1)
+            for part in self.pair(embedded).chunk(2, -1)
+        )
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1]) + self.bias(self, x, query)
+        result: Tensor = self.head(embedded + (scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        return result
+
+
+def places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])
+
+
+def absolute(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(-module.slopes * (places(x)[:, None] - places(x)).abs(), x.shape[1])
+
+
+def by_key(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden((module.slopes * places(x)), x.shape[1])
+
+
+def from_the_last(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    """Of the whole length, which is the same for all keys."""
+    return hidden(module.slopes * (places(x) + 1 - x.shape[1]), x.shape[1])
+
+
+def of_a_table(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.table[:, :, -x.shape[1] :], x.shape[1])
+
+
+def of_pairs(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.pairs[:, : x.shape[1], : x.shape[1]], x.shape[1])
+
+
+def clamped(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    """Later keys are hidden, and would have no bias."""
+    distance = (places(x) - places(x)[:, None]).clamp(max=0)
+    return hidden(module.slopes * distance, x.shape[1])
+
+
+def by_a_low_number(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    low = torch.zeros(x.shape[1], x.shape[1]).masked_fill(causal(x.shape[1]), torch.finfo(torch.float32).min)
+    return low + (module.slopes * places(x)).repeat(x.shape[0], 1, 1).view(x.shape[0], HEADS, 1, -1)
+
+
+def with_computed_slopes(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    slopes = 2.0 ** -torch.arange(1.0, HEADS + 1)
+    return hidden(slopes[:, None, None] * (places(x) - places(x)[:, None]), x.shape[1])
+
+
+def within_a_window(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    distance = places(x)[:, None] - places(x)
+    return hidden(-module.slopes * distance, x.shape[1]).masked_fill(distance >= 5, -math.inf)
+
+
+def one_slope(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(0.5 * (places(x) - places(x)[:, None]), x.shape[1])
+
+
+def by_query(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    """The same for all keys, so no bias."""
+    return hidden(module.slopes * places(x)[:, None], x.shape[1])
+
+
+FORMS: dict[Bias, Seen] = {
+    absolute: Seen(None, SLOPES),
+    by_key: Seen(None, SLOPES),
+    from_the_last: Seen(None, SLOPES),
+    of_a_table: Seen(None, SLOPES),
+    of_pairs: Seen(None, SLOPES),
+    clamped: Seen(None, SLOPES),
+    by_a_low_number: Seen(None, SLOPES),
+    with_computed_slopes: Seen(None, SLOPES),
+    within_a_window: Seen(5, SLOPES),
+    one_slope: Seen(None, (0.5,) * HEADS),
+    by_query: Seen(),
+}
+
+
+def step_of(bias: Bias, count: int = LONGEST) -> tuple[Decoding, ir.Model, list[Site], ir.Model]:
+    """The record, the graph and the sites of a step, and the graph of whole sequences."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module, args = Biased(bias).eval(), (torch.randint(0, WORDS, (2, 9)),)
+    shapes = ({0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=32)},)
+    captured = capture(module, args, shapes, PRECISIONS["fp32"])
+    sites = canonicalize(captured.model).sites
+    whole = captured.model.clone()
+    return with_cache(captured.model, sites, captured.inputs, captured.outputs, count), captured.model, sites, whole
+
+
+def in_pieces(model: ir.Model, ids: Any, ends: Sequence[int], decoding: Decoding) -> Any:
+    """The first output over pieces of a sequence, in float64, and the caches behind them."""
+    run = in_float64(model)
+    shapes = {spec.name: [dim for dim in spec.dims[1:] if isinstance(dim, int)] for spec in decoding.tensors}
+    caches = {name: np.zeros((len(ids), *shape)) for name, shape in shapes.items()}
+    begin, answers = 0, []
+    for end in ends:
+        past = np.full(len(ids), begin)
+        answer, *following = run({decoding.tokens: ids[:, begin:end], decoding.past: past, **caches}).values()
+        caches = dict(zip(caches, following, strict=True))
+        answers.append(answer)
+        begin = end
+    return np.concatenate(answers, 1)
+
+
+@pytest.mark.parametrize("bias", [pytest.param(bias, marks=share(turn, 5)) for turn, bias in enumerate(FORMS)])
+def test_a_bias_by_distance_is_computed_of_places(bias: Bias) -> None:
+    decoding, step, sites, whole = step_of(bias)
+    (node,) = (node for node in step.graph if node.op_type == "Attention")
+    assert Seen.of(node) == FORMS[bias] and decoding.caches[0].window == FORMS[bias].window
+    ids = np.random.default_rng(0).integers(0, WORDS, (2, 24))
+    (expected,) = in_float64(whole)({decoding.tokens: ids}).values()
+    assert relative_error(in_pieces(step, ids, (9, 14, 15, 24), decoding), expected) < 1e-12
+    lower(step, sites, {"batch": 2, "tokens": 9})
+    assert [node.op_type for node in step.graph].count("GroupQueryAttention") == 1
+    assert relative_error(in_pieces(step, ids, (9, 14, 15, 24), decoding), expected) < 1e-12
+
+
+# --- near misses ------------------------------------------------------------------------------------------------------
+
+
+def of_data(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    """Slopes of the tokens."""
+    return hidden(query.mean(-1, keepdim=True) * places(x), x.shape[1])
+
+
+def of_ids(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    """Tokens of one kind do not count as places."""
+    return hidden(module.slopes * (x != 0).cumsum(-1)[:, None, None], x.shape[1])
+
+
+def over_the_length(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.slopes * (places(x) / x.shape[1]), x.shape[1])
+
+
+def of_learned(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.learned[:, :, : x.shape[1]], x.shape[1])
+
+
+def nearly_even(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.crooked[:, :, : x.shape[1]], x.shape[1])
+
+
+def by_the_root(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(-module.slopes * (places(x)[:, None] - places(x)).abs().sqrt(), x.shape[1])
+
+
+def in_steps(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.slopes * (places(x) // 2), x.shape[1])
+
+
+def up_to_a_distance(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.slopes * (places(x) - places(x)[:, None]).clamp(min=-8), x.shape[1])
+
+
+def steeper_by_query(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.slopes * places(x) * places(x)[:, None], x.shape[1])
+
+
+def with_a_sink(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.slopes * places(x) + 3.0 * (places(x) == 0), x.shape[1])
+
+
+def not_hidden(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return module.slopes * places(x)
+
+
+def barely_hidden(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return module.slopes * places(x) - 100.0 * causal(x.shape[1])
+
+
+NEAR: dict[Bias, str] = {
+    of_data: "it multiplies two numbers that differ by place|is computed by",
+    of_ids: "is computed by CumSum",
+    over_the_length: "it divides by a number that differs by place",
+    of_learned: "is a table whose steps are not equal",
+    nearly_even: "is a table whose steps are not equal",
+    by_the_root: "is computed by (Sqrt|Pow)",
+    in_steps: "is computed by|is rounded to whole numbers|depends on more",
+    up_to_a_distance: "it is not one line over the keys that it shows",
+    steeper_by_query: "it multiplies two numbers that differ by place",
+    with_a_sink: "it is not one line over the keys that it shows",
+    not_hidden: "Biased is bidirectional",
+    barely_hidden: "it is not one line over the keys that it shows",
+}
+
+
+@pytest.mark.parametrize("bias", [pytest.param(bias, marks=share(turn, 5)) for turn, bias in enumerate(NEAR)])
+def test_what_is_no_bias_by_distance_is_refused(bias: Bias) -> None:
+    with pytest.raises(UsageError, match=NEAR[bias]):
+        step_of(bias)
+
+
+@pytest.mark.parametrize(
+    "bias", [pytest.param(bias, marks=share(turn)) for turn, bias in enumerate((of_a_table, of_pairs))]
+)
+def test_a_table_of_biases_that_ends_before_the_cache(bias: Bias) -> None:
+    with pytest.raises(UsageError, match="give a smaller cache_tokens"):
+        step_of(bias, LONGEST + 1)
+
+
+def test_even_tables_of_few_bits() -> None:
+    distance, slopes = np.arange(40.0)[:, None], np.array([0.3, 0.07])
+    fitted = evenly((5 - slopes * distance).astype(np.float16).astype(np.float64), 2.0**-10)
+    assert fitted is not None
+    first, (step,) = fitted
+    assert np.allclose(step, -slopes, rtol=1e-3) and np.allclose(first, 5, rtol=1e-3)
+    table = (-slopes * distance).astype(np.float16).astype(np.float64)
+    table[3, 1] *= 1.01  # far below what the largest numbers are rounded by
+    assert evenly(table, 2.0**-10) is None
+
+
+# --- what runs it -----------------------------------------------------------------------------------------------------
+
+
+def test_the_forms_that_read_a_cache_agree_on_a_bias() -> None:
+    _, step, sites, _ = step_of(absolute)
+    (site,) = lower(step, sites, {"batch": 1, "tokens": 9}, tuner=Tuner({"batch": 1, "tokens": 9}, 0.3)).sites
+    assert len(site.measured) == 3 and not site.dropped
+
+
+BACKENDS = ("onnxruntime-cpu", "openvino")
+
+
+@pytest.mark.parametrize("backend", [pytest.param(backend, marks=share(turn)) for turn, backend in enumerate(BACKENDS)])
+def test_a_window_and_a_bias_on_a_backend(backend: str, tmp_path: Path) -> None:
+    if (why := why_not_here(backend)) is not None:
+        pytest.skip(why)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module, args = Biased(within_a_window).eval(), (torch.randint(0, WORDS, (2, 9)),)
+    shapes = ({0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=32)},)
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=LONGEST
+    )
+    report = attnforge.verify(bundle, [backend]).backends[backend]
+    assert report.passed, report.failures
