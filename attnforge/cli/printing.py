@@ -302,7 +302,8 @@ def _print_failures(name: str, backend: BackendReport) -> None:
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print where a deployment first goes wrong, and the tensors whose errors grow most."""
     finding = diagnosis.finding
-    say(finding.text(), "green" if diagnosis.healthy else "red")
+    is_note = diagnosis.healthy and finding.cause == "clipping"
+    say(f"{'note: ' if is_note else ''}{finding.text()}", "green" if diagnosis.healthy else "red")
     if finding.line is not None:
         say(finding.line, indent=2)
     if finding.error_without is not None and diagnosis.error is not None:
