@@ -158,6 +158,14 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         worst_cache = max(quantised.caches, key=lambda name: quantised.caches[name])
         worst_error = error(quantised.caches[worst_cache])
         say(f"caches: {len(quantised.caches)} sites; {worst_cache} errs most, by {worst_error}", indent=2)
+    if quantised.scores:
+        worst_scores = max(quantised.scores, key=lambda name: quantised.scores[name])
+        worst_error = error(quantised.scores[worst_scores])
+        say(
+            f"openvino: queries × keys in int8 at {len(quantised.scores)} sites; {worst_scores} errs most, by "
+            f"{worst_error}",
+            indent=2,
+        )
     for name, record in targets.items():
         if record.low_bit is not None:
             say(f"{name}: {record.low_bit} of {len(quantised.products)} multiplied as they are stored", indent=2)
