@@ -523,30 +523,39 @@ def test_rules_and_measuring_choose_queries_and_keys_in_int8(by_tensor: Bundle) 
     assert set(measured.measured) == {for_openvino.CANONICAL_FORM, INT8_FORM} and not measured.dropped
 
 
-class OwnQueries(nn.Module):
-    """Attention of queries that a norm bounds or that are the input's, or causal."""
+class Queries(nn.Module):
+    """Attention whose queries and keys are of what it is given."""
 
-    def __init__(self, of: str) -> None:
+    def __init__(self, is_causal: bool = False) -> None:
         super().__init__()
-        self.norm, self.last, self.of = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), of
-        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.query, self.key, self.is_causal = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), is_causal
+
+    def forward(self, of_query: Tensor, of_key: Tensor) -> Tensor:
+        query, key = (x.unflatten(-1, (4, -1)).transpose(1, 2) for x in (self.query(of_query), self.key(of_key)))
+        y = nn.functional.scaled_dot_product_attention(query, key, key, is_causal=self.is_causal)
+        return y.transpose(1, 2).flatten(2)
+
+
+class SomeBounded(nn.Module):
+    """Queries and keys that a norm bounds, one of them or both, and both under causality."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.both, self.keys, self.queries, self.causal = Queries(), Queries(), Queries(), Queries(is_causal=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        query = self.query(x if self.of == "input" else normed).unflatten(-1, (4, -1)).transpose(1, 2)
-        key = self.key(normed).unflatten(-1, (4, -1)).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(query, key, key, is_causal=self.of == "causal")
-        result: Tensor = self.last(y.transpose(1, 2).flatten(2))
+        y = self.norm(x)
+        result: Tensor = self.last(self.both(y, y) + self.keys(x, y) + self.queries(y, x) + self.causal(y, y))
         return result
 
 
-@pytest.mark.parametrize(("of", "count"), [("norm", 1), ("input", 0), ("causal", 0)])
-def test_queries_and_keys_are_rounded_where_a_norm_bounds_them(of: str, count: int) -> None:
-    module = OwnQueries(of).eval()
-    model = capture(module, real()[0], SHAPES, precision_named("fp32")).model
+def test_queries_and_keys_are_rounded_where_a_norm_bounds_both() -> None:
+    model = capture(SomeBounded().eval(), real()[0], SHAPES, precision_named("fp32")).model
     sites = canonicalize(model).sites
-    assert len(sites) == 1
-    assert len(sites_for_int8(model, sites, [{"x": x.numpy()} for (x,) in real()])) == count
+    assert [site.name for site in sites] == ["both", "keys", "queries", "causal"]
+    rounded = sites_for_int8(model, sites, [{"x": x.numpy()} for (x,) in real()])
+    assert [one.name for one in rounded] == ["both"] and 0 < rounded[0].error < 0.02
 
 
 def test_without_data_each_token_has_a_range(tmp_path: Path) -> None:
