@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from attnforge.export.measuring import MEASURING, SECONDS, measure
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.precision.caches import RoundedCache
 from attnforge.export.precision.gate import choose_forms
-from attnforge.export.precision.int8_scores import RoundedScores
+from attnforge.export.precision.int8_scores import RoundedScores, why_over_budget
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
 from attnforge.export.reuse import Reuse
@@ -256,7 +257,13 @@ def _made(
             cases = [case for case in cases if case.name != WHOLE_CACHE]
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
         if decoding is None:
-            beside = own_graph(job, built, stages.begin(_lowering(OPENVINO)))
+            lowering = stages.begin(_lowering(OPENVINO))
+            if quantised is not None and scores:
+                why = why_over_budget(folder, model, sites, scores, source.inputs, cases)
+                if why is not None:
+                    quantised.kept |= {one.name: why for one in scores}
+                    job = replace(job, scores_in_int8={})
+            beside = own_graph(job, built, lowering)
             built |= {OPENVINO: beside} if beside is not None else {}
             if quantised is not None and beside is not None:
                 in_int8 = {site.site for site in beside.lowered if site.form == INT8_FORM}

@@ -34,9 +34,9 @@ from attnforge.export.lowering import openvino as for_openvino
 from attnforge.export.lowering.integers import integer_products, rows_first
 from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.lowering.tuning import Tuner
-from attnforge.export.precision import gate
+from attnforge.export.precision import gate, int8_scores
 from attnforge.export.precision.calibration import balanced, calibrate, is_normed
-from attnforge.export.precision.int8_scores import sites_for_int8
+from attnforge.export.precision.int8_scores import RoundedScores, sites_for_int8, why_over_budget
 from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
@@ -509,6 +509,15 @@ def test_a_wrong_scale_of_queries_is_refused(by_tensor: Bundle, tmp_path: Path, 
     assert not report.backends["openvino"].passed and report.backends["onnxruntime-cpu"].passed
 
 
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (0.1, False)])
+def test_clipped_queries_and_keys_would_miss_the_budget(by_tensor: Bundle, factor: float, passes: bool) -> None:
+    model, manifest = load_graph(by_tensor, CANONICAL), by_tensor.manifest
+    sites = sites_of(manifest.attention)
+    scores = [RoundedScores(sites[0], str(sites[0].node), (0.03 * factor, 0.03 * factor))]
+    why = why_over_budget(by_tensor.path, model, sites, scores, manifest.inputs, manifest.cases)
+    assert (why is None) == passes
+
+
 def test_rules_and_measuring_choose_queries_and_keys_in_int8(by_tensor: Bundle) -> None:
     canonical, sites = load_graph(by_tensor, CANONICAL), sites_of(by_tensor.manifest.attention)
     scales = {"attention": (0.05, 0.05)}
@@ -596,13 +605,17 @@ def test_digits_lose_no_accuracy(tmp_path: Path) -> None:
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
-def test_outlier_channels_are_refused_balanced_or_kept_in_fp32(tmp_path: Path) -> None:
+def test_outlier_channels_are_refused_balanced_or_kept_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same gate: refused without data; met with data, by balancing; met without by what stays in fp32."""
     with pytest.raises(BuildError, match=r"int8 misses what was asked for: an error of .*, where 0\.02 is allowed"):
         deployed(tmp_path / "b", Outliers, max_error=0.02)
     assert not (tmp_path / "b").exists()
-    quantised = of(deployed(tmp_path / "balanced", Outliers, max_error=0.02, data=real()))
-    assert quantised.kept == {} and quantised.error <= 0.02 and any(p.balanced for p in quantised.products)
+    monkeypatch.setattr(int8_scores, "SPARE", 0.4)  # eager's own error takes half of the budget
+    bundle = deployed(tmp_path / "balanced", Outliers, max_error=0.02, data=real())
+    quantised = of(bundle)
+    assert list(quantised.kept) == ["attention"] and "% of the parity budget in" in quantised.kept["attention"]
+    assert quantised.scores == {} and OPENVINO not in bundle.manifest.targets
+    assert len(quantised.products) == 6 and quantised.error <= 0.02 and any(p.balanced for p in quantised.products)
     assert quantised.share >= 0.8
     some = of(deployed(tmp_path / "some", Outliers, "auto-int8", max_error=0.02))
     assert 0 < len(some.kept) < 6 and some.error <= 0.02
