@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,12 @@ from attnforge.export.decoding.insert import one_token, with_cache
 from attnforge.export.decoding.tokenizer import keep_tokenizer
 from attnforge.export.expected_caches import ExpectedCaches
 from attnforge.export.graphs.saving import Shelf
+from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.measuring import MEASURING, SECONDS, measure
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.precision.caches import RoundedCache
 from attnforge.export.precision.gate import choose_forms
+from attnforge.export.precision.int8_scores import RoundedScores, why_over_budget
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
 from attnforge.export.reuse import Reuse
@@ -40,7 +43,7 @@ from attnforge.export.room import Work
 from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import DynamicShapes
-from attnforge.export.targets.openvino import in_blocks
+from attnforge.export.targets.openvino import own_graph
 from attnforge.export.targets.registry import Selection, begin, finish, select
 from attnforge.export.targets.target import Job
 from attnforge.export.tensorrt.build import Builders, profiles_of
@@ -177,15 +180,27 @@ def _made(
         reference: ReferenceModel = source
         mixed, quantised = None, None
         rounded: list[RoundedCache] = []
+        scores: list[RoundedScores] = []
         if options.automatic:
             trials, requirement = stages.begin("choose precisions"), options.requirement(data)
             chosen = choose(model, sites, source, options.automatic, requirement, data, trials)
             model, reference, mixed = chosen.model, chosen.reference, chosen.mixed
         elif options.is_quantised:
             trials, requirement = stages.begin("quantise"), options.requirement(data)
-            low, in_int8 = options.quantised or source.precision, options.cache_precision is not None
-            forms = choose_forms(model, sites, source, low, options.keeps_some, requirement, data, trials, in_int8)
+            forms = choose_forms(
+                model,
+                sites,
+                source,
+                options.quantised or source.precision,
+                options.keeps_some,
+                requirement,
+                data,
+                trials,
+                caches_in_int8=options.cache_precision is not None,
+                scores_in_int8=options.cache_tokens is None,
+            )
             model, reference, quantised, rounded = forms.model, forms.reference, forms.record, forms.caches
+            scores = forms.scores
 
         whole, decoding, caches = model, None, None
         if options.cache_tokens is not None:
@@ -228,6 +243,7 @@ def _made(
             compute_capabilities=options.built_for,
             profiles=profiles,
             not_in_fp8=quantised.kept if quantised is not None else {},
+            scores_in_int8={one.name: one.scales for one in scores},
         )
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
         give_back()
@@ -241,8 +257,17 @@ def _made(
             cases = [case for case in cases if case.name != WHOLE_CACHE]
         built, refused = finish(begun, selection, stages.begin(PLANS) if _has_plans(selection) else None)
         if decoding is None:
-            beside = in_blocks(job, built, stages.begin(_lowering(OPENVINO)))
+            lowering = stages.begin(_lowering(OPENVINO))
+            if quantised is not None and scores:
+                why = why_over_budget(folder, model, sites, scores, source.inputs, cases)
+                if why is not None:
+                    quantised.kept |= {one.name: why for one in scores}
+                    job = replace(job, scores_in_int8={})
+            beside = own_graph(job, built, lowering)
             built |= {OPENVINO: beside} if beside is not None else {}
+            if quantised is not None and beside is not None:
+                in_int8 = {site.site for site in beside.lowered if site.form == INT8_FORM}
+                quantised.scores = {one.name: one.error for one in scores if one.name in in_int8}
         certificate = certify(sites, built, masks)
         check_fused(options.require_fused, certificate)
         return Manifest(

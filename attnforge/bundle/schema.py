@@ -339,12 +339,14 @@ class Quantised(StoredRecord):
         error: the largest relative error against float64 on real data, or on ordinary cases where there is none.
         calibrated: how many cases of real data the ranges are of; 0 where each token has its own.
         products: that are quantised.
-        kept: by name, why a product, a table, or, beside products in fp8, an attention site is not quantised.
+        kept: by name, why a product, a table, an attention site beside products in fp8, or a site's
+            queries and keys in OpenVINO, is not quantised.
         share: of the floating-point operations of matrix products and attention, those of quantised ones.
         steps: what was tried in order, and what came of it.
         tables: stored in 8 bits, by the name of their first lookup: the error relative to the table in fp32.
         attention: in fp8, by the site's name: the error of its output on calibration data, relative to fp32.
         caches: of keys and values in int8, by the site's name: the same error.
+        scores: of queries and keys that OpenVINO multiplies in int8, by the site's name: the same error.
     """
 
     type: Literal["int8", "fp8", "int4"]
@@ -358,6 +360,7 @@ class Quantised(StoredRecord):
     tables: dict[Name, float] = {}
     attention: dict[Name, float] = {}
     caches: dict[Name, float] = {}
+    scores: dict[Name, float] = {}
 
 
 class Choice(StoredRecord):

@@ -135,7 +135,8 @@ def diagnose(
     """Say where a deployment first goes wrong, and why: which rewrite, or which tensor at which precision.
 
     Needs the bundle alone. Exits with 1 where a backend fails verification, a graph is not the function that it was
-    made from, or a tensor is to blame for more than rounding, even if all of it is within the budget.
+    made from, or a tensor is to blame for more than rounding, even if all of it is within the budget. Numbers that a
+    quantised range clips are a note where all backends pass.
 
     Example: `attnforge diagnose vit-fp16`
     """

@@ -158,6 +158,14 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         worst_cache = max(quantised.caches, key=lambda name: quantised.caches[name])
         worst_error = error(quantised.caches[worst_cache])
         say(f"caches: {len(quantised.caches)} sites; {worst_cache} errs most, by {worst_error}", indent=2)
+    if quantised.scores:
+        worst_scores = max(quantised.scores, key=lambda name: quantised.scores[name])
+        worst_error = error(quantised.scores[worst_scores])
+        say(
+            f"openvino: queries × keys in int8 at {len(quantised.scores)} sites; {worst_scores} errs most, by "
+            f"{worst_error}",
+            indent=2,
+        )
     for name, record in targets.items():
         if record.low_bit is not None:
             say(f"{name}: {record.low_bit} of {len(quantised.products)} multiplied as they are stored", indent=2)
@@ -302,7 +310,8 @@ def _print_failures(name: str, backend: BackendReport) -> None:
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print where a deployment first goes wrong, and the tensors whose errors grow most."""
     finding = diagnosis.finding
-    say(finding.text(), "green" if diagnosis.healthy else "red")
+    is_note = diagnosis.healthy and finding.cause == "clipping"
+    say(f"{'note: ' if is_note else ''}{finding.text()}", "green" if diagnosis.healthy else "red")
     if finding.line is not None:
         say(finding.line, indent=2)
     if finding.error_without is not None and diagnosis.error is not None:

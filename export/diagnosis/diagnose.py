@@ -17,7 +17,7 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Trusted, open_bundle, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
-from attnforge.export.diagnosis.causes import COSTS
+from attnforge.export.diagnosis.causes import MAY_PASS
 from attnforge.export.diagnosis.deployed import step_tensors_on, tensors_on
 from attnforge.export.diagnosis.findings import Examination, Finding, finite, first_finding
 from attnforge.export.diagnosis.quantised import unrounded, with_weights
@@ -89,8 +89,9 @@ class Diagnosis(Record):
 
     @property
     def healthy(self) -> bool:
-        """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding."""
-        return not self.failing and self.finding.cause in COSTS
+        """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding and what it
+        clips."""
+        return not self.failing and self.finding.cause in MAY_PASS
 
 
 def diagnose(

@@ -213,6 +213,12 @@ def _number(node: ir.Node | None, which: int) -> Array | None:
     return None if tensor is None else np.asarray(tensor.numpy())
 
 
+def in_int8(op: Builder, x: ir.Value, scale: float) -> ir.Value:
+    """`x`, float32 of any shape, rounded to int8 by Q/DQ of one scale > 0."""
+    step, zero = constant(op, scale, FLOAT), constant(op, 0, INT8)
+    return like(op.DequantizeLinear(like(op.QuantizeLinear(x, step, zero), x, INT8), step, zero), x)
+
+
 def rounding_of(softmax: str) -> str:
     """Name of the QuantizeLinear behind the softmax of attention in fp8, by the softmax's."""
     return f"{softmax}/fp8"

@@ -57,6 +57,7 @@ class Candidate:
         emit: writes it for an attention of these properties, at any sizes.
         fused: whether one kernel does the work.
         holds_scores: whether all scores are in memory at once.
+        tolerance: relative difference from the products that it may have.
     """
 
     form: str
@@ -64,6 +65,7 @@ class Candidate:
     emit: Callable[[Builder, Attention], ir.Value]
     fused: bool = True
     holds_scores: bool = True
+    tolerance: float = TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ def agreeing(
             dropped[candidate.form] = f"{engine} refuses it: {first_line(error)}"
             continue
         expected = output if expected is None else expected
-        if reason := _disagreement(output, expected):
+        if reason := _disagreement(output, expected, candidate.tolerance):
             dropped[candidate.form] = reason
         else:
             runs[candidate.form] = run
@@ -283,12 +285,12 @@ def _fastest(measured: Mapping[str, float], frugal: set[str], ruled: str) -> str
     return next((form for form in alike if form in frugal), ruled if ruled in alike else best)
 
 
-def _disagreement(output: Array, expected: Array) -> str | None:
+def _disagreement(output: Array, expected: Array, tolerance: float) -> str | None:
     """How an output differs from the products'; None where rounding explains the difference."""
     if output.shape != expected.shape or not np.array_equal(np.isnan(output), np.isnan(expected)):
         return "it differs from the products where a query attends to nothing"
     error = relative_error(np.nan_to_num(output), np.nan_to_num(expected))
-    return f"it differs from the products by {scientific(error)}" if error > TOLERANCE else None
+    return f"it differs from the products by {scientific(error)}" if error > tolerance else None
 
 
 # --- a site alone -----------------------------------------------------------------------------------------------------

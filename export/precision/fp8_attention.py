@@ -11,19 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.diagnosis.stages import written_out
 from attnforge.export.graphs.build import insert
-from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import MOST_FP8
 from attnforge.export.lowering.attention import Attention, attentions, in_fp8
 from attnforge.export.lowering.tensorrt import why_not_in_fp8
 from attnforge.export.precision.calibration import HEADROOM
-from attnforge.export.precision.rounding import errors_of_rounding
+from attnforge.export.precision.rounding import errors_of_rounding, peaks_of
 
 WITHOUT_DATA = "attention in fp8 needs ranges, which real data gives"
 
@@ -82,7 +79,7 @@ def sites_for_fp8(
     if not found:
         return [], kept
     names = {str(operand.value.name) for _, attention in found.values() for operand in attention.operands}
-    peaks = _peaks(model, sites, names, data)
+    peaks = peaks_of(model, sites, names, data)
     rounded = [Rounded(site, node, _scales(attention, peaks)) for node, (site, attention) in found.items()]
     errors = errors_of_rounding(model, sites, rounded, data)
     return [replace(one, error=errors[one.name]) for one in rounded], kept
@@ -93,14 +90,3 @@ def _scales(attention: Attention, peaks: Mapping[str, float]) -> tuple[float, ..
     query, *others = (HEADROOM * peaks[str(operand.value.name)] for operand in attention.operands)
     ranges = max(query, LEAST / min(abs(attention.scale), 1.0)), *(max(peak, LEAST) for peak in others)
     return tuple(most / MOST_FP8 for most in ranges)
-
-
-def _peaks(
-    model: ir.Model, sites: Sequence[Site], names: set[str], data: Sequence[Mapping[str, Array]]
-) -> dict[str, float]:
-    """The largest finite number of every value on data, by the value's name."""
-    run, peaks = as_it_is(written_out(model, list(sites)), sorted(names)), dict.fromkeys(names, 0.0)
-    for feeds in data:
-        for name, array in run(feeds).items():
-            peaks[name] = max(peaks[name], float(np.abs(array[np.isfinite(array)]).max(initial=0.0)))
-    return peaks

@@ -25,7 +25,9 @@ from attnforge.export.precision.caches import RoundedCache, sites_with_caches
 from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.cost import flops_of
 from attnforge.export.precision.fp8_attention import Rounded, sites_for_fp8
+from attnforge.export.precision.int8_scores import RoundedScores, sites_for_int8
 from attnforge.export.precision.quantisation import (
+    INT8,
     LEAST_WEIGHTS,
     SCHEMES,
     Form,
@@ -45,6 +47,10 @@ from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import make_inputs
 from attnforge.runtime.parity.budget import judge, relative_error
+
+ADDS = 1.25
+"""How many times as much outputs may err with rounded queries and keys as without: `e` rounds neither, and OpenVINO is
+held to twice its error."""
 
 LOWERED_AGAIN = 8
 """Products that are quantised again at most, after the gate is passed."""
@@ -96,12 +102,14 @@ class ChosenForms:
         reference: what the deployment is held against.
         record: the manifest's.
         caches: the sites whose keys and values are rounded to int8.
+        scores: the sites whose queries and keys OpenVINO may round to int8; the model rounds neither.
     """
 
     model: ir.Model
     reference: QuantisedReference
     record: Quantised
     caches: list[RoundedCache]
+    scores: list[RoundedScores]
 
 
 def choose_forms(
@@ -114,6 +122,7 @@ def choose_forms(
     data: Data,
     progress: Progress,
     caches_in_int8: bool = False,
+    scores_in_int8: bool = True,
 ) -> ChosenForms:
     """Quantise a graph within a requirement.
 
@@ -127,6 +136,7 @@ def choose_forms(
         data: real inputs; they calibrate, too.
         progress: hears of every trial.
         caches_in_int8: whether keys and values are rounded to int8, as a decoder's caches hold them; needs real data.
+        scores_in_int8: whether OpenVINO may multiply queries and keys in int8, beside products in int8 on real data.
 
     Raises:
         UsageError: no product is worth few bits.
@@ -181,9 +191,16 @@ def choose_forms(
     quantised = gate.quantised(high)
     sizes = cases[0].sizes
     reference = QuantisedReference(whole, precision, quantised, sites)
+    scores: list[RoundedScores] = []
+    not_in_int8: dict[str, str] = {}
+    if scores_in_int8 and scheme is INT8 and real:
+        steps.begin("ranges of queries and keys")
+        scores = sites_for_int8(model, sites, inputs)
+    if scores and (why := gate.why_not_rounded(high, scores)) is not None:
+        not_in_int8, scores = {one.name: why for one in scores}, []
     record = gate.record(high, sizes, len(real))
-    record.kept |= not_in_fp8
-    return ChosenForms(quantised, reference, record, [one for one in caches if one.name not in high])
+    record.kept |= not_in_fp8 | not_in_int8
+    return ChosenForms(quantised, reference, record, [one for one in caches if one.name not in high], scores)
 
 
 def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, precision: Precision) -> None:
@@ -302,12 +319,34 @@ class _Gate:
             ]
             text = " and ".join(counted) + " quantised"
             self._progress.begin(text)
-            self._trials[high] = trial = self._judged(high)
+            self._trials[high] = trial = self._judged(self.quantised(high))
             self.steps.append(f"{text}: {trial.text}")
         return self._trials[high]
 
-    def _judged(self, high: Assignment) -> Trial:
-        run = as_it_is(written_out(self.quantised(high), self._sites))
+    def why_not_rounded(self, high: Assignment, scores: Sequence[RoundedScores]) -> str | None:
+        """Why queries and keys may not be rounded as well; None where what was asked for is met with little to add.
+
+        Args:
+            high: what is in fp32.
+            scores: the sites.
+        """
+        text = f"queries and keys of {len(scores)} attention sites in int8, for OpenVINO"
+        self._progress.begin(text)
+        model, without = self.quantised(high), self._judge(high)
+        round_operands(model, scores)
+        trial = self._judged(model)
+        self.steps.append(f"{text}: {trial.text}")
+        if not trial.passed:
+            return f"OpenVINO's product of queries and keys in int8 misses what was asked for: {trial.text}"
+        if trial.error > ADDS * without.error:
+            return (
+                f"OpenVINO's product of queries and keys in int8 adds to what quantising costs: {trial.text}; "
+                f"{scientific(without.error)} without"
+            )
+        return None
+
+    def _judged(self, quantised: ir.Model) -> Trial:
+        run = as_it_is(written_out(quantised, self._sites))
         scores = self._requirement.metric() if self._requirement.metric is not None else None
         error, worst, most = 0.0, None, self._requirement.max_error
         for case in self._answers.cases:

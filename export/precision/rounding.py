@@ -86,3 +86,14 @@ def errors_of_rounding(
             held = np.isfinite(outputs[exact])
             errors[name] = max(errors[name], relative_error(outputs[low][held], outputs[exact][held]))
     return errors
+
+
+def peaks_of(
+    model: ir.Model, sites: Sequence[Site], names: set[str], data: Sequence[Mapping[str, Array]]
+) -> dict[str, float]:
+    """The largest finite number of every value on data, by the value's name."""
+    run, peaks = as_it_is(written_out(model, list(sites)), sorted(names)), dict.fromkeys(names, 0.0)
+    for feeds in data:
+        for name, array in run(feeds).items():
+            peaks[name] = max(peaks[name], float(np.abs(array[np.isfinite(array)]).max(initial=0.0)))
+    return peaks

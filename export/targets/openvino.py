@@ -16,27 +16,31 @@ from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.cases import cases
 
 
-def in_blocks(job: Job, built: Mapping[str, Built], progress: Progress) -> Built | None:
-    """What is built for OpenVINO where a mask hides enough of a site; None where the canonical graph is as fast.
+def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built | None:
+    """What is built for OpenVINO where a mask hides enough of a site, or where queries and keys may be in int8; None
+    where the canonical graph is as fast.
 
     Args:
         job: what to build from; the graph has no cache.
         built: for the targets, whose measuring has taken its part of the seconds.
         progress: hears of every site whose form is chosen by measuring.
     """
-    if all(len(candidates_for(site.name, a)) == 1 for site, a in attentions(job.model, job.sites)):
+    scales = job.scores_in_int8
+    sites = list(attentions(job.model, job.sites))
+    if all(len(candidates_for(site.name, a, scales.get(site.name))) == 1 for site, a in sites):
         return None
     sizes = cases(job.inputs)[0].sizes
     spent = sum(target.record.tuning.seconds for target in built.values() if target.record.tuning is not None)
     seconds = job.measuring - spent if why_not_here(OPENVINO) is None else 0.0
-    known = job.reuse.forms(sizes, OPENVINO) if seconds > 0 else {}
+    measured = f"{OPENVINO}, int8: {', '.join(scales)}" if scales else OPENVINO  # which forms there are to measure
+    known = job.reuse.forms(sizes, measured) if seconds > 0 else {}
     tuner = Tuner(sizes, seconds, Steps(progress), known, ENGINE) if seconds > 0 else None
     model = job.model.clone()
-    lowered = lower(model, job.sites, sizes, tuner).sites
+    lowered = lower(model, job.sites, sizes, tuner, scales).sites
     tuning = None
     if tuner is not None and (tuner.spent or known):
         if not known:
-            job.reuse.keep_forms(sizes, tuner.chosen, OPENVINO)
+            job.reuse.keep_forms(sizes, tuner.chosen, measured)
         tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
     if all(site.form == CANONICAL_FORM for site in lowered):
         return None

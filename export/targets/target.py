@@ -37,6 +37,7 @@ class Job:
         compute_capabilities: that a TensorRT-RTX plan is for, such as `SM89`; none for portable ones.
         profiles: further optimization profiles of TensorRT's plans.
         not_in_fp8: why attention is not, beside products in fp8, by the site's name.
+        scores_in_int8: scales of queries and keys where OpenVINO may multiply them in int8, by the site's name.
     """
 
     out: Path
@@ -53,6 +54,7 @@ class Job:
     compute_capabilities: Sequence[str]
     profiles: Sequence[Mapping[str, Range]]
     not_in_fp8: Mapping[str, str] = field(default_factory=dict)
+    scores_in_int8: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

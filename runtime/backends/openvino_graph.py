@@ -27,6 +27,7 @@ def prepared(model: Any, widen: bool) -> Any:
     rows_first(model)
     if this_machine(gpus=False).saturates:
         weights_in_fp32(model)
+        scores_in_fp32(model)
     zeros_without_keys(model)
     heads_first(model)
     as_products(model)
@@ -73,6 +74,28 @@ def weights_in_fp32(model: Any) -> None:
         if scale.get_type_name() == "Constant":
             factors = scale.get_data().reshape(list(scaled.get_input_shape(1)))
             _replace(scaled, ops.constant(stored.get_node().get_data() * factors))
+
+
+def scores_in_fp32(model: Any) -> None:
+    """Take the Q/DQ of 8 bits from queries and keys, for the same reason."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "ScaledDotProductAttention":
+            for i in range(2):
+                if (source := _before_rounding(node.input_value(i))) is not None:
+                    node.input(i).replace_source_output(source)
+
+
+def _before_rounding(restored: Any) -> Any | None:
+    """What is rounded to int8 by one scale to become an output; None where it is not."""
+    scaled = restored.get_node()
+    if scaled.get_type_name() != "Multiply" or (scale := _value(scaled.input_value(1))) is None:
+        return None
+    node = scaled.input_value(0).get_node()
+    while node.get_type_name() in ("Subtract", "Convert"):
+        node = node.input_value(0).get_node()
+    if node.get_type_name() != "FakeQuantize" or (most := _value(node.input_value(2))) is None:
+        return None
+    return node.input_value(0) if math.isclose(most, 127 * scale, rel_tol=1e-5) else None
 
 
 def heads_first(model: Any) -> None:

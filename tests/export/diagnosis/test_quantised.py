@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 import attnforge
 from attnforge.bundle import CANONICAL, Bundle
 from attnforge.cli import app
+from attnforge.export.diagnosis.diagnose import Diagnosis
+from attnforge.export.diagnosis.findings import Finding
 from attnforge.export.diagnosis.quantised import (
     Step,
     saturated_on,
@@ -56,6 +58,21 @@ def test_outlier_channels_are_named(outliers: Bundle) -> None:
 def test_the_cli_says_so(outliers: Bundle) -> None:
     result = CliRunner().invoke(app, ["diagnose", str(outliers.path), "--backend", *ONLY])
     assert result.exit_code == 1 and "outlier channel at attention.query_proj" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(("failing", "code"), [([], 0), (["openvino"], 1)])
+def test_clipped_numbers_are_a_note_where_all_backends_pass(
+    monkeypatch: pytest.MonkeyPatch, failing: list[str], code: int
+) -> None:
+    clipped = Diagnosis(
+        bundle="b", name="b", precision="int8", case="example", why="asked for", failing=failing,
+        finding=Finding(cause="clipping", stage="eager", evidence="3% are beyond"),
+        error=1e-2, eager_error=1e-2, same_function=[], tensors=[], examined=1,
+    )  # fmt: skip
+    monkeypatch.setattr(attnforge, "diagnose", lambda *_, **__: clipped)
+    result = CliRunner().invoke(app, ["diagnose", "b"])
+    assert result.exit_code == code and clipped.healthy == (code == 0)
+    assert ("note: clipping" in result.output) == (code == 0) and "clipping: 3% are beyond" in result.output
 
 
 @pytest.mark.parametrize("precision", ["int4", "fp8"])

@@ -1,0 +1,135 @@
+"""Queries and keys in int8, where OpenVINO multiplies them so: their ranges, and what rounding them costs.
+
+Query and key are rounded by one scale each, from calibration data, as NNCF writes it for transformers. A range is the
+data's, so only such queries and keys are rounded as weights make of what a norm left: these have one range whatever the
+model is given. What the softmax makes, and values, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx_ir as ir
+from safetensors.numpy import load_file
+
+from attnforge.arrays import Array
+from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.diagnosis.stages import written_out
+from attnforge.export.graphs.build import insert
+from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.qdq import in_int8
+from attnforge.export.lowering.attention import attentions
+from attnforge.export.lowering.openvino import may_round_scores
+from attnforge.export.precision.calibration import HEADROOM, is_normed
+from attnforge.export.precision.quantisation import INT8
+from attnforge.export.precision.rounding import errors_of_rounding, peaks_of, round_operands
+from attnforge.precision import PRECISIONS
+from attnforge.runtime.cases import key, make_inputs, sampled
+from attnforge.runtime.parity.budget import judge
+
+INT8_PRECISION = PRECISIONS["int8"]
+
+SPARE = 0.9
+"""How much of the parity budget the graph may take where OpenVINO is to be within it."""
+
+
+@dataclass(frozen=True)
+class RoundedScores:
+    """Attention whose queries and keys can be rounded to int8.
+
+    Attributes:
+        site: that it is.
+        node: name of the canonical node.
+        scales: of query and key, float > 0.
+        error: of its output on calibration data, relative to fp32.
+    """
+
+    site: Site
+    node: str
+    scales: tuple[float, float]
+    error: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.site.name
+
+    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
+        """Query and key of a node behind Q/DQ, and its value."""
+        query, key, value = node.inputs[:3]
+        assert query is not None and key is not None and value is not None
+        of_query, of_key = self.scales
+        return [
+            insert(graph, node, lambda op: in_int8(op, query, of_query), stem=f"{stem}/query"),
+            insert(graph, node, lambda op: in_int8(op, key, of_key), stem=f"{stem}/key"),
+            value,
+        ]
+
+
+def sites_for_int8(model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]]) -> list[RoundedScores]:
+    """The attention whose queries and keys may be rounded, with its ranges.
+
+    Args:
+        model: canonical, fp32; is not touched.
+        sites: its attention.
+        data: real inputs of the model.
+    """
+    found = {
+        str(a.node.name): (site, a)
+        for site, a in attentions(model, sites)
+        if may_round_scores(a) and is_normed(a.query.value) and is_normed(a.key.value)
+    }
+    if not found:
+        return []
+    names = {str(operand.value.name) for _, a in found.values() for operand in (a.query, a.key)}
+    peaks = peaks_of(model, sites, names, data)
+
+    def scale(value: ir.Value) -> float:
+        return HEADROOM * peaks[str(value.name)] / INT8.most or 1.0
+
+    rounded = [
+        RoundedScores(site, node, (scale(a.query.value), scale(a.key.value))) for node, (site, a) in found.items()
+    ]
+    errors = errors_of_rounding(model, sites, rounded, data)
+    return [replace(one, error=errors[one.name]) for one in rounded]
+
+
+def why_over_budget(
+    folder: Path,
+    model: ir.Model,
+    sites: Sequence[Site],
+    scores: Sequence[RoundedScores],
+    inputs: list[TensorSpec],
+    cases: Sequence[Case],
+) -> str | None:
+    """Why the quantised graph, with queries and keys rounded as well, may miss the parity budget of the bundle, whose
+    `e` rounds neither; None where it keeps it in every case with something to spare.
+
+    Args:
+        folder: of the bundle, with its reference.
+        model: the quantised graph; is not touched.
+        sites: its attention.
+        scores: the sites whose queries and keys are rounded.
+        inputs: of the model.
+        cases: the reference cases.
+    """
+    kept, stored = load_file(folder / REFERENCE_OUTPUTS), load_file(folder / REFERENCE_EXAMPLE)
+    rounded = model.clone()
+    round_operands(rounded, scores)
+    run = as_it_is(written_out(rounded, list(sites)))
+    for case in cases:
+        for name, array in run(make_inputs(case, inputs, stored)).items():
+            eager, exact = (kept[key(case, name, which)] for which in ("eager", "float64"))
+            comparison = judge(case, name, sampled(array, case), eager, exact, INT8_PRECISION)
+            used = max(
+                comparison.error / comparison.budget,
+                comparison.max_error / comparison.max_budget if comparison.max_budget else 0.0,
+            )
+            if not comparison.passed or used > SPARE:
+                return (
+                    f"OpenVINO's product of queries and keys in int8 takes {used:.0%} of the parity budget in "
+                    f"{case.name}, whose queries and keys are beyond the data's ranges or less exact than the data's"
+                )
+    return None
