@@ -242,7 +242,7 @@ def _made(
             measuring=SECONDS / 2 if options.tune else 0.0,
             compute_capabilities=options.built_for,
             profiles=profiles,
-            not_in_fp8=quantised.kept if quantised is not None else {},
+            not_in_fp8=quantised.kept if quantised is not None and quantised.type == "fp8" else {},
             scores_in_int8={one.name: one.scales for one in scores},
         )
         begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}

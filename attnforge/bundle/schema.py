@@ -473,7 +473,8 @@ class Manifest(StoredRecord):
         outputs: of the model.
         reference: what computed the outputs that backends are compared with.
         attention: what became of every attention site.
-        targets: what the bundle holds for every target, and for :data:`OPENVINO` where that runs attention in blocks.
+        targets: what the bundle holds for every target, and for :data:`OPENVINO` where that has
+            a graph of its own.
         skipped: targets that it is not built for, and why.
         cases: what it is verified on.
         mixed: how precisions were chosen; None where they were given.

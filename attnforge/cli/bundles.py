@@ -136,7 +136,7 @@ def diagnose(
 
     Needs the bundle alone. Exits with 1 where a backend fails verification, a graph is not the function that it was
     made from, or a tensor is to blame for more than rounding, even if all of it is within the budget. Numbers that a
-    quantised range clips are a note where all backends pass.
+    quantised range clips are a note where all backends pass and it costs no more than quantising may.
 
     Example: `attnforge diagnose vit-fp16`
     """

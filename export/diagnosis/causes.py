@@ -40,9 +40,6 @@ Cause = Literal[
 COSTS = ("rounding", "quantisation")
 """Causes that are nothing but what a precision costs."""
 
-MAY_PASS = (*COSTS, "clipping")
-"""Causes that a deployment within its budget may have: the gate has measured what clipped numbers cost."""
-
 AMPLIFIES = 4.0
 """How many times larger an operator makes an error before that is more than passing it on."""
 

@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Trusted, open_bundle, used
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Quantised, Trusted, open_bundle, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
-from attnforge.export.diagnosis.causes import MAY_PASS
+from attnforge.export.diagnosis.causes import COSTS
 from attnforge.export.diagnosis.deployed import step_tensors_on, tensors_on
 from attnforge.export.diagnosis.findings import Examination, Finding, finite, first_finding
 from attnforge.export.diagnosis.quantised import unrounded, with_weights
@@ -28,9 +28,10 @@ from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of, trac
 from attnforge.export.graphs.execute import Tensors
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.numbers import scientific
+from attnforge.precision import precision_named
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
-from attnforge.runtime.parity.budget import relative_error
+from attnforge.runtime.parity.budget import FAR_OFF, relative_error
 from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import BackendReport, stored_inputs, verify
 
@@ -71,6 +72,7 @@ class Diagnosis(Record):
         tensors: the tensors that make errors largest.
         examined: how many tensors were looked at.
         not_traced: backends whose own tensors could not be looked at, and why.
+        allowed: the relative error that quantising may cost; None where nothing is quantised.
     """
 
     bundle: str
@@ -86,12 +88,20 @@ class Diagnosis(Record):
     tensors: list[TensorReport]
     examined: int
     not_traced: dict[str, str] = {}
+    allowed: float | None = None
 
     @property
     def healthy(self) -> bool:
-        """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding and what it
-        clips."""
-        return not self.failing and self.finding.cause in MAY_PASS
+        """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding, or numbers
+        that are clipped at no more than quantising may cost."""
+        return not self.failing and (self.finding.cause in COSTS or self._clips_little)
+
+    @property
+    def _clips_little(self) -> bool:
+        """The gate has real data alone, and within its ranges nothing is clipped; other cases may be far off."""
+        if self.finding.cause != "clipping" or self.eager_error is None or self.allowed is None:
+            return False
+        return self.eager_error <= self.allowed
 
 
 def diagnose(
@@ -168,7 +178,13 @@ def _diagnosed(
         tensors=[_reported(tensor, on_backends) for tensor in _telling(traced, finding.tensor)],
         not_traced=not_traced,
         examined=len(traced.tensors),
+        allowed=None if manifest.quantised is None else allowed_of(manifest.quantised),
     )
+
+
+def allowed_of(quantised: Quantised) -> float:
+    """What quantising may cost: as it was asked for, or, where a metric decided, as many floors as precisions do."""
+    return quantised.max_error or FAR_OFF * precision_named("int8").floor
 
 
 def _traced_to_few_bits(canonical: ir.Model, feeds: Mapping[str, Array]) -> Trace:

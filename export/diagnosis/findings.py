@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle, Manifest
+from attnforge.bundle import OPENVINO, Bundle, Manifest
 from attnforge.export.diagnosis.causes import COSTS, Blame, Cause, blame, out_of_range
 from attnforge.export.diagnosis.deployed import stored_low
 from attnforge.export.diagnosis.quantised import blame_step, saturated_on
@@ -125,7 +125,8 @@ def _wrong_rewrite(examination: Examination) -> Finding | None:
 
 def _wrong_backend(examination: Examination) -> Finding | None:
     """The first tensor that a failing backend computes much worse than eager at the bundle's precision does."""
-    precision = precision_named(examination.bundle.manifest.precision)
+    manifest = examination.bundle.manifest
+    precision, quantised = precision_named(manifest.precision), manifest.quantised
     for backend in examination.failing:
         errors = examination.on_backends.get(backend, {})
         if examination.quantised is not None:
@@ -137,10 +138,13 @@ def _wrong_backend(examination: Examination) -> Finding | None:
                 continue
             low = stored_low(examination.bundle, backend, tensor.name)
             stored = f"; on its way it is stored in {low.lower()}" if low is not None and not precision.is_low else ""
+            rounds = backend == OPENVINO and quantised is not None and bool(quantised.scores)
+            graphs = (
+                "and its graph rounds queries and keys" if rounds else "though the graphs are one function in float64"
+            )
             evidence = (
                 f"{backend} computes {tensor.name} {scientific(errors[tensor.name])} off float64, where eager at "
-                f"{precision.name} is {scientific(tensor.error)} off, though the graphs are one function in "
-                f"float64{stored}"
+                f"{precision.name} is {scientific(tensor.error)} off, {graphs}{stored}"
             )
             return _at(tensor, "operator", backend, evidence)
     return None

@@ -209,7 +209,7 @@ def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     taken = [value for value in model.graph.inputs if value.uses()]  # no mask that blocks do not read, for OpenVINO
     model.graph.inputs[:] = taken  # lists such an input and does not find it
     core = openvino.Core()
-    graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True)
+    graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True, scores=True)
     properties = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     request = core.compile_model(graph, "CPU", properties).create_infer_request()
     arrays = {str(value.name): np.array(feeds[str(value.name)], order="C") for value in taken}

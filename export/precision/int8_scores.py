@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx_ir as ir
 from safetensors.numpy import load_file
 
-from attnforge.arrays import Array
+from attnforge.arrays import Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import written_out
@@ -127,7 +127,7 @@ def why_over_budget(
                 comparison.error / comparison.budget,
                 comparison.max_error / comparison.max_budget if comparison.max_budget else 0.0,
             )
-            if not comparison.passed or used > SPARE:
+            if not comparison.passed or (is_floating(array) and used > SPARE):
                 return (
                     f"OpenVINO's product of queries and keys in int8 takes {used:.0%} of the parity budget in "
                     f"{case.name}, whose queries and keys are beyond the data's ranges or less exact than the data's"

@@ -1,5 +1,5 @@
-"""OpenVINO, which runs the canonical graph of every bundle: where it computes a site faster in blocks, it gets a graph
-of its own. It is no target that anybody names."""
+"""OpenVINO, which runs the canonical graph of every bundle: where it computes a site faster in blocks, or with queries
+and keys in int8, it gets a graph of its own. It is no target that anybody names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OpenVINO on the CPU: the bundle's canonical graph, or its graph with attention in blocks, at the bundle's own
-precision.
+"""OpenVINO on the CPU: the bundle's canonical graph, or its graph with attention in blocks or with queries and
+keys in int8, at the bundle's own precision.
 
 This backend uses a processor's units for bf16 (AMX, AVX512-BF16); ONNX Runtime's CPU kernels compute 16-bit bundles in
 fp32. So does this backend with fp16: OpenVINO's own, on a processor with AVX512-FP16, erred by 4 to 40% in models whose
@@ -163,7 +163,8 @@ class OpenVino:
         self._weights = _weights_of(model)
         if manifest.mixed is None:  # a bundle that chose its precisions keeps every type as it is
             try:
-                model = prepared(model, widen=self._weights <= WIDENED_BYTES)
+                scores = manifest.quantised is not None and bool(manifest.quantised.scores)
+                model = prepared(model, self._weights <= WIDENED_BYTES, scores)
                 return model, self._compile(model)
             except RuntimeError:  # as it was written, the graph is as right and only slower
                 log.warning(

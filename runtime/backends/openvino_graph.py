@@ -16,18 +16,20 @@ from attnforge.machine import this_machine
 NARROW = ("bf16", "f16")
 
 
-def prepared(model: Any, widen: bool) -> Any:
+def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
     """An `openvino.Model` that computes the same function as `model`, within rounding, with the same inputs and
     outputs.
 
     Args:
         model: an `openvino.Model`, which is altered and must not be used any more.
         widen: whether to make 16-bit types fp32 (:func:`widened`), which needs memory for the weights in both.
+        scores: whether queries and keys are rounded for speed, which a processor that saturates does not gain by.
     """
     rows_first(model)
     if this_machine(gpus=False).saturates:
         weights_in_fp32(model)
-        scores_in_fp32(model)
+        if scores:
+            scores_in_fp32(model)
     zeros_without_keys(model)
     heads_first(model)
     as_products(model)

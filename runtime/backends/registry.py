@@ -41,7 +41,7 @@ class Registered:
             holds no such count.
         uncertified: why the bundle holds no such count.
         has_target: whether a bundle is deployed for it by name. A backend without a target runs the canonical graph, or
-            one with attention in blocks; where it misses the budget, the bundle is not at fault.
+            one of its own; where it misses the budget, another backend may not.
     """
 
     name: str

@@ -416,7 +416,9 @@ def test_where_products_would_saturate_openvino_multiplies_in_fp32(
 ) -> None:
     found = Machine(system="Linux x86_64", processor="", processors=1, instructions=instructions, gpus=[])
     monkeypatch.setattr(openvino_graph, "this_machine", lambda gpus: found)
-    model = openvino_graph.prepared(openvino.Core().read_model(by_tensor.file(graph_of(by_tensor.manifest))), False)
+    model = openvino_graph.prepared(
+        openvino.Core().read_model(by_tensor.file(graph_of(by_tensor.manifest))), widen=False, scores=True
+    )
     nodes = model.get_ordered_ops()
     kinds = [_stored_as(node.input_value(1)) for node in nodes if node.get_type_name() == "MatMul"]
     rounded = [node for node in nodes if _rounds_scores(node)]

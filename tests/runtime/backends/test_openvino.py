@@ -234,9 +234,9 @@ def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, precision, ["onnxruntime"], tune=False)
     asked: list[bool] = []
 
-    def preparing(model: Any, widen: bool) -> Any:
+    def preparing(model: Any, widen: bool, scores: bool) -> Any:
         asked.append(widen)
-        return prepared(model, widen)
+        return prepared(model, widen, scores)
 
     monkeypatch.setattr(openvino, "prepared", preparing)
     assert attnforge.verify(bundle, ["openvino"]).passed
