@@ -283,6 +283,7 @@ class _Lines(_Counted):
     def _of_table(self, value: ir.Value, table: Array, index: Index) -> Line:
         """A constant, which may differ by head, and is even along its other dims: as far as its own type tells."""
         along: list[Affine] = []
+        ends: list[int] = []
         numbers, by_head = table, False
         for axis, position in reversed(list(enumerate(index))):
             if position is None:
@@ -295,8 +296,8 @@ class _Lines(_Counted):
             elif position == Affine.atom(Place.HEAD) and size == self.heads and not by_head:
                 numbers, by_head = np.moveaxis(numbers, axis, -1), True
             else:
-                self._check_inside(value, position, size)
                 along.insert(0, position)
+                ends.insert(0, size)
         if not by_head:
             numbers = numbers[..., None]
         if not along:
@@ -306,6 +307,8 @@ class _Lines(_Counted):
             raise NotByDistance(f"where {value.name!r} is read is not known")
         if (fitted := evenly(numbers, _ulps(table.dtype))) is None:
             raise NotByDistance(f"{value.name!r} is a table whose steps are not equal")
+        for position, size in zip(along, ends, strict=True):
+            self._check_inside(value, position, size)
         first, steps = fitted
         result = Line({None: first})
         for line, step in zip(lines, steps, strict=True):
@@ -320,9 +323,9 @@ class _Lines(_Counted):
             TooFewPlaces: it has fewer places.
         """
         most, least = (self.counts.most_of(x, self.heads) for x in (position, -position))
-        if most == inf or least == inf:
+        if most == inf or least > 0:
             raise NotByDistance(f"where {value.name!r} is read is not known")
-        if most >= size or least > 0:
+        if most >= size:
             raise TooFewPlaces(
                 f"{value.name} has biases for {size} places and the cache {self.counts.most}; give a smaller "
                 "cache_tokens"
@@ -371,6 +374,8 @@ def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
     Returns:
         `(heads,)` each; None where no even numbers are rounded to these.
     """
+    if not np.isfinite(table.astype(np.float64)).all():  # infinity hides some
+        return None
     sizes = table.shape[:-1]
     anchor = np.unravel_index(int(np.abs(table[..., 0]).argmin()), sizes)  # of the numbers that are rounded the least
     near, steps = table[anchor].astype(np.float64), []
@@ -429,13 +434,13 @@ def _moved(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 def _slice(reader: _Lines, node: ir.Node, index: Index) -> Cases:
     """From a start that may depend on the count of tokens, and within the dim however many there are."""
-    starts, axes, steps = (
-        reader.elements(node.inputs[i]) if len(node.inputs) > i and node.inputs[i] is not None else None
-        for i in (1, 3, 4)
-    )
+    given = [node.inputs[i] if len(node.inputs) > i else None for i in (1, 3, 4)]
+    starts, axes, steps = (reader.elements(value) for value in given)
     source, result = node.inputs[0], list(index)
-    assert source is not None
-    for i, start in enumerate(starts or ()):
+    unknown = any(v is not None and numbers is None for v, numbers in zip(given, (starts, axes, steps), strict=True))
+    if source is None or source.shape is None or starts is None or unknown:
+        raise NotByDistance(f"which part {node.outputs[0].name!r} is of is not known")
+    for i, start in enumerate(starts):
         axis = Affine(i) if axes is None else axes[i]
         is_forward = steps is None or (steps[i] is not None and steps[i] == Affine(1))
         if start is None or axis is None or axis.constant is None or not is_forward:
@@ -453,7 +458,8 @@ def _slice(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
     source = node.inputs[0]
-    assert source is not None and source.shape is not None
+    if source is None or source.shape is None:
+        raise NotByDistance(f"what {node.outputs[0].name!r} repeats is not known")
     positions: list[Affine | None] = []
     for dim, whole, position in zip(source.shape, node.outputs[0].shape or (), index, strict=True):
         size = Size.of(dim)

@@ -109,7 +109,7 @@ def _bias(cached: Cached, slopes: Slopes, dtype: ir.DataType) -> ir.Value:
         typed(columns, INT64, [1, 1, 1, ir.SymbolicDim(FILLED)])
         return _by_distance(op, columns, own, slopes, dtype)
 
-    return _shared(cached, f"decoding/bias {slopes}", build)
+    return _shared(cached, f"decoding/bias {dtype.name} {slopes}", build)
 
 
 def _lengths(cached: Cached) -> list[ir.Value]:

@@ -54,6 +54,7 @@ class Biased(nn.Module):
     table: Tensor
     crooked: Tensor
     pairs: Tensor
+    holes: Tensor
 
     def __init__(self, bias: Bias) -> None:
         super().__init__()
@@ -65,6 +66,8 @@ class Biased(nn.Module):
         self.register_buffer("table", slopes * (places - LONGEST + 1.0))
         self.register_buffer("crooked", slopes * (places + 0.05 * (places % 7 == 3)))
         self.register_buffer("pairs", slopes * (places - places[:, None]))
+        is_far = (places[:, None] - places >= 5) & (places > 0)
+        self.register_buffer("holes", self.pairs.masked_fill(is_far, -math.inf))
         self.learned = nn.Parameter(torch.randn(HEADS, 1, LONGEST))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -234,6 +237,10 @@ def with_a_sink(module: Biased, x: Tensor, query: Tensor) -> Tensor:
     return hidden(module.slopes * places(x) + 3.0 * (places(x) == 0), x.shape[1])
 
 
+def in_a_table_with_holes(module: Biased, x: Tensor, query: Tensor) -> Tensor:
+    return hidden(module.holes[:, : x.shape[1], : x.shape[1]], x.shape[1])
+
+
 def not_hidden(module: Biased, x: Tensor, query: Tensor) -> Tensor:
     return module.slopes * places(x)
 
@@ -253,6 +260,7 @@ NEAR: dict[Bias, str] = {
     up_to_a_distance: "it is not one line over the keys that it shows",
     steeper_by_query: "it multiplies two numbers that differ by place",
     with_a_sink: "it is not one line over the keys that it shows",
+    in_a_table_with_holes: "is a table whose steps are not equal",
     not_hidden: "Biased is bidirectional",
     barely_hidden: "it is not one line over the keys that it shows",
 }
@@ -292,19 +300,22 @@ def test_the_forms_that_read_a_cache_agree_on_a_bias() -> None:
     assert len(site.measured) == 3 and not site.dropped
 
 
-BACKENDS = ("onnxruntime-cpu", "openvino")
+WAYS = (("onnxruntime-cpu", None), ("openvino", None), ("onnxruntime-cpu", "int8"))
 
 
-@pytest.mark.parametrize("backend", [pytest.param(backend, marks=share(turn)) for turn, backend in enumerate(BACKENDS)])
-def test_a_window_and_a_bias_on_a_backend(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "caches"), [pytest.param(*way, marks=share(turn, len(WAYS))) for turn, way in enumerate(WAYS)]
+)
+def test_a_window_and_a_bias_on_a_backend(backend: str, caches: str | None, tmp_path: Path) -> None:
     if (why := why_not_here(backend)) is not None:
         pytest.skip(why)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module, args = Biased(within_a_window).eval(), (torch.randint(0, WORDS, (2, 9)),)
     shapes = ({0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=32)},)
+    few: dict[str, Any] = {"cache_precision": caches, "data": [args], "max_error": 0.05} if caches else {}
     bundle = attnforge.deploy(
-        module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=LONGEST
+        module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=LONGEST, **few
     )
     report = attnforge.verify(bundle, [backend]).backends[backend]
     assert report.passed, report.failures
