@@ -277,10 +277,10 @@ def test_what_openvino_does_not_take_rewritten_runs_as_it_is_written(
         expected = session.run(feeds)["output"]
     assert not caplog.records
 
-    def refused(model: Any, widen: bool) -> Any:
+    def refused(model: Any, widen: bool, scores: bool) -> Any:
         if on == "rewriting":
             raise RuntimeError("no such operator")
-        rewritten.append(prepared(model, widen))
+        rewritten.append(prepared(model, widen, scores))
         return rewritten[0]
 
     def compiled(self: Any, model: Any) -> Any:
