@@ -13,9 +13,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 # The draw of the tests, which is another one with each commit; it is printed, and DRAW=NUMBER repeats it.
 DRAW ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
 
-# Every test function but fourteen and those of one server, Ray or Triton; of large catalogues with a part of their
+# Every test function but thirteen and those of one server, Ray or Triton; of large catalogues with a part of their
 # members: a fifth of the idioms and of the registered models, a quarter of the faults, for example
-# (tests/support/tiers.py). 25 draws in a row have all members, and all functions but five.
+# (tests/support/tiers.py). 25 draws in a row have all members, and all functions but four.
 test: .venv/ready .venv/triton
 	ATTNFORGE_DRAW=$(DRAW) $(PYTEST)
 

@@ -35,7 +35,8 @@ from attnforge.export.measuring import MEASURING, SECONDS, measure
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.precision.caches import RoundedCache
 from attnforge.export.precision.gate import choose_forms
-from attnforge.export.precision.int8_scores import RoundedScores, why_over_budget
+from attnforge.export.precision.int8_scores import why_over_budget
+from attnforge.export.precision.rounding import Rounded
 from attnforge.export.precision.search import choose
 from attnforge.export.reference import ReferenceModel, write_reference
 from attnforge.export.reuse import Reuse
@@ -180,7 +181,7 @@ def _made(
         reference: ReferenceModel = source
         mixed, quantised = None, None
         rounded: list[RoundedCache] = []
-        scores: list[RoundedScores] = []
+        scores: list[Rounded] = []
         if options.automatic:
             trials, requirement = stages.begin("choose precisions"), options.requirement(data)
             chosen = choose(model, sites, source, options.automatic, requirement, data, trials)

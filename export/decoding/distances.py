@@ -174,12 +174,15 @@ def _at_own_key(line: Line) -> Line:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Counted(Reader):
-    """Reads positions that depend on how many tokens there are, of which there are not too many for the cache."""
+class _Lines(Reader):
+    """Reads a mask of numbers as lines, at positions that may depend on how many tokens there are, of which there are
+    not too many for the cache."""
 
     def __init__(self, largest: Mapping[Place, Affine], counts: Counts, heads: int) -> None:
         super().__init__(largest)
         self.counts, self.heads = counts, heads
+        self._lines: dict[tuple[ir.Value, Index], Cases] = {}
+        self._deep = 0
 
     def position(self, value: ir.Value | None, index: Index) -> Affine | None:
         number = self.number(value, index)
@@ -206,15 +209,6 @@ class _Counted(Reader):
             )
             result = result if is_zero else result + Affine.of(0, {atom: factor})
         return None if x is None else result
-
-
-class _Lines(_Counted):
-    """Reads a mask of numbers as lines."""
-
-    def __init__(self, largest: Mapping[Place, Affine], counts: Counts, heads: int) -> None:
-        super().__init__(largest, counts, heads)
-        self._lines: dict[tuple[ir.Value, Index], Cases] = {}
-        self._deep = 0
 
     def at(self, value: ir.Value | None, index: Index) -> Cases:
         """What `value` is at an index."""

@@ -50,7 +50,7 @@ STEPS = (4, 8)
 MANY_SCORES = 512 * 512
 """Scores a head from which the rules take blocks, where these leave out at least half of the products."""
 
-Scales = tuple[float, float]
+Scales = tuple[float, ...]
 """Of queries and keys in int8."""
 
 INT8_SCORES = 128 * 128

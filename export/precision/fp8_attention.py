@@ -8,54 +8,23 @@ beyond the data's are clipped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.graphs.build import insert
 from attnforge.export.graphs.qdq import MOST_FP8
 from attnforge.export.lowering.attention import Attention, attentions, in_fp8
 from attnforge.export.lowering.tensorrt import why_not_in_fp8
 from attnforge.export.precision.calibration import HEADROOM
-from attnforge.export.precision.rounding import errors_of_rounding, peaks_of
+from attnforge.export.precision.rounding import Rounded, errors_of_rounding, peaks_of
 
 WITHOUT_DATA = "attention in fp8 needs ranges, which real data gives"
 
 LEAST = 0.03
 """The least range of an operand at its product: its scale is still a normal number in fp16, in which attention is
 computed beside it."""
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """Attention whose operands can be rounded to fp8.
-
-    Attributes:
-        site: its name.
-        node: of the canonical node.
-        scales: of query, key and value, float > 0.
-        error: of its output on calibration data, relative to fp32.
-    """
-
-    site: Site
-    node: str
-    scales: tuple[float, ...]
-    error: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.site.name
-
-    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
-        """Query, key and value of a node behind Q/DQ."""
-        values = []
-        for what, value, scale in zip(("query", "key", "value"), node.inputs[:3], self.scales, strict=True):
-            assert value is not None
-            values.append(insert(graph, node, partial(in_fp8, x=value, scale=scale), stem=f"{stem}/{what}"))
-        return values
 
 
 def sites_for_fp8(
@@ -80,7 +49,7 @@ def sites_for_fp8(
         return [], kept
     names = {str(operand.value.name) for _, attention in found.values() for operand in attention.operands}
     peaks = peaks_of(model, sites, names, data)
-    rounded = [Rounded(site, node, _scales(attention, peaks)) for node, (site, attention) in found.items()]
+    rounded = [Rounded(site, node, _scales(attention, peaks), in_fp8) for node, (site, attention) in found.items()]
     errors = errors_of_rounding(model, sites, rounded, data)
     return [replace(one, error=errors[one.name]) for one in rounded], kept
 

@@ -24,8 +24,8 @@ from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.precision.caches import RoundedCache, sites_with_caches
 from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.cost import flops_of
-from attnforge.export.precision.fp8_attention import Rounded, sites_for_fp8
-from attnforge.export.precision.int8_scores import RoundedScores, sites_for_int8
+from attnforge.export.precision.fp8_attention import sites_for_fp8
+from attnforge.export.precision.int8_scores import sites_for_int8
 from attnforge.export.precision.quantisation import (
     INT8,
     LEAST_WEIGHTS,
@@ -38,7 +38,7 @@ from attnforge.export.precision.quantisation import (
     quantise,
     tables,
 )
-from attnforge.export.precision.rounding import Rounding, round_operands
+from attnforge.export.precision.rounding import Rounded, Rounding, round_operands
 from attnforge.export.precision.search import judged_on
 from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial
 from attnforge.export.reference import Data, ReferenceModel, stored_inputs
@@ -109,7 +109,7 @@ class ChosenForms:
     reference: QuantisedReference
     record: Quantised
     caches: list[RoundedCache]
-    scores: list[RoundedScores]
+    scores: list[Rounded]
 
 
 def choose_forms(
@@ -191,7 +191,7 @@ def choose_forms(
     quantised = gate.quantised(high)
     sizes = cases[0].sizes
     reference = QuantisedReference(whole, precision, quantised, sites)
-    scores: list[RoundedScores] = []
+    scores: list[Rounded] = []
     not_in_int8: dict[str, str] = {}
     if scores_in_int8 and scheme is INT8 and real:
         steps.begin("ranges of queries and keys")
@@ -323,7 +323,7 @@ class _Gate:
             self.steps.append(f"{text}: {trial.text}")
         return self._trials[high]
 
-    def why_not_rounded(self, high: Assignment, scores: Sequence[RoundedScores]) -> str | None:
+    def why_not_rounded(self, high: Assignment, scores: Sequence[Rounded]) -> str | None:
         """Why queries and keys may not be rounded as well; None where what was asked for is met with little to add.
 
         Args:

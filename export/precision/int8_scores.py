@@ -8,7 +8,7 @@ model is given. What the softmax makes, and values, stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -18,14 +18,13 @@ from attnforge.arrays import Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import written_out
-from attnforge.export.graphs.build import insert
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import in_int8
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.openvino import may_round_scores
 from attnforge.export.precision.calibration import HEADROOM, is_normed
 from attnforge.export.precision.quantisation import INT8
-from attnforge.export.precision.rounding import errors_of_rounding, peaks_of, round_operands
+from attnforge.export.precision.rounding import Rounded, errors_of_rounding, peaks_of, round_operands
 from attnforge.precision import PRECISIONS
 from attnforge.runtime.cases import key, make_inputs, sampled
 from attnforge.runtime.parity.budget import judge
@@ -36,39 +35,7 @@ SPARE = 0.9
 """How much of the parity budget the graph may take where OpenVINO is to be within it."""
 
 
-@dataclass(frozen=True)
-class RoundedScores:
-    """Attention whose queries and keys can be rounded to int8.
-
-    Attributes:
-        site: that it is.
-        node: name of the canonical node.
-        scales: of query and key, float > 0.
-        error: of its output on calibration data, relative to fp32.
-    """
-
-    site: Site
-    node: str
-    scales: tuple[float, float]
-    error: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.site.name
-
-    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
-        """Query and key of a node behind Q/DQ, and its value."""
-        query, key, value = node.inputs[:3]
-        assert query is not None and key is not None and value is not None
-        of_query, of_key = self.scales
-        return [
-            insert(graph, node, lambda op: in_int8(op, query, of_query), stem=f"{stem}/query"),
-            insert(graph, node, lambda op: in_int8(op, key, of_key), stem=f"{stem}/key"),
-            value,
-        ]
-
-
-def sites_for_int8(model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]]) -> list[RoundedScores]:
+def sites_for_int8(model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]]) -> list[Rounded]:
     """The attention whose queries and keys may be rounded, with its ranges.
 
     Args:
@@ -90,7 +57,7 @@ def sites_for_int8(model: ir.Model, sites: Sequence[Site], data: Sequence[Mappin
         return HEADROOM * peaks[str(value.name)] / INT8.most or 1.0
 
     rounded = [
-        RoundedScores(site, node, (scale(a.query.value), scale(a.key.value))) for node, (site, a) in found.items()
+        Rounded(site, node, (scale(a.query.value), scale(a.key.value)), in_int8) for node, (site, a) in found.items()
     ]
     errors = errors_of_rounding(model, sites, rounded, data)
     return [replace(one, error=errors[one.name]) for one in rounded]
@@ -100,7 +67,7 @@ def why_over_budget(
     folder: Path,
     model: ir.Model,
     sites: Sequence[Site],
-    scores: Sequence[RoundedScores],
+    scores: Sequence[Rounded],
     inputs: list[TensorSpec],
     cases: Sequence[Case],
 ) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import written_out
-from attnforge.export.graphs.build import like
+from attnforge.export.graphs.build import Builder, insert, like
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.runtime.parity.budget import relative_error
 
@@ -46,6 +47,39 @@ class Rounding(Protocol):
             node: the canonical node.
             stem: of the names of new values.
         """
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Attention whose first operands are rounded by one scale each, and those behind them are not.
+
+    Attributes:
+        site: that it is.
+        node: name of the canonical node.
+        scales: of query, key and value, float > 0, as many as are rounded.
+        write: writes the Q/DQ of an operand, of the scale, and returns what comes out.
+        error: of its output on calibration data, relative to fp32.
+    """
+
+    site: Site
+    node: str
+    scales: tuple[float, ...]
+    write: Callable[[Builder, ir.Value, float], ir.Value]
+    error: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.site.name
+
+    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
+        return [self._operand(graph, node, i, f"{stem}/{what}") for i, what in enumerate(("query", "key", "value"))]
+
+    def _operand(self, graph: ir.Graph, node: ir.Node, i: int, stem: str) -> ir.Value:
+        value = node.inputs[i]
+        assert value is not None
+        if i >= len(self.scales):
+            return value
+        return insert(graph, node, lambda op: self.write(op, value, self.scales[i]), stem=stem)
 
 
 def round_operands(model: ir.Model, chosen: Sequence[Rounding]) -> None:

@@ -54,7 +54,7 @@ class Job:
     compute_capabilities: Sequence[str]
     profiles: Sequence[Mapping[str, Range]]
     not_in_fp8: Mapping[str, str] = field(default_factory=dict)
-    scores_in_int8: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    scores_in_int8: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

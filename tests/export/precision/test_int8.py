@@ -28,7 +28,7 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.build import typed
 from attnforge.export.graphs.execute import as_it_is
-from attnforge.export.graphs.qdq import products_between
+from attnforge.export.graphs.qdq import in_int8, products_between
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering import openvino as for_openvino
 from attnforge.export.lowering.integers import integer_products, rows_first
@@ -36,8 +36,9 @@ from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.precision import gate, int8_scores
 from attnforge.export.precision.calibration import balanced, calibrate, is_normed
-from attnforge.export.precision.int8_scores import RoundedScores, sites_for_int8, why_over_budget
+from attnforge.export.precision.int8_scores import sites_for_int8, why_over_budget
 from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
+from attnforge.export.precision.rounding import Rounded
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
 from attnforge.model import MultiHeadAttention, build_model
@@ -515,7 +516,7 @@ def test_a_wrong_scale_of_queries_is_refused(by_tensor: Bundle, tmp_path: Path, 
 def test_clipped_queries_and_keys_would_miss_the_budget(by_tensor: Bundle, factor: float, passes: bool) -> None:
     model, manifest = load_graph(by_tensor, CANONICAL), by_tensor.manifest
     sites = sites_of(manifest.attention)
-    scores = [RoundedScores(sites[0], str(sites[0].node), (0.03 * factor, 0.03 * factor))]
+    scores = [Rounded(sites[0], str(sites[0].node), (0.03 * factor, 0.03 * factor), in_int8)]
     why = why_over_budget(by_tensor.path, model, sites, scores, manifest.inputs, manifest.cases)
     assert (why is None) == passes
 
