@@ -1,62 +1,101 @@
-"""A decoder's step for OpenVINO, which knows no TensorScatter and no Attention of grouped heads on four dims."""
+"""A decoder's step for OpenVINO, which knows no TensorScatter and no Attention of grouped heads on four dims.
+
+OpenVINO copies an output of a graph that is its input as well, which for caches is all of their places at every step.
+So the step that it runs hands out the new rows alone, and the caches are written to on the host.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from attnforge.arrays import Array
+from attnforge.bundle import NEXT
 
-def add_to(core: Any) -> None:
-    """Let a core read the two operators of a step.
+
+def read_step(core: Any, model: Any) -> Any:
+    """A step, whose outputs with caches are the new rows alone, `(batch, heads, tokens, size)`.
 
     Args:
-        core: an `openvino.Core`, which reads one step.
+        core: an `openvino.Core`, which reads no other model.
+        model: the canonical graph: a file, or its content.
     """
     from openvino.frontend.onnx import ConversionExtension
 
     step = _Step()
     for name, write in (("TensorScatter", step.scattered), ("Attention", step.attended)):
         core.add_extension(ConversionExtension(name, write))
+    read = core.read_model(model)
+    for result in read.get_results():
+        name = result.input_value(0).get_any_name()
+        if name.endswith(NEXT):
+            joined = result.input_value(0)
+            rows = joined.get_node().input_value(1)
+            joined.get_tensor().set_names(set())
+            rows.get_tensor().add_names({name})
+            result.input(0).replace_source_output(rows)
+    read.validate_nodes_and_infer_types()
+    return read
+
+
+def write_rows(caches: Mapping[str, Array], rows: Mapping[str, Array], past: Array) -> None:
+    """Write new rows, `(batch, heads, tokens, size)`, into caches, `(batch, heads, places, size)`, behind as many as
+    each sample has."""
+    for name, cache in caches.items():
+        for of_sample, new, first in zip(cache, rows[name], past.tolist(), strict=True):
+            of_sample[:, first : first + new.shape[1]] = new
 
 
 class _Step:
-    """Writes the two operators. Attention reads the places of the cache up to the last one that any sample has filled,
-    which TensorScatter before it tells."""
+    """Writes the two operators. Attention reads the places of the cache that come before any sample's last one, and
+    behind them the new rows, of whose order it knows nothing: what a mask says of their places goes with them."""
 
     def __init__(self) -> None:
         from openvino import opset15
 
         self._ops: Any = opset15
-        self._end: Any = None
+        self._past: Any = None
+        self._most: Any = None
+        self._new: Any = None
 
     def scattered(self, node: Any) -> Any:
-        """A cache `(batch, heads, places, size)` with new rows behind those that each sample has."""
+        """The filled part of a cache `(batch, heads, places, size)`, and behind it new rows."""
         ops = self._ops
         cache, new, past = (node.get_input(i) for i in range(3))
-        shape = ops.shape_of(new, "i64")
-        count = ops.gather(shape, _ints(2), _ints(0))
-        rows = ops.range(_ints(0), count, _ints(1), "i64")
-        places = ops.add(ops.unsqueeze(past, _ints([1, 2, 3])), ops.unsqueeze(rows, _ints([0, 1, 3])))
-        self._end = ops.unsqueeze(ops.add(ops.reduce_max(past, _ints([0]), False), count), _ints([0]))
-        return ops.scatter_elements_update(cache, ops.broadcast(places, shape), new, _ints(2)).outputs()
+        rows = ops.range(_ints(0), ops.gather(ops.shape_of(new, "i64"), _ints(2), _ints(0)), _ints(1), "i64")
+        self._past, self._most = past, ops.reduce_max(past, _ints([0]), True)
+        self._new = ops.add(ops.unsqueeze(past, _ints([1])), rows)
+        filled = ops.slice(cache, _ints([0]), self._most, _ints([1]), _ints([2]))
+        return ops.concat([filled, new], 2).outputs()
+
+    def _seen(self, mask: Any) -> Any:
+        """A mask over all places `(batch, heads, tokens, places)` as one over the filled part and the new rows."""
+        ops = self._ops
+        filled = ops.slice(mask, _ints([0]), self._most, _ints([1]), _ints([3]))
+        places = ops.range(_ints(0), ops.squeeze(self._most, _ints([0])), _ints(1), "i64")
+        own = ops.less(places, ops.unsqueeze(self._past, _ints([1, 2, 3])))  # behind are rows of a time before
+        if _is_boolean(mask):
+            filled = ops.logical_and(filled, own)
+        else:
+            filled = ops.select(own, filled, ops.convert_like(ops.constant(-np.inf, np.float32), mask))
+        return ops.concat([filled, ops.gather(mask, self._new, _ints(3), 1)], 3)
 
     def attended(self, node: Any) -> Any:
         """Attention of `(batch, heads, tokens, size)`. Queries that share keys are rows of one head."""
         ops = self._ops
-        query, *rest = (node.get_input(i) for i in range(4))
-        key, value, mask = (
-            ops.slice(x, _ints([0]), self._end, _ints([1]), _ints([axis]))
-            for x, axis in zip(rest, (2, 2, 3), strict=True)
-        )
-        _, shared, _, size = (dim.get_length() if dim.is_static else 0 for dim in rest[0].get_partial_shape())
+        query, key, value, mask = (node.get_input(i) for i in range(4))
+        _, shared, _, size = (dim.get_length() if dim.is_static else 0 for dim in key.get_partial_shape())
         shape = ops.shape_of(query, "i64")
         groups = ops.divide(ops.gather(shape, _ints([1]), _ints(0)), _ints([shared]))
         query = ops.reshape(query, _ints([0, shared, -1, size]), True)
-        if rest[2].get_partial_shape()[1] == 1:
-            mask = ops.tile(mask, ops.concat([_ints([1, 1]), groups, _ints([1])], 0))
+        seen = self._seen(mask)
+        if mask.get_partial_shape()[1] == 1:
+            mask = ops.tile(seen, ops.concat([_ints([1, 1]), groups, _ints([1])], 0))
         else:
-            mask = ops.reshape(mask, ops.concat([_ints([0, shared, -1]), self._end], 0), True)
+            columns = ops.gather(ops.shape_of(seen, "i64"), _ints([3]), _ints(0))
+            mask = ops.reshape(seen, ops.concat([_ints([0, shared, -1]), columns], 0), True)
         scale = ops.convert_like(ops.constant(node.get_attribute("scale", 0.0), np.float32), query)
         if cap := node.get_attribute("softcap", 0.0):
             result = self._capped(query, key, value, mask, scale, cap)
@@ -72,9 +111,12 @@ class _Step:
         scores = ops.multiply(ops.matmul(query, key, False, True), scale)
         limit, hidden = (ops.convert_like(ops.constant(x, np.float32), scores) for x in (cap, -np.inf))
         scores = ops.multiply(ops.tanh(ops.divide(scores, limit)), limit)
-        is_boolean = mask.get_element_type().get_type_name() == "boolean"
-        scores = ops.select(mask, scores, hidden) if is_boolean else ops.add(scores, mask)
+        scores = ops.select(mask, scores, hidden) if _is_boolean(mask) else ops.add(scores, mask)
         return ops.matmul(ops.softmax(scores, -1), value, False, False)
+
+
+def _is_boolean(mask: Any) -> bool:
+    return bool(mask.get_element_type().get_type_name() == "boolean")
 
 
 def _ints(numbers: int | list[int]) -> Any:
