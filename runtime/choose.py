@@ -95,7 +95,7 @@ def _why_dropped(bundle: Bundle, name: str) -> str | None:
 
 
 def _opened(stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str]) -> Callable[[], Any] | None:
-    """A backend's run of the example.
+    """What is timed of a backend, on the example.
 
     Args:
         stack: closes the backend.
@@ -109,7 +109,26 @@ def _opened(stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str]
     except Exception as error:
         dropped[name] = first_line(error)
         return None
-    return partial(session.run, _example(bundle))
+    return _work(session, _example(bundle))
+
+
+def _work(session: Session, feeds: Mapping[str, Array]) -> Callable[[], Any]:
+    """What is timed of a session: a run of these inputs; of a decoder, a prompt of them, and as many steps as it has
+    tokens or the caches have places left."""
+    decoding = session.bundle.manifest.decoding
+    if decoding is None:
+        return partial(session.run, feeds)
+    tokens = feeds[decoding.tokens]
+    decoder = session.decoder(len(tokens))
+    steps = min(tokens.shape[1], decoder.places - tokens.shape[1])
+
+    def run() -> None:
+        decoder.reset()
+        decoder.prefill(tokens)
+        for place in range(steps):
+            decoder.step(tokens[:, place])
+
+    return run
 
 
 def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
@@ -149,7 +168,7 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
 def _fastest_settings(bundle: Bundle, model: Path, settings: SessionSettings, seconds: float) -> SessionSettings:
     """`settings`, which are ONNX Runtime's own, or those that twice ran the model faster."""
     start, example = time.perf_counter(), _example(bundle)
-    default = partial(_run_with(bundle, model, settings), example)
+    default = _work(_session_with(bundle, model, settings), example)
     default()
     if seconds_of(default) > LONG:
         return settings
@@ -157,14 +176,15 @@ def _fastest_settings(bundle: Bundle, model: Path, settings: SessionSettings, se
     if this_machine().processors > 1:
         changes["one thread"] = {"threads": 1}
     tried = {"default": settings, **{name: settings.model_copy(update=change) for name, change in changes.items()}}
-    runs = {name: _run_with(bundle, model, candidate) for name, candidate in tried.items()}
-    settings.measured = medians({name: partial(run, example) for name, run in runs.items()}, ROUNDS, seconds / 2)
+    sessions = {name: _session_with(bundle, model, candidate) for name, candidate in tried.items()}
+    runs = {name: _work(session, example) for name, session in sessions.items()}
+    settings.measured = medians(runs, ROUNDS, seconds / 2)
     best = min(settings.measured, key=lambda name: settings.measured[name])
     if best == "default":
         return settings
     for feeds, factor in ((example, ALIKE), (_largest(bundle), 1 / ALIKE)):
         left = start + seconds - time.perf_counter()
-        pair = {name: partial(runs[name], feeds) for name in ("default", best)}
+        pair = {name: _work(sessions[name], feeds) for name in ("default", best)}
         if FEWEST_CALLS * seconds_of(pair["default"]) > left:  # nobody knows whether it wins
             return settings
         again = medians(pair, ROUNDS, left / 2)
@@ -180,13 +200,13 @@ def _save_optimized(model: Path, to: Path) -> None:
     ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
 
-def _run_with(bundle: Bundle, model: Path, settings: SessionSettings) -> Callable[[Mapping[str, Array]], Any]:
-    """The run of a session with these settings."""
+def _session_with(bundle: Bundle, model: Path, settings: SessionSettings) -> Session:
+    """A session with these settings."""
     manifest = bundle.manifest
     file = bundle.path / settings.optimized if settings.optimized is not None else model
     inputs, outputs = manifest.graph_inputs, manifest.graph_outputs
     backend = OnnxRuntime("onnxruntime-cpu", file, inputs, outputs, None, settings)
-    return Session(bundle, as_model(backend, manifest)).run
+    return Session(bundle, as_model(backend, manifest))
 
 
 def _example(bundle: Bundle) -> dict[str, Array]:

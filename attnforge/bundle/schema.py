@@ -371,7 +371,8 @@ class Choice(StoredRecord):
         versions: of the backends' libraries.
         sizes: of the dynamic dims, at which it was measured.
         picked: what `auto` loads on that machine; None where no backend was within the budget.
-        milliseconds: of every backend that was, in turns: the mean of the medians of two openings.
+        milliseconds: of every backend that was, in turns: the mean of the medians of two openings. Of a run, or where
+            the bundle has a cache, of a prompt and as many steps as it has tokens.
         dropped: backends that were not, or could not run, and why.
         seconds: that choosing took.
     """

@@ -94,7 +94,7 @@ def print_bundle(bundle: Bundle) -> None:
             at = sizes_text(record.tuning.sizes, "fixed sizes")
             say(f"{name}: forms measured at {at}, on {record.tuning.processors} processors", "dim")
     if manifest.choice is not None:
-        _print_choice(manifest.choice)
+        _print_choice(manifest.choice, "" if manifest.decoding is None else ", for a prompt and as many steps")
     say_reasons(manifest.skipped, "not built for {}", "dim")
     _print_cost(manifest)
     if others := bundle.unlisted():
@@ -179,9 +179,9 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         say(f"not in {quantised.type}, {', '.join(names)}: {why}", "dim", indent=2)
 
 
-def _print_choice(choice: Choice) -> None:
+def _print_choice(choice: Choice, of_what: str) -> None:
     times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in choice.milliseconds.items())
-    say(f"auto loads {choice.picked or 'by rule'} on the {choice.machine.processor} that deployed it: {times}")
+    say(f"auto loads {choice.picked or 'by rule'} on the {choice.machine.processor} that deployed it{of_what}: {times}")
     say_reasons(choice.dropped, "not {}", "dim")
 
 

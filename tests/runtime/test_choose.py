@@ -17,10 +17,12 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime import choose as choosing
 from attnforge.runtime import session
 from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity import verify
 from attnforge.runtime.preference import by_preference, fastest_first
 from attnforge.runtime.turns import medians
 from tests.support.bundles import example_of, rewrite
+from tests.support.decoders import DeployDecoder
 
 pytestmark = pytest.mark.xdist_group("choose")
 
@@ -103,6 +105,29 @@ def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
     assert report.passed and "planted" in report.skipped["openvino"]
     assert attnforge.load(bundle).backend == "onnxruntime-cpu"
     assert "openvino" not in by_preference(bundle)
+
+
+@needs_openvino
+def test_a_decoder_is_timed_by_a_prompt_and_as_many_steps(
+    decoders: DeployDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: dict[str, Callable[[], Any]] = {}
+
+    def race(given: Mapping[str, Callable[[], Any]], *limits: float) -> dict[str, float]:
+        runs.update(given)
+        prompts: list[int] = []
+        monkeypatch.setattr(Decoder, "prefill", lambda self, tokens: prompts.append(tokens.shape[1]))
+        steps: list[int] = []
+        monkeypatch.setattr(Decoder, "step", lambda self, tokens: steps.append(len(tokens)))
+        for run in given.values():
+            run()
+        assert prompts == [9, 9] and steps == [2] * 18
+        monkeypatch.undo()
+        return {name: float(name == "openvino") + 1 for name in given}
+
+    monkeypatch.setattr(choosing, "medians", race)
+    found = choosing.choose_backend(decoders("rotary", "fp32"), seconds=0.0)
+    assert found is not None and found.picked == "onnxruntime-cpu" and set(runs) == {"onnxruntime-cpu", "openvino"}
 
 
 def test_what_runs_on_a_gpu_comes_first() -> None:
