@@ -26,7 +26,7 @@ from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
 from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
-from attnforge.export.lowering.band import Band, Residue, band_of, is_staircase, is_triangle, residue_of
+from attnforge.export.lowering.band import Band, Residue, band_of, is_triangle, residue_of, staircase_of
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
 """Tokens and features of query, key, value and output with all heads in the last dim; some query heads may share those
@@ -127,7 +127,8 @@ class Attention:
         band: what the mask is proved to leave, where that is a band and nothing else.
         is_triangle: whether no other pairs may be visible than those of a query and a key that is not later, of as many
             queries as keys, by causality or by the mask.
-        is_staircase: whether it is a triangle that can be computed in steps (:func:`~.band.is_staircase`).
+        staircase: where it can be computed in steps, how many first keys every query sees beside those that are not
+            later (:func:`~.band.staircase_of`): 0 for a triangle.
         residue: what the mask does beside that, or, where it is no triangle, at all (:func:`~.band.residue_of`).
         cached: where keys and values come from, in a decoder's step; None elsewhere.
         scales: of query, key and value where they are rounded to fp8, as what the softmax makes is then, too.
@@ -147,7 +148,7 @@ class Attention:
     axes: SiteAxes
     band: Band | None = None
     is_triangle: bool = False
-    is_staircase: bool = False
+    staircase: int | None = None
     residue: Residue = "none"
     cached: Cached | None = None
     scales: tuple[float, ...] | None = None
@@ -211,7 +212,7 @@ class Attention:
         )
         return replace(
             self, query=query, key=key, value=value, mask=mask, output=Operand(self.output.value, output),
-            is_causal=False, axes=axes, band=None, is_triangle=False, is_staircase=False, residue="other",
+            is_causal=False, axes=axes, band=None, is_triangle=False, staircase=None, residue="other",
         )  # fmt: skip
 
 
@@ -294,7 +295,7 @@ def attention_of(node: ir.Node) -> Attention:
         axes=axes,
         band=band_of(node, seen),
         is_triangle=is_triangle(seen),
-        is_staircase=is_staircase(node, seen),
+        staircase=staircase_of(node, seen),
         residue=residue_of(node, seen),
         cached=_cached(node),
         scales=scales,

@@ -118,23 +118,27 @@ def band_of(node: ir.Node, seen: Visibility) -> Band | None:
 
 def _first(seen: Visibility) -> Band | None:
     """The band of a region, with the first keys and queries of others; None where the regions are of other kinds."""
-    bands: list[Band] = []
+    parts = _parts(seen)
+    band = None if parts is None else _band(parts[0])
+    return None if parts is None or band is None else replace(band, first_keys=parts[1], first_queries=parts[2])
+
+
+def _parts(seen: Visibility) -> tuple[Region, int, int] | None:
+    """The one region of all queries and keys, how many first keys every query sees besides, and how many first queries
+    see every key; None where the regions are of other kinds."""
+    whole: list[Region] = []
     first = {"keys": 0, "queries": 0}
     for region in seen.regions:
         limits = [name for name in first if not getattr(region, name).is_open]
         if not limits:
-            if (band := _band(region)) is None:
-                return None
-            bands.append(band)
+            whole.append(region)
             continue
         least, most = _numbers(getattr(region, limits[0])) or (None, None)
         is_alone = len(limits) == 1 and region.band.is_open and region.blocks is None
         if not is_alone or most is None or (least or 0) > 0:
             return None
         first[limits[0]] = max(first[limits[0]], most + 1)
-    if len(bands) != 1:
-        return None
-    return replace(bands[0], first_keys=first["keys"], first_queries=first["queries"])
+    return (whole[0], first["keys"], first["queries"]) if len(whole) == 1 else None
 
 
 def _band(region: Region) -> Band | None:
@@ -172,13 +176,13 @@ def is_by_blocks(node: ir.Node, seen: Visibility) -> bool:
 def is_triangle(seen: Visibility) -> bool:
     """Whether no other pairs may be visible than those of a query and a key that is not later, of as many queries as
     keys."""
-    return _ends(seen) == (0, None)
+    return _beside_triangle(seen) == 0
 
 
-def is_staircase(node: ir.Node, seen: Visibility) -> bool:
-    """Whether a canonical node's attention can be computed in steps (:mod:`.stairs`): within a triangle, of which a
-    mask may hide more, but to whose scores it adds no numbers."""
-    return is_triangle(seen) and "bias" not in seen.residue and is_by_blocks(node, seen)
+def staircase_of(node: ir.Node, seen: Visibility) -> int | None:
+    """How many first keys every query sees beside earlier ones, where a canonical node's attention can be computed in
+    steps (:mod:`.stairs`): a mask may hide more, but adds no numbers to scores. None where it cannot."""
+    return None if "bias" in seen.residue or not is_by_blocks(node, seen) else _beside_triangle(seen)
 
 
 def residue_of(node: ir.Node, seen: Visibility) -> Residue:
@@ -194,11 +198,10 @@ def residue_of(node: ir.Node, seen: Visibility) -> Residue:
     return "other" if why_not_by_key(node, below) is not None else "by key"
 
 
-def _ends(seen: Visibility) -> tuple[int | None, int | None]:
-    """Least and most of `query − key`, each None where there is no such end; two of None where more or less than one
-    band of as many queries as keys is left, or an end is not a number."""
-    if len(seen.regions) != 1 or seen.n_q != seen.n_k:
-        return None, None
-    (region,) = seen.regions
-    is_band = region.blocks is None and region.queries.is_open and region.keys.is_open
-    return (_numbers(region.band) if is_band else None) or (None, None)
+def _beside_triangle(seen: Visibility) -> int | None:
+    """How many first keys every query sees beside those that are not later, of as many queries as keys; None where it
+    sees others."""
+    parts = _parts(seen) if seen.n_q == seen.n_k else None
+    if parts is None or parts[2] or parts[0].blocks is not None or _numbers(parts[0].band) != (0, None):
+        return None
+    return parts[1]

@@ -58,7 +58,7 @@ def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention
     if a.band.is_all:  # every query has its own key
         blocks = replace(blocks, silent_rows_are_nan=True)
     if a.band.is_causal_chunk and width == a.band.chunk:  # no query sees what fills up the last one
-        blocks = replace(blocks, is_staircase=True, residue="none")
+        blocks = replace(blocks, staircase=0, residue="none")
     result = attend(blocks, 0)
     first = attend(_first_queries(op, a, [query, key, value]), 1) if a.band.first_queries else None
     return a.as_output(op, typed(cut.joined(result, first), a.dtype, [size.dim() for size in whole.sizes()]), whole)

@@ -64,6 +64,7 @@ ONE_HEAD = f"{MULTI_HEAD}, a head at a time"
 HEAD_AFTER_HEAD = f"{MULTI_HEAD}, head after head"
 MASK_AS_FEATURE = f"{MULTI_HEAD}, mask as a feature"
 GROUP_QUERY = f"{CONTRIB}::GroupQueryAttention"
+GROUP_QUERY_FIRST = f"{GROUP_QUERY}, first queries apart"
 CAUSAL_AS_FEATURE = f"{GROUP_QUERY}, mask as a feature"
 GROUP_QUERY_CACHE, FILLED_ATTENTION = f"{GROUP_QUERY}, cache in place", "Attention, filled part of the cache"
 
@@ -181,6 +182,9 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
     if a.is_triangle and a.residue == "none" and fits:
         name = f"{site}/GroupQueryAttention"
         candidates.append(Candidate(GROUP_QUERY, name, partial(_group_query, name=name), holds_scores=False))
+    elif a.staircase and a.residue == "none" and fits:
+        name = f"{site}/GroupQueryAttention/later queries"
+        candidates.append(Candidate(GROUP_QUERY_FIRST, name, partial(_after_first, name=name), holds_scores=False))
     if a.band is not None and _are_static(a):
         name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # no map of two parts
         for width in a.band.widths(BLOCKS):
@@ -254,6 +258,11 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
     if GROUP_QUERY in frugal and scores >= MANY_SCORES:
         return FormChoice(
             GROUP_QUERY, "causal, and no other mask: memory linear in tokens, and less time where these are many"
+        )
+    first = a.staircase or 0
+    if GROUP_QUERY_FIRST in frugal and scores >= MANY_SCORES and 2 * first <= usual(a.size("n_q"), sizes):
+        return FormChoice(
+            GROUP_QUERY_FIRST, "causal, but for the first queries, which see the first keys and no others"
         )
     for form in (MASK_AS_FEATURE, CAUSAL_AS_FEATURE):
         if form in frugal and scores >= MANY_SCORES:
@@ -523,27 +532,45 @@ def _grouped(
     return result
 
 
+def _after_first(op: Builder, a: Attention, name: str) -> ir.Value:
+    """Where every query sees some first keys beside earlier ones: the first queries on those, and no others, and the
+    later ones as in causal attention."""
+    count = a.staircase
+    assert count is not None
+    *layouts, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
+    operands = a.inputs(op, layouts)
+    causal = _grouped(op, a, operands, (a.size("H").factor, a.size("H_kv").factor), a.scale, name)
+    n_q, begin, axis = a.size("n_q"), constant(op, [count]), constant(op, [1])
+    size = Size(min(count, n_q.factor)) if n_q.is_static else Size.of(ir.SymbolicDim(f"min({n_q.dim()}, {count})"))
+    rows = [op.Slice(x, constant(op, [0]), begin, axis) for x in operands]
+    first = _attended(op, a.of_block({"n_q": size, "n_k": size}, rows, None), f"{name}/first_queries")
+    result = op.Concat(first, op.Slice(causal, begin, constant(op, [sys.maxsize]), axis), axis=1)
+    return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
+
+
 def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
     assert a.band is not None
     metadata = {BAND: written(a.band)}
 
     def attend(part: Attention, number: int) -> ir.Value:
-        attributes: dict[str, int | float] = {
-            "q_num_heads": a.size("H").factor,
-            "kv_num_heads": a.size("H_kv").factor,
-            "scale": a.scale,
-            "softcap": a.softcap,
-        }
-        inputs = [operand.value for operand in part.operands]
-        if part.mask is not None:
-            inputs.append(cast(op, _bias(op, part, part.mask), a.dtype))
-        if number:
-            result = op.op("Attention", inputs, attributes, name=f"{name}/first_queries")
-        else:
-            result = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)
-        return typed(result, a.dtype, _dims(part.output.layout))
+        return _attended(op, part, f"{name}/first_queries") if number else _attended(op, part, name, metadata)
 
     return in_blocks(op, a, width, attend)
+
+
+def _attended(op: Builder, part: Attention, name: str, metadata: Mapping[str, str] | None = None) -> ir.Value:
+    """The standard operator on some queries and keys, laid out as `B` and `SIDE_BY_SIDE`."""
+    attributes: dict[str, int | float] = {
+        "q_num_heads": part.size("H").factor,
+        "kv_num_heads": part.size("H_kv").factor,
+        "scale": part.scale,
+        "softcap": part.softcap,
+    }
+    inputs = [operand.value for operand in part.operands]
+    if part.mask is not None:
+        inputs.append(cast(op, _bias(op, part, part.mask), part.dtype))
+    result = op.op("Attention", inputs, attributes, name=name, metadata_props=dict(metadata or {}))
+    return typed(result, part.dtype, _dims(part.output.layout))
 
 
 def _dims(layout: Layout) -> list[int | ir.SymbolicDim]:

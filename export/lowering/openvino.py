@@ -126,7 +126,7 @@ def candidates_for(site: str, a: Attention, in_int8: Scales | None = None) -> li
         for width in a.band.widths(BLOCKS):
             emit = partial(_in_blocks, width=width, name=name)
             candidates.append(Candidate(_form(f"blocks of {width} × {a.band.wide(width)}"), name, emit))
-    elif a.is_staircase:
+    elif a.staircase is not None:
         for steps in STEPS:
             candidates.append(Candidate(_form(f"{steps} blocks"), name, partial(_in_steps, steps=steps, name=name)))
     return candidates

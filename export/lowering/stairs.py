@@ -1,4 +1,5 @@
-"""Causal attention in steps: each block of queries meets the keys up to its own, and no later ones.
+"""Causal attention in steps: each block of queries meets the keys up to its own, and no later ones but some first keys
+that every query sees (a prefix).
 
 Of n² products, `steps` blocks compute the share `(steps + 1) / (2 · steps)`, each in a kernel of its own. A query's
 keys stay together, so nothing has to be joined. What a mask hides beside later keys is computed for the pairs of each
@@ -30,11 +31,12 @@ def in_stairs(op: Builder, a: Attention, steps: int, attend: Callable[[Attention
         attend: writes the attention of the block of a number, `(batch, width, heads · d_k)` on `(batch, (number + 1) ·
             width, …)` under a mask `(batch or 1, heads or 1, width, (number + 1) · width)`, boolean, or added with
             minus infinity for pairs that are not visible, and returns its output. The last block is filled up with
-            zeros, which no other query sees.
+            zeros, which no other query sees. Where first keys end behind the block's, it has those.
     """
+    assert a.staircase is not None
     *layouts, whole = (a.layout("B", *dims) for dims in SIDE_BY_SIDE)
     operands = a.inputs(op, layouts)
-    stairs = _Stairs(op, operands[0], a.size("n_q"), steps)
+    stairs = _Stairs(op, operands[0], a.size("n_q"), steps, a.staircase)
     filled = [stairs.filled(operand) for operand in operands]
     outputs = [attend(_block(op, a, filled, stairs, i), i) for i in range(steps)]
     result = op.Slice(op.Concat(*outputs, axis=1), constant(op, [0]), stairs.tokens, constant(op, [1]))
@@ -43,9 +45,9 @@ def in_stairs(op: Builder, a: Attention, steps: int, attend: Callable[[Attention
 
 def _block(op: Builder, a: Attention, filled: list[ir.Value], stairs: _Stairs, number: int) -> Attention:
     """The attention of a block of queries and the keys up to its last."""
-    n_q, n_k = stairs.size(1), stairs.size(number + 1)
+    n_q, n_k = stairs.size(1), stairs.keys(number)
     query, key, value = filled
-    operands = [stairs.rows(query, number, number + 1), *(stairs.rows(x, 0, number + 1) for x in (key, value))]
+    operands = [stairs.rows(query, 1, number), *(stairs.rows(x, 1, number, of_keys=True) for x in (key, value))]
     mask = typed(stairs.mask(number), BOOL, [1, 1, n_q.dim(), n_k.dim()])
     if a.residue == "none":
         block = a.of_block({"n_q": n_q, "n_k": n_k}, operands, mask)
@@ -61,13 +63,14 @@ class _Stairs:
         query: `(batch, tokens, features)`.
         tokens: how many there are.
         steps: blocks.
+        first: keys, from the first on, that every query sees.
 
     Attributes:
         tokens: how many there are, as a tensor `(1,)`.
     """
 
-    def __init__(self, op: Builder, query: ir.Value, tokens: Size, steps: int) -> None:
-        self._op, self._steps = op, steps
+    def __init__(self, op: Builder, query: ir.Value, tokens: Size, steps: int, first: int) -> None:
+        self._op, self._steps, self._first = op, steps, first
         self._size = blocks_of(tokens, steps)
         self.tokens = op.Shape(query, start=1, end=2)
         self._width = op.Div(op.Add(self.tokens, constant(op, [steps - 1])), constant(op, [steps]))
@@ -76,20 +79,34 @@ class _Stairs:
         """Tokens of some blocks."""
         return Size(blocks) * self._size
 
+    def keys(self, number: int) -> Size:
+        """Keys of a block."""
+        size, whole = self.size(number + 1), self.size(self._steps)
+        if not self._first or number + 1 == self._steps:
+            return size
+        if size.is_static and whole.is_static:
+            return Size(min(max(size.factor, self._first), whole.factor))
+        return Size.of(ir.SymbolicDim(f"min(max({size.dim()}, {self._first}), {whole.dim()})"))
+
     def filled(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` with zeros behind the last token, up to a whole number of blocks."""
         op = self._op
         missing = op.Sub(self._end(self._steps), self.tokens)
         return op.Pad(x, op.Concat(constant(op, [0] * 4), missing, constant(op, [0]), axis=0))
 
-    def rows(self, x: ir.Value, begin: int, end: int) -> ir.Value:
-        """The blocks from one to before another, of `(batch, blocks · width, size)`."""
-        return self._op.Slice(x, self._end(begin), self._end(end), constant(self._op, [1]))
+    def rows(self, x: ir.Value, axis: int, number: int, of_keys: bool = False) -> ir.Value:
+        """The queries, or the keys, of a block, of a tensor with all of them along an axis."""
+        begin, end = (constant(self._op, [0]), self._end_of_keys(number)) if of_keys else self._ends(number)
+        return self._op.Slice(x, begin, end, constant(self._op, [axis]))
 
     def mask(self, number: int) -> ir.Value:
-        """`(1, 1, width, (number + 1) · width)`, True where the key is not later than the query."""
-        op, (begin, end) = self._op, (self._op.Squeeze(self._end(number)), self._op.Squeeze(self._end(number + 1)))
-        queries, keys = op.Range(begin, end, constant(op, 1)), op.Range(constant(op, 0), end, constant(op, 1))
+        """`(1, 1, width, keys)`, True where the key is not later than the query, or one of the first."""
+        op, (begin, end) = self._op, map(self._op.Squeeze, self._ends(number))
+        last = op.Squeeze(self._end_of_keys(number))
+        queries, keys = op.Range(begin, end, constant(op, 1)), op.Range(constant(op, 0), last, constant(op, 1))
+        if self._first:  # zeros behind the last token are no first keys
+            first = op.Min(constant(op, self._first), op.Squeeze(self.tokens))
+            queries = op.Max(queries, op.Sub(first, constant(op, 1)))
         return op.LessOrEqual(
             op.Unsqueeze(keys, constant(op, [0, 1, 2])), op.Unsqueeze(queries, constant(op, [0, 1, 3]))
         )
@@ -98,14 +115,23 @@ class _Stairs:
         """What a block sees of `(batch, heads, queries, keys)`, of which each dim may be 1."""
         (batch, heads, *sides), dtype = dims_of(x), x.dtype
         assert dtype is not None
-        for axis, side, begin in ((2, sides[0], number), (3, sides[1], 0)):
+        for axis, side in zip((2, 3), sides, strict=True):
             if side != 1:
                 missing = op.Sub(self._end(self._steps), self.tokens)
                 pads = op.Concat(constant(op, [0] * (4 + axis)), missing, constant(op, [0] * (3 - axis)), axis=0)
-                ends = self._end(begin), self._end(number + 1), constant(op, [axis])
-                x = op.Slice(op.Pad(x, pads), *ends)
-        dims = (side if side == 1 else self.size(n).dim() for side, n in zip(sides, (1, number + 1), strict=True))
+                x = self.rows(op.Pad(x, pads), axis, number, of_keys=axis == 3)
+        have = (self.size(1), self.keys(number))
+        dims = (side if side == 1 else size.dim() for side, size in zip(sides, have, strict=True))
         return typed(x, dtype, [batch, heads, *dims])
+
+    def _ends(self, number: int) -> tuple[ir.Value, ir.Value]:
+        """Where a block's queries begin and end."""
+        return self._end(number), self._end(number + 1)
+
+    def _end_of_keys(self, number: int) -> ir.Value:
+        """Where a block's keys end; they begin with the first."""
+        op, end = self._op, self._end(number + 1)
+        return op.Min(op.Max(end, constant(op, [self._first])), self._end(self._steps)) if self._first else end
 
     def _end(self, blocks: int) -> ir.Value:
         return self._op.Mul(self._width, constant(self._op, [blocks]))

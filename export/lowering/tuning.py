@@ -356,7 +356,7 @@ def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
     """
     rng = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
-    hides_by_rule = a.is_triangle or a.band is not None or a.residue == "by key"
+    hides_by_rule = a.is_triangle or (a.staircase, a.band) != (None, None) or a.residue == "by key"
     for value in model.graph.inputs:
         assert value.name is not None and value.shape is not None and value.dtype is not None
         shape, is_mask = tuple(value.shape.numpy()), value.name.startswith("mask_")
@@ -377,7 +377,7 @@ def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
 
 def _shown(a: Attention, shape: Sequence[int], rng: np.random.Generator) -> Array:
     """Which pairs are visible where a mask hides by a rule; the first key is, wherever the rule allows it."""
-    band = Band(0, sys.maxsize) if a.is_triangle else a.band
+    band = Band(0, sys.maxsize, first_keys=a.staircase or 0) if a.is_triangle or a.staircase else a.band
     shown = np.ones(shape[-2:], bool) if band is None else band.holds(*shape[-2:])
     if a.residue != "by key":
         return shown
@@ -395,7 +395,8 @@ def _signature(a: Attention, sizes: Mapping[str, int]) -> Hashable:
         for layout in (*dims, *(operand.layout for operand in (*a.operands, a.output)))
     )
     mask = tuple(_shapes(a.mask, sizes)) if a.mask is not None else ()
-    return layouts, mask, a.dtype, a.scale, a.softcap, a.is_causal, a.silent_rows_are_nan, a.softmax_dtype
+    how = a.scale, a.softcap, a.is_causal, a.silent_rows_are_nan, a.softmax_dtype
+    return layouts, mask, a.dtype, a.staircase, *how
 
 
 def _shapes(mask: ir.Value, sizes: Mapping[str, int]) -> Iterator[Hashable]:

@@ -22,7 +22,7 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.band import Band
-from attnforge.export.lowering.onnxruntime import BLOCKS, GROUP_QUERY, candidates_for, write
+from attnforge.export.lowering.onnxruntime import BLOCKS, GROUP_QUERY, GROUP_QUERY_FIRST, candidates_for, write
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt.build import build
@@ -73,6 +73,7 @@ class Windows(nn.Module):
             "another's chunk": index[:, None] // 16 == index // 16 + 1,
             "chunks with a hole": (index[:, None] // 48 == index // 48) & (back != 5),
             "causal and padded": (back >= 0) & padding[:, None, None],
+            "prefix and padded": ((back >= 0) | (index < 70)) & padding[:, None, None],
             "causal and biased": torch.where(back >= 0, bias, -torch.inf),
         }
         return {name: self.attend(query, key, value, masks[name]) for name in self.names}
@@ -105,7 +106,11 @@ BANDS = {
 NO_BANDS = (
     *("causal", "without itself", "with a hole", "causal and padded", "causal and biased", "later keys"),
     *("last queries", "causal and prefix", "shifted chunks", "another's chunk", "chunks with a hole"),
+    "prefix and padded",
 )
+STAIRS = {"causal": 0, "causal and padded": 0, "causal and prefix": 5, "prefix and padded": 70}
+"""First keys that all queries see, of those that can be computed in steps."""
+
 TRIANGLES = ("causal", "causal and padded", "causal and biased")
 
 
@@ -138,8 +143,7 @@ def test_bands_are_known_and_nothing_else_is_one() -> None:
     sites = [attention for _, attention in attentions(model, canonicalize(model).sites)]
     assert [attention.band for attention in sites] == [*BANDS.values(), *[None] * len(NO_BANDS)]
     assert [attention.is_triangle for attention in sites] == [name in TRIANGLES for name in (*BANDS, *NO_BANDS)]
-    steps = [attention.is_staircase for attention in sites]
-    assert steps == [name in ("causal", "causal and padded") for name in (*BANDS, *NO_BANDS)]
+    assert [attention.staircase for attention in sites] == [STAIRS.get(name) for name in (*BANDS, *NO_BANDS)]
 
 
 def form_of(band: Band, nearly: int) -> str:
@@ -172,6 +176,23 @@ def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
             assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected), (name, batch, tokens)
 
 
+def test_a_prefix_is_causal_but_for_its_own_queries() -> None:
+    model = exported().model.clone()
+    found = list(attentions(model, canonicalize(model).sites))
+    sites = {a.staircase: candidates_for(site.name, a) for site, a in found if a.staircase}
+    assert [GROUP_QUERY_FIRST in [each.form for each in sites[first]] for first in (5, 70)] == [True, False]
+    (candidate,) = (each for each in sites[5] if each.form == GROUP_QUERY_FIRST)
+    write(model.graph, next(a for _, a in found if a.staircase == 5), candidate)
+    model.graph.outputs[:] = [value for value in model.graph.outputs if value.name == "causal and prefix"]
+    RemoveUnusedNodesPass()(model)
+    session = session_of(model)
+    for batch, tokens in ((1, 1), (2, 4), (1, 5), (3, 6), (2, 159)):
+        feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True))
+        (result,) = session.run(None, feeds)
+        expected = truth("causal and prefix", batch, tokens)
+        assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected), (batch, tokens)
+
+
 def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
     def lowered(tokens: int) -> list[str]:
         model = exported().model.clone()
@@ -183,6 +204,8 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
     bands = list(BANDS.values())
     assert many[: len(BANDS)] == [form_of(band, 128 if band.span == 69 else 64) for band in bands]
     assert many[len(BANDS)] == GROUP_QUERY
+    at = len(BANDS) + NO_BANDS.index("causal and prefix")
+    assert many[at] == GROUP_QUERY_FIRST != few[at]
     assert not any("blocks" in form for form in many[len(BANDS) :])
 
 
@@ -211,10 +234,9 @@ def test_tensorrt_gets_blocks_and_steps_where_there_are_many_tokens() -> None:
     _, few = for_rtx(exported(), 256)
     _, many = for_rtx(exported(), 2048)
     assert few == [usual] * len(few)
-    steps, none = [f"{usual}, 4 blocks"], [usual]
     widths = [32 if band.chunk == 1 else max(32 // band.chunk, 1) * band.chunk for band in BANDS.values()]
     assert many[: len(BANDS)] == [f"{usual}, blocks of {width}" for width in widths]
-    assert many[len(BANDS) :] == steps + none * 2 + steps + none * (len(NO_BANDS) - 4)
+    assert many[len(BANDS) :] == [f"{usual}, 4 blocks" if name in STAIRS else usual for name in NO_BANDS]
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 3), (1, 5), (2, 64), (1, 65), (2, 159)])
