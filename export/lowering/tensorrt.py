@@ -179,7 +179,7 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Reci
         recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
         if a.band is not None and a.band.is_causal_chunk and width == a.band.chunk >= MANY_IN_CHUNK:
             recipe = replace(recipe, steps=STEPS)
-    elif a.staircase is not None and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:
+    elif a.staircase == 0 and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:  # no prefix
         why = "causal: each block of queries meets the keys up to its own"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
     if recipe.unfused is not None:
