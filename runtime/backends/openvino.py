@@ -132,7 +132,7 @@ class OpenVino:
         """A run from some arrays to others, as :class:`~attnforge.runtime.decoding.decoder.Stepping` has it."""
         assert self._decoding is not None
         caches = {name: cache for name, cache in outputs.items() if name.endswith(NEXT)}
-        count, past = inputs[self._inputs[0].name].shape[1], inputs[self._decoding.past]
+        count, past = inputs[self._decoding.tokens].shape[1], inputs[self._decoding.past]
         rows = {
             name: np.empty((*cache.shape[:2], count, cache.shape[3]), cache.dtype) for name, cache in caches.items()
         }
