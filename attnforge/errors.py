@@ -74,6 +74,10 @@ class BuildError(AttnforgeError):
     """A TensorRT or ONNX Runtime build that failed, with the builder's own words."""
 
 
+class WrongError(AttnforgeError):
+    """A model that no backend computes right, or whose eager precision proves nothing; the message says where."""
+
+
 class UnfusedError(AttnforgeError):
     """A model whose attention a target does not run fused, where that was required.
 

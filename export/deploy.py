@@ -19,15 +19,19 @@ from attnforge.bundle import (
     Bundle,
     Manifest,
     Source,
+    Wrong,
     graph_tensors,
     write_manifest,
     writing,
 )
 from attnforge.deploy_cache import DeployCache
+from attnforge.errors import WrongError
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.certificate import certify, check_fused, masks_of
+from attnforge.export.checking import CHECKING, check
 from attnforge.export.decoding.insert import one_token, with_cache
 from attnforge.export.decoding.tokenizer import keep_tokenizer
+from attnforge.export.diagnosis.departure import departure
 from attnforge.export.expected_caches import ExpectedCaches
 from attnforge.export.graphs.saving import Shelf
 from attnforge.export.lowering.openvino import INT8_FORM
@@ -43,7 +47,7 @@ from attnforge.export.reuse import Reuse
 from attnforge.export.room import Work
 from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
-from attnforge.export.sources.torch_module import DynamicShapes
+from attnforge.export.sources.torch_module import Captured, DynamicShapes
 from attnforge.export.targets.openvino import own_graph
 from attnforge.export.targets.registry import Selection, begin, finish, select
 from attnforge.export.targets.target import Job
@@ -124,6 +128,10 @@ def deploy(
         tokenizer: a file of the `tokenizers` library, `tokenizer.json`, which the bundle keeps for `attnforge
             generate`.
         stop: ids behind which a text ends.
+        max_eager_error: relative error of eager itself on ordinary inputs beyond which nothing is proved, and the
+            deploy refused; by default 0.1.
+        keep_wrong: write the bundle though no backend computes what the model does, or though that is not proved, so
+            that it can be diagnosed. `load` then refuses `auto`.
         trust_source: of a `.pt2` file, whether you trust its maker as you would a program's: without, a file is refused
             that holds pickles, expressions or calls which torch would run while it reads the file.
 
@@ -135,6 +143,8 @@ def deploy(
         BundleError: the disk is full.
         BuildError: a builder refused.
         UnfusedError: a target of `require_fused` leaves a site unfused, or the model has no site.
+        WrongError: no backend computes what the model does on ordinary inputs, or eager is so far off float64 there
+            that nothing is proved; says which tensor is the first to be wrong, and why.
     """
     options = DeployOptions(precision, targets, name, **keywords)
     selection = select(options.targets, options.require_fused)
@@ -147,9 +157,25 @@ def deploy(
         if options.tune:
             give_back()  # all that the steps held, before every backend holds the weights
             reuse.measured(manifest, partial(measure, folder, manifest, stages.begin(MEASURING)))
-            manifest.reused = list(dict.fromkeys(reuse.reused))
-            _write_manifest(folder, manifest, stages, only_new=True)
+        if manifest.wrong is None:
+            manifest.wrong = _kept(check(folder, manifest, stages.begin(CHECKING)), manifest.name, options)
+        manifest.reused = list(dict.fromkeys(reuse.reused))
+        _write_manifest(folder, manifest, stages, only_new=True)
     return Bundle(out, trusted=False)  # made here just now
+
+
+def _kept(wrong: Wrong | None, name: str, options: DeployOptions) -> Wrong | None:
+    """What is wrong with a bundle that is to be kept all the same.
+
+    Raises:
+        WrongError: it is not.
+    """
+    if wrong is not None and not options.keep_wrong:
+        raise WrongError(
+            f"{name} was not deployed: {wrong.text()}; to write the bundle anyway, for attnforge diagnose, say "
+            "--keep-wrong (keep_wrong=True)"
+        )
+    return wrong
 
 
 def _made(
@@ -167,6 +193,8 @@ def _made(
     with Builders(reuse.plan) as builders:
         stages.begin("export")
         source, origin = open_source(module, args, dynamic_shapes, options.source_precision, options.trust_source)
+        name = options.name or _name_of(origin)
+        wrong = _kept(departure(source) if isinstance(source, Captured) else None, name, options)
         attention = options.attention_at(source.precision, selection.chosen)
         data = options.real_data(source.inputs)
         profiles_of(source.inputs, options.profiles)  # refuses profiles before anything is built
@@ -246,7 +274,7 @@ def _made(
             not_in_fp8=quantised.kept if quantised is not None and quantised.type == "fp8" else {},
             scores_in_int8={one.name: one.scales for one in scores},
         )
-        begun = {name: begin(name, job, selection, stages.begin(_lowering(name))) for name in selection.chosen}
+        begun = {target: begin(target, job, selection, stages.begin(_lowering(target))) for target in selection.chosen}
         give_back()
         alone = attention if quantised is None else None  # errs by far less than quantised products
         begun_reference = stages.begin("reference")
@@ -272,7 +300,7 @@ def _made(
         certificate = certify(sites, built, masks)
         check_fused(options.require_fused, certificate)
         return Manifest(
-            name=options.name or _name_of(origin),
+            name=name,
             precision=reference.precision.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             tools=tool_versions(),
@@ -289,6 +317,8 @@ def _made(
             decoding=decoding,
             metric=options.metric,
             least=options.least,
+            max_eager_error=options.max_eager_error,
+            wrong=wrong,
             children={name: child for result in built.values() for name, child in result.children.items()},
             reused=list(dict.fromkeys(reuse.reused)),
         )
@@ -310,6 +340,7 @@ def _stage_names(options: DeployOptions, selection: Selection) -> list[str]:
         *([PLANS] if _has_plans(selection) else []),
         *([_lowering(OPENVINO)] if options.cache_tokens is None else []),
         *([MEASURING] if options.tune else []),
+        CHECKING,
     ]
 
 

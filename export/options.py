@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Keywords(TypedDict, total=False):
     cache_precision: str | None
     tokenizer: str | os.PathLike[str] | None
     stop: Sequence[int]
+    max_eager_error: float | None
+    keep_wrong: bool
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class DeployOptions:
     cache_precision: str | None = None
     tokenizer: str | os.PathLike[str] | None = None
     stop: Sequence[int] = ()
+    max_eager_error: float | None = None
+    keep_wrong: bool = False
 
     def __post_init__(self) -> None:
         if self.cache_tokens is not None and not 1 <= self.cache_tokens <= MOST_PLACES:
@@ -104,6 +109,8 @@ class DeployOptions:
             raise UsageError(
                 "a tokenizer and the ids at which texts stop are for generation; give cache_tokens as well"
             )
+        if self.max_eager_error is not None and not 0 < self.max_eager_error < math.inf:
+            raise UsageError(f"max_eager_error is {self.max_eager_error:g}; give a relative error above 0, such as 0.5")
         self._check_precision()
         self._check_cache_precision()
         self._check_targets()

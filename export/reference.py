@@ -42,16 +42,20 @@ from attnforge.runtime.cases import (
 )
 from attnforge.runtime.cases import cases as seeded_cases
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import FAR_OFF, FEW, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, relative_error_in
+from attnforge.runtime.parity.budget import (
+    FAR_OFF,
+    FEW,
+    HANDFUL,
+    LEAST_DRAWS,
+    LEAST_LOW_DRAWS,
+    MOST_DRAWS,
+    relative_error_in,
+)
 
 log = logging.getLogger("attnforge")
 
 NEAR = 4
 """How far below the floor eager's error has to be for the floor to be the budget, however its error is drawn."""
-
-HANDFUL = 16
-"""Outputs of fewer numbers than this are drawn on ordinary inputs too: they may be near zero by chance, and eager right
-by chance."""
 
 BY_CHANCE = 1000
 """How many times smaller than usual such an output may be by chance, on inputs that are not usual themselves; a model

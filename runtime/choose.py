@@ -4,7 +4,7 @@ budget, and which settings of ONNX Runtime's CPU session are."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -15,7 +15,7 @@ from typing import Any
 import onnxruntime as ort
 
 from attnforge.arrays import Array
-from attnforge.bundle import WEIGHTS, Bundle, Choice, SessionSettings
+from attnforge.bundle import WEIGHTS, Bundle, Case, Choice, SessionSettings
 from attnforge.errors import first_line
 from attnforge.machine import this_machine, versions
 from attnforge.progress import Progress, Steps
@@ -57,7 +57,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     steps, dropped = Steps(progress, len(able)), dict[str, str]()
     for name in able:
         steps.begin(name)
-        if (reason := _why_dropped(bundle, name)) is not None:
+        if (reason := why_dropped(bundle, name)) is not None:
             dropped[name] = reason
     names, openings = [name for name in able if name not in dropped], []
     end = time.perf_counter() + seconds
@@ -83,12 +83,18 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     )
 
 
-def _why_dropped(bundle: Bundle, name: str) -> str | None:
+def why_dropped(bundle: Bundle, name: str, cases: Sequence[Case] | None = None) -> str | None:
     """Why a backend fails, or misses the budget; None where it meets it. It is alone in memory, where the largest case
-    takes the most of all."""
+    takes the most of all.
+
+    Args:
+        bundle: the bundle.
+        name: of the backend.
+        cases: to hold it to; by default the bundle's.
+    """
     try:
         with load(bundle, name, cache=False) as session:  # the bundle has yet to be moved
-            missed = hold(bundle, name, session.run, schedules=session.schedules).missed
+            missed = hold(bundle, name, session.run, cases, schedules=session.schedules).missed
     except Exception as error:  # of any library: a backend that fails is not chosen
         return first_line(error)
     return None if missed is None else f"it missed the parity budget: {missed}"

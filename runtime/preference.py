@@ -13,15 +13,16 @@ def by_preference(bundle: Bundle) -> list[str]:
     """The backends that `auto` tries, in order.
 
     On the machine that deployed the bundle: the backends that were measured there, those on a GPU first, each group
-    from the fastest on; then the others in the registry's order, without those that missed the budget. Elsewhere, and
-    where no backend met the budget: the registry's order. A backend without a target in the bundle is tried only where
-    it was measured.
+    from the fastest on; then the others in the registry's order, without those that missed the budget. Elsewhere: the
+    registry's order; where no backend met the budget, those that missed it are last. A backend without a target in the
+    bundle is tried only where it was measured.
     """
     choice, by_rule = chosen_here(bundle), [name for name in BACKENDS if name not in WITHOUT_TARGET]
-    if choice is None or choice.picked is None:
+    if choice is None:
         return by_rule
     measured = fastest_first(choice.milliseconds)
-    return [*measured, *(name for name in by_rule if name not in measured and name not in choice.dropped)]
+    left = [name for name in by_rule if name not in measured and name not in choice.dropped]
+    return [*measured, *left] if measured else [*left, *(name for name in by_rule if name in choice.dropped)]
 
 
 def chosen_here(bundle: Bundle) -> Choice | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -49,6 +50,8 @@ from attnforge.runtime.preference import by_preference
 if TYPE_CHECKING:
     from cuda.core import Event
 
+
+log = logging.getLogger("attnforge")
 
 NAMES = ("auto", "eager", "onnxruntime", *BACKENDS)
 """What `load` takes as a backend."""
@@ -448,6 +451,11 @@ def _loaded(
     opened = open_bundle(bundle, lazily=True, trusted=trusted)
     if backend == "eager":
         return Session(opened, _eager(opened, module), options)
+    if (wrong := opened.manifest.wrong) is not None:
+        said = f"{opened.path} was kept although it is wrong, or not proved to be right: {wrong.text()}"
+        if backend == "auto":
+            raise UnavailableError(f"{said}; deploy it again, or name a backend to load it all the same")
+        log.warning("%s", said)
     candidates = _candidates(opened, backend)
     return Session(opened, open_first(opened, candidates, options, named=backend != "auto"), options)
 

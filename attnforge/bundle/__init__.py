@@ -36,6 +36,7 @@ from attnforge.bundle.schema import (
     TargetRecord,
     TensorSpec,
     Tuning,
+    Wrong,
     graph_tensors,
 )
 from attnforge.bundle.store import (
@@ -95,6 +96,7 @@ __all__ = [
     "Trusted",
     "Tuning",
     "Unfused",
+    "Wrong",
     "check_place",
     "graph_tensors",
     "open_bundle",

@@ -386,6 +386,30 @@ class Choice(StoredRecord):
     seconds: float
 
 
+class Wrong(StoredRecord):
+    """Why a bundle is not what its model computes, or why that is not proved. Such a bundle is written only where it
+    was asked for by name.
+
+    Attributes:
+        cause: of :class:`attnforge.export.diagnosis.findings.Finding`.
+        stage: the graph or the backend that it is in.
+        evidence: the numbers that show it, in one line.
+        tensor, operator, module, line: where; None where it is not the doing of a single tensor.
+    """
+
+    cause: str
+    stage: str
+    evidence: str
+    tensor: str | None = None
+    operator: str | None = None
+    module: str | None = None
+    line: str | None = None
+
+    def text(self) -> str:
+        where = f" at {self.module}, {self.operator} {self.tensor}" if self.tensor else ""
+        return f"{self.cause}{where}: {self.evidence}"
+
+
 class Cost(StoredRecord):
     """What a piece of work took.
 
@@ -483,7 +507,10 @@ class Manifest(StoredRecord):
         decoding: how the graphs are steps of a decoder; None where they are the whole model.
         metric: name of the task's metric over the cases of real data.
         least: value that the metric must reach.
+        max_eager_error: relative error of eager on ordinary inputs beyond which nothing is proved; None for
+            :data:`attnforge.runtime.parity.budget.UNPROVED`.
         choice: which backend was measured to be fastest, and where; None where there was nothing to choose.
+        wrong: why no backend computes what the model does, in a bundle that was kept all the same; else None.
         seconds: that every stage of deploying it took.
         memory: bytes that the deploying process had in memory at the peak of every stage; an upper bound where the
             kernel does not tell stages apart (:meth:`attnforge.progress.Stages.memory`). Empty in older bundles.
@@ -510,7 +537,9 @@ class Manifest(StoredRecord):
     decoding: Decoding | None = None
     metric: str | None = None
     least: float | None = None
+    max_eager_error: Positive | None = None
     choice: Choice | None = None
+    wrong: Wrong | None = None
     seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
     children: dict[str, Cost] = {}

@@ -97,6 +97,13 @@ def deploy(
         bool,
         typer.Option("--trust-source", help="Let a .pt2 file that holds code run it, as a program of its maker."),
     ] = False,
+    max_eager_error: Annotated[
+        float | None,
+        typer.Option(help="Relative error of eager against float64 beyond which nothing is proved (default: 0.1)."),
+    ] = None,
+    keep_wrong: Annotated[
+        bool, typer.Option("--keep-wrong", help="Write the bundle even if no backend computes what the model does.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Export a model, lower it for every target and write a bundle.
@@ -171,6 +178,8 @@ def deploy(
                 cache_precision=cache_precision,
                 tokenizer=tokenizer,
                 stop=stop,
+                max_eager_error=max_eager_error,
+                keep_wrong=keep_wrong,
                 progress=progress,
             )
         except UnfusedError as error:

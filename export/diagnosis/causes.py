@@ -32,6 +32,7 @@ Cause = Literal[
     "saturation",
     "quantisation",
     "operator",
+    "export",
     "rewrite",
     "reference",
     "rounding",

@@ -158,7 +158,8 @@ def _diagnosed(
         trace=traced,
         failing=[name for name, of_backend in report.backends.items() if not of_backend.passed],
         on_backends=on_backends,
-        eager_error=_eager_error(opened, chosen) if place is None else None,
+        eager_error=_error_against(opened, chosen) if place is None else None,
+        export_error=_error_against(opened, chosen, traced) if place is None else None,
         folder=Path(out) if out is not None else opened.path.with_name(f"{opened.path.name}.diagnosis"),
         quantised=canonical if is_quantised else None,
     )
@@ -244,17 +245,21 @@ def _at_a_step(failing: Sequence[Comparison], by_name: Mapping[str, Case]) -> Ch
     return Choice(case, f"the whole sequence is right, and {worst.where} fails{said}: {worst.reason}", place)
 
 
-def _eager_error(bundle: Bundle, case: Case) -> float | None:
-    """The largest relative error of an output of the eager that the bundle was held against; None where it is not
-    finite."""
+def _error_against(bundle: Bundle, case: Case, traced: Trace | None = None) -> float | None:
+    """The largest relative error of an output of the eager that the bundle was held against, or of a traced graph in
+    float64; None where it is not finite."""
     stored = bundle.tensors(REFERENCE_OUTPUTS)
     errors = []
     for spec in bundle.manifest.outputs:
-        eager, truth = (stored[reference.key(case, spec.name, which)] for which in ("eager", "float64"))
+        got, truth = (stored[reference.key(case, spec.name, which)] for which in ("eager", "float64"))
+        if traced is not None:
+            if spec.name not in traced.exact:  # of whole numbers
+                continue
+            got = reference.sampled(traced.exact[spec.name], case)
         defined = np.isfinite(truth)
-        if not np.isfinite(eager[defined]).all():
+        if not np.isfinite(got[defined]).all():
             return None
-        errors.append(relative_error(eager[defined].astype(np.float64), truth[defined]))
+        errors.append(relative_error(got[defined].astype(np.float64), truth[defined]))
     return max(errors, default=None)
 
 

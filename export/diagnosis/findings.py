@@ -34,7 +34,8 @@ class Finding(Record):
     """Where a deployment first goes wrong, and why.
 
     Attributes:
-        cause: `rewrite`: a graph is another function than the one that it was made from; else what the precision does:
+        cause: `export`: the graph is another function than the module; `rewrite`: a graph is another function than the
+            one that it was made from; else what the precision does:
             `overflow`, `underflow`, `norm` (of the squares in a norm), `cancellation`, `softmax` (of scores so large
             that their rounding decides), `conditioning` (of a function that is steep there),
             `accumulation`, `clipping` (of numbers beyond a quantised range), `outlier channel` (that takes a range),
@@ -77,6 +78,7 @@ class Examination:
         failing: names of the backends that fail verification.
         on_backends: by backend the relative errors of its own tensors.
         eager_error: the error of the eager that the bundle was held against; None where eager is not finite.
+        export_error: the same of the canonical graph in float64, which is an error of the export.
         folder: for files that reproduce a finding.
         quantised: the canonical graph with weights as they are stored; None where nothing is quantised.
     """
@@ -88,6 +90,7 @@ class Examination:
     failing: Sequence[str]
     on_backends: Mapping[str, Mapping[str, float]]
     eager_error: float | None
+    export_error: float | None
     folder: Path
     quantised: ir.Model | None = None
 
@@ -102,6 +105,12 @@ class Examination:
 def first_finding(examination: Examination) -> Finding:
     """The finding of the first finder that has one."""
     return next(finding for find in FINDERS if (finding := find(examination)) is not None)
+
+
+def _recorded(examination: Examination) -> Finding | None:
+    """What the deploy found to be wrong with the export, which had the module."""
+    wrong = examination.bundle.manifest.wrong
+    return Finding.model_validate(wrong.model_dump()) if wrong is not None and wrong.cause == "export" else None
 
 
 def _wrong_rewrite(examination: Examination) -> Finding | None:
@@ -153,6 +162,22 @@ def _wrong_backend(examination: Examination) -> Finding | None:
 def _precision(examination: Examination) -> Finding | None:
     """What the precision does to the model, where that is more than rounding."""
     return _of_blame(examination.blame) if examination.blame.cause not in COSTS else None
+
+
+def _wrong_export(examination: Examination) -> Finding | None:
+    """A graph that in float64 is not the function of its module."""
+    manifest, error, eager = examination.bundle.manifest, examination.export_error, examination.eager_error
+    if error is None or eager is None or manifest.quantised is not None:
+        return None
+    if error <= max(2 * eager, precision_named(manifest.precision).floor):
+        return None
+    return Finding(
+        cause="export",
+        stage="canonical",
+        evidence=f"in float64, the exported graph is {scientific(error)} off {manifest.reference}, where eager at "
+        f"{manifest.precision} is {scientific(eager)} off: the exporter wrote another function; deploy the model again "
+        "to be told where",
+    )
 
 
 def _wrong_reference(examination: Examination) -> Finding | None:
@@ -211,5 +236,7 @@ def finite(number: float | None) -> float | None:
 
 Finder = Callable[[Examination], Finding | None]
 
-FINDERS: tuple[Finder, ...] = (_wrong_rewrite, _wrong_backend, _precision, _wrong_reference, _rounding)
+FINDERS: tuple[Finder, ...] = (
+    _recorded, _wrong_rewrite, _wrong_backend, _precision, _wrong_export, _wrong_reference, _rounding,
+)  # fmt: skip
 """Asked in this order."""

@@ -82,7 +82,7 @@ def _parting(before: Stage, after: Stage, feeds: Mapping[str, Array], certificat
     common = [name for name in computed(after.model) if name in known]
     differences, same = _differences(before.model, after.model, common, feeds)
     tensor = next((name for name in common if differences[name] > same), outputs[0])
-    region, inputs = _region(after.model, tensor, {name for name in common if differences[name] <= same})
+    region, inputs = region_of(after.model, tensor, {name for name in common if differences[name] <= same})
     node = region[-1]
     rule = _altered(before.model, after.model, region) or _rule(before, after, region, certificate)
     sites = [detail.site for detail in certificate.details]
@@ -115,7 +115,7 @@ def _difference(got: Array, wanted: Array) -> float:
     return error_of(got, wanted) if np.array_equal(got[lost], wanted[lost], equal_nan=True) else np.inf
 
 
-def _region(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.Node], tuple[str, ...]]:
+def region_of(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.Node], tuple[str, ...]]:
     """The nodes between the tensors `agreed` and `tensor`, in order, and names of the tensors at which they begin."""
     values = values_of(model)
     region: set[ir.Node] = set()

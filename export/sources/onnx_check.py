@@ -9,7 +9,7 @@ from math import prod
 import onnx_ir as ir
 
 from attnforge.bundle.fields import MOST_DIMS
-from attnforge.errors import UsageError
+from attnforge.errors import CaptureError, UsageError
 
 MOST_NODES = 200_000
 """Operators of a graph whose functions are written out."""
@@ -108,6 +108,23 @@ def check_constants(model: ir.Model) -> None:
         constants |= set(node.outputs)
         if (count := max(map(_size, node.outputs), default=0)) > LARGEST_CONSTANT:
             raise UsageError(_too_large(node, count))
+
+
+RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
+
+
+def check_certain(node: ir.Node) -> None:
+    """Check that an operator draws no random numbers.
+
+    Raises:
+        CaptureError: it does.
+    """
+    training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    off = ir.convenience.get_const_tensor(training) if training is not None else None
+    if node.op_type in RANDOM or (training is not None and (off is None or bool(off.numpy()))):
+        raise CaptureError(
+            f"the graph has {node.op_type} ({node.name}), which draws random numbers; export the model in eval mode"
+        )
 
 
 def _too_large(node: ir.Node, count: int, most: int = LARGEST_CONSTANT) -> str:

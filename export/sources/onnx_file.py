@@ -25,7 +25,7 @@ from attnforge.bundle import Case, DimSpec, TensorSpec
 from attnforge.errors import AttnforgeError, CaptureError, UsageError, first_line, shortened
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
-from attnforge.export.sources.onnx_check import check, check_constants, tensors
+from attnforge.export.sources.onnx_check import check, check_certain, check_constants, tensors
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
@@ -167,7 +167,6 @@ _QUANTIZED = (
     *("MatMulInteger", "MatMulNBits", "MatMulBnb4", "ConvInteger"),
 )
 """How the names of operators on quantized numbers begin."""
-_RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
 
 
 def _refuse(model: ir.Model) -> None:
@@ -182,12 +181,7 @@ def _refuse(model: ir.Model) -> None:
                 f"the graph has {node.op_type} ({node.name}), so no float64 to be held against; give the graph as it "
                 "was before it was quantized"
             )
-        training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
-        off = ir.convenience.get_const_tensor(training) if training is not None else None
-        if node.op_type in _RANDOM or (training is not None and (off is None or bool(off.numpy()))):
-            raise UsageError(
-                f"the graph has {node.op_type} ({node.name}), which draws random numbers; export the model in eval mode"
-            )
+        check_certain(node)
         if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
             raise UsageError(
                 f"the graph has {node.op_type} ({node.name}), whose branches or bodies are graphs of their own; "

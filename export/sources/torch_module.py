@@ -13,11 +13,13 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
-from attnforge.export.sources.repair import repair, share_weights
+from attnforge.export.sources.onnx_check import check_certain
+from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
 from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
 from attnforge.export.sources.widened import Float64
@@ -27,7 +29,7 @@ from attnforge.runtime.backends.eager import (
     as_written,
     at_precision,
     cannot_run,
-    output_names,
+    named_outputs,
     run,
     torch_dtype,
 )
@@ -46,6 +48,7 @@ class Captured:
         inputs: name, dtype and dims of each input.
         outputs: of each output.
         precision: of weights, inputs and outputs.
+        program: what torch.export made of the module, whose names the graph's values have.
     """
 
     model: ir.Model
@@ -54,6 +57,7 @@ class Captured:
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
     precision: Precision
+    program: ExportedProgram | None = None
 
     reference = "the torch module in eager mode"
 
@@ -100,18 +104,28 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written():
         try:
-            result_names = output_names(copied(*cast))
+            answers = [named_outputs(copied(*(arg.clone() for arg in cast))) for _ in range(2)]
         except (RuntimeError, IndexError) as error:
             raise cannot_run(copied, torch_dtype(precision), error) from error
+        if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
+            raise CaptureError(
+                f"{type(module).__name__} gives another {differing[0]} when called again with the same inputs: it "
+                "draws random numbers or keeps something from call to call; leave dropout off outside of training"
+            )
         try:
             program = torch.onnx.export(
                 copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes or None, verbose=False,
-                input_names=names, output_names=result_names,
+                input_names=names, output_names=list(answers[0]), optimize=False,
             )  # fmt: skip
+            assert program is not None
+            optimise(program.model)
         except Exception as error:
             raise CaptureError(f"torch cannot export {type(module).__name__}: {_why(error)}") from error
-    assert program is not None
     model = program.model
+    for value, name in zip(model.graph.outputs, answers[0], strict=True):
+        value.name = name  # what is given out twice was one value, which the last name was left on
+    for node in model.graph:
+        check_certain(node)
     _rename_symbols(program, dims)
     repair(model)
     share_weights(model)
@@ -123,7 +137,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     ]
     outputs = [spec_of(value, output_dims(value, inputs)) for value in model.graph.outputs]
     _forget_graphs()
-    return Captured(model, copied, cast, inputs, outputs, precision)
+    return Captured(model, copied, cast, inputs, outputs, precision, program.exported_program)
 
 
 def _forget_graphs() -> None:
@@ -236,6 +250,11 @@ def _input_spec(value: ir.Value, dims: Dims, name: str, example: Tensor) -> Tens
     spec = spec_of(value, dims)
     note_example(spec, to_numpy(name, example))
     return spec
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two answers are equal to the bit; NaN is equal to NaN."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -65,6 +65,13 @@ COARSE = 10
 FAR_OFF = 10
 """How many floors eager may be off before its precision is said to drift."""
 
+UNPROVED = 0.1
+"""Relative error of eager on ordinary inputs beyond which nothing is proved, unless another limit was asked for: a
+backend might err by twice as much. `docs/concepts/parity.md` has what eager errs by on real models."""
+
+HANDFUL = 16
+"""Outputs of fewer numbers than this may be near zero by chance, and eager right by chance."""
+
 
 @dataclass(frozen=True)
 class Allowed:

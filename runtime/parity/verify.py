@@ -35,7 +35,16 @@ from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_not_unasked
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import FAR_OFF, Allowed, budget_precision, incomparable, judge
+from attnforge.runtime.parity.budget import (
+    FAR_OFF,
+    HANDFUL,
+    UNPROVED,
+    Allowed,
+    budget_precision,
+    incomparable,
+    judge,
+    relative_error,
+)
 from attnforge.runtime.parity.comparison import QUANTILES, Comparison, Element
 from attnforge.runtime.parity.metrics import MeasuredMetric, Metric, MetricReport, chosen_metric
 from attnforge.runtime.preference import chosen_here
@@ -367,7 +376,8 @@ def hold(
         comparisons += _by_schedules(bundle, backend, schedules, [*cases, *manifest.decoding.cases], references)
     measured = scores.report() if scores is not None and comparisons else None
     count = len({(c.case, c.schedule) for c in comparisons})
-    return _report(comparisons, {case.name for case in proving}, count, measured)
+    doubt = unproved(manifest, [case for case in cases if case.is_ordinary], references)
+    return _report(comparisons, {case.name for case in proving}, count, measured, doubt)
 
 
 def _by_schedules(
@@ -415,15 +425,58 @@ def _of_caches(judged: _CaseOnBackend, results: Mapping[str, Array]) -> list[Com
     return [closest]
 
 
+def unproved(manifest: Manifest, cases: Sequence[Case], references: References) -> str | None:
+    """Why the budget of some output proves nothing: on ordinary inputs eager itself is far off float64, and a backend
+    may err twice as much. What chosen precisions and quantising may cost was asked for by name, and bounds the budget.
+
+    Args:
+        manifest: of the bundle; whoever deployed it may have asked for another limit than
+            :data:`~attnforge.runtime.parity.budget.UNPROVED`.
+        cases: ordinary ones.
+        references: what eager and float64 answered.
+    """
+    if manifest.mixed is not None or manifest.quantised is not None:
+        return None
+    limit = manifest.max_eager_error or UNPROVED
+    for spec in manifest.outputs:
+        pairs = {
+            case.name: [references.outputs[reference.key(case, spec.name, which)] for which in ("eager", "float64")]
+            for case in cases
+        }
+        few = [pair for pair in pairs.values() if 0 < pair[1].size < HANDFUL]
+        errors = {name: _eager_error(*pair) for name, pair in pairs.items() if pair[1].size >= HANDFUL}
+        if few:  # one of them may be near zero by chance
+            errors["all ordinary cases"] = _eager_error(*map(np.concatenate, zip(*few, strict=True)))
+        worst = max(errors, key=lambda name: errors[name], default=None)
+        if worst is not None and errors[worst] > limit:
+            return (
+                f"nothing is proved: in {worst}, eager at {manifest.precision} is itself {scientific(errors[worst])} "
+                f"off float64 in {spec.name}, where {limit:g} is allowed (max_eager_error, --max-eager-error)"
+            )
+    return None
+
+
+def _eager_error(eager: Array, truth: Array) -> float:
+    """The relative error of eager's finite numbers; of whole numbers the share that differs."""
+    if not is_floating(eager):
+        return float((eager != truth).mean())
+    finite = np.isfinite(eager) & np.isfinite(truth)
+    return relative_error(eager[finite].astype(np.float64), truth[finite])
+
+
 def _report(
-    comparisons: Sequence[Comparison], proving: Set[str], cases: int, metric: MetricReport | None
+    comparisons: Sequence[Comparison],
+    proving: Set[str],
+    cases: int,
+    metric: MetricReport | None,
+    doubt: str | None,
 ) -> BackendReport:
     if not comparisons:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
         )
     worst = max(comparisons, key=lambda c: (not c.passed, c.error / c.budget))
-    reason = _no_proof(comparisons, proving) or (metric.reason if metric is not None else None)
+    reason = doubt or _no_proof(comparisons, proving) or (metric.reason if metric is not None else None)
     outputs = {c.output: None for c in comparisons}
     return BackendReport(
         passed=reason is None and all(c.passed for c in comparisons),

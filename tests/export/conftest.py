@@ -25,6 +25,9 @@ def broken(shared: Path) -> DeployBroken:
     def deploy(name: str, precision: str) -> Bundle:
         module, args, shapes = made(healthy if name == "healthy" else BROKEN[name].make)
         folder, targets = shared / f"{name}-{precision}", ("onnxruntime", "tensorrt_rtx")
-        return once(folder, lambda: attnforge.deploy(module, args, folder, shapes, precision, targets, tune=False))
+        return once(
+            folder,
+            lambda: attnforge.deploy(module, args, folder, shapes, precision, targets, tune=False, keep_wrong=True),
+        )
 
     return deploy

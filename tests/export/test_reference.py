@@ -18,11 +18,11 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Case, TensorSpec
 from attnforge.errors import CaptureError
-from attnforge.export.reference import HANDFUL, _FewNumbers, write_reference
+from attnforge.export.reference import _FewNumbers, write_reference
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.cases import make_inputs
-from attnforge.runtime.parity.budget import LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS
+from attnforge.runtime.parity.budget import HANDFUL, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS
 
 
 class Standard(nn.Module):

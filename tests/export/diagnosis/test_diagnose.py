@@ -34,7 +34,7 @@ TARGETS = ("onnxruntime", "tensorrt_rtx")
 
 def deployed(make: Callable[[], nn.Module], precision: str, folder: Path) -> Bundle:
     module, args, shapes = made(make)
-    return attnforge.deploy(module, args, folder, shapes, precision, TARGETS, tune=False)
+    return attnforge.deploy(module, args, folder, shapes, precision, TARGETS, tune=False, keep_wrong=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""The check at the end of every deploy: does some backend compute what the model does?
+
+Backends are held to ordinary inputs here, the hard ones are for :func:`attnforge.verify`. Where measuring has found a
+backend that meets the whole budget, nothing is left to check.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attnforge.bundle import Bundle, Choice, Manifest, Wrong
+from attnforge.errors import AttnforgeError, first_line
+from attnforge.export.diagnosis.causes import COSTS
+from attnforge.export.diagnosis.diagnose import diagnose
+from attnforge.machine import this_machine, versions
+from attnforge.progress import Progress, Steps
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, libraries_of, why_unavailable
+from attnforge.runtime.choose import why_dropped
+from attnforge.runtime.parity.verify import References, unproved
+from attnforge.scratch import temporary_folder
+
+CHECKING = "check backends"
+"""The name of the stage."""
+
+
+def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
+    """Why no backend that this machine can run computes what the model does, or why that is not proved; None where one
+    does, and where none can run here.
+
+    Args:
+        folder: of the bundle, its manifest written.
+        manifest: gets the backends that are wrong, where others are right.
+        progress: hears of every backend.
+    """
+    bundle = Bundle(folder, lazily=True, trusted=False)
+    ordinary = [case for case in manifest.cases if case.is_ordinary]
+    if (doubt := unproved(manifest, ordinary, References.of(bundle))) is not None:
+        return _why(bundle, doubt)
+    if manifest.choice is not None and manifest.choice.milliseconds:
+        return None
+    able = [name for name in BACKENDS if name not in WITHOUT_TARGET and why_unavailable(bundle, name) is None]
+    steps, dropped = Steps(progress, len(able)), dict[str, str]()
+    for name in able:
+        steps.begin(name)
+        if (reason := why_dropped(bundle, name, ordinary)) is not None:
+            dropped[name] = reason
+    if able and len(dropped) == len(able):
+        return _why(bundle, "; ".join(f"{name}: {reason}" for name, reason in dropped.items()))
+    if dropped and manifest.choice is None:
+        manifest.choice = Choice(
+            machine=this_machine(), versions=versions(libraries_of(able)), sizes=ordinary[0].sizes, picked=None,
+            milliseconds={}, dropped=dropped, seconds=0.0,
+        )  # fmt: skip
+    return None
+
+
+def _why(bundle: Bundle, said: str) -> Wrong:
+    """What a diagnosis finds, or else what is known already."""
+    try:
+        with temporary_folder() as reproduction:
+            finding = diagnose(bundle, out=reproduction).finding
+    except (AttnforgeError, MemoryError) as error:
+        return Wrong(cause="unknown", stage="backends", evidence=f"{said} (no diagnosis: {first_line(error)})")
+    known = finding.model_dump(include=set(Wrong.model_fields))
+    if finding.cause in COSTS:  # the tensors say no more
+        known = {**known, "stage": "backends"}
+    return Wrong.model_validate({**known, "evidence": f"{said}; {finding.evidence}"})

@@ -1,0 +1,197 @@
+"""Whether an exported graph is the function of its module, and if not, at which tensor it departs from it.
+
+torch's exporter is a suspect like any other: it has dropped small numbers, frozen sizes and left dropout on. So module
+and graph are both run in float64, where no rounding hides a fault, and held to the parity budget. The exporter gives
+the values of its graph the names that the program of `torch.export` has for them, by which the two are compared tensor
+by tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from attnforge.arrays import Array, is_floating, to_numpy
+from attnforge.bundle import Case, Wrong
+from attnforge.errors import CaptureError
+from attnforge.export.diagnosis.rewrites import SAME, region_of
+from attnforge.export.diagnosis.stages import line_of, module_of
+from attnforge.export.diagnosis.trace import error_of
+from attnforge.export.flops import Uncountable, shape_at
+from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64
+from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.parts import values_of
+from attnforge.export.room import most_alive
+from attnforge.export.sources.torch_module import Captured
+from attnforge.export.sources.widened import Float64
+from attnforge.memory import available
+from attnforge.numbers import scientific
+from attnforge.runtime.cases import cases, make_inputs
+from attnforge.runtime.parity.budget import judge
+from attnforge.runtime.parity.comparison import Comparison
+
+SHOWN = 4
+"""How many operators of the module are named that a wrong tensor comes from."""
+
+
+def departure(source: Captured) -> Wrong | None:
+    """Where the exported graph departs from the module, on the example and on the smallest sizes; None where it is the
+    same function.
+
+    Args:
+        source: is not touched.
+    """
+    graph, every = _graph(source.model), cases(source.inputs)
+    smallest = min((case for case in every if case.kind == "normal"), key=lambda case: sum(case.sizes.values()))
+    for case in (every[0], smallest):
+        if not _has_room(source.model, case):
+            continue
+        inputs = make_inputs(case, source.inputs, source.example)
+        try:
+            eager, exact = source.eager(inputs), source.exact(inputs)
+        except CaptureError:  # of whole numbers that the smallest sizes do not bear
+            continue
+        if (missed := _missed(source, case, graph(inputs), eager, exact)) is not None:
+            return _located(source, inputs, missed)
+    return None
+
+
+def _has_room(model: ir.Model, case: Case) -> bool:
+    """Whether half of the memory that is left holds a run in float64, where attention holds its scores three times."""
+    scores = [0]
+    for node in model.graph:
+        with suppress(Uncountable):
+            if node.op_type == "Attention":
+                scores.append(
+                    prod(shape_at(node.inputs[0], case.sizes)[:-1]) * shape_at(node.inputs[1], case.sizes)[-2]
+                )
+    weights = sum(v.const_value.size for v in model.graph.initializers.values() if v.const_value is not None)
+    left = available()
+    return left is None or 8 * (weights + most_alive(model, case.sizes) + 3 * max(scores)) <= left / 2
+
+
+def _graph(model: ir.Model) -> Callable[[Mapping[str, Array]], Tensors]:
+    """The graph in float64, or where it has an operator that is not computed in double, at its own precision."""
+    try:
+        return in_float64(model, least_stays_least=True)
+    except NoDoublePath:
+        return at_own_precision(model)
+
+
+def _missed(
+    source: Captured, case: Case, got: Tensors, eager: Mapping[str, Array], exact: Mapping[str, Array]
+) -> Comparison | None:
+    """The first output of the graph that misses the budget where eager does not overflow.
+
+    It may err by twice eager's error, for what the exporter computed ahead of time it computed at the bundle's
+    precision. No sum of the graph is rounded, so the floor is a rounding's.
+    """
+    precision = replace(source.precision, floor=2 * source.precision.unit)
+    judged = (judge(case, name, got[name], eager[name], truth, precision) for name, truth in exact.items())
+    return next((comparison for comparison in judged if not comparison.passed and not comparison.overflowed), None)
+
+
+def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) -> Wrong | None:
+    """Where a graph whose output misses the budget first gives another tensor than the module; None where that is a
+    constant which the bundle's precision rounds, for eager may add a number to 16-bit ones in fp32."""
+    said = f"in float64, {missed.output} of the exported graph is not the module's on {missed.case}: {missed.reason}"
+    program = source.program
+    if program is None:
+        return Wrong(cause="export", stage="plain", evidence=said, tensor=missed.output)
+    outputs = zip(source.model.graph.outputs, program.graph_signature.user_outputs, strict=True)
+    renamed = {name: str(value.name) for value, name in outputs}
+    nodes = {renamed.get(n.name, n.name): n for n in program.graph.nodes if n.op == "call_function"}
+    tensors = _tensors(program, inputs)
+    module = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
+    kept = [name for name, value in values_of(source.model).items() if value.uses() or value.is_graph_output()]
+    names = [name for name in kept if name in module and is_floating(module[name])]
+    graph = _graph_tensors(source.model, names, inputs)
+    off = {
+        name: error_of(graph[name], module[name]) if graph[name].shape == module[name].shape else 1.0 for name in names
+    }
+    tensor = next((name for limit in (source.precision.floor / 4, SAME) for name in names if off[name] > limit), None)
+    if tensor is None:
+        return Wrong(cause="export", stage="torch.export", evidence=f"{said}; so is that of torch.export's program")
+    value = values_of(source.model)[tensor]
+    if value.producer() is None and np.array_equal(module[tensor].astype(source.precision.dtype), graph[tensor]):
+        return None
+    agreed = {name for name in names[: names.index(tensor)] if off[name] <= SAME}
+    node, (region, _) = value.producer(), region_of(source.model, tensor, agreed)
+    way = _way(nodes[tensor], agreed, tensors)
+    lost = [node for node in way if renamed.get(node.name, node.name) not in kept]
+    return Wrong(
+        cause="export",
+        stage="plain",
+        evidence=f"in float64, {tensor} of the exported graph is {scientific(off[tensor])} off the module's, though "
+        f"its operands agree: the module computes {_text(way)}, the graph "
+        + (", ".join(n.op_type for n in region) or "has a constant")
+        + (f", without {_text(lost)}" if lost else ""),
+        tensor=tensor,
+        operator=next(str(n.target) for n in reversed(lost or way) if n.target is not operator.getitem),
+        module=None if node is None else module_of(node),
+        line=None if node is None else line_of(node),
+    )
+
+
+class _Tensors(nn.Module):
+    """A program whose outputs are all tensors that it computes, by name."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__()
+        self.inner = program.module(check_guards=False)
+
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
+        assert isinstance(self.inner, fx.GraphModule)
+        interpreter = _Interpreter(self.inner)
+        interpreter.run(*inputs)
+        return interpreter.tensors
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.tensors: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and isinstance(result, Tensor):
+            self.tensors[n.name] = result
+        return result
+
+
+def _tensors(program: ExportedProgram, inputs: Mapping[str, Array]) -> Tensors:
+    """What the program computes in float64, by the name of its node."""
+    return {name: to_numpy(name, value) for name, value in Float64(_Tensors(program))(inputs).items()}
+
+
+def _graph_tensors(model: ir.Model, names: list[str], inputs: Mapping[str, Array]) -> Tensors:
+    try:
+        return in_float64(model, names, least_stays_least=True)(inputs)
+    except NoDoublePath:
+        return at_own_precision(model, names)(inputs)
+
+
+def _way(node: fx.Node, agreed: Collection[str], tensors: Collection[str]) -> list[fx.Node]:
+    """The operators of tensors from those that agree to a node, in order."""
+    way: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        if current.name in tensors and current not in way and (current is node or current.name not in agreed):
+            way[current] = None
+            todo += current.all_input_nodes
+    return list(way)[::-1]
+
+
+def _text(nodes: list[fx.Node]) -> str:
+    """The last of some operators with their operands: `add = aten.add.Tensor(mean, 1e-08)`."""
+    return ", ".join(f"{n.name} = {n.target}({', '.join(map(str, n.args))})" for n in nodes[-SHOWN:])

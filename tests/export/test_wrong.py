@@ -1,0 +1,279 @@
+"""What no backend computes right, what nothing proves and what is random is not deployed: the exporter's faults, small
+numbers that it drops, dropout that is left on, and an eager that is far off itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+import attnforge
+from attnforge.bundle import Bundle
+from attnforge.cli import main
+from attnforge.errors import CaptureError, UnavailableError, UsageError, WrongError
+from attnforge.export import checking
+from attnforge.export.diagnosis.departure import departure
+from attnforge.export.sources import repair, source, torch_module
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import precision_named
+from attnforge.runtime.backends.registry import why_unavailable
+from attnforge.runtime.parity.verify import verify
+from attnforge.runtime.preference import by_preference
+from tests.support.export_faults import FAULTS, tried
+
+FP32 = precision_named("fp32")
+X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Function(nn.Module):
+    """A function of one tensor."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def deployed(function: Callable[[Tensor], Tensor], out: Path, precision: str = "fp32", **options: Any) -> Bundle:
+    module = Function(function).eval()
+    return attnforge.deploy(module, (X,), out, None, precision, ["onnxruntime"], tune=False, **options)
+
+
+# --- numbers that are nearly 0 or 1 -----------------------------------------------------------------------------------
+
+SMALL = (1e-6, 1e-8, 1e-12, 1e-20, 1e-40)
+
+WITH_A_SMALL_NUMBER: dict[str, Callable[[float], Callable[[Tensor], Tensor]]] = {
+    "Add": lambda c: lambda x: torch.rsqrt((x * 0).pow(2).mean(-1, keepdim=True) + c),
+    "Sub": lambda c: lambda x: torch.rsqrt((x * 0) - -c),
+    "Mul": lambda c: lambda x: (x * c) / c,
+    "Div": lambda c: lambda x: (x / c) * c,
+    "Max": lambda c: lambda x: torch.maximum(x * 0, torch.tensor(c)) / c,
+    "Clamp": lambda c: lambda x: F.normalize(x * 0 + c, eps=c),
+    "Where": lambda c: lambda x: torch.where(x > 0, c, 2 * c) / c,
+}
+
+
+@pytest.mark.parametrize("operator", WITH_A_SMALL_NUMBER)
+@pytest.mark.parametrize("number", SMALL)
+def test_a_small_number_is_exported(operator: str, number: float) -> None:
+    """onnxscript takes numbers within 1e-8 of 0 for 0: the exporter drops the epsilon of a norm."""
+    captured = capture(Function(WITH_A_SMALL_NUMBER[operator](number)).eval(), (X,), None, FP32)
+    assert departure(captured) is None
+    assert np.isfinite(captured.exact(captured.example)["output"]).all()
+
+
+@pytest.mark.parametrize("factor", [1 + 2e-7, 1 + 1e-6, 1 - 1e-6])
+def test_a_factor_that_is_nearly_one_is_exported(factor: float) -> None:
+    """And numbers within 1e-5 of 1 for 1."""
+    for function in (lambda x: x * factor, lambda x: x / factor, lambda x: torch.add(x, x, alpha=factor)):
+        captured = capture(Function(function).eval(), (X,), None, FP32)
+        assert any(node.op_type in ("Mul", "Div") for node in captured.model.graph)
+        assert departure(captured) is None
+
+
+def test_what_changes_nothing_is_still_left_out() -> None:
+    captured = capture(Function(lambda x: ((x + 0) * 1 - 0) / 1 + x).eval(), (X,), None, FP32)
+    assert [node.op_type for node in captured.model.graph] == ["Add"]
+
+
+def test_a_norm_of_zeros_is_finite_where_it_runs(tmp_path: Path) -> None:
+    def norm(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-8)
+
+    with attnforge.load(deployed(norm, tmp_path / "b")) as session:
+        assert np.array_equal(session(np.zeros((2, 6, 16), np.float32)), np.zeros((2, 6, 16)))
+
+
+# --- randomness -------------------------------------------------------------------------------------------------------
+
+
+class SetsItselfToTraining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.train()
+        dropped: Tensor = self.dropout(x)
+        return dropped
+
+
+def _seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Function(lambda x: F.dropout(x, 0.5)),
+        Function(lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.3)),
+        Function(lambda x: x + torch.rand_like(x) * 1e-7),
+        Function(lambda x: x + torch.randn(16)),
+        Function(lambda x: torch.bernoulli(x.sigmoid())),
+        Function(_seeded),
+        SetsItselfToTraining(),
+    ],
+)
+def test_a_random_module_is_refused(module: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="random numbers"):
+        attnforge.deploy(module.eval(), (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
+    assert not (tmp_path / "b").exists()
+
+
+class Counts(nn.Module):
+    """Answers by how often it was called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_module_that_remembers_is_refused() -> None:
+    with pytest.raises(CaptureError, match="keeps something from call to call"):
+        capture(Counts().eval(), (X,), None, FP32)
+
+
+def test_a_module_that_writes_to_its_input_is_the_same_each_time() -> None:
+    captured = capture(Function(lambda x: x.mul_(2) + 1).eval(), (X.clone(),), None, FP32)
+    assert np.array_equal(captured.example["x"], X.numpy())
+
+
+# --- nothing proved ---------------------------------------------------------------------------------------------------
+
+
+def test_an_eager_that_is_far_off_proves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(WrongError, match=r"conditioning at Function, Sin output: nothing is proved: .* Sin is steep"):
+        deployed(lambda x: torch.sin(1e9 * x), tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_user_may_ask_for_another_limit(tmp_path: Path) -> None:
+    bundle = deployed(lambda x: torch.sin(1e9 * x), tmp_path / "b", max_eager_error=2.0)
+    assert verify(bundle).passed and bundle.manifest.max_eager_error == 2.0
+    with pytest.raises(UsageError, match="max_eager_error is 0; give a relative error above 0"):
+        deployed(lambda x: x, tmp_path / "c", max_eager_error=0.0)
+
+
+def test_what_proves_nothing_does_not_verify(tmp_path: Path) -> None:
+    bundle = deployed(lambda x: torch.sin(1e9 * x), tmp_path / "b", keep_wrong=True)
+    report = verify(bundle)
+    assert not report.passed
+    assert str(report.backends["onnxruntime-cpu"].missed).startswith("nothing is proved")
+
+
+def test_few_numbers_that_are_nearly_zero_by_chance_are_proved_together(tmp_path: Path) -> None:
+    """A mean of 96 numbers is near zero now and then, and eager's relative error is then large."""
+    assert verify(deployed(lambda x: x.mean(), tmp_path / "b", "bf16")).passed
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_deploy_is_kept_only_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    right = repair.optimise
+
+    def wrong(model: ir.Model) -> None:
+        right(model)
+        node = next(node for node in model.graph if node.op_type == "Tanh")
+        node.op_type = "Sigmoid"
+
+    monkeypatch.setattr(torch_module, "optimise", wrong)
+    monkeypatch.setattr(source, "capture", capture)
+    with pytest.raises(WrongError, match=r"aten\.tanh\.default output: .* the graph Sigmoid"):
+        deployed(torch.tanh, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    bundle = deployed(torch.tanh, tmp_path / "b", keep_wrong=True)
+    with pytest.raises(UnavailableError, match="was kept although it is wrong"):
+        attnforge.load(bundle)
+    with attnforge.load(bundle, "onnxruntime-cpu"):
+        assert "was kept although it is wrong" in caplog.text
+    finding = attnforge.diagnose(bundle).finding
+    assert (finding.cause, finding.tensor, finding.operator) == ("export", "output", "aten.tanh.default")
+
+
+def test_the_command_line_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "steep.py").write_text(
+        "import torch\n"
+        "class Steep(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.sin(1e9 * x)\n"
+        "def model():\n"
+        "    return Steep(), (torch.randn(2, 8),), None\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def code(*arguments: str) -> int:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["attnforge", *arguments])
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        return 0
+
+    command = ["deploy", "steep:model", "--target", "onnxruntime", "--no-tune", "--out", "b", "--json"]
+    assert code(*command) == 1 and not Path("b").exists()
+    error = json.loads(capfd.readouterr().out)["error"]
+    assert error["kind"] == "WrongError" and "--keep-wrong" in error["message"]
+    assert code(*command, "--keep-wrong") == 0
+    assert code("verify", "b") == 1
+
+
+def test_the_choice_of_a_backend_passes_over_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two targets one is wrong: the bundle is written, and `auto` goes by the other."""
+    real, asked = why_unavailable, ["onnxruntime-cpu", "onnxruntime-cuda"]
+    monkeypatch.setattr(checking, "why_unavailable", lambda b, name: None if name in asked else real(b, name))
+    monkeypatch.setattr(
+        checking, "why_dropped", lambda bundle, name, cases: "it is wrong" if name == "onnxruntime-cuda" else None
+    )
+    bundle = deployed(torch.tanh, tmp_path / "b")
+    assert bundle.manifest.choice is not None and bundle.manifest.choice.dropped == {"onnxruntime-cuda": "it is wrong"}
+    preferred = by_preference(bundle)
+    assert preferred.index("onnxruntime-cpu") < preferred.index("onnxruntime-cuda")
+
+
+@pytest.mark.parametrize("seed", range(len(FAULTS)))
+def test_a_fault_of_export_is_refused_and_named(seed: int, tmp_path: Path) -> None:
+    """A draw of `python -m tests.support.export_faults`, which tries 200."""
+    verdict = tried(seed, tmp_path)
+    assert verdict.fault.kind == FAULTS[seed].__name__
+    assert verdict.is_good, verdict
+
+
+def test_sizes_that_are_frozen_show_at_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size of the example in place of the input's own is right on the example alone."""
+    right = repair.optimise
+
+    def frozen(model: ir.Model) -> None:
+        right(model)
+        node = next(node for node in model.graph if node.op_type == "Mul")
+        other = next(value for value in node.inputs if value is not model.graph.inputs[0])
+        assert other is not None
+        six = ir.val("six", const_value=ir.tensor(np.float32(6), name="six"))
+        model.graph.register_initializer(six)
+        node.replace_input_with(list(node.inputs).index(other), six)
+
+    module = Function(lambda x: x * x.shape[1]).eval()
+    sizes = {"x": {1: Dim("tokens", min=2, max=9)}}
+    assert departure(capture(module, (X,), sizes, FP32)) is None
+    monkeypatch.setattr(torch_module, "optimise", frozen)
+    wrong = departure(capture(module, (X,), sizes, FP32))
+    assert wrong is not None and wrong.operator in ("aten.mul.Tensor", "aten.scalar_tensor.default")

@@ -1,0 +1,276 @@
+"""Faults of an exporter, put into what torch's exporter gives: which of them does `deploy` refuse, and does `diagnose`
+name them?
+
+`python -m tests.support.export_faults` deploys 200 random modules with a fault each, and exits with 1 where one is
+deployed, loaded by `auto` or not named.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+import attnforge
+from attnforge.benchmarks.suites.random_models import draw, make
+from attnforge.errors import AttnforgeError, CaptureError, UnavailableError, WrongError
+from attnforge.export.sources import source
+from attnforge.export.sources.torch_module import capture
+from attnforge.model.registry import Example
+
+FLOAT = ir.DataType.FLOAT
+
+
+class Dressed(nn.Module):
+    """A module behind which stands what exporters get wrong: a norm's epsilon, a buffer, a cast to whole numbers."""
+
+    table: Tensor
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gain = nn.Parameter(torch.rand(width) + 0.5)
+        self.register_buffer("table", torch.randn(width))
+
+    def forward(self, a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Tensor:
+        result = self.inner(*(one for one in (a, b, c) if one is not None))
+        x: Tensor = result[0] if isinstance(result, tuple | list) else result
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.013) * self.gain + self.table
+        return x + 0.3 * (4 * x).to(torch.int32).to(x.dtype).softmax(-1)
+
+
+def subject(seed: int) -> Example:
+    """A random module, dressed, with example inputs and dynamic shapes; the last dim of its output is fixed."""
+    drawn = (draw(seed + further) for further in itertools.count(step=1000))
+    example = make(replace(next(recipe for recipe in drawn if recipe.kind != "columns"), precision="fp32"))
+    names = ("a", "b", "c")
+    shapes = example.dynamic_shapes
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        result = example.module(*example.args)
+        width = (result[0] if isinstance(result, tuple | list) else result).shape[-1]
+        renamed = None if shapes is None else dict(zip(names, shapes.values(), strict=False))
+        return Example(Dressed(example.module, width).eval(), example.args, renamed)
+
+
+class Fault(NamedTuple):
+    """What was changed in a graph.
+
+    Attributes:
+        kind: one of :data:`FAULTS`.
+        names: of the values that are no longer what they were, or are gone.
+    """
+
+    kind: str
+    names: list[str]
+
+
+def _constant(value: ir.Value | None) -> Any:
+    """The numbers of a constant of floats; None of any other value."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return tensor.numpy() if tensor is not None and tensor.dtype == FLOAT else None
+
+
+def _used(value: ir.Value) -> list[str]:
+    return [str(value.name), *(str(output.name) for node, _ in value.uses() for output in node.outputs)]
+
+
+def _replaced(value: ir.Value, by: ir.Value) -> list[str]:
+    names = _used(value)
+    ir.convenience.replace_all_uses_with(value, by)
+    return names
+
+
+def drop_a_constant(model: ir.Model, rng: random.Random) -> list[str]:
+    """`x + c` becomes `x`, and so with other operators of two operands."""
+    found = []
+    for node in model.graph:
+        if node.op_type in ("Add", "Sub", "Mul", "Div"):
+            for i, value in enumerate(node.inputs):
+                numbers, neutral = _constant(value), 0 if node.op_type in ("Add", "Sub") else 1
+                if numbers is not None and numbers.size == 1 and abs(float(numbers) - neutral) > 1e-3:
+                    found.append((node, node.inputs[1 - i]))
+    node, other = rng.choice(found)
+    assert other is not None
+    return _replaced(node.outputs[0], other)
+
+
+def round_a_constant(model: ir.Model, rng: random.Random) -> list[str]:
+    """The numbers of a constant or a weight are rounded to bfloat16's seven bits."""
+    values = [*model.graph.initializers.values(), *(n.outputs[0] for n in model.graph if n.op_type == "Constant")]
+    found = []
+    for value in values:
+        numbers = _constant(value)
+        if numbers is not None and numbers.size and value.uses():
+            rounded = torch.from_numpy(np.array(numbers)).bfloat16().float().numpy()
+            if np.linalg.norm(rounded - numbers) > 1e-3 * np.linalg.norm(numbers):
+                found.append((value, rounded))
+    value, rounded = rng.choice(found)
+    _set(value, rounded)
+    return _used(value)
+
+
+def freeze_a_buffer(model: ir.Model, rng: random.Random) -> list[str]:
+    """A buffer has the numbers that it was registered with, and not those that it has now."""
+    found = [value for name, value in model.graph.initializers.items() if name.endswith("table")]
+    value = rng.choice(found)
+    _set(value, np.zeros_like(_constant(value)))
+    return _used(value)
+
+
+def _set(value: ir.Value, numbers: Any) -> None:
+    tensor = ir.tensor(numbers, name=value.name)
+    if (node := value.producer()) is not None:
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
+    value.const_value = tensor
+
+
+def swap_an_axis(model: ir.Model, rng: random.Random) -> list[str]:
+    """A softmax or a mean is taken over the axis before the last."""
+    node = rng.choice([node for node in model.graph if node.op_type == "Softmax"])
+    node.attributes["axis"] = ir.AttrInt64("axis", -2)
+    return [str(node.outputs[0].name)]
+
+
+def remove_a_cast(model: ir.Model, rng: random.Random) -> list[str]:
+    """Numbers are not truncated to whole ones."""
+    casts = [node for node in model.graph if node.op_type == "Cast" and node.outputs[0].dtype == ir.DataType.INT32]
+    node = rng.choice(casts)
+    names = _used(node.outputs[0])
+    for user, _ in list(node.outputs[0].uses()):
+        assert node.inputs[0] is not None
+        names += _replaced(user.outputs[0], node.inputs[0])
+    return names
+
+
+def leave_dropout_on(model: ir.Model, rng: random.Random) -> list[str]:
+    """A tenth of some numbers are dropped at random."""
+    node = rng.choice([n for n in model.graph if n.op_type in ("Add", "MatMul", "Mul") and n.outputs[0].dtype == FLOAT])
+    old = node.outputs[0]
+    constants = [ir.node("Constant", [], {"value": ir.tensor(v)}) for v in (np.float32(0.1), np.array(True))]
+    dropout = ir.node("Dropout", [old, *(c.outputs[0] for c in constants)], name="left_on")
+    dropout.outputs[0].type, dropout.outputs[0].shape = old.type, old.shape
+    for user, index in list(old.uses()):
+        user.replace_input_with(index, dropout.outputs[0])
+    model.graph.insert_after(node, [*constants, dropout])
+    return ["left_on"]
+
+
+FAULTS: tuple[Callable[[ir.Model, random.Random], list[str]], ...] = (
+    drop_a_constant, round_a_constant, freeze_a_buffer, swap_an_axis, remove_a_cast, leave_dropout_on,
+)  # fmt: skip
+
+
+@contextmanager
+def exported_wrong(seed: int) -> Iterator[list[Fault]]:
+    """A block in which torch's exporter makes a mistake; what it was is in the list afterwards. No export that another
+    test has made is taken for it (:mod:`tests.support.exports`)."""
+    export, made = torch.onnx.export, list[Fault]()
+    change = FAULTS[seed % len(FAULTS)]
+
+    def wrong(*args: Any, **keywords: Any) -> Any:
+        program = export(*args, **keywords)
+        assert program is not None
+        made.append(Fault(change.__name__, change(program.model, random.Random(seed))))
+        return program
+
+    with patch.object(torch.onnx, "export", wrong), patch.object(source, "capture", capture):
+        yield made
+
+
+class Verdict(NamedTuple):
+    """What became of a module that was exported wrong.
+
+    Attributes:
+        fault: what was wrong.
+        refused: whether deploy refused it.
+        unloaded: whether `auto` does not load it where it was kept all the same.
+        named: whether diagnose names what was changed.
+        said: the error of deploy.
+    """
+
+    fault: Fault
+    refused: bool
+    unloaded: bool
+    named: bool
+    said: str
+
+    @property
+    def is_good(self) -> bool:
+        return self.refused and self.unloaded and self.named
+
+
+def tried(seed: int, folder: Path) -> Verdict:
+    """Deploy a module with a fault of export, as it is and to be kept, and diagnose what was kept.
+
+    Args:
+        seed: of the module and of the fault.
+        folder: that holds nothing.
+    """
+    module, args, shapes = subject(seed)
+
+    def deploy(name: str, keep_wrong: bool = False) -> attnforge.Bundle:
+        return attnforge.deploy(
+            module, args, folder / name, shapes, targets=["onnxruntime"], tune=False, cache=False, keep_wrong=keep_wrong
+        )
+
+    with exported_wrong(seed) as made:
+        try:
+            deploy("refused")
+        except CaptureError as error:
+            return Verdict(made[0], True, True, any(name in str(error) for name in made[0].names), str(error))
+        except WrongError as error:
+            said, refused = str(error), not (folder / "refused").exists()
+        else:
+            said, refused = "", False
+        bundle = deploy("kept", keep_wrong=True)
+    try:
+        attnforge.load(bundle).close()
+        unloaded = False
+    except UnavailableError:
+        unloaded = True
+    finding = attnforge.diagnose(bundle, out=folder / "diagnosis").finding
+    words = re.findall(r"\w+", finding.text())
+    names = {made_name.replace(".", "_") for made_name in made[0].names}
+    named = finding.cause == "export" and not names.isdisjoint(
+        word.removeprefix("p_").removeprefix("b_") for word in words
+    )
+    return Verdict(made[0], refused, unloaded, named, said)
+
+
+def main(count: int = 200) -> int:
+    logging.disable(logging.WARNING)  # of bundles that are kept although they are wrong
+    counts: Counter[str] = Counter()
+    for seed in range(count):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                verdict = tried(seed, Path(folder))
+            except AttnforgeError as error:
+                print(f"{seed}: {type(error).__name__}: {error}")
+                counts["failed"] += 1
+                continue
+        counts[verdict.fault.kind] += 1
+        if not verdict.is_good:
+            counts["bad"] += 1
+            print(f"{seed}: {verdict}", flush=True)
+    print(dict(counts))
+    return int(counts["bad"] + counts["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
