@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attnforge.bundle import Bundle, Choice, Manifest, Wrong
+from attnforge.bundle import CANONICAL, Bundle, Choice, Manifest, Wrong
 from attnforge.errors import AttnforgeError, first_line
+from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.causes import COSTS
 from attnforge.export.diagnosis.diagnose import diagnose
+from attnforge.export.flops import run_cost
 from attnforge.machine import this_machine, versions
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, libraries_of, why_unavailable
+from attnforge.runtime.cases import run_of_example
 from attnforge.runtime.choose import why_dropped
 from attnforge.runtime.parity.verify import References, unproved
 from attnforge.scratch import temporary_folder
 
 CHECKING = "check backends"
 """The name of the stage."""
+
+DEAREST = 2
+"""Runs of the example that a case may cost to be among those that backends are held to here."""
 
 
 def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
@@ -34,6 +40,8 @@ def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
     """
     bundle = Bundle(folder, lazily=True, trusted=False)
     ordinary = [case for case in manifest.cases if case.is_ordinary]
+    cost = run_cost(whole_graph(bundle, CANONICAL))
+    cheap = [case for case in ordinary if cost(case.sizes) <= DEAREST * run_of_example(ordinary[0].sizes, cost)]
     if (doubt := unproved(manifest, ordinary, References.of(bundle))) is not None:
         return _why(bundle, doubt)
     if manifest.choice is not None and manifest.choice.milliseconds:
@@ -42,7 +50,7 @@ def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
     steps, dropped = Steps(progress, len(able)), dict[str, str]()
     for name in able:
         steps.begin(name)
-        if (reason := why_dropped(bundle, name, ordinary)) is not None:
+        if (reason := why_dropped(bundle, name, cheap)) is not None:
             dropped[name] = reason
     if able and len(dropped) == len(able):
         return _why(bundle, "; ".join(f"{name}: {reason}" for name, reason in dropped.items()))

@@ -451,11 +451,10 @@ def _loaded(
     opened = open_bundle(bundle, lazily=True, trusted=trusted)
     if backend == "eager":
         return Session(opened, _eager(opened, module), options)
-    if (wrong := opened.manifest.wrong) is not None:
-        said = f"{opened.path} was kept although it is wrong, or not proved to be right: {wrong.text()}"
+    if (doubt := opened.manifest.doubt) is not None:
         if backend == "auto":
-            raise UnavailableError(f"{said}; deploy it again, or name a backend to load it all the same")
-        log.warning("%s", said)
+            raise UnavailableError(f"{doubt}; deploy it again, or name a backend to load it all the same")
+        log.warning("%s", doubt)
     candidates = _candidates(opened, backend)
     return Session(opened, open_first(opened, candidates, options, named=backend != "auto"), options)
 

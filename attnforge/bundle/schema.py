@@ -572,6 +572,13 @@ class Manifest(StoredRecord):
         """What deploying took in all, without the children's memory."""
         return Cost(seconds=round(sum(self.seconds.values()), 3), memory=max(self.memory.values(), default=0))
 
+    @property
+    def doubt(self) -> str | None:
+        """Why nobody loads the bundle unasked, in a sentence about it; None where nothing speaks against it."""
+        if self.wrong is None:
+            return None
+        return f"{self.name} was kept although it is wrong, or not proved to be right: {self.wrong.text()}"
+
     def inconsistency(self) -> str | None:
         """What a whole manifest says that cannot be so, though every field is valid for itself; None where all fits."""
         return next(_inconsistencies(self), None)

@@ -95,6 +95,8 @@ def print_bundle(bundle: Bundle) -> None:
             say(f"{name}: forms measured at {at}, on {record.tuning.processors} processors", "dim")
     if manifest.choice is not None:
         _print_choice(manifest.choice, "" if manifest.decoding is None else ", for a prompt and as many steps")
+    if manifest.doubt is not None:
+        say(manifest.doubt, "red")
     say_reasons(manifest.skipped, "not built for {}", "dim")
     _print_cost(manifest)
     if others := bundle.unlisted():

@@ -21,7 +21,7 @@ from attnforge.errors import first_line
 from attnforge.export.graphs.float64 import NoDoublePath, to_double
 from attnforge.export.graphs.parts import part_of
 from attnforge.export.graphs.saving import SHELVED, save
-from attnforge.export.graphs.types import FLOAT, cast_input, cast_output, round_results
+from attnforge.export.graphs.types import DOUBLE, FLOAT, LARGE, cast_input, cast_output, round_results
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.scratch import temporary_folder
 
@@ -108,6 +108,7 @@ def in_float64(
     given: Collection[str] = (),
     *,
     least_stays_least: bool = False,
+    runs_once: bool = False,
 ) -> Runner:
     """`model` in float64.
 
@@ -117,13 +118,21 @@ def in_float64(
         given: names of tensors that the caller gives: where all inputs of an operator are given, it works on them
             alone.
         least_stays_least: see :func:`~attnforge.export.graphs.types.retype`; else every number stays what it is.
+        runs_once: whether large weights stay in fp32 and are cast in each run, so that no file of twice their size is
+            written first.
 
     Raises:
         NoDoublePath: the graph has an operator that is not computed in double.
     """
     names = _names(model, names)
     double = part_of(model, names, given)
+    narrow = {name: value.const_value for name, value in double.graph.initializers.items()} if runs_once else {}
     to_double(double, least_stays_least=least_stays_least)
+    for name, value in list(double.graph.initializers.items()):
+        tensor = narrow.get(name)
+        if tensor is not None and tensor.nbytes > LARGE and tensor.dtype == FLOAT and value.dtype == DOUBLE:
+            value.const_value = tensor
+            cast_input(double.graph, value, outside=FLOAT, inside=DOUBLE)
     try:
         return Runner(double, names)
     except NotImplemented_ as error:

@@ -22,7 +22,7 @@ _FLOAT32_INPUTS = {("", "Resize"): (1, 2), ("", "Upsample"): (1,), ("com.microso
 _INNER = ("softmax_precision", "stash_type")
 """Attributes that name the type in which an operator computes inside: never made narrower."""
 
-_LARGE = 2**16
+LARGE = 2**16
 """Bytes from which a tensor is converted only when it is asked for."""
 
 
@@ -224,7 +224,7 @@ def retyped(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol
 
 
 def _retyped(tensor: ir.TensorProtocol, to: _To) -> ir.TensorProtocol:
-    if tensor.nbytes < _LARGE:
+    if tensor.nbytes < LARGE:
         return _numbers_retyped(tensor, to)
     return ir.LazyTensor(
         lambda: _numbers_retyped(tensor, to), dtype=to.target, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name

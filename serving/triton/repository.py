@@ -204,10 +204,12 @@ def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Eng
     Raises:
         UnavailableError: the bundle has none for this backend of Triton.
     """
+    manifest = bundle.manifest
+    if manifest.doubt is not None:
+        raise UnavailableError(f"{manifest.doubt}; deploy it again")
     if options.backend == "python":
         _check_session(bundle, options)
         return {}, []
-    manifest = bundle.manifest
     if manifest.decoding is not None:
         raise UnavailableError(
             f"{bundle.path} is a decoder, whose caches Triton's {options.backend} backend does not keep; use --backend "

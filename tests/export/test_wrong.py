@@ -29,6 +29,7 @@ from attnforge.precision import precision_named
 from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.parity.verify import verify
 from attnforge.runtime.preference import by_preference
+from attnforge.serving.triton.repository import package
 from tests.support.export_faults import FAULTS, tried
 
 FP32 = precision_named("fp32")
@@ -203,6 +204,8 @@ def test_a_wrong_deploy_is_kept_only_by_name(tmp_path: Path, monkeypatch: pytest
         attnforge.load(bundle)
     with attnforge.load(bundle, "onnxruntime-cpu"):
         assert "was kept although it is wrong" in caplog.text
+    with pytest.raises(UnavailableError, match="was kept although it is wrong"):
+        package([bundle], tmp_path / "models")
     finding = attnforge.diagnose(bundle).finding
     assert (finding.cause, finding.tensor, finding.operator) == ("export", "output", "aten.tanh.default")
 
