@@ -3,7 +3,6 @@ every reference case."""
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from safetensors.numpy import save_file
 
 from attnforge.arrays import BFLOAT16, Array, is_floating, pieces
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, DimSpec, TensorSpec
-from attnforge.errors import BuildError, CaptureError
+from attnforge.errors import CaptureError
 from attnforge.export.expected_caches import ExpectedCaches
 from attnforge.export.flops import run_cost
 from attnforge.precision import Precision
@@ -51,8 +50,6 @@ from attnforge.runtime.parity.budget import (
     MOST_DRAWS,
     relative_error_in,
 )
-
-log = logging.getLogger("attnforge")
 
 NEAR = 4
 """How far below the floor eager's error has to be for the floor to be the budget, however its error is drawn."""
@@ -146,13 +143,11 @@ def write_reference(
     few, few_in_caches = _FewNumbers(), _FewNumbers()
     draws: list[_Draws] = []
     reach = _Reach(model.precision.largest)
-    finite = _FiniteOutputs(model.precision)
     for_draws = _left(cases, cost)
     steps = Steps(progress, sum(cost(case.sizes) for case in cases) + for_draws)
     for case in sorted(cases, key=lambda case: case.name != LARGEST):  # its memory is taken before other is kept
         steps.begin(case.name, cost(case.sizes))
         inputs, eager, exact = _bounded(case, model, low, stored, reach)
-        finite.note(case, eager, exact)
         outputs |= _sampled(case, eager, "eager") | _sampled(case, exact, "float64")
         yardstick = eager
         if low is not None and attention is not None:
@@ -173,7 +168,6 @@ def write_reference(
             outputs |= _sampled(stepped[name], eager, "eager") | _sampled(stepped[name], exact, "float64")
             few_in_caches.add(stepped[name], eager, exact)
         few_in_caches.widen_spreads(model.precision.floor)
-    finite.check()
     few.widen_spreads(model.precision.floor)
     left = _draw(draws, for_draws, cost, steps)
     handfuls = few.handfuls(model.precision)
@@ -381,53 +375,6 @@ def _is_right(eager: Array, exact: Array, precision: Precision) -> bool:
 
     is_finite = all(np.isfinite(array).all() for array, _ in held())
     return is_finite and relative_error_in(held()) <= FAR_OFF * precision.floor
-
-
-class _FiniteOutputs:
-    """Which outputs have any number on ordinary inputs that a backend can be held to.
-
-    Args:
-        precision: of the bundle.
-    """
-
-    def __init__(self, precision: Precision) -> None:
-        self._precision = precision
-        self._exact: dict[str, bool] = {}
-        self._eager: dict[str, bool] = {}
-
-    def note(self, case: Case, eager: Mapping[str, Array], exact: Mapping[str, Array]) -> None:
-        """Note the outputs of an ordinary case; those of hard inputs prove nothing."""
-        if case.is_ordinary:
-            for output, truth in exact.items():
-                self._exact[output] = self._exact.get(output, False) or not truth.size
-                self._eager[output] = self._eager.get(output, False) or not truth.size
-                for array, numbers in pieces(eager[output], truth):
-                    held = _held(numbers, self._precision)
-                    self._exact[output] |= bool(held.any())
-                    self._eager[output] |= bool(np.isfinite(array[held]).any())
-
-    def check(self) -> None:
-        """Check that every output has such a number. At 16 bits a model may be deployed to be diagnosed, so what it
-        loses there is said, and no error.
-
-        Raises:
-            BuildError: an output has none even in float64, so nothing could ever be proven of it.
-        """
-        name = self._precision.name
-        lost = next((output for output, any_finite in self._exact.items() if not any_finite), None)
-        if lost is not None and not self._precision.is_low:
-            raise BuildError(
-                f"output {lost!r} has no number that {name} holds on any ordinary input, even computed in float64: it "
-                "is NaN, infinite or too large everywhere, so nothing could be proven of it; look for NaN and infinity "
-                "in the weights and in the example"
-            )
-        lost = lost or next((output for output, any_finite in self._eager.items() if not any_finite), None)
-        if lost is not None:
-            log.warning(
-                "%s does not hold this model: on ordinary inputs, output %r has no finite number; verification will "
-                "fail, and attnforge diagnose says where that begins",
-                name, lost,
-            )  # fmt: skip
 
 
 def _held(exact: Array, precision: Precision) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.bundle import OPENVINO, Bundle, Manifest
+from attnforge.bundle import OPENVINO, Bundle, Manifest, Wrong
 from attnforge.export.diagnosis.causes import COSTS, Blame, Cause, blame, out_of_range
 from attnforge.export.diagnosis.deployed import stored_low
 from attnforge.export.diagnosis.quantised import blame_step, saturated_on
@@ -24,13 +24,12 @@ from attnforge.export.diagnosis.trace import TensorErrors, Trace
 from attnforge.export.graphs.parts import values_of
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
-from attnforge.records import Record
 
 WORSE = 8.0
 """How many times eager's error a backend's tensor, or an eager of another kind, must have to be wrong."""
 
 
-class Finding(Record):
+class Finding(Wrong):
     """Where a deployment first goes wrong, and why.
 
     Attributes:
@@ -51,19 +50,9 @@ class Finding(Record):
     """
 
     cause: Cause
-    stage: str
-    evidence: str
-    tensor: str | None = None
-    operator: str | None = None
-    module: str | None = None
-    line: str | None = None
     error_without: float | None = None
     rule: str | None = None
     reproduction: list[str] = []
-
-    def text(self) -> str:
-        where = f" at {self.module}, {self.operator} {self.tensor}" if self.tensor else ""
-        return f"{self.cause}{where}: {self.evidence}"
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _imported(
         logging.getLogger("attnforge").info("of %d values the shape is not known: %s", len(unknown), unknown[0])
     outputs = [output_spec(value, inputs) for value in model.graph.outputs]
     imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
-    imported.original.check(imported.example)
+    imported.eager(imported.example), imported.exact(imported.example)  # which raise where one cannot be run
     return imported
 
 

@@ -8,7 +8,7 @@ task's metric is measured in the same runs (:mod:`.metrics`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -376,8 +376,7 @@ def hold(
         comparisons += _by_schedules(bundle, backend, schedules, [*cases, *manifest.decoding.cases], references)
     measured = scores.report() if scores is not None and comparisons else None
     count = len({(c.case, c.schedule) for c in comparisons})
-    doubt = unproved(manifest, [case for case in cases if case.is_ordinary], references)
-    return _report(comparisons, {case.name for case in proving}, count, measured, doubt)
+    return _report(comparisons, count, measured, unproved(manifest, proving, references))
 
 
 def _by_schedules(
@@ -426,32 +425,42 @@ def _of_caches(judged: _CaseOnBackend, results: Mapping[str, Array]) -> list[Com
 
 
 def unproved(manifest: Manifest, cases: Sequence[Case], references: References) -> str | None:
-    """Why the budget of some output proves nothing: on ordinary inputs eager itself is far off float64, and a backend
-    may err twice as much. What chosen precisions and quantising may cost was asked for by name, and bounds the budget.
+    """Why nothing is proved of some output, whatever a backend answers: it has no finite number in these cases, or on
+    ordinary inputs eager itself is far off float64, and a backend may err twice as much. What chosen precisions and
+    quantising may cost was asked for by name, and bounds the budget.
 
     Args:
         manifest: of the bundle; whoever deployed it may have asked for another limit than
             :data:`~attnforge.runtime.parity.budget.UNPROVED`.
-        cases: ordinary ones.
+        cases: that are to prove something.
         references: what eager and float64 answered.
     """
-    if manifest.mixed is not None or manifest.quantised is not None:
-        return None
-    limit = manifest.max_eager_error or UNPROVED
+    if not cases:
+        return "nothing is proved: there is no ordinary case"
+    precision, limit = precision_named(manifest.precision), manifest.max_eager_error or UNPROVED
+    has_own_limit = manifest.mixed is not None or manifest.quantised is not None
     for spec in manifest.outputs:
-        pairs = {
-            case.name: [references.outputs[reference.key(case, spec.name, which)] for which in ("eager", "float64")]
+        pairs = [
+            [references.outputs[reference.key(case, spec.name, which)] for which in ("eager", "float64")]
             for case in cases
-        }
-        few = [pair for pair in pairs.values() if 0 < pair[1].size < HANDFUL]
-        errors = {name: _eager_error(*pair) for name, pair in pairs.items() if pair[1].size >= HANDFUL}
+        ]
+        truths = [truth for _, truth in pairs if truth.size]
+        if truths and not any((np.abs(truth) <= precision.largest).any() for truth in truths):
+            return (
+                f"nothing is proved: {spec.name} has no number that {precision.name} holds in any ordinary case, in "
+                "float64 either; look for NaN and infinity in the weights and in the example"
+            )
+        named = zip(cases, pairs, strict=True)
+        ordinary = {case.name: pair for case, pair in named if case.is_ordinary and not has_own_limit}
+        few = [pair for pair in ordinary.values() if 0 < pair[1].size < HANDFUL]
+        errors = {name: _eager_error(*pair) for name, pair in ordinary.items() if pair[1].size >= HANDFUL}
         if few:  # one of them may be near zero by chance
             errors["all ordinary cases"] = _eager_error(*map(np.concatenate, zip(*few, strict=True)))
         worst = max(errors, key=lambda name: errors[name], default=None)
         if worst is not None and errors[worst] > limit:
             return (
-                f"nothing is proved: in {worst}, eager at {manifest.precision} is itself {scientific(errors[worst])} "
-                f"off float64 in {spec.name}, where {limit:g} is allowed (max_eager_error, --max-eager-error)"
+                f"nothing is proved: in {worst}, eager at {precision.name} is itself {scientific(errors[worst])} off "
+                f"float64 in {spec.name}, where {limit:g} is allowed (max_eager_error, --max-eager-error)"
             )
     return None
 
@@ -465,18 +474,14 @@ def _eager_error(eager: Array, truth: Array) -> float:
 
 
 def _report(
-    comparisons: Sequence[Comparison],
-    proving: Set[str],
-    cases: int,
-    metric: MetricReport | None,
-    doubt: str | None,
+    comparisons: Sequence[Comparison], cases: int, metric: MetricReport | None, doubt: str | None
 ) -> BackendReport:
     if not comparisons:
         return BackendReport(
             passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
         )
     worst = max(comparisons, key=lambda c: (not c.passed, c.error / c.budget))
-    reason = doubt or _no_proof(comparisons, proving) or (metric.reason if metric is not None else None)
+    reason = doubt or (metric.reason if metric is not None else None)
     outputs = {c.output: None for c in comparisons}
     return BackendReport(
         passed=reason is None and all(c.passed for c in comparisons),
@@ -491,21 +496,6 @@ def _report(
         metric=metric,
         reason=reason,
     )
-
-
-def _no_proof(comparisons: Sequence[Comparison], proving: Set[str]) -> str | None:
-    """Why the comparisons prove nothing of some output: no finite number of it was compared in a case that proves
-    something. An output that has no numbers at all, in any case, needs no proof.
-
-    Args:
-        comparisons: of all outputs and cases.
-        proving: names of the ordinary cases.
-    """
-    for output in {c.output: None for c in comparisons}:
-        of_output = [c for c in comparisons if c.output == output]
-        if any(c.size for c in of_output) and not any(c.compared for c in of_output if c.case in proving):
-            return f"of {output} no finite number was compared in any ordinary case, so nothing is proven"
-    return None
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 import attnforge
-from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Manifest
-from attnforge.errors import BuildError
-from attnforge.export.reference import _FiniteOutputs
-from attnforge.precision import PRECISIONS
-from attnforge.runtime.parity.verify import hold
+from attnforge.errors import WrongError
+from attnforge.runtime import cases as reference
+from attnforge.runtime.parity.verify import References, hold, unproved
 from tests.support.bundles import DeploySmall, rewrite
 
 
@@ -55,7 +53,7 @@ def test_a_backend_of_which_nothing_finite_was_compared_fails(copy: Path, number
     backend = report.backends["onnxruntime-cpu"]
     assert not report.passed and not backend.passed
     if not backend.failures:
-        assert backend.reason == "of output no finite number was compared in any ordinary case, so nothing is proven"
+        assert str(backend.reason).startswith("nothing is proved: output has no number that fp32 holds")
         assert backend.missed == backend.reason
 
 
@@ -102,45 +100,38 @@ class Affine(nn.Module):
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, 1e30])
 def test_a_model_without_finite_outputs_is_not_deployed(tmp_path: Path, weight: float) -> None:
-    with pytest.raises(BuildError, match=r"output 'output' has no number that fp32 holds .*even computed in float64"):
+    with pytest.raises(WrongError, match=r"output has no number that fp32 holds .* in float64 either"):
         attnforge.deploy(Affine(weight), (torch.randn(3, 4),), tmp_path / "bundle", targets=["onnxruntime"], tune=False)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("eager", "exact", "refused", "warned"),
+    ("eager", "exact", "why"),
     [
-        ([1.0, 2.0], [1.0, 2.0], False, False),
-        ([math.nan, 2.0], [math.nan, 2.0], False, False),
-        ([math.nan] * 2, [math.nan] * 2, True, False),
-        ([math.inf] * 2, [1e59, 1e59], True, False),
-        ([math.inf] * 2, [1e30, 1e59], False, True),
-        ([], [], False, False),
+        ([1.0, 2.0], [1.0, 2.0], None),
+        ([math.nan, 2.0], [math.nan, 2.0], None),
+        ([math.nan] * 2, [math.nan] * 2, "output has no number that fp32 holds"),
+        ([math.inf] * 2, [1e59, 1e59], "output has no number that fp32 holds"),
+        ([math.inf] * 2, [1e30, 1e59], None),  # eager overflows, and a backend that does not can be held to float64
+        ([1.0] * 9, [1.0] * 8 + [1.2], None),
+        ([1.0] * 9, [1.0] * 8 + [2.2], "in all ordinary cases, eager at fp32 is itself 3.3e-1 off float64"),
+        ([1.0] * 32, [1.0] * 31 + [2.2], "in normal, eager at fp32 is itself 2e-1 off float64"),
+        ([], [], None),
     ],
 )
-def test_what_is_said_of_outputs(
-    caplog: pytest.LogCaptureFixture, eager: list[float], exact: list[float], refused: bool, warned: bool
-) -> None:
-    case = Case(name="normal", sizes={}, kind="normal", seed=1)
-    arrays: list[dict[str, Array]] = [{"y": np.array(numbers)} for numbers in (eager, exact)]
-    finite = _FiniteOutputs(PRECISIONS["fp32"])
-    finite.note(case, *arrays)
-    finite.note(case.model_copy(update={"kind": "extremes"}), {"y": np.ones(2)}, {"y": np.ones(2)})
-    if refused:
-        with pytest.raises(BuildError, match="'y' has no number"):
-            finite.check()
-    else:
-        finite.check()
-    assert ("fp32 does not hold this model" in caplog.text) == warned
-
-
-@pytest.mark.parametrize("number", [math.nan, 1e30])
-def test_at_16_bits_it_is_said_and_the_model_can_be_diagnosed(caplog: pytest.LogCaptureFixture, number: float) -> None:
-    finite = _FiniteOutputs(PRECISIONS["fp16"])
-    arrays: dict[str, Array] = {"y": np.array([number])}
-    finite.note(Case(name="normal", sizes={}, kind="normal", seed=1), arrays, arrays)
-    finite.check()
-    assert "fp16 does not hold this model" in caplog.text
+def test_what_is_proved_of_outputs(small: DeploySmall, eager: list[float], exact: list[float], why: str | None) -> None:
+    manifest = small("fp32").manifest.model_copy()
+    normal = Case(name="normal", sizes={}, kind="normal", seed=1)
+    hard = normal.model_copy(update={"name": "extremes", "kind": "extremes"})
+    outputs = {
+        reference.key(case, "output", which): np.array(numbers)
+        for case, of_case in ((normal, (eager, exact)), (hard, ([1.0] * 32, [9.0] * 32)))
+        for which, numbers in zip(("eager", "float64"), of_case, strict=True)
+    }
+    reason = unproved(manifest, [normal], References({}, outputs))
+    assert reason is None if why is None else why in str(reason)
+    assert unproved(manifest, [hard], References({}, outputs)) is None  # whoever tries hard inputs alone
+    assert unproved(manifest, [], References({}, outputs)) == "nothing is proved: there is no ordinary case"
 
 
 def test_a_spread_that_is_no_number_allows_nothing() -> None:
