@@ -186,7 +186,9 @@ def test_few_numbers_that_are_nearly_zero_by_chance_are_proved_together(tmp_path
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_deploy_is_kept_only_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+@pytest.fixture
+def sigmoid_for_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exporter that takes one for the other."""
     right = repair.optimise
 
     def wrong(model: ir.Model) -> None:
@@ -196,6 +198,20 @@ def test_a_wrong_deploy_is_kept_only_by_name(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(torch_module, "optimise", wrong)
     monkeypatch.setattr(source, "capture", capture)
+
+
+@pytest.mark.usefixtures("sigmoid_for_tanh")
+def test_what_the_export_does_not_show_the_backends_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle of an earlier version, whose export nobody compared, is diagnosed by what its graph gives in float64."""
+    monkeypatch.setattr("attnforge.export.deploy.departure", lambda source: None)
+    with pytest.raises(WrongError, match=r"onnxruntime-cpu: it missed .* the exporter wrote another function"):
+        deployed(torch.tanh, tmp_path / "b")
+    bundle = deployed(torch.tanh, tmp_path / "b", keep_wrong=True)
+    assert bundle.manifest.wrong is not None and bundle.manifest.wrong.cause == "export"
+
+
+@pytest.mark.usefixtures("sigmoid_for_tanh")
+def test_a_wrong_deploy_is_kept_only_by_name(tmp_path: Path, caplog: Any) -> None:
     with pytest.raises(WrongError, match=r"aten\.tanh\.default output: .* the graph Sigmoid"):
         deployed(torch.tanh, tmp_path / "b")
     assert not (tmp_path / "b").exists()
