@@ -96,7 +96,8 @@ def apply(function: Callable[[Leaf], Number], number: Number) -> Number:
 
 def combine(function: Callable[[Leaf, Leaf], Number], a: Number, b: Number) -> Number:
     """A function of two numbers, for every choice of each."""
-    if isinstance(a, Choice) and isinstance(b, Choice) and a.condition == b.condition:
+    # Of conditions that are not exact nothing tells two from one.
+    if isinstance(a, Choice) and isinstance(b, Choice) and a.condition == b.condition and a.condition.is_exact:
         return choose(a.condition, combine(function, a.yes, b.yes), combine(function, a.no, b.no))
     if isinstance(a, Choice):
         return choose(a.condition, combine(function, a.yes, b), combine(function, a.no, b))

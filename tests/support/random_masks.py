@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from attnforge.arrays import Array
+from attnforge.export.attention.affine import Scalar
 from attnforge.export.attention.layout import ONE, Size
 from tests.support.random_graphs import BOOL, FLOAT, INT64, Choices, Graph, Invalid
 
@@ -48,6 +49,16 @@ class RandomMask:
         (numbers,) = outputs_of(self.model, self.inputs)
         numbers = np.where(numbers, 0.0, -np.inf) if numbers.dtype == bool else numbers.astype(np.float64)
         return np.broadcast_to(numbers, np.broadcast_shapes(numbers.shape, (1, 1, self.n_q, self.n_k)))
+
+    def scalar(self, scalar: Scalar) -> int:
+        """What ONNX Runtime makes of a number that only a run tells."""
+        array = self.inputs.get(str(scalar.value.name))
+        if array is None:
+            graph = self.model.graph
+            outputs, graph.outputs[:] = list(graph.outputs), [scalar.value]
+            (array,) = outputs_of(self.model, self.inputs)
+            graph.outputs[:] = outputs
+        return int(array[tuple(at.constant for at in scalar.index if at is not None)])
 
 
 def outputs_of(model: ir.Model, inputs: dict[str, Array]) -> list[Array]:
@@ -268,7 +279,9 @@ class MaskWriter(Graph):
         if kind == "pairs":
             return self.shared("pairs", list(self.size), BOOL)
         dim = QUERIES if kind == "queries" else KEYS
-        flags = self.shared(f"padding{dim}", [self.size[dim]], BOOL)
+        name = self.choices.pick(("padding", "padding", "another"))
+        flags = self.shared(f"{name}{dim}", [self.size[dim]], BOOL)
+        flags = self.unary("Not", flags) if self.choices.chance(30) else flags
         if kind != "gathered":
             return self.along(flags, dim)
         positions = self.op("Range", [self.number(0), self.length(KEYS), self.number(1)], [self.size[KEYS]], INT64)
@@ -313,7 +326,7 @@ class MaskWriter(Graph):
     def added(self, depth: int) -> ir.Value:
         """Numbers to add to scores."""
         pick = self.choices.pick
-        kind = pick(("where", "where", "times", "one minus", "triangle", "sum", "bias", "constant"))
+        kind = pick(("where", "where", "times", "one minus", "triangle", "sum", "sum", "bias", "constant"))
         if kind == "sum" and depth:
             return self.binary("Add", self.added(depth - 1), self.added(depth - 1))
         if kind == "bias":

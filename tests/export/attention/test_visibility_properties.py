@@ -16,7 +16,7 @@ from attnforge.export.attention.affine import Atom, Scalar
 from attnforge.export.attention.layout import Size
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.attention.visibility import Visibility, numbers_at, visibility
-from tests.support.random_graphs import INT64, Drawn
+from tests.support.random_graphs import BOOL, INT64, Drawn
 from tests.support.random_masks import KEYS, LEAVES, QUERIES, MaskWriter, RandomMask, drawn_mask
 
 FLOAT16 = ir.DataType.FLOAT16
@@ -28,7 +28,7 @@ def regions_of(mask: RandomMask, visible: Visibility) -> Array:
     at_sizes = numbers_at(mask.sizes)
 
     def number_of(atom: Atom) -> int:
-        return int(mask.inputs[str(atom.value.name)]) if isinstance(atom, Scalar) else at_sizes(atom)
+        return mask.scalar(atom) if isinstance(atom, Scalar) else at_sizes(atom)
 
     assert visible.n_q.evaluate(number_of) == mask.n_q and visible.n_k.evaluate(number_of) == mask.n_k
     pairs, keys = np.zeros((mask.n_q, mask.n_k), bool), np.arange(mask.n_k)
@@ -97,6 +97,17 @@ def test_a_running_sum_is_of_all_before_the_index(least: int | None, known: str)
         return g.binary("LessOrEqual", g.along(x, KEYS), g.along(own, QUERIES))
 
     assert proved(write) == known
+
+
+def test_two_conditions_of_which_nothing_is_known_are_two() -> None:
+    """The keys that one mask shows and another does not hide: not one and its opposite."""
+
+    def write(g: MaskWriter) -> ir.Value:
+        shown, hidden = (g.along(g.input(name, [g.size[KEYS]], BOOL), KEYS) for name in ("shown", "hidden"))
+        zero, fill = g.constant(0.0), g.constant(-np.inf)
+        return g.binary("Add", g.where(shown, zero, fill), g.where(hidden, fill, zero))
+
+    assert proved(write) == "all, residue: padding"
 
 
 @pytest.mark.parametrize(("op_type", "other"), [("Greater", 2048.0), ("Equal", 2049.0)])
