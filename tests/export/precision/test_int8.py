@@ -15,13 +15,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from torch.export import Dim
 from typer.testing import CliRunner
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import CANONICAL, OPENVINO, Bundle, Quantised, TargetRecord
+from attnforge.bundle import CANONICAL, OPENVINO, REFERENCE_OUTPUTS, Bundle, Quantised, TargetRecord
 from attnforge.cli import app
 from attnforge.errors import AttnforgeError, BuildError, InputError, UnknownNameError, UsageError
 from attnforge.export.attention.canonicalize import canonicalize
@@ -44,6 +45,7 @@ from attnforge.machine import Machine, this_machine
 from attnforge.model import MultiHeadAttention, build_model
 from attnforge.model.data import real_data
 from attnforge.precision import precision_named
+from attnforge.runtime import cases
 from attnforge.runtime.backends import openvino_graph
 from attnforge.runtime.backends.openvino import graph_of
 from attnforge.runtime.backends.openvino_graph import prepared
@@ -361,8 +363,7 @@ def by_tensor(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_a_deployment_is_verified_on_every_backend_here(by_tensor: Bundle) -> None:
     report = attnforge.verify(by_tensor, ["onnxruntime-cpu", "openvino"])
     assert report.passed and report.warnings == []
-    cases = {case.kind for case in report.cases}
-    assert {"data", "scaled", "outliers", "normal"} <= cases
+    assert {"data", "scaled", "outliers", "normal"} <= {case.kind for case in report.cases}
     manifest, quantised = by_tensor.manifest, of(by_tensor)
     assert manifest.precision == "int8" and manifest.eager_precision == "fp32"
     assert {spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} == {"float32"}
@@ -519,6 +520,22 @@ def test_clipped_queries_and_keys_would_miss_the_budget(by_tensor: Bundle, facto
     scores = [Rounded(sites[0], str(sites[0].node), (0.03 * factor, 0.03 * factor), in_int8)]
     why = why_over_budget(by_tensor.path, model, sites, scores, manifest.inputs, manifest.cases)
     assert (why is None) == passes
+
+
+def test_what_no_sample_shows_would_miss_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of an output that is kept in part, which verify compares too."""
+    monkeypatch.setattr(cases, "SAMPLED", 64)
+    monkeypatch.setattr(for_openvino, "INT8_SCORES", 1)
+    bundle = deployed(tmp_path / "b", data=real(), max_error=0.05)
+    model, manifest, file = load_graph(bundle, CANONICAL), bundle.manifest, bundle.path / REFERENCE_OUTPUTS
+    stored, (site, *_) = load_file(file), sites_of(manifest.attention)
+    scores = [Rounded(site, str(site.node), (0.03, 0.03), in_int8)]
+    arguments = (bundle.path, model, [site], scores, manifest.inputs, manifest.cases)
+    assert why_over_budget(*arguments) is None
+    for name in ("normal-largest/output/eager/blocks", "normal-largest/output/float64/blocks"):
+        stored[name][0] += 1.0
+    save_file(stored, file)
+    assert "normal-largest" in str(why_over_budget(*arguments))
 
 
 def test_rules_and_measuring_choose_queries_and_keys_in_int8(by_tensor: Bundle) -> None:
