@@ -16,6 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from attnforge.bundle import Bundle, Choice, Cost, Manifest, SessionSettings, write_manifest
 from attnforge.children import command, end_with_parent, environment, own_folder
 from attnforge.errors import BuildError
@@ -57,6 +59,9 @@ class Step(Record):
     total: float | None
 
 
+_SAID: TypeAdapter[Step | Measured] = TypeAdapter(Step | Measured)
+
+
 def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
     """Add to a manifest how ONNX Runtime's session runs the model fastest here, and which backend is fastest.
 
@@ -95,11 +100,10 @@ def _heard(process: subprocess.Popen[str], progress: Progress) -> Measured | Non
     """What a process says last; every step before goes to `progress`."""
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith('{"what"'):
-            step = Step.model_validate_json(line)
-            progress.step(step.what, step.done, step.total)
-        else:
-            return Measured.model_validate_json(line)
+        said = _SAID.validate_json(line)
+        if isinstance(said, Measured):
+            return said
+        progress.step(said.what, said.done, said.total)
     return None
 
 

@@ -7,7 +7,7 @@ Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle kee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import ml_dtypes
@@ -80,13 +80,9 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
         inputs: the model's.
         cost: of a run; without it every run is cheap.
     """
-    symbols: dict[str, DimSpec] = {}
-    for spec in inputs:
-        for dim in spec.dims:
-            if isinstance(dim, DimSpec):
-                symbols.setdefault(dim.symbol, _of_symbol(dim))
+    symbols = _symbols(inputs)
     cost = cost or (lambda sizes: 0.0)
-    opt, low, high = ({s: int(getattr(d, bound) or 0) for s, d in symbols.items()} for bound in ("opt", "min", "max"))
+    opt, low, high = (sizes_at(inputs, bound) for bound in ("opt", "min", "max"))
     run = run_of_example(opt, cost)
 
     def between(wanted: Callable[[int], bool], place: float, runs: float) -> dict[str, int]:
@@ -125,6 +121,18 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
         for masks in MASKS:
             add(f"mask-{masks.replace(' ', '-')}", sizes, masks=masks)
     return sweep
+
+
+def sizes_at(inputs: Sequence[TensorSpec], bound: str) -> dict[str, int]:
+    """The sizes of all symbols at a bound of their ranges: `min`, `opt` or `max`."""
+    return {symbol: int(getattr(dim, bound) or 0) for symbol, dim in _symbols(inputs).items()}
+
+
+def _symbols(inputs: Sequence[TensorSpec]) -> dict[str, DimSpec]:
+    symbols: dict[str, DimSpec] = {}
+    for dim in (dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)):
+        symbols.setdefault(dim.symbol, _of_symbol(dim))
+    return symbols
 
 
 SHARES = (1, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8, 1 / 12, 1 / 16, 1 / 24, 1 / 32, 1 / 64, 1 / 128, 0)

@@ -464,7 +464,8 @@ def _candidates(bundle: Bundle, backend: str) -> Sequence[str]:
     initialises CUDA in this process; a process must not fork after that."""
     if backend == "auto":
         return by_preference(bundle)
-    return BACKENDS[2:5] if backend == "onnxruntime" else (backend,)
+    of_onnxruntime = [name for name in BACKENDS if name.startswith("onnxruntime-")]
+    return of_onnxruntime if backend == "onnxruntime" else (backend,)
 
 
 def _eager(bundle: Bundle, module: Any) -> Backend:

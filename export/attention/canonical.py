@@ -19,14 +19,11 @@ import onnx_ir as ir
 from attnforge.export.attention.layout import Dims, Layout, Size, Sized, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, dims_of, typed
+from attnforge.export.graphs.float64 import SILENT_ROWS
 
 QUERY, KEY, VALUE = ("B", "H", "n_q", "d_k"), ("B", "H_kv", "n_k", "d_k"), ("B", "H_kv", "n_k", "d_v")
 SCORES, OUTPUT = ("B", "H", "n_q", "n_k"), ("B", "H", "n_q", "d_v")
 """The dims of canonical tensors, by name; H_kv stands for H'."""
-
-SILENT_ROWS = "attnforge.silent_rows"
-"""Metadata of the Attention node: what a query without keys gets. `nan`, as from a bare softmax; without this entry
-zeros, as the operator says."""
 
 MASK_STEP = "attnforge.mask_step"
 """Metadata of the nodes that compute a mask, in the order in which the author applied them to the scores: `bias` on an

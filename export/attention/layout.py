@@ -23,6 +23,9 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _FUNCTIONS = frozenset({"floor", "max", "min", "Max", "Min", "Mod"})
 """Functions in the expressions of symbolic dims."""
 
+_UNKNOWN: dict[int, ir.SymbolicDim] = {}
+"""Unknown dims that have a symbol, which are kept: the next dim could have the id of one that is gone."""
+
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 """Operators that move numbers without changing, adding or dropping any."""
 
@@ -48,11 +51,19 @@ class Size:
         """The size of a dim; an unknown dim is a symbol of its own."""
         if isinstance(dim, int):
             return cls(dim)
-        return _parsed(dim.value) if dim.value else cls(1, (f"unknown{id(dim)}",))
+        if dim.value:
+            return _parsed(dim.value)
+        _UNKNOWN[id(dim)] = dim
+        return cls(1, (f"unknown{id(dim)}",))
 
     @property
     def is_static(self) -> bool:
         return not self.symbols
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names in its symbols."""
+        return frozenset(name for symbol in self.symbols for name in _NAME.findall(symbol))
 
     def __mul__(self, other: Size) -> Size:
         return Size(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))

@@ -39,10 +39,11 @@ class Whole:
 
 @dataclass(frozen=True)
 class Between:
-    """A number that is not below one and not above another, or NaN."""
+    """A number that is not below one and not above another; it may be NaN unless `is_number`."""
 
     least: float = -inf
     most: float = inf
+    is_number: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,7 @@ class Choice:
 
 Leaf = Whole | Between | Table
 Number = Leaf | Choice
-UNKNOWN = Between()
+UNKNOWN = Between(is_number=False)
 
 
 def constant(number: float) -> Leaf:
@@ -95,7 +96,8 @@ def apply(function: Callable[[Leaf], Number], number: Number) -> Number:
 
 def combine(function: Callable[[Leaf, Leaf], Number], a: Number, b: Number) -> Number:
     """A function of two numbers, for every choice of each."""
-    if isinstance(a, Choice) and isinstance(b, Choice) and a.condition == b.condition:
+    # Of conditions that are not exact nothing tells two from one.
+    if isinstance(a, Choice) and isinstance(b, Choice) and a.condition == b.condition and a.condition.is_exact:
         return choose(a.condition, combine(function, a.yes, b.yes), combine(function, a.no, b.no))
     if isinstance(a, Choice):
         return choose(a.condition, combine(function, a.yes, b), combine(function, a.no, b))
@@ -234,7 +236,7 @@ class Arithmetic:
         x, y = bounds(a), bounds(b)
         if x.least > y.most or x.most < y.least:
             return NEVER
-        return ALWAYS if x == y and x.least == x.most else unknown(kind)
+        return ALWAYS if x == y and x.least == x.most and x.is_number else unknown(kind)
 
     def _by_tables(
         self, a: Leaf, b: Leaf, compare: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]
@@ -279,6 +281,8 @@ def _over(number: Whole, above: bool, compare: Callable[[Affine], Truth]) -> Tru
 
 
 def _by_bounds(a: Between, b: Between) -> Truth | None:
+    if not (a.is_number and b.is_number):  # of NaN no comparison holds, nor its opposite
+        return None
     if a.least >= b.most and isfinite(b.most):
         return ALWAYS
     return NEVER if a.most < b.least else None
@@ -286,7 +290,8 @@ def _by_bounds(a: Between, b: Between) -> Truth | None:
 
 def _finite(leaf: Leaf) -> Leaf | None:
     """A leaf that is one finite number; None for others."""
-    return leaf if isinstance(leaf, Between) and leaf.least == leaf.most and isfinite(leaf.least) else None
+    is_one = isinstance(leaf, Between) and leaf.is_number and leaf.least == leaf.most and isfinite(leaf.least)
+    return leaf if is_one else None
 
 
 def _positive(leaf: Leaf) -> int | None:
@@ -324,7 +329,7 @@ def _between(op_type: str, a: Between, b: Between) -> Between:
     Minus infinity stays what it is, whatever is added: a bias of infinity or NaN shows no key that is hidden.
     """
     if op_type == "Add" and -inf in (a.most, b.most):
-        return Between(-inf, -inf)
+        return Between(-inf, -inf, is_number=False)
     function = _ON_BOUNDS.get(op_type)
     if op_type == "Ratio" and b.least == b.most and b.least not in (0, inf, -inf):
         ends = [a.least / b.least, a.most / b.least]
@@ -332,4 +337,6 @@ def _between(op_type: str, a: Between, b: Between) -> Between:
         ends = [float(function(x, y)) for x in (a.least, a.most) for y in (b.least, b.most)]
     else:
         return UNKNOWN
-    return UNKNOWN if any(map(isnan, ends)) else Between(min(ends), max(ends))
+    is_defined = op_type in ("Max", "Min") or all(map(isfinite, (a.least, a.most, b.least, b.most)))
+    is_number = a.is_number and b.is_number and is_defined
+    return UNKNOWN if any(map(isnan, ends)) else Between(min(ends), max(ends), is_number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.affine import Affine, Place, Scalar
@@ -23,6 +24,7 @@ from attnforge.export.attention.mask_numbers import (
     Number,
     Whole,
     apply,
+    bounds,
     choose,
     constant,
     where,
@@ -108,8 +110,9 @@ class Reader:
         if value.dtype == BOOL:
             return unknown(kind_of(places))
         varies = not known(index) or places & {Place.QUERY, Place.KEY} or value.shape is None
-        if value.dtype not in (INT32, INT64) or varies:
-            return UNKNOWN
+        is_whole = value.dtype in (INT32, INT64)
+        if not is_whole or varies:
+            return Between(is_number=is_whole)
         for other in self._scalars:
             if other.index == index and same_value(other.value, value):
                 return Whole((Affine.atom(other),))
@@ -147,11 +150,11 @@ def _held(number: Number, dtype: ir.DataType | None) -> Number:
             return leaf
         is_float = dtype is not None and dtype.is_floating_point()
         if isinstance(leaf, Between):
-            return leaf if is_float else UNKNOWN
+            return _rounded(leaf, dtype) if is_float else UNKNOWN
         if not isinstance(leaf, Whole):
             return UNKNOWN
         if is_float and leaf.single is not None and leaf.single.constant is not None:
-            return leaf
+            return constant(_rounded(bounds(leaf), dtype).least)
         if dtype == ir.DataType.FLOAT:
             return leaf if all(_is_counted(option) for option in leaf.options) else UNKNOWN
         return (
@@ -161,6 +164,14 @@ def _held(number: Number, dtype: ir.DataType | None) -> Number:
         )
 
     return apply(leaf, number)
+
+
+def _rounded(ends: Between, dtype: ir.DataType | None) -> Between:
+    """Bounds as a type of floating-point numbers holds them: rounding keeps the order of numbers."""
+    assert dtype is not None
+    with np.errstate(over="ignore"):
+        least, most = np.array([ends.least, ends.most]).astype(dtype.numpy()).astype(np.float64)
+    return Between(float(least), float(most), ends.is_number)
 
 
 def _is_counted(x: Affine) -> bool:
@@ -311,19 +322,20 @@ def _range_op(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     (position,) = index
     if start is None or step is None or step.constant is None or position is None:
         return None
-    return Whole((start + position * step.constant,)) if node.outputs[0].dtype in COUNTING else None
+    return _held(Whole((start + position * step.constant,)), node.outputs[0].dtype)
 
 
 def _cumsum(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     """Of a number that is the same everywhere: positions, as people count them by a mask of ones."""
-    source, axis = node.inputs[0], scalar(node.inputs[1])
-    step = reader.number(source, index)
-    if axis is None or not isinstance(step, Whole) or step.single is None or step.single.constant is None:
+    axis, reverse = scalar(node.inputs[1]), node.attributes.get_int("reverse") == 1
+    if axis is None or reverse or (position := index[int(axis)]) is None:
         return None
-    if (position := index[int(axis)]) is None or node.attributes.get_int("reverse") == 1:
+    at = int(axis) % len(index)
+    step = reader.number(node.inputs[0], (*index[:at], None, *index[at + 1 :]))  # wherever along the axis
+    if not isinstance(step, Whole) or step.single is None or step.single.constant is None:
         return None
     count = position + (0 if node.attributes.get_int("exclusive") == 1 else 1)
-    return Whole((count * step.single.constant,)) if node.outputs[0].dtype in COUNTING else None
+    return _held(Whole((count * step.single.constant,)), node.outputs[0].dtype)
 
 
 def _shape(reader: Reader, node: ir.Node, index: Index) -> Known | None:

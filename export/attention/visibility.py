@@ -7,7 +7,7 @@ small: what cannot be proved to be hidden counts as visible.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -162,7 +162,7 @@ def _shown(number: Number, hidden: float) -> Truth:
 def _leaves(number: Number) -> list[Between]:
     if isinstance(number, Choice):
         return _leaves(number.yes) + _leaves(number.no)
-    return [bounds(number)]
+    return [replace(bounds(number), is_number=True)]  # NaN shows no key that is hidden
 
 
 # --- queries without keys ---------------------------------------------------------------------------------------------

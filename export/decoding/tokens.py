@@ -93,7 +93,7 @@ def token_axes(value: ir.Value, tokens: str) -> list[int]:
     """The axes of a value whose size depends on the number of tokens; none where the shape is not known."""
     if value.shape is None:
         return []
-    return [i for i, dim in enumerate(value.shape) if any(tokens in symbol for symbol in Size.of(dim).symbols)]
+    return [i for i, dim in enumerate(value.shape) if tokens in Size.of(dim).names]
 
 
 def is_count_as_shape(node: ir.Node, index: int) -> bool:

@@ -36,13 +36,8 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
     Raises:
         AttnforgeError: the backend cannot build or run the graph.
     """
-    target = backend if backend in (*FLAVOURS, *WITHOUT_TARGET) else "onnxruntime"
-    record = bundle.manifest.targets.get(target)
-    if record is None:  # it runs the canonical graph
-        target, record, name = "onnxruntime", TargetRecord(model=CANONICAL), CANONICAL
-    else:
-        name = "model.onnx"
-    model = whole_graph(bundle, (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model)
+    target, record, model = _graph_of(bundle, backend)
+    name = CANONICAL if record.model == CANONICAL else "model.onnx"
     shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
     with temporary_folder() as folder:
         path = Path(folder)
@@ -64,6 +59,17 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
     return {name: wide(results[name]) for name in shown}
 
 
+def _graph_of(bundle: Bundle, backend: str) -> tuple[str, TargetRecord, ir.Model]:
+    """The graph that a backend runs over whole sequences, and the target that it is of: the canonical one where a
+    backend has none of its own."""
+    target = backend if backend in (*FLAVOURS, *WITHOUT_TARGET) else "onnxruntime"
+    record = bundle.manifest.targets.get(target)
+    if record is None:
+        target, record = "onnxruntime", TargetRecord(model=CANONICAL)
+    file = (record.cuda_model if backend == "onnxruntime-cuda" else None) or record.model
+    return target, record, whole_graph(bundle, file)
+
+
 def step_tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:
     """The same of a decoder's step, of which feeds are the tokens, how many come before, and the caches.
 
@@ -79,8 +85,7 @@ def step_tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], na
 
 def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
     """The 16-bit type that the deployed graph casts to shortly before `tensor`; None where it does not."""
-    target = backend if backend in FLAVOURS else "onnxruntime"
-    model = whole_graph(bundle, bundle.manifest.targets[target].model)
+    _, _, model = _graph_of(bundle, backend)
     value = next((v for node in model.graph for v in node.outputs if v.name == tensor), None)
     todo, visited = [value.producer()] if value is not None else [], 0
     while todo and visited < _NEAR:

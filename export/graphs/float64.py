@@ -36,6 +36,11 @@ FUNCTIONS = (
 _NORMALIZATIONS = ("GroupNormalization", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 
 
+SILENT_ROWS = "attnforge.silent_rows"
+"""Metadata of an Attention node: what a query without keys gets. `nan`, as from a bare softmax; without this entry
+zeros, as the operator says."""
+
+
 class NoDoublePath(Exception):
     """The graph has an operator that cannot be computed in double here; the message has its name."""
 
@@ -279,7 +284,7 @@ def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """ai.onnx Attention, its heads apart or packed, with grouped heads, a mask, a causal flag or a past."""
+    """ai.onnx Attention, its heads apart or packed, with grouped heads, a mask, a causal flag, windows or a past."""
     query, key, value = (_input(node, i) for i in range(3))
     heads, shared = node.attributes.get_int("q_num_heads"), node.attributes.get_int("kv_num_heads")
     packed = heads is not None and shared is not None and (query.shape is None or len(query.shape) == 3)
@@ -290,8 +295,10 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
         heads, shared = (int(v.shape[1]) if v.shape is not None else 0 for v in (query, key))  # type: ignore[arg-type]
     mask, past_key, past_value = (_optional(node, i) for i in (3, 4, 5))
     causal, softcap = node.attributes.get_int("is_causal", 0), node.attributes.get_float("softcap", 0.0)
-    if (past_key is not None and causal) or (softcap and (mask is not None or causal)) or _optional(node, 6):
-        raise NoDoublePath("a causal flag with a past, a soft cap with a mask, or lengths of its own")
+    left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
+    near = _in_window(op, query, key, left, 0 if causal else right)
+    if (past_key is not None and near) or (softcap and (mask is not None or near)) or _optional(node, 6):
+        raise NoDoublePath("a causal flag or a window with a past, a soft cap with a mask, or lengths of its own")
     if past_key is not None and past_value is not None:
         key, value = op.Concat(past_key, key, axis=2), op.Concat(past_value, value, axis=2)
     present = [key, value]
@@ -304,10 +311,10 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     if mask is not None:
         boolean = mask.dtype == ir.DataType.BOOL
         scores = op.Where(mask, scores, _number(op, -np.inf)) if boolean else op.Add(scores, mask)
-    if causal:
-        scores = op.Where(_not_later(op, query, key), scores, _number(op, -np.inf))
+    for condition in near:
+        scores = op.Where(condition, scores, _number(op, -np.inf))
     result = op.MatMul(op.Softmax(scores, axis=-1), value)
-    if mask is not None:  # a query that may attend to nothing gets zeros, as from ONNX Runtime's own operator
+    if (mask is not None or left >= 0) and node.metadata_props.get(SILENT_ROWS) != "nan":  # zeros for such queries
         highest = op.ReduceMax(scores, constant(op, [-1]), keepdims=1)
         result = op.Where(op.Equal(highest, _number(op, -np.inf)), _number(op, 0), result)
     return [_joined(op, result) if packed else result, *present]
@@ -415,7 +422,8 @@ def _microsoft(
     if mask is not None:
         scores = op.Add(scores, op.Where(_kept_keys(op, mask, key), _number(op, 0), number))
     if node.attributes.get_int("unidirectional", 0):
-        scores = op.Where(_not_later(op, query, key), scores, _number(op, -np.inf))
+        (not_later,) = _in_window(op, query, key, -1, 0)
+        scores = op.Where(not_later, scores, _number(op, -np.inf))
     return _joined(op, op.MatMul(op.Softmax(scores, axis=-1), value))
 
 
@@ -442,11 +450,14 @@ def _scores(op: Builder, query: ir.Value, key: ir.Value, scale: float | None) ->
     return op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
 
 
-def _not_later(op: Builder, query: ir.Value, key: ir.Value) -> ir.Value:
+def _in_window(op: Builder, query: ir.Value, key: ir.Value, left: int, right: int) -> list[ir.Value]:
+    """Conditions on the scores: a key is at most so many in front of the query, and so many behind; -1 for any."""
     rows, columns = (
         op.Range(constant(op, 0), op.Gather(op.Shape(v), constant(op, 2)), constant(op, 1)) for v in (query, key)
     )
-    return op.LessOrEqual(columns, op.Unsqueeze(rows, constant(op, [1])))
+    ahead = op.Sub(columns, op.Unsqueeze(rows, constant(op, [1])))
+    conditions = [op.GreaterOrEqual(ahead, constant(op, -left))] if left >= 0 else []
+    return conditions + ([op.LessOrEqual(ahead, constant(op, right))] if right >= 0 else [])
 
 
 def _apart(op: Builder, x: ir.Value, heads: int) -> ir.Value:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SILENT_ROWS, SLOPES, VALUE, WINDOW, SiteAxes
+from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SLOPES, VALUE, WINDOW, SiteAxes
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import (
     ONE,
@@ -25,6 +25,7 @@ from attnforge.export.attention.layout import (
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
+from attnforge.export.graphs.float64 import SILENT_ROWS
 from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
 from attnforge.export.lowering.band import Band, Residue, band_of, is_triangle, residue_of, staircase_of
 

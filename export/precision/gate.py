@@ -40,7 +40,7 @@ from attnforge.export.precision.quantisation import (
 )
 from attnforge.export.precision.rounding import Rounded, Rounding, round_operands
 from attnforge.export.precision.search import judged_on
-from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial
+from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial, by_metric
 from attnforge.export.reference import Data, ReferenceModel, stored_inputs
 from attnforge.numbers import scientific
 from attnforge.precision import Precision
@@ -358,18 +358,12 @@ class _Gate:
                 held = np.isfinite(exact)
                 if is_floating(array) and (off := relative_error(array[held].astype(np.float64), exact[held])) >= error:
                     error, worst = off, case
-        share = error / most if most is not None else 0.0
-        report = scores.report() if scores is not None else None
-        if report is not None and not report.passed:
-            share = max(share, 1.0 + report.least - report.value)
-        text = f"an error of {scientific(error)}" + (f" in {worst.name}" if worst is not None else "")
+        share = error / most if most is not None else 0.0 if np.isfinite(error) else np.inf
+        text = f"an error of {scientific(error)}" if np.isfinite(error) else "numbers are lost"
+        text += f" in {worst.name}" if worst is not None else ""
         text += f", where {most:g} is allowed" if most is not None else ""
-        text += (
-            f"; {report.name} {report.value:.6g}, where {report.least:.6g} is to be reached"
-            if report is not None
-            else ""
-        )
-        return Trial(share if np.isfinite(share) else np.inf, error, worst, text)
+        trial = Trial(share, error, worst, text)
+        return trial if scores is None else by_metric(trial, scores.report())
 
     def record(self, high: Assignment, sizes: Mapping[str, int], real: int) -> Quantised:
         """The manifest's record.

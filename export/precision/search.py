@@ -150,7 +150,7 @@ class _Search:
         if not self._meets(everything):
             trial = self.trials.judge(everything)
             raise BuildError(
-                f"even all in fp32 misses the budget ({trial.share:.3g} of it, an error of {scientific(trial.error)}); "
+                f"even all in fp32 misses the budget ({trial.text}, an error of {scientific(trial.error)}); "
                 "allow a larger error, or look at what attnforge diagnose says of the fp32 bundle"
             )
         return everything

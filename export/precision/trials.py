@@ -4,7 +4,7 @@ the original weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -16,11 +16,12 @@ from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.precision.assign import assign, operators
 from attnforge.export.precision.emulation import emulate
 from attnforge.export.reference import ReferenceModel, at_precision
+from attnforge.numbers import scientific
 from attnforge.precision import Precision
 from attnforge.progress import Steps
 from attnforge.runtime.cases import key
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge
-from attnforge.runtime.parity.metrics import MeasuredMetric
+from attnforge.runtime.parity.metrics import MeasuredMetric, MetricReport
 
 Assignment = frozenset[str]
 """The names of the operators that compute in fp32; all others compute in 16 bits."""
@@ -106,7 +107,8 @@ class Trial:
     """How an assignment did.
 
     Attributes:
-        share: of the requirement that it uses up, on the worst case; 1 or less meets it, and infinity is a lost number.
+        share: of the requirement that it uses up, on the worst case; 1 or less meets it, and infinity is a lost number
+            or a metric that is missed.
         error: the largest relative error.
         case: the worst one; None where no output is of floating-point numbers.
         said: how it did, in words; None for the share of the budget.
@@ -126,7 +128,14 @@ class Trial:
         if self.said is not None:
             return self.said
         share = "numbers are lost" if self.share == np.inf else f"{self.share:.2f} of the budget"
+        share = share if self.share else f"an error of {scientific(self.error)}"
         return f"{share} in {self.case.name}" if self.case is not None else share
+
+
+def by_metric(trial: Trial, report: MetricReport) -> Trial:
+    """A trial that the task's metric decides as well: one that is missed, or NaN, misses the requirement."""
+    text = f"{trial.text}; {report.name} {report.value:.6g}, where {report.least:.6g} is to be reached"
+    return replace(trial, share=trial.share if report.passed else np.inf, said=text)
 
 
 class Trials:
@@ -204,11 +213,8 @@ class Trials:
                 error = max(error, trial.error)
                 if worst.case is None or trial.share > worst.share:
                     worst = trial
-        share = worst.share
-        if scores is not None:
-            report = scores.report()
-            share = max(share, 1.0 if report.passed else 1.0 + report.least - report.value)
-        return Trial(share, error, worst.case)
+        trial = Trial(worst.share, error, worst.case)
+        return trial if scores is None else by_metric(trial, scores.report())
 
     def _judge_output(self, case: Case, name: str, output: Array, eager: Array, exact: Array) -> Trial:
         output, eager, exact = (array.astype(np.float64) for array in (output, eager, exact))
@@ -220,4 +226,4 @@ class Trials:
             share = 0.0
         lost = bool((~np.isfinite(output) & np.isfinite(exact)).any())
         failed_otherwise = not comparison.passed and share <= 1 and self._requirement.metric is None
-        return Trial(np.inf if lost or failed_otherwise else share, comparison.error, case)
+        return Trial(np.inf if lost or failed_otherwise or np.isnan(share) else share, comparison.error, case)

@@ -28,7 +28,7 @@ from attnforge.runtime.backends.onnxruntime import (
     session_options,
     weights_of,
 )
-from attnforge.runtime.cases import cases, shape_of
+from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.gpu import Block, DeviceOutputs, Feed, Gpu, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
@@ -256,7 +256,7 @@ def provider_options(bundle: Bundle, backend: str, options: Options, stream: int
 
 def profile_options(inputs: list[TensorSpec]) -> dict[str, str]:
     """The optimization profile as options of ONNX Runtime's TensorRT provider: `name:2x64,…` for min, opt and max."""
-    bounds = {which: _bounds(inputs, which) for which in ("min", "opt", "max")}
+    bounds = {which: sizes_at(inputs, which) for which in ("min", "opt", "max")}
     if not any(bounds["opt"]):
         return {}
     return {
@@ -265,9 +265,3 @@ def profile_options(inputs: list[TensorSpec]) -> dict[str, str]:
         )
         for which, sizes in bounds.items()
     }
-
-
-def _bounds(inputs: list[TensorSpec], which: str) -> dict[str, int]:
-    named = {case.name.removeprefix("normal-"): case.sizes for case in cases(inputs)}
-    wanted = {"min": "smallest", "opt": "opt", "max": "largest"}[which]
-    return named.get(wanted, named["opt"])

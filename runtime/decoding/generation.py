@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.errors import InputError, UsageError
+from attnforge.errors import InputError, RunError, UsageError
 from attnforge.runtime.decoding.decoder import Decoder
 
 STOPPED = -1
@@ -78,7 +78,13 @@ class Sampler:
         Args:
             logits: `(batch, vocabulary)`.
             generators: of every sample.
+
+        Raises:
+            RunError: the largest logit of a sample is NaN or infinite.
         """
+        if not np.isfinite(largest := logits.max(-1)).all():
+            sample = int(np.argmin(np.isfinite(largest)))
+            raise RunError(f"sample {sample} has no likeliest token: the largest of its logits is {largest[sample]}")
         if not self.temperature:
             return np.asarray(logits.argmax(-1), np.int64)
         return np.array(

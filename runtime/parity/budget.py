@@ -159,7 +159,8 @@ def incomparable(case: Case, output: str, precision: Precision, reason: str) -> 
 
 
 def relative_error(got: Array, truth: Array) -> float:
-    """`‖got − truth‖ / ‖truth‖`, of arrays of one shape; the absolute norm where the truth is all zeros."""
+    """`‖got − truth‖ / ‖truth‖`, of arrays of one shape; the absolute norm where the truth is all zeros. Infinity where
+    that is NaN, which would pass for the smaller of any two errors."""
     return relative_error_in(pieces(got, truth))
 
 
@@ -168,7 +169,8 @@ def relative_error_in(arrays: Iterable[tuple[Array, ...]]) -> float:
     off = norm = 0.0
     for got, truth in arrays:
         off, norm = math.hypot(off, np.linalg.norm(got - truth)), math.hypot(norm, np.linalg.norm(truth))
-    return off / (norm or 1.0)
+    error = off / (norm or 1.0)
+    return math.inf if math.isnan(error) else error
 
 
 # --- errors, and what they may be -------------------------------------------------------------------------------------

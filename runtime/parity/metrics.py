@@ -50,13 +50,15 @@ def accuracy(outputs: Outputs, labels: Array) -> float:
     """The share of samples whose class is right.
 
     Args:
-        outputs: by name; the first (..., classes) holds the scores, and the largest along the last dim is the class.
+        outputs: by name; the first (..., classes) holds the scores, and the largest along the last dim is the class;
+            where one is NaN, there is none.
         labels: as many whole numbers as there are samples.
 
     Raises:
         UsageError: there is not one label a sample.
     """
-    predicted = np.argmax(_first(outputs), axis=-1)
+    scores = _first(outputs)
+    predicted = np.where(np.isnan(scores).any(axis=-1), -1, np.argmax(scores, axis=-1))
     if predicted.size != labels.size:
         raise UsageError(f"there are {labels.size} labels for {predicted.size} samples; give one for each")
     return float(np.mean(predicted == labels.reshape(predicted.shape)))

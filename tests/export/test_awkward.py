@@ -189,6 +189,7 @@ def test_a_reference_that_is_another_function_is_told(tmp_path: Path) -> None:
 def test_labels_are_one_a_sample() -> None:
     logits = np.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]])
     assert accuracy({"y": logits}, np.array([1, 0, 1])) == accuracy({"y": logits}, np.array([[1], [0], [1]])) == 1.0
+    assert accuracy({"y": logits * np.nan}, np.array([0, 0, 0])) == 0.0, "NaN has no class"
     with pytest.raises(UsageError, match="2 labels for 3 samples"):
         accuracy({"y": logits}, np.array([1, 0]))
 

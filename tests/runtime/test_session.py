@@ -28,7 +28,7 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.onnxruntime import COPIED, session_options
 from attnforge.runtime.backends.registry import libraries_of, why_not_here
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.session import Session
+from attnforge.runtime.session import Session, _candidates
 from tests.support.bundles import DeploySmall, rewrite, small_example
 from tests.support.bundles import small_inputs as arrays
 
@@ -469,6 +469,10 @@ def test_backends_that_cannot_run_say_what_would(small: DeploySmall) -> None:
     del bundle.manifest.targets["onnxruntime"]
     with pytest.raises(UnavailableError, match="deploy it again with --target onnxruntime"):
         attnforge.load(bundle, "onnxruntime")
+
+
+def test_onnxruntime_stands_for_its_providers() -> None:
+    assert [*_candidates(None, "onnxruntime")] == ["onnxruntime-tensorrt", "onnxruntime-cuda", "onnxruntime-cpu"]  # type: ignore[arg-type]
 
 
 def test_a_plan_of_another_version_is_not_loaded(small: DeploySmall) -> None:

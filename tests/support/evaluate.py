@@ -13,7 +13,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonical import MASK_STEP, SILENT_ROWS
+from attnforge.export.attention.canonical import MASK_STEP
+from attnforge.export.graphs.float64 import SILENT_ROWS
 
 Tensor = NDArray[Any]
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from attnforge.arrays import Array
+from attnforge.export.attention.affine import Scalar
 from attnforge.export.attention.layout import ONE, Size
 from tests.support.random_graphs import BOOL, FLOAT, INT64, Choices, Graph, Invalid
 
@@ -48,6 +49,16 @@ class RandomMask:
         (numbers,) = outputs_of(self.model, self.inputs)
         numbers = np.where(numbers, 0.0, -np.inf) if numbers.dtype == bool else numbers.astype(np.float64)
         return np.broadcast_to(numbers, np.broadcast_shapes(numbers.shape, (1, 1, self.n_q, self.n_k)))
+
+    def scalar(self, scalar: Scalar) -> int:
+        """What ONNX Runtime makes of a number that only a run tells."""
+        array = self.inputs.get(str(scalar.value.name))
+        if array is None:
+            graph = self.model.graph
+            outputs, graph.outputs[:] = list(graph.outputs), [scalar.value]
+            (array,) = outputs_of(self.model, self.inputs)
+            graph.outputs[:] = outputs
+        return int(array[tuple(at.constant for at in scalar.index if at is not None)])
 
 
 def outputs_of(model: ir.Model, inputs: dict[str, Array]) -> list[Array]:
@@ -104,8 +115,10 @@ class MaskWriter(Graph):
 
     def position(self, dim: int) -> ir.Value:
         size, pick = self.size[dim], self.choices.pick
-        kind = pick(("range", "range", "cumsum", "constant", "backwards"))
-        if kind == "constant" and size.is_static:
+        kind = pick(("range", "range", "cumsum", "constant", "backwards", "sum"))
+        if kind == "sum":
+            x = self.sum(dim)
+        elif kind == "constant" and size.is_static:
             x = self.constant(np.arange(size.factor) // pick((1, 1, 2, 3)), INT64)
         elif kind == "cumsum":
             ones = self.op("Expand", [self.constant([1], INT64), self.unsqueeze(self.length(dim), [0])], [size], INT64)
@@ -124,6 +137,30 @@ class MaskWriter(Graph):
         elif shift == "scalar":
             x = self.binary("Add", x, self.shared("offset", [], INT64))
         return x
+
+    def sum(self, dim: int) -> ir.Value:
+        """The running sum of conditions, numbers or data over a dim, or over a longer one that is cut at either end."""
+        size, pick, more = self.size[dim], self.choices.pick, self.pick_number(0, 4)
+        longer = Size.of(size.factor + more if size.is_static else ir.SymbolicDim(f"{size.dim()} + {more}"))
+        length = self.binary("Add", self.length(dim), self.number(more))
+        at = self.op("Range", [self.number(0), length, self.number(1)], [longer], INT64)
+        kind = pick(("from", "from", "until", "every", "ones", "positions", "data"))
+        if kind in ("from", "until"):
+            x = self.binary("GreaterOrEqual" if kind == "from" else "Less", at, self.number(self.pick_number(1, 4)))
+        elif kind == "every":
+            x = self.binary("Equal", self.binary("Mod", at, self.number(2)), self.number(self.pick_number(0, 1)))
+        elif kind == "ones":
+            x = self.binary("GreaterOrEqual", at, self.number(0))
+        elif kind == "data" and not more:
+            x = self.shared(f"padding{dim}", [size], BOOL)
+        else:
+            x = at
+        x = self.cast(x, INT64) if x.dtype == BOOL else x
+        x = self.binary("Mul", x, self.number(pick((1, 1, 1, -1, 2))))
+        ends = {"exclusive": self.pick_number(0, 1), "reverse": int(self.choices.chance(20))}
+        x = self.op("CumSum", [x, self.number(pick((0, -1)))], [longer], INT64, **ends)
+        start, end = (more, np.iinfo(np.int64).max) if self.choices.chance(70) or not size.is_static else (0, -more)
+        return self.op("Slice", [x, self.ints(start), self.ints(end), self.ints(0)], [size], INT64) if more else x
 
     def shared(self, name: str, dims: list[Size], dtype: ir.DataType) -> ir.Value:
         if name not in self.data:
@@ -173,7 +210,7 @@ class MaskWriter(Graph):
 
     @property
     def _leaves(self) -> tuple[Callable[[], ir.Value], ...]:
-        return self._triangle, self._flags, self._data, self._rolled, self._buffer
+        return self._triangle, self._flags, self._data, self._rolled, self._buffer, self._summed, self._bounded
 
     def _compared(self) -> ir.Value:
         kind = self.choices.pick(("both", "both", "difference", "distance", "one"))
@@ -188,6 +225,15 @@ class MaskWriter(Graph):
         if kind == "distance":
             difference = self.unary("Abs", difference)
         return self.binary(self.choices.pick(COMPARISONS), difference, self.number(self.pick_number(-3, 6)))
+
+    def _summed(self) -> ir.Value:
+        """A running sum beside a position, another sum or a number."""
+        dim = self.choices.pick((QUERIES, KEYS))
+        x, kind = self.along(self.sum(dim), dim), self.choices.pick(("position", "sum", "number"))
+        if kind == "number":
+            return self.binary(self.choices.pick(COMPARISONS), x, self.number(self.pick_number(-2, 6)))
+        other = self.whole(1 - dim) if kind == "position" else self.along(self.sum(1 - dim), 1 - dim)
+        return self.binary(self.choices.pick(COMPARISONS), x, other)
 
     def _square(self, number: bool) -> ir.Value:
         shape = self.op("Concat", [self.unsqueeze(self.length(dim), [0]) for dim in (0, 1)], [Size(2)], INT64, axis=0)
@@ -233,13 +279,23 @@ class MaskWriter(Graph):
         if kind == "pairs":
             return self.shared("pairs", list(self.size), BOOL)
         dim = QUERIES if kind == "queries" else KEYS
-        flags = self.shared(f"padding{dim}", [self.size[dim]], BOOL)
+        name = self.choices.pick(("padding", "padding", "another"))
+        flags = self.shared(f"{name}{dim}", [self.size[dim]], BOOL)
+        flags = self.unary("Not", flags) if self.choices.chance(30) else flags
         if kind != "gathered":
             return self.along(flags, dim)
         positions = self.op("Range", [self.number(0), self.length(KEYS), self.number(1)], [self.size[KEYS]], INT64)
         if self.choices.chance(50):
             return self.op("Gather", [flags, self.unsqueeze(positions, [0])], [ONE, self.size[KEYS]], BOOL)
         return self.op("GatherND", [flags, self.unsqueeze(positions, [0, 2])], [ONE, self.size[KEYS]], BOOL)
+
+    def _bounded(self) -> ir.Value:
+        """A comparison of data between bounds, some of it NaN, of which no comparison holds."""
+        numbers = self.shared("numbers", [self.size[KEYS]], FLOAT)
+        number, other = (self.constant(self.pick_number(-2, 2) / 2) for _ in range(2))
+        x = self.binary(self.choices.pick(("Max", "Min")), numbers, number)
+        x = self.binary("Mul", x, self.constant(0.5)) if self.choices.chance(30) else x
+        return self.binary(self.choices.pick(COMPARISONS), self.along(x, KEYS), other)
 
     def _rolled(self) -> ir.Value:
         x, axis = self._compared(), self.choices.pick((QUERIES, KEYS))
@@ -270,7 +326,7 @@ class MaskWriter(Graph):
     def added(self, depth: int) -> ir.Value:
         """Numbers to add to scores."""
         pick = self.choices.pick
-        kind = pick(("where", "where", "times", "one minus", "triangle", "sum", "bias", "constant"))
+        kind = pick(("where", "where", "times", "one minus", "triangle", "sum", "sum", "bias", "constant"))
         if kind == "sum" and depth:
             return self.binary("Add", self.added(depth - 1), self.added(depth - 1))
         if kind == "bias":
@@ -292,7 +348,7 @@ class MaskWriter(Graph):
         return self.where(flags, self.constant(0.0), self.constant(fill))
 
 
-LEAVES = ("_compared", "_triangle", "_flags", "_data", "_rolled", "_buffer")
+LEAVES = ("_compared", "_triangle", "_flags", "_data", "_rolled", "_buffer", "_summed", "_bounded")
 """What masks are made of: methods of :class:`MaskWriter`."""
 
 
@@ -347,4 +403,7 @@ def _array_of(value: ir.Value, sizes: dict[str, int]) -> Array:
     shape = [size.factor if size.is_static else sizes[size.symbols[0]] for size in _dims(value)]
     if value.dtype == BOOL:
         return rng.random(shape) < 0.7
-    return rng.integers(-3, 4, shape) if value.dtype == INT64 else rng.standard_normal(shape).astype(np.float32)
+    if value.dtype == INT64:
+        return rng.integers(-3, 4, shape)
+    numbers = rng.standard_normal(shape).astype(np.float32)
+    return np.where(rng.random(shape) < 0.3, np.nan, numbers) if str(value.name).startswith("numbers") else numbers

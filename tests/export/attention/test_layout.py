@@ -100,6 +100,7 @@ def test_unknown_dims_are_all_different() -> None:
     first, second = ir.SymbolicDim(None), ir.SymbolicDim(None)
     assert Size.of(first) != Size.of(second)
     assert Size.of(first) == Size.of(first)
+    assert len({Size.of(ir.SymbolicDim(None)) for _ in range(9)}) == 9, "though none is there when the next one is made"
 
 
 # Layouts

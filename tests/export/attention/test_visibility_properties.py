@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import numpy as np
+import onnx_ir as ir
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.export.attention.affine import Atom, Scalar
+from attnforge.export.attention.layout import Size
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.attention.visibility import Visibility, numbers_at, visibility
-from tests.support.random_graphs import Drawn
-from tests.support.random_masks import LEAVES, RandomMask, drawn_mask
+from tests.support.random_graphs import BOOL, INT64, Drawn
+from tests.support.random_masks import KEYS, LEAVES, QUERIES, MaskWriter, RandomMask, drawn_mask
+
+FLOAT16 = ir.DataType.FLOAT16
+T = TypeVar("T")
 
 
 def regions_of(mask: RandomMask, visible: Visibility) -> Array:
@@ -20,7 +28,7 @@ def regions_of(mask: RandomMask, visible: Visibility) -> Array:
     at_sizes = numbers_at(mask.sizes)
 
     def number_of(atom: Atom) -> int:
-        return int(mask.inputs[str(atom.value.name)]) if isinstance(atom, Scalar) else at_sizes(atom)
+        return mask.scalar(atom) if isinstance(atom, Scalar) else at_sizes(atom)
 
     assert visible.n_q.evaluate(number_of) == mask.n_q and visible.n_k.evaluate(number_of) == mask.n_k
     pairs, keys = np.zeros((mask.n_q, mask.n_k), bool), np.arange(mask.n_k)
@@ -51,3 +59,61 @@ def test_no_visible_key_is_hidden_and_no_residue_means_equal(leaf: str, data: st
         assert len(set(numbers[~shown].tolist())) <= 1, visible.text()
     event("exact" if not visible.residue else "bounded" if not visible.is_full else "nothing proved")
     event(visible.silent)
+
+
+class First:
+    """Choices that are not made at random."""
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[0]
+
+    def chance(self, percent: int) -> bool:
+        return False
+
+
+def proved(write: Callable[[MaskWriter], ir.Value]) -> str:
+    """What is proved of a mask of n queries and n keys."""
+    n, two = Size(1, ("n",)), Size(2)
+    g = MaskWriter(First(), size=(n, n))
+    query, key = (g.input(name, [two, two, n, two]) for name in ("query", "key"))
+    return visibility(ir.node("Attention", [query, key, key, write(g)], {"scale": 1.0})).text()
+
+
+@pytest.mark.parametrize(("least", "known"), [(None, "band −∞ … 0"), (3, "all, residue: condition")])
+def test_a_running_sum_is_of_all_before_the_index(least: int | None, known: str) -> None:
+    """`(arange(n + 5) >= least).cumsum()[5:]`, or of ones: keys no later than the query by it."""
+
+    def write(g: MaskWriter) -> ir.Value:
+        longer = Size.of(ir.SymbolicDim("n + 5"))
+        length = g.binary("Add", g.length(KEYS), g.number(5))
+        x = g.op("Expand", [g.ints(1), g.unsqueeze(length, [0])], [longer], INT64)
+        if least is not None:
+            at = g.op("Range", [g.number(0), length, g.number(1)], [longer], INT64)
+            x = g.cast(g.binary("GreaterOrEqual", at, g.number(least)), INT64)
+        x = g.op("CumSum", [x, g.number(0)], [longer], INT64)
+        x = g.op("Slice", [x, g.ints(5), g.ints(np.iinfo(np.int64).max), g.ints(0)], [g.size[KEYS]], INT64)
+        own = g.op("Range", [g.number(0), g.length(QUERIES), g.number(1)], [g.size[QUERIES]], INT64)
+        own = g.binary("Add", own, g.number(6 - (least or 0)))
+        return g.binary("LessOrEqual", g.along(x, KEYS), g.along(own, QUERIES))
+
+    assert proved(write) == known
+
+
+def test_two_conditions_of_which_nothing_is_known_are_two() -> None:
+    """The keys that one mask shows and another does not hide: not one and its opposite."""
+
+    def write(g: MaskWriter) -> ir.Value:
+        shown, hidden = (g.along(g.input(name, [g.size[KEYS]], BOOL), KEYS) for name in ("shown", "hidden"))
+        zero, fill = g.constant(0.0), g.constant(-np.inf)
+        return g.binary("Add", g.where(shown, zero, fill), g.where(hidden, fill, zero))
+
+    assert proved(write) == "all, residue: padding"
+
+
+@pytest.mark.parametrize(("op_type", "other"), [("Greater", 2048.0), ("Equal", 2049.0)])
+def test_a_number_is_what_its_type_holds(op_type: str, other: float) -> None:
+    def write(g: MaskWriter) -> ir.Value:
+        number = g.binary("Add", g.constant(2048.0, FLOAT16), g.constant(1.0, FLOAT16))  # 2048 in fp16
+        return g.where(g.binary(op_type, number, g.constant(other, FLOAT16)), g.constant(0.0), g.constant(-np.inf))
+
+    assert proved(write) == proved(lambda g: g.constant(0.0 if other == 2049 else -np.inf))

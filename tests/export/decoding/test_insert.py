@@ -64,12 +64,15 @@ class Causal(nn.Module):
         return logits
 
 
-def inserted(module: nn.Module, places: int = 64, *, batch: Any = None, args: tuple[Tensor, ...] | None = None) -> Any:
+def inserted(
+    module: nn.Module, places: int = 64, *, batch: Any = None, args: tuple[Tensor, ...] | None = None,
+    tokens: str = "tokens",
+) -> Any:  # fmt: skip
     """The record of a module's step."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         args = args or (torch.randint(0, WORDS, (2, 9)),)
-    dims = {1: Dim("tokens", min=2, max=32)}
+    dims = {1: Dim(tokens, min=2, max=32)}
     if batch is None:
         dims[0] = Dim("batch", min=1, max=4)
     shapes = tuple(dims for _ in args)
@@ -444,6 +447,19 @@ def test_positions_that_end_before_the_cache() -> None:
 def test_a_cache_that_is_smaller_than_a_run() -> None:
     with pytest.raises(UsageError, match="cache_tokens is 31 and a call may have 32 tokens"):
         inserted(Causal(), 31)
+
+
+@pytest.mark.parametrize("tokens", ["t", "batch_tokens"])
+def test_names_of_dims_may_be_parts_of_others(tokens: str) -> None:
+    """`t` is in `batch`, and `batch` in `batch_tokens`; positions have a dim of each."""
+
+    class Expanded(Causal):
+        def embedded(self, x: Tensor) -> Tensor:
+            place: Tensor = self.places(torch.arange(x.shape[1]).expand(x.shape[0], -1))
+            embedding: Tensor = self.table(x)
+            return embedding + place
+
+    assert inserted(Expanded(), tokens=tokens) == inserted(Expanded())
 
 
 def test_a_static_batch() -> None:

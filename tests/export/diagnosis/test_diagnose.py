@@ -16,9 +16,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import attnforge
-from attnforge.bundle import Bundle
+from attnforge.bundle import Bundle, Manifest, TargetRecord
 from attnforge.cli import app
 from attnforge.errors import UnknownNameError
+from attnforge.export.diagnosis.deployed import stored_low
 from attnforge.export.diagnosis.diagnose import Diagnosis, diagnose
 from attnforge.export.graphs.build import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
@@ -205,6 +206,28 @@ def test_a_cast_in_the_deployed_graph_alone_is_found_in_the_backends_own_tensors
     assert found.same_function == ["plain", "canonical", *TARGETS] and found.failing == ["onnxruntime-cpu"]
     assert (finding.cause, finding.stage, finding.module) == ("operator", "onnxruntime-cpu", "steps.0.mlp.2"), finding
     assert "it is stored in float16" in finding.evidence
+
+
+def test_a_cast_is_looked_for_in_the_graph_that_a_backend_runs(broken: DeployBroken, tmp_path: Path) -> None:
+    """OpenVINO's own where it has one, else the canonical one, whether or not there is one for ONNX Runtime."""
+    copy = shutil.copytree(broken("healthy", "fp32").path, tmp_path / "b")
+    model = ir.load(copy / "onnxruntime/model.onnx")
+    node = next(n for n in model.graph if n.op_type == "Gelu")
+    narrow = ir.node("Cast", [node.inputs[0]], {"to": ir.DataType.FLOAT16.value}, name="narrow")
+    narrow.outputs[0].name, narrow.outputs[0].type = "narrow:0", ir.TensorType(ir.DataType.FLOAT16)
+    wide = ir.node("Cast", narrow.outputs, {"to": ir.DataType.FLOAT.value}, name="wide")
+    node.replace_input_with(0, wide.outputs[0])
+    model.graph.insert_before(node, [narrow, wide])
+    ir.save(model, copy / "openvino.model.onnx")
+    tensor = str(node.outputs[0].name)
+
+    def own(manifest: Manifest) -> None:
+        manifest.targets["openvino"] = TargetRecord(model="openvino.model.onnx")
+
+    bundle = rewrite(copy, own)
+    assert stored_low(bundle, "openvino", tensor) == "FLOAT16" and stored_low(bundle, "onnxruntime-cpu", tensor) is None
+    bundle = rewrite(copy, lambda manifest: [manifest.targets.pop(name) for name in ("openvino", "onnxruntime")])
+    assert stored_low(bundle, "openvino", tensor) is None
 
 
 def test_tensors_of_a_backend_are_beside_those_of_eager(of_healthy: Diagnosis) -> None:

@@ -6,9 +6,11 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx.reference import ReferenceEvaluator
 
+from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is, at_own_precision, in_float64
-from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.float64 import SILENT_ROWS, NoDoublePath
 from attnforge.export.graphs.parts import computed, part_of
 from attnforge.export.graphs.types import widen
 from tests.support.linear_graph import ROWS, inputs, linear
@@ -148,3 +150,47 @@ def test_group_query_attention_turns_each_samples_tokens_from_the_first_on() -> 
     exact, kernel = (run(model)(feeds)["output"] for run in (in_float64, as_it_is))
     for sample, length in enumerate(lengths):
         np.testing.assert_allclose(kernel[sample, :length], exact[sample, :length], rtol=1e-4, atol=1e-6)
+
+
+def attends(batch: int, n_q: int, n_k: int, mask: str | None, **attributes: int) -> tuple[ir.Model, dict[str, Array]]:
+    """A graph of one Attention of two heads, and its inputs."""
+    draws = np.random.default_rng(n_q + 31 * n_k)
+    feeds = {name: draws.normal(size=(batch, 2, n, 4)) for name, n in (("q", n_q), ("k", n_k), ("v", n_k))}
+    if mask == "boolean":
+        feeds["mask"] = draws.random((n_q, n_k)) < 0.5
+        feeds["mask"][0] = False
+    elif mask == "added":
+        feeds["mask"] = np.where(draws.random((n_q, n_k)) < 0.5, -np.inf, draws.normal(size=(n_q, n_k)))
+    inputs = [
+        ir.Value(
+            name=name, shape=ir.Shape(array.shape),
+            type=ir.TensorType(ir.DataType.BOOL if array.dtype == bool else FLOAT),
+        )
+        for name, array in feeds.items()
+    ]  # fmt: skip
+    return alone(ir.node("Attention", inputs, attributes), inputs, []), feeds
+
+
+@pytest.mark.parametrize("mask", [None, "boolean", "added"])
+@pytest.mark.parametrize(("n_q", "n_k"), [(7, 7), (9, 4), (3, 8)])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (2, -1), (-1, 1), (1, 2), (0, 0)])
+def test_attention_is_what_the_standard_says(
+    mask: str | None, n_q: int, n_k: int, causal: int, left: int, right: int
+) -> None:
+    windows = {"left_window_size": left, "right_window_size": right} if (left, right) != (-1, -1) else {}
+    model, feeds = attends(2, n_q, n_k, mask, is_causal=causal, **windows)
+    exact = in_float64(model)(feeds)["output"]
+    model.graph.opset_imports[""] = 25
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.type = value.type if value.dtype == ir.DataType.BOOL else ir.TensorType(ir.DataType.DOUBLE)
+    (expected,) = ReferenceEvaluator(ir.to_proto(model)).run(None, feeds)
+    np.testing.assert_allclose(exact, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_query_without_keys_gets_what_the_node_says() -> None:
+    model, feeds = attends(1, 3, 5, "boolean")
+    assert (in_float64(model)(feeds)["output"][:, :, 0] == 0).all()
+    model.graph[0].metadata_props[SILENT_ROWS] = "nan"
+    result = in_float64(model)(feeds)["output"]
+    assert np.isnan(result[:, :, 0]).all() and np.isfinite(result[:, :, 1:]).all()

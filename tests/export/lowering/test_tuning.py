@@ -221,3 +221,25 @@ def test_a_form_that_disagrees_is_dropped() -> None:
     )
     assert choice.form == products.form and set(choice.measured) == {products.form}
     assert "differs from the products by" in choice.dropped[fused.form]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "agrees"),
+    [
+        ([300.0, 3.0], [300.0, 3.0], True),
+        ([300.0, 3.0], [300.0, 300.0], False),  # whose squares are beyond fp16
+        ([np.inf, 3.0], [np.inf, 3.0], True),
+        ([np.inf, 30.0], [np.inf, 3.0], False),
+        ([np.inf, 3.0], [np.nan, 3.0], False),
+        ([np.nan, 3.0], [1.0, 3.0], False),
+    ],
+)
+def test_what_is_not_finite_hides_no_difference(output: list[float], expected: list[float], agrees: bool) -> None:
+    model, sites = CPU["mask"].model()
+    ((site, attention),) = attentions(model, sites)
+    products, fused, *_ = candidates_for(site.name, attention)
+    answers = {products.form: expected, fused.form: output}
+    forms, dropped = tuning.agreeing(
+        [products, replace(fused, tolerance=0.5)], lambda form: (print, np.float16(answers[form.form])), "here"
+    )
+    assert (fused.form in forms) is agrees and (fused.form in dropped) is not agrees

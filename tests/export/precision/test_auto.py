@@ -22,7 +22,9 @@ from attnforge.cli import app
 from attnforge.errors import BuildError, UnknownNameError, UsageError
 from attnforge.export.precision.assign import assign, operators
 from attnforge.export.precision.cost import flops_of
+from attnforge.export.precision.trials import Trial, by_metric
 from attnforge.model import build_model
+from attnforge.runtime.parity.metrics import MeasuredMetric, accuracy
 from attnforge.runtime.parity.verify import hold, stored_inputs
 from attnforge.runtime.session import Session
 from tests.export.conftest import DeployBroken
@@ -243,6 +245,17 @@ def test_a_metric_in_place_of_an_error(tmp_path: Path) -> None:
     bundle, _ = classified(tmp_path / "b", "auto", least=0.9)
     assert of(bundle).regions == [] and of(bundle).exactly
     assert attnforge.verify(bundle).passed
+
+
+@pytest.mark.parametrize(
+    ("value", "passed"), [(0.9, True), (1.0, True), (np.nextafter(0.9, 0), False), (np.nan, False), (-np.inf, False)]
+)
+def test_a_metric_that_is_no_number_or_a_rounding_short_is_missed(value: float, passed: bool) -> None:
+    scores = MeasuredMetric("own", accuracy, {}, 0.9, [(1, value, 1.0, 1.0)])
+    trial = by_metric(Trial(0.5, 1e-3, None), scores.report())
+    assert trial.passed is passed
+    assert trial.text == f"0.50 of the budget; own {value:.6g}, where 0.9 is to be reached"
+    assert by_metric(Trial(0.0, 1e-3, None), scores.report()).text.startswith("an error of 1e-3; own")
 
 
 def test_cosine_of_embeddings_without_labels(tmp_path: Path) -> None:

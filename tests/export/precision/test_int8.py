@@ -15,18 +15,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from torch.export import Dim
 from typer.testing import CliRunner
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import CANONICAL, OPENVINO, Bundle, Quantised, TargetRecord
+from attnforge.bundle import CANONICAL, OPENVINO, REFERENCE_OUTPUTS, Bundle, Quantised, TargetRecord
 from attnforge.cli import app
 from attnforge.errors import AttnforgeError, BuildError, InputError, UnknownNameError, UsageError
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.diagnosis.stages import sites_of
-from attnforge.export.graphs.build import typed
+from attnforge.export.graphs.build import Builder, constant, like, typed
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import in_int8, products_between
 from attnforge.export.graphs.saving import load_graph
@@ -34,16 +35,17 @@ from attnforge.export.lowering import openvino as for_openvino
 from attnforge.export.lowering.integers import integer_products, rows_first
 from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.lowering.tuning import Tuner
-from attnforge.export.precision import gate, int8_scores
+from attnforge.export.precision import calibration, gate, int8_scores
 from attnforge.export.precision.calibration import balanced, calibrate, is_normed
 from attnforge.export.precision.int8_scores import sites_for_int8, why_over_budget
 from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
-from attnforge.export.precision.rounding import Rounded
+from attnforge.export.precision.rounding import Rounded, errors_of_rounding
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
 from attnforge.model import MultiHeadAttention, build_model
 from attnforge.model.data import real_data
 from attnforge.precision import precision_named
+from attnforge.runtime import cases
 from attnforge.runtime.backends import openvino_graph
 from attnforge.runtime.backends.openvino import graph_of
 from attnforge.runtime.backends.openvino_graph import prepared
@@ -361,8 +363,7 @@ def by_tensor(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_a_deployment_is_verified_on_every_backend_here(by_tensor: Bundle) -> None:
     report = attnforge.verify(by_tensor, ["onnxruntime-cpu", "openvino"])
     assert report.passed and report.warnings == []
-    cases = {case.kind for case in report.cases}
-    assert {"data", "scaled", "outliers", "normal"} <= cases
+    assert {"data", "scaled", "outliers", "normal"} <= {case.kind for case in report.cases}
     manifest, quantised = by_tensor.manifest, of(by_tensor)
     assert manifest.precision == "int8" and manifest.eager_precision == "fp32"
     assert {spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} == {"float32"}
@@ -521,6 +522,22 @@ def test_clipped_queries_and_keys_would_miss_the_budget(by_tensor: Bundle, facto
     assert (why is None) == passes
 
 
+def test_what_no_sample_shows_would_miss_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of an output that is kept in part, which verify compares too."""
+    monkeypatch.setattr(cases, "SAMPLED", 64)
+    monkeypatch.setattr(for_openvino, "INT8_SCORES", 1)
+    bundle = deployed(tmp_path / "b", data=real(), max_error=0.05)
+    model, manifest, file = load_graph(bundle, CANONICAL), bundle.manifest, bundle.path / REFERENCE_OUTPUTS
+    stored, (site, *_) = load_file(file), sites_of(manifest.attention)
+    scores = [Rounded(site, str(site.node), (0.03, 0.03), in_int8)]
+    arguments = (bundle.path, model, [site], scores, manifest.inputs, manifest.cases)
+    assert why_over_budget(*arguments) is None
+    for name in ("normal-largest/output/eager/blocks", "normal-largest/output/float64/blocks"):
+        stored[name][0] += 1.0
+    save_file(stored, file)
+    assert "normal-largest" in str(why_over_budget(*arguments))
+
+
 def test_rules_and_measuring_choose_queries_and_keys_in_int8(by_tensor: Bundle) -> None:
     canonical, sites = load_graph(by_tensor, CANONICAL), sites_of(by_tensor.manifest.attention)
     scales = {"attention": (0.05, 0.05)}
@@ -634,6 +651,46 @@ def test_a_metric_that_is_missed_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     assert "in int8 adds to what quantising costs: an error of" in of(bundle).kept["attention"]
     report = attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
     assert report.metric is not None and report.metric.value >= 0.999
+
+
+class Directions(Block):
+    """The same, whose result is a direction: 0 / 0 where rounding leaves no length. All weights that count are so much
+    smaller than one that does not, of a channel that is always 0, that 8 bits round them to 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.out = nn.Linear(WIDTH, 128, bias=False), nn.Linear(128, 128)
+        with torch.no_grad():
+            self.last.weight[0] = self.last.bias[0] = 0
+            self.head.weight[:, 0] = 100
+            self.head.weight[:, 1:] *= 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.last(x))
+        result: Tensor = self.out(y / y.norm(dim=-1, keepdim=True))
+        return result
+
+
+@pytest.mark.parametrize("options", [{"max_error": 0.5}, {"metric": "cosine", "least": 0.9, "data": real(1)}])
+def test_nan_passes_no_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    monkeypatch.setattr(calibration, "DEGREES", ())  # balancing would save it
+    with pytest.raises(BuildError, match="numbers are lost in"):
+        deployed(tmp_path / "b", Directions, **options)
+    with pytest.raises(BuildError, match="no product may be in int8"):
+        deployed(tmp_path / "b", Directions, "auto-int8", **options)
+
+
+def test_nan_for_queries_and_keys_is_an_error() -> None:
+    model = capture(SomeBounded().eval(), real()[0], SHAPES, precision_named("fp32")).model
+    site, *_ = sites = canonicalize(model).sites
+    assert site.node is not None
+
+    def nothing(op: Builder, value: ir.Value, scale: float) -> ir.Value:
+        return like(op.Mul(value, constant(op, np.nan, FLOAT)), value)
+
+    (x,) = real()[0]
+    found = errors_of_rounding(model, sites, [Rounded(site, site.node, (1.0,), nothing)], [{"x": x.numpy()}])
+    assert found == {"both": np.inf}
 
 
 def test_a_count_under_its_earlier_name_is_read(by_tensor: Bundle) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnforge
-from attnforge.errors import InputError, UsageError
+from attnforge.errors import InputError, RunError, UsageError
 from attnforge.model import Decoder
 from attnforge.runtime.decoding.generation import GREEDY, STOPPED, Sampler
 from attnforge.runtime.session import Session
@@ -103,3 +103,13 @@ def test_probabilities(logits: np.ndarray, temperature: float, top_k: int | None
     if top_p is not None and kept.sum() > 1:
         assert np.sort(shown)[1:].sum() < top_p  # one fewer would not do
     assert GREEDY.probabilities(logits)[logits.argmax()] == 1
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, Sampler(temperature=1.0)])
+@pytest.mark.parametrize("wrong", [[np.nan, 1.0], [-np.inf, -np.inf], [0.0, np.inf]])
+def test_logits_without_a_largest_number_choose_nothing(sampler: Sampler, wrong: list[float]) -> None:
+    generators = [np.random.default_rng(i) for i in range(2)]
+    hidden = np.array([[-np.inf, 1.0], [2.0, -np.inf]], np.float32)
+    assert sampler.choose(hidden, generators).tolist() == [1, 0]
+    with pytest.raises(RunError, match=r"sample 1 has no likeliest token: the largest of its logits is (nan|-?inf)"):
+        sampler.choose(np.array([[0.0, 1.0], wrong], np.float32), generators)

@@ -241,6 +241,7 @@ def test_relative_error() -> None:
     assert relative_error(np.array([3.0, 0.0]), np.array([3.0, 4.0])) == 0.8
     assert relative_error(np.array([0.0, 0.5]), np.zeros(2)) == 0.5  # absolute where there is nothing to compare with
     assert judged(np.full(9, 1e-3), np.zeros(9), np.zeros(9)).passed is False
+    assert relative_error(np.array([np.nan, 4.0]), np.array([3.0, 4.0])) == np.inf  # NaN is smaller than nothing
 
 
 @pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 77])
