@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import math
 import os
 import platform
 from collections.abc import Iterable
@@ -37,7 +38,7 @@ class Machine(Record):
     Attributes:
         system: operating system and architecture, such as `Linux x86_64`.
         processor: its model.
-        processors: how many this process may run on.
+        processors: how many this process may run on at once.
         instructions: those of :data:`INSTRUCTIONS` that the processor has.
         gpus: names of the CUDA devices.
     """
@@ -74,11 +75,41 @@ def this_machine(gpus: bool = True) -> Machine:
 
 
 def processors() -> int:
-    """How many processors this process may run on."""
+    """How many processors this process may run on, or fewer where a container's quota is for fewer at once."""
     try:
-        return len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
-        return os.cpu_count() or 1
+        count = os.cpu_count() or 1
+    return max(1, math.ceil(min(count, cpu_quota())))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """How many processors the cgroups of this process let it use at once, such as 1.5; infinity where none limits it.
+
+    Args:
+        root: of the file system.
+    """
+    quotas = [math.inf]
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            controllers, name = line.split(":", 2)[1:]
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")  # version 1, or 2, which names none
+            own = mount / name.lstrip("/")  # absent in a container that sees itself as the mount
+            quotas += [_quota(folder) for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+    return min(quotas)
+
+
+def _quota(group: Path) -> float:
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{of}_us").read_text(encoding="ascii") for of in ("quota", "period"))
+        if int(quota) > 0:  # not "max", nor -1
+            return int(quota) / int(period)
+    return math.inf
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

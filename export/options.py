@@ -14,7 +14,8 @@ import numpy as np
 
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec
-from attnforge.errors import InputError, UnknownNameError, UsageError
+from attnforge.bundle.fields import LONGEST_NAME
+from attnforge.errors import InputError, UnknownNameError, UsageError, plain, shortened
 from attnforge.export.precision.trials import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
@@ -111,6 +112,8 @@ class DeployOptions:
             )
         if self.max_eager_error is not None and not 0 < self.max_eager_error < math.inf:
             raise UsageError(f"max_eager_error is {self.max_eager_error:g}; give a relative error above 0, such as 0.5")
+        if self.name and (len(self.name) > LONGEST_NAME or plain(self.name) != self.name):
+            raise UsageError(f"name is {shortened(repr(self.name))}; give one line of at most {LONGEST_NAME:,} letters")
         self._check_precision()
         self._check_cache_precision()
         self._check_targets()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, unlisted_text
+from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, check_outside_bundles, unlisted_text
 from attnforge.errors import BundleError, UsageError, first_line, shortened
 from attnforge.files import give_modes, open_inside, rename_new, told_when_full
 from attnforge.scratch import Scratch
@@ -18,7 +18,7 @@ def new_place(out: Path) -> Path:
     """The whole path of a folder that is to be made.
 
     Raises:
-        UsageError: something is there, or nothing can be.
+        UsageError: something is there, or nothing can be, or it is inside a bundle.
     """
     try:
         target = out.resolve()
@@ -27,6 +27,7 @@ def new_place(out: Path) -> Path:
         raise UsageError(f"{shortened(str(out))} is no place for a folder: {first_line(error)}") from error
     if is_there:
         raise UsageError(f"{target} exists; choose another folder")
+    check_outside_bundles(target)
     return target
 
 

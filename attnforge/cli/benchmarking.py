@@ -83,7 +83,7 @@ def bench(
     old: Annotated[
         Path | None, typer.Option("--compare", help="Results of an earlier run; exits with 1 on a regression.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the results and the page.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the results, the page and the plots.")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
@@ -118,12 +118,10 @@ def bench(
         _tell(decoded, out_file, as_json)
         return
     _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
-    from attnforge.benchmarks.contenders.registry import peers_here
     from attnforge.benchmarks.measure import results as files
     from attnforge.benchmarks.measure.compare import compare
     from attnforge.benchmarks.report.bench_page import write_page
     from attnforge.benchmarks.report.plots import save_plots
-    from attnforge.bundle import open_bundle
     from attnforge.files import check_writable
     from attnforge.report.render import check_page
 
@@ -132,15 +130,14 @@ def bench(
         check_page(html, force)
     if plots is not None:
         check_writable(plots / "plot.png")
-    peers = list(against or ())
-    if "all" in peers:
-        peers = peers_here({open_bundle(one, trusted=trusted).manifest.precision for one in bundle})
+        if not force and next(plots.glob("*.png"), None) is not None:
+            raise UsageError(f"{plots} holds plots; choose another folder with --plots, or overwrite them with --force")
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     with stages_shown(as_json) as progress:
         results = attnforge.benchmark(
             bundle,
             backend,
-            peers,
+            against or (),
             sizes=[options.sizes(text) for text in shapes or ()] or None,
             rounds=rounds,
             openings=openings,

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnforge.arrays import Array
-from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted
+from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted, check_outside_bundles
 from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line, shortened
 from attnforge.files import rename_new
 from attnforge.records import Record
@@ -458,6 +458,7 @@ class Place:
         """
         try:
             target = out.resolve()
+            check_outside_bundles(target)
             if not os.path.lexists(target):
                 return cls(target, version, {})
             if not target.is_dir():
