@@ -96,7 +96,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     names = _input_names(module, args)
     shapes = _by_name(names, dynamic_shapes)
     copied = at_precision(module, precision)
-    cast = tuple(_to(arg, torch_dtype(precision)) for arg in args)
+    cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written():
         try:
