@@ -62,9 +62,13 @@ class Captured:
         return {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(self.inputs, self.args, strict=True)}
 
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs of the module at the bundle's precision; 16-bit ones as float32, which holds every one of them."""
+        """Outputs of the module at the bundle's precision; 16-bit ones as float32 and whole numbers as float64, which
+        hold every one of them (of 64 bits, up to 2^53)."""
         results = run(self.module, inputs, torch_dtype(self.precision))
-        return {name: to_numpy(name, value.float()) for name, value in results.items()}
+        return {
+            name: to_numpy(name, value.float() if value.is_floating_point() else value.double())
+            for name, value in results.items()
+        }
 
     def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
         """Outputs of the same weights in float64; `peaks` gets the largest number of every operator's results."""
