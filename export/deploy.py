@@ -27,6 +27,7 @@ from attnforge.bundle import (
 from attnforge.deploy_cache import DeployCache
 from attnforge.errors import WrongError
 from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.attention.roles import note_roles
 from attnforge.export.certificate import certify, check_fused, masks_of
 from attnforge.export.checking import CHECKING, check
 from attnforge.export.decoding.insert import one_token, with_cache
@@ -203,6 +204,7 @@ def _made(
         model, plain = source.model, source.model.clone()
         sites = canonicalize(model).sites
         masks = masks_of(model, sites, source.inputs)
+        note_roles(model.graph, source.inputs, negative=isinstance(source, Imported))
 
         Work.at_most(model, source.inputs, source.precision, selection.chosen, options.tune).check()
 

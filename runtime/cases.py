@@ -41,6 +41,9 @@ KINDS: tuple[tuple[Kind, float], ...] = (
 MASKS: tuple[Masks, ...] = ("all", "none", "one", "all but one", "ragged")
 """Kinds of masks besides random ones."""
 
+LARGEST_INTEGER = 2**31 - 1
+"""The largest whole number that is drawn: the last of 32 bits, in which OpenVINO computes int64, too. In fp32, in which
+it compares and divides whole numbers, its neighbours are the same number."""
 
 LARGEST = "normal-largest"
 """The name of the case of normal inputs with all dims at their maximum."""
@@ -70,6 +73,9 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
       these are all corners of the profile.
     - Every kind of :data:`KINDS`, at odd sizes, where an input is floating-point.
     - Every kind of :data:`MASKS`, at prime sizes, where an input is a mask.
+    - Zeros, and the largest numbers that eager takes, at odd sizes, where an input is a whole number that indexes no
+      table: a length of nothing, and of all.
+    - -infinity at some places, at prime sizes, where an input is added to scores.
 
     What a case costs is counted in runs of the example, or of :data:`CHEAP` operations where that is more. All dims are
     largest once, whatever that costs. Other cases cost at most: the corners four runs together, prime sizes one, odd
@@ -120,6 +126,12 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
         sizes = between(_is_prime, 0.7, 1 / 4)
         for masks in MASKS:
             add(f"mask-{masks.replace(' ', '-')}", sizes, masks=masks)
+    if any(_is_number(spec) for spec in inputs):
+        sizes = between(_is_odd, 0.4, 1 / 4)
+        add("integers-zero", sizes, "zeros")
+        add("integers-large", sizes, "large")
+    if any(_is_added(spec) for spec in inputs):
+        add("mask-infinite", between(_is_prime, 0.7, 1 / 4), masks="infinite")
     return sweep
 
 
@@ -154,18 +166,23 @@ def _is_floating(spec: TensorSpec) -> bool:
 
 
 def lower_most(case: Case, inputs: list[TensorSpec]) -> bool:
-    """Halve the largest whole number of a case's inputs.
+    """Halve the largest whole number of a case's inputs; that of `large` ones becomes the next smaller size of a dim,
+    or the example's largest number.
 
     Args:
         case: is changed.
         inputs: the model's.
 
     Returns:
-        Whether there was one to halve.
+        Whether there was one to lower.
     """
+    if case.kind == "large":
+        ends = (*case.sizes.values(), *(spec.high or 0 for spec in inputs if _is_number(spec)))
+        case.most = max((end for end in ends if 0 < end < (case.most or LARGEST_INTEGER)), default=0)
+        return case.most > 0
     whole = [spec.high for spec in inputs if spec.high is not None and not _is_mask(spec)]
     most = max(whole, default=0) if case.most is None else case.most
-    if most <= 0 or case.kind in ("example", "data"):
+    if most <= 0 or case.kind in ("example", "data", "zeros"):
         return False
     case.most = most // 2
     return True
@@ -174,6 +191,17 @@ def lower_most(case: Case, inputs: list[TensorSpec]) -> bool:
 def _is_mask(spec: TensorSpec) -> bool:
     """Whether an input is a mask: booleans, whole numbers from 0 to 1, or numbers that are added to scores."""
     return spec.dtype == "bool" or spec.excludes is not None or (spec.low, spec.high) == (0, 1)
+
+
+def _is_number(spec: TensorSpec) -> bool:
+    """Whether an input is a whole number of any size, such as a length or a time, as far as is known: no mask, no index
+    into a table of known size, and no size itself."""
+    return not (_is_floating(spec) or _is_mask(spec) or spec.index or spec.role)
+
+
+def _is_added(spec: TensorSpec) -> bool:
+    """Whether an input is added to scores, and its example does not tell by which number it excludes keys."""
+    return spec.role == "scores" and spec.excludes is None
 
 
 def excluded_by(example: Array) -> float | Literal["-inf"] | None:
@@ -272,7 +300,9 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
     A setting, such as a temperature, is uniform over its range whatever the kind, unless all inputs are settings: it
     scales all numbers, and would hide what others show.
 
-    Whole numbers are uniform over the example's range, up to `case.most` where there is one.
+    Whole numbers are uniform over the example's range, up to `case.most` where there is one. Those that index no table
+    are 0 in a case of kind `zeros`; of `large`, the last four up to :data:`LARGEST_INTEGER`, the dtype's largest number
+    or `case.most`, negative ones too where the example has any.
 
     Masks are by the case's `masks`; True, 1 and "not excluded" are the same here:
 
@@ -280,7 +310,9 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
       all True;
     - `all` and `none`: all True, all False;
     - `one` and `all but one`: one number of every row is True, or False;
-    - `ragged`: a beginning of every row is True.
+    - `ragged`: a beginning of every row is True;
+    - `infinite`: random, and where a floating-point input is added to scores -infinity takes the place of its numbers
+      where that is False.
 
     Some models exclude where a mask is True and others where it is False; every kind tests both.
 
@@ -334,11 +366,15 @@ def labels_key(case: Case) -> str:
 def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
     """One input of a case of random inputs."""
     shape, dtype = shape_of(spec, case.sizes), np.dtype(spec.dtype)
-    if dtype == np.bool_ or spec.excludes is not None or (_is_mask(spec) and case.masks != "random"):
+    if dtype == np.bool_ or spec.excludes is not None or (_is_mask(spec) and case.masks not in ("random", "infinite")):
         mask = _mask(case.masks, shape, rng)
         if spec.excludes is not None:
             return np.where(mask, 0.0, float(spec.excludes)).astype(dtype)
         return mask.astype(dtype)
+    if case.kind in ("zeros", "large") and _is_number(spec):
+        largest = min(case.most or LARGEST_INTEGER, int(np.iinfo(dtype).max)) if case.kind == "large" else 0
+        numbers = rng.permutation(np.maximum(largest - np.arange(math.prod(shape)) % 4, 0)).reshape(shape)
+        return np.asarray(numbers * rng.choice([-1, 1] if (spec.low or 0) < 0 else [1], shape)).astype(dtype)
     if not _is_floating(spec):
         most = spec.high or 0 if case.most is None else min(spec.high or 0, case.most)
         return np.asarray(rng.integers(min(spec.low or 0, most), most, shape, endpoint=True)).astype(dtype)
@@ -352,6 +388,8 @@ def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
     if case.kind == "outliers" and shape:
         normal[..., rng.choice(shape[-1], -(-shape[-1] // 64), replace=False)] *= OUTLIERS * case.scale
     array = normal.astype(dtype)
+    if case.masks == "infinite" and _is_added(spec):
+        array[~_mask("random", shape, rng)] = -np.inf
     if case.kind == "extremes" and array.size:
         few = rng.choice(array.size, -(-array.size // 61), replace=False)
         array.reshape(-1)[few] = np.copysign(case.scale * float(limits.max), normal.reshape(-1)[few])
@@ -362,7 +400,7 @@ def _mask(masks: Masks, shape: tuple[int, ...], rng: np.random.Generator) -> Arr
     if masks in ("all", "none"):
         return np.full(shape, masks == "all")
     size = shape[-1] if shape else 1
-    if masks == "random":
+    if masks in ("random", "infinite"):
         mask = np.asarray(rng.random(shape) < 0.75)
         rows = mask.reshape(-1, size)
         if len(rows) > 1:  # rows that the seed draws, because a fault may be in the first or last sample alone

@@ -135,6 +135,22 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
     raise NotImplementedError(ast.dump(node))
 
 
+def check_index(name: str, array: Array, low: int, high: int) -> None:
+    """Check that whole numbers are indices that a table has.
+
+    Args:
+        name: of the input.
+        array: on the host.
+        low, high: the least and the largest index.
+
+    Raises:
+        InputError: one is none.
+    """
+    if array.size and not (array.min() >= low and array.max() <= high):
+        wrong = array[(array < low) | (array > high)].flat[0]
+        raise InputError(f"{name} has the id {wrong}; the table has {low} to {high}")
+
+
 def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, seen: dict[str, tuple[int, str]]) -> None:
     if dtype.name != spec.dtype:
         raise InputError(f"input {spec.name!r} is {dtype.name}; the model takes {spec.text()}: convert it first")

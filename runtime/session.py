@@ -37,6 +37,7 @@ from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.inputs import (
     Shapes,
     by_name,
+    check_index,
     check_out,
     in_order,
     on_host,
@@ -93,6 +94,7 @@ class Session:
         self._closed = False
         self._names = [spec.name for spec in self.outputs]
         self._shapes = functools.lru_cache(SHAPES_KEPT)(functools.partial(shapes_of, self.inputs, self.outputs))
+        self._indices = [(i, spec.name, *spec.index) for i, spec in enumerate(self.inputs) if spec.index is not None]
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         _SESSIONS.add(self)
@@ -325,6 +327,8 @@ class Session:
             )
         arrays = [on_host(spec, value) for spec, value in zip(self.inputs, values, strict=True)]
         shapes = self._shapes(*[(array.shape, array.dtype) for array in arrays])
+        for place, name, low, high in self._indices:
+            check_index(name, arrays[place], low, high)
         as_torch = not plain and any(is_torch(value) for value in values)
         if out is not None:
             return self._into(out, arrays, shapes, as_torch)

@@ -89,6 +89,10 @@ class TensorSpec(StoredRecord):
         excludes: the number that a floating-point mask adds where a key is excluded; None of other inputs.
         setting: the least and largest number of reference inputs, where a floating-point input is a setting of the
             model or of every sample, such as a temperature; None of other inputs.
+        index: the least and largest number that an integer input may have, where it indexes tables of known sizes; None
+            of other inputs, and in older bundles.
+        role: "shape" where the numbers of an integer input decide shapes, "scores" where a floating-point one is added
+            to the scores of attention, so that -infinity in it excludes a key; None of other inputs.
     """
 
     name: Name
@@ -98,6 +102,8 @@ class TensorSpec(StoredRecord):
     high: int | None = None
     excludes: float | Literal["-inf"] | None = None
     setting: tuple[float, float] | None = None
+    index: tuple[int, int] | None = None
+    role: Literal["shape", "scores"] | None = None
 
     def text(self) -> str:
         return f"{self.dtype}[{', '.join(str(d) if isinstance(d, int) else d.text for d in self.dims)}]"
@@ -233,8 +239,10 @@ class TargetRecord(StoredRecord):
     low_bit_attention: Count | None = None
 
 
-Kind = Literal["example", "data", "normal", "uniform", "scaled", "outliers", "constant", "denormal", "extremes"]
-Masks = Literal["random", "all", "none", "one", "all but one", "ragged"]
+Kind = Literal[
+    "example", "data", "normal", "uniform", "scaled", "outliers", "constant", "denormal", "extremes", "zeros", "large"
+]
+Masks = Literal["random", "all", "none", "one", "all but one", "ragged", "infinite"]
 
 
 class Case(StoredRecord):
@@ -268,7 +276,7 @@ class Case(StoredRecord):
     @property
     def is_ordinary(self) -> bool:
         """Whether the inputs are such as the model is meant for, and not a trial by hard ones."""
-        return self.kind in ("example", "data", "normal", "uniform")
+        return self.kind in ("example", "data", "normal", "uniform", "zeros")
 
 
 class Region(StoredRecord):

@@ -37,6 +37,8 @@ KINDS: dict[Kind, str] = {
     "constant": "every number is one",
     "denormal": "numbers smaller than the precision can hold in full",
     "extremes": "normal, with a few numbers about as large as the precision allows",
+    "zeros": "normal, and whole numbers that index no table are zero",
+    "large": "normal, and whole numbers that index no table are as large as the model takes them",
 }
 MASKS: dict[Masks, str] = {
     "random": "a random three quarters may be attended to",

@@ -27,10 +27,11 @@ from attnforge.export.attention.canonical import PLACES
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Axis, Layout, Size, rearrange
 from attnforge.export.attention.operands import Operand
+from attnforge.export.attention.roles import index_range
 from attnforge.export.attention.visibility import Visibility, visibility
 from attnforge.export.decoding.distances import NotByDistance, TooFewPlaces, slopes_of
 from attnforge.export.decoding.positions import look_up_positions
-from attnforge.export.decoding.tokens import VIEWS, check_by_token, kinds_of
+from attnforge.export.decoding.tokens import check_by_token, kinds_of
 from attnforge.export.graphs.build import Builder, constant, insert, typed
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.lowering.attention import Attention, Seen, Slopes, attentions
@@ -115,9 +116,9 @@ def with_cache(
         caches.append(CacheSpec(site=site.name, key=next(specs), value=next(specs), window=mask[0].window))
     graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
     model.ir_version = max(model.ir_version, 11)
-    return Decoding(
-        tokens=tokens.spec.name, past=str(past.name), places=places, caches=caches, vocabulary=_vocabulary(tokens.value)
-    )
+    ids = index_range(tokens.value)
+    vocabulary = ids[1] + 1 if ids is not None else None
+    return Decoding(tokens=tokens.spec.name, past=str(past.name), places=places, caches=caches, vocabulary=vocabulary)
 
 
 def one_token(tokens: TensorSpec) -> dict[str, Range]:
@@ -174,19 +175,6 @@ def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
                 "(batch, tokens, …)"
             )
     return _Tokens(spec, graph.inputs[0], spec.dims[0], count)
-
-
-def _vocabulary(ids: ir.Value) -> int | None:
-    """How many rows the smallest table has that ids are looked up in; None where none is."""
-    sizes, pending = [], [ids]
-    while pending:
-        for use in pending.pop().uses():
-            node, table = use.node, use.node.inputs[0]
-            if node.op_type in VIEWS or node.op_type in ("Cast", "Identity"):
-                pending += node.outputs if use.idx == 0 else []
-            elif node.op_type == "Gather" and use.idx == 1 and table is not None and table.shape is not None:
-                sizes += [] if node.attributes.get_int("axis", 0) else [table.shape[0]]
-    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def _text(dim: int | DimSpec) -> str:

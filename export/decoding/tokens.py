@@ -14,12 +14,7 @@ import onnx_ir as ir
 
 from attnforge.errors import UsageError
 from attnforge.export.attention.layout import Size
-
-SHAPE_INPUTS = {
-    "ConstantOfShape": {0}, "Expand": {1}, "Pad": {1, 3}, "Range": {0, 1, 2}, "Reshape": {1}, "Resize": {1, 2, 3},
-    "Slice": {1, 2, 3, 4}, "Split": {1}, "Squeeze": {1}, "Tile": {1}, "Unsqueeze": {1},
-}  # fmt: skip
-"""Inputs that are sizes or axes, by operator: they may be computed of the number of tokens."""
+from attnforge.export.attention.roles import SHAPE_INPUTS
 
 BY_ELEMENT = frozenset((
     "Abs", "Add", "And", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike", "Ceil", "Celu",

@@ -89,7 +89,8 @@ def choose(
         high = search.lower_again(search.raise_until_met())
         error, exactly = trials.allowed.error, trials.allowed.exactly
         if requirement.is_metric:  # then the error is whatever it is, on every ordinary case
-            everywhere = Answers.of(yardstick, [case for case in cases if case.is_ordinary], inputs)
+            ordinary = [case for case in cases if case.is_ordinary and case.kind != "zeros"]  # eager may refuse these
+            everywhere = Answers.of(yardstick, ordinary, inputs)
             error, exactly = 2 * max(trials.error_on(high, everywhere), reference.precision.floor), True
         mixed = search.record(high, error, exactly)
         candidates.append(ChosenPrecisions(trials.assigned(high), reference, mixed, search.cost(high)))

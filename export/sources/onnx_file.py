@@ -23,6 +23,7 @@ from onnx_ir.passes import common
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, DimSpec, TensorSpec
 from attnforge.errors import AttnforgeError, CaptureError, UsageError, first_line, shortened
+from attnforge.export.attention.roles import index_range
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
 from attnforge.export.sources.onnx_check import check, check_certain, check_constants, tensors
@@ -238,28 +239,9 @@ def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:
         dims.append(DimSpec(symbol=symbol, min=low, opt=opt, max=high))
     spec = spec_of(value, dims)
     if value.dtype.is_integer():
-        spec.low, spec.high = 0, _largest_index(value)
+        _, last = index_range(value) or (0, 1)
+        spec.low, spec.high = 0, last
     return spec
-
-
-def _largest_index(value: ir.Value) -> int:
-    """The last row of the smallest table that integers index, through casts and views; 1 where they index none."""
-    rows: list[int] = []
-    todo = [value]
-    while todo:
-        current = todo.pop()
-        for node, index in current.uses():
-            if node.op_type == "Gather" and index == 1 and (table := node.inputs[0]) is not None:
-                axis = node.attributes.get_int("axis", 0) or 0
-                if table.shape is not None and len(table.shape) > axis and isinstance(size := table.shape[axis], int):
-                    rows.append(size)
-            elif node.op_type == "EmbedLayerNormalization" and index in (0, 1):
-                table = node.inputs[2 if index == 0 else 4]
-                if table is not None and table.shape is not None and isinstance(size := table.shape[0], int):
-                    rows.append(size)
-            elif node.op_type in ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten") and index == 0:
-                todo.append(node.outputs[0])
-    return min(rows) - 1 if rows else 1
 
 
 def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any] | None) -> dict[str, Array]:

@@ -66,9 +66,13 @@ class Captured:
         return {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(self.inputs, self.args, strict=True)}
 
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs of the module at the bundle's precision; 16-bit ones as float32, which holds every one of them."""
+        """Outputs of the module at the bundle's precision; 16-bit ones as float32 and whole numbers as float64, which
+        hold every one of them (of 64 bits, up to 2^53)."""
         results = run(self.module, inputs, torch_dtype(self.precision))
-        return {name: to_numpy(name, value.float()) for name, value in results.items()}
+        return {
+            name: to_numpy(name, value.float() if value.is_floating_point() else value.double())
+            for name, value in results.items()
+        }
 
     def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
         """Outputs of the same weights in float64; `peaks` gets the largest number of every operator's results."""
@@ -100,7 +104,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     names = _input_names(module, args)
     shapes = _by_name(names, dynamic_shapes)
     copied = at_precision(module, precision)
-    cast = tuple(_to(arg, torch_dtype(precision)) for arg in args)
+    cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written():
         try:

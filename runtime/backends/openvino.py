@@ -21,7 +21,7 @@ import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import CANONICAL, NEXT, OPENVINO, Bundle, DimSpec, Manifest
-from attnforge.errors import UnavailableError, UsageError, first_line
+from attnforge.errors import InputError, UnavailableError, UsageError, first_line
 from attnforge.machine import cpu_quota, processors
 from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared
@@ -38,6 +38,9 @@ Shape = tuple[tuple[int, ...], ...]
 CAPABILITIES = {"bf16": ("BF16", "bf16")}
 """By precision, OpenVINO's names for a processor's 16-bit arithmetic and for the hint that asks for it: those in which
 its results keep the budget."""
+
+WIDE = ("int64", "uint32", "uint64")
+"""Whole numbers that OpenVINO computes in 32 bits with a sign, without a word."""
 
 SPECIALIZED, SPECIALIZED_BYTES = 8, 2**28
 """How many combinations of input shapes get a compiled model of their own, and how many bytes of weights these models
@@ -122,7 +125,24 @@ class OpenVino:
         else:
             self._run_once(self._general)
 
+    def _check_integers(self, arrays: Sequence[Array]) -> None:
+        """Check that whole numbers fit into the 32 bits in which OpenVINO computes all of them; indices into a table
+        are checked already.
+
+        Raises:
+            InputError: one does not.
+        """
+        for spec, array in zip(self._inputs, arrays, strict=True):
+            if spec.dtype in WIDE and spec.index is None and array.size:
+                for number in (int(array.min()), int(array.max())):
+                    if not -(2**31) <= number < 2**31:
+                        raise InputError(
+                            f"input {spec.name!r} has {number}, and OpenVINO computes {spec.dtype} in 32 bits; load "
+                            "the bundle on onnxruntime-cpu"
+                        )
+
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+        self._check_integers(arrays)
         compiled = self._for_shapes(tuple(array.shape for array in arrays)) or self._compiled()
         targets = [
             None if shape is None else target if target is not None else self._results.empty(shape, spec.dtype)

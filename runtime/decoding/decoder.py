@@ -16,7 +16,7 @@ from attnforge.bundle import NEXT, Decoding, DimSpec, Manifest, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, RunError, UnavailableError, UsageError, first_line
 from attnforge.memory import available
 from attnforge.numbers import whole
-from attnforge.runtime.inputs import writable
+from attnforge.runtime.inputs import check_index, writable
 
 
 class Stepping(Protocol):
@@ -315,9 +315,8 @@ class Decoder:
         if array.ndim != len(expected) or any(w not in (None, s) for s, w in zip(array.shape, expected, strict=True)):
             shape = ", ".join("tokens" if dim is None else str(dim) for dim in expected)
             raise InputError(f"{spec.name} has the shape {list(array.shape)}; give ({shape})")
-        if vocabulary is not None and array.size and not (array.min() >= 0 and array.max() < vocabulary):
-            wrong = array[(array < 0) | (array >= vocabulary)].flat[0]
-            raise InputError(f"{spec.name} has the id {wrong}; the table has 0 to {vocabulary - 1}")
+        if vocabulary is not None:
+            check_index(spec.name, array, 0, vocabulary - 1)
         return array.astype(wanted, copy=False)
 
     def _check_places(self, counts: Array) -> None:

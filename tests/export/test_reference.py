@@ -16,7 +16,7 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import Case, TensorSpec
+from attnforge.bundle import REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.errors import CaptureError
 from attnforge.export.reference import _FewNumbers, write_reference
 from attnforge.export.sources.torch_module import capture
@@ -89,6 +89,48 @@ def test_whole_numbers_are_such_as_the_sizes_bear(tmp_path: Path) -> None:
         attnforge.deploy(
             module, (args[0], args[1] + 9), tmp_path / "c", targets=["onnxruntime"], tune=False, cache=False
         )
+
+
+class Large(nn.Module):
+    """What eager bears of whole numbers: a division that it refuses, or a sine that fp32 does not hold."""
+
+    def __init__(self, divides: bool) -> None:
+        super().__init__()
+        self.divides = divides
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        factor = (torch.full_like(n, 8) // n).float() if self.divides else n.float().sin()
+        return x * factor[:, None]
+
+
+@pytest.mark.parametrize(("divides", "kept"), [(True, "integers-large"), (False, "integers-zero")])
+def test_whole_numbers_that_eager_does_not_bear_are_left_out(divides: bool, kept: str, tmp_path: Path) -> None:
+    args = torch.randn(2, 8), torch.tensor([1, 3])
+    bundle = attnforge.deploy(Large(divides), args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
+    cases = [case.name for case in bundle.manifest.cases if case.name.startswith("integers-")]
+    assert cases == [kept]
+
+
+def test_large_lengths_are_as_large_as_the_sizes_bear(tmp_path: Path) -> None:
+    """Behind a lookup of the last token, no length is larger than there are tokens."""
+    batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=16)
+    args = torch.randint(0, 20, (2, 9)), torch.tensor([4, 9])
+    shapes = ({0: batch, 1: tokens}, {0: batch})
+    bundle = attnforge.deploy(Last(), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, cache=False)
+    large = next(case for case in bundle.manifest.cases if case.kind == "large")
+    assert large.most == large.sizes["tokens"]
+
+
+def test_whole_numbers_of_eager_are_kept_as_they_are(tmp_path: Path) -> None:
+    """In fp32, which rounds 2^24 + 1, an output that is wrong by one would be right."""
+
+    class Next(nn.Module):
+        def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, n + 1
+
+    args = torch.randn(2, 8), torch.tensor([2**24, 2**40])
+    bundle = attnforge.deploy(Next(), args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
+    assert bundle.tensors(REFERENCE_OUTPUTS)["example/output_1/eager"].tolist() == [2**24 + 1, 2**40 + 1]
 
 
 @dataclass

@@ -503,6 +503,39 @@ def test_inputs_that_do_not_fit_are_refused_in_one_line(session: Session, case: 
     assert "\n" not in str(caught.value)
 
 
+class Tables(nn.Module):
+    """Rows of tables, of which one counts negative indices from the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(10, 4), nn.Parameter(torch.randn(7, 4))
+
+    def forward(self, words: Tensor, places: Tensor, any_: Tensor) -> Tensor:
+        rows: Tensor = self.words(words) + self.places[places] + self.words(any_.clamp(0, 9))
+        return rows
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime-cpu", "openvino"])
+def test_what_no_table_has_is_refused_and_what_eager_takes_is_not(backend: str, tmp_path: Path) -> None:
+    module, example = Tables(), tuple(torch.tensor([[1, 2]]) for _ in range(3))
+    bundle = attnforge.deploy(module, example, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
+    assert [spec.index for spec in bundle.manifest.inputs] == [(0, 9), (-7, 6), None]
+    if (reason := why_not_here(backend)) is not None:
+        pytest.skip(reason)
+    good = np.array([[0, 6]])
+    with attnforge.load(bundle, backend) as session:
+        for words, places, any_ in ((9, 6, 2**20), (0, -7, -5), (3, -1, 10)):
+            args = [np.array([[number, 1]]) for number in (words, places, any_)]
+            wanted = module(*map(torch.from_numpy, args)).detach().numpy()
+            assert np.allclose(session(*args), wanted, atol=1e-5)
+        for number in (-1, 10, 2**40):
+            with pytest.raises(InputError, match=f"words has the id {number}; the table has 0 to 9"):
+                session(np.array([[0, number]]), good, good)
+        for number in (-8, 7):
+            with pytest.raises(InputError, match=f"places has the id {number}; the table has -7 to 6"):
+                session.run({"words": good, "places": np.array([[number, 1]]), "any_": good})
+
+
 def test_too_few_and_too_many(session: Session) -> None:
     values = list(arrays().values())
     for given in (values[:2], [*values, values[0]]):

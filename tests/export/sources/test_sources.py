@@ -452,6 +452,18 @@ def test_files_that_are_no_model(name: str, content: bytes | None, words: str, t
     assert not (tmp_path / "bundle").exists()
 
 
+def test_one_tensor_that_is_given_twice_is_two_inputs(tmp_path: Path) -> None:
+    """torch.export takes it for one input: a graph of self-attention from an example of cross-attention."""
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x @ y
+
+    x = torch.randn(4, 4)
+    bundle = attnforge.deploy(Product(), (x, x), tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
+    assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
+
+
 def test_nothing_keeps_a_module_that_was_captured() -> None:
     """Rules of onnxscript, which torch's exporter runs, keep the graph that they last looked at."""
     gc.unfreeze()  # what the test run froze, the collector neither lists nor frees

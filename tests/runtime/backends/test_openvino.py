@@ -25,7 +25,7 @@ import attnforge
 from attnforge.arrays import BFLOAT16
 from attnforge.bundle import CANONICAL, OPENVINO, Bundle
 from attnforge.cli.printing import print_bundle
-from attnforge.errors import RunError, UsageError
+from attnforge.errors import InputError, RunError, UsageError
 from attnforge.export.diagnosis.deployed import tensors_on
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering import openvino as for_openvino
@@ -34,6 +34,7 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.backends import openvino
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.backends.registry import fused_by, why_not_here
+from attnforge.runtime.choose import choose_backend
 from attnforge.runtime.parity.verify import hold
 from tests.support.bundles import DeploySmall
 from tests.support.faults.subjects import PLACES, subject
@@ -117,7 +118,11 @@ def test_answers_stay_as_they_are_when_the_next_is_asked_for(encoder: Bundle) ->
     with attnforge.load(encoder, "openvino") as session:
         first = session.run(feeds_of(encoder, batch=1, tokens=8))["output"]
         kept = first.copy()
-        other = {name: 1 - value for name, value in feeds_of(encoder, batch=1, tokens=8).items() if value.dtype != bool}
+        other = {
+            name: (49 if value.dtype == int else 1) - value
+            for name, value in feeds_of(encoder, batch=1, tokens=8).items()
+            if value.dtype != bool
+        }
         session.run({**feeds_of(encoder, batch=1, tokens=8), **other})
         np.testing.assert_array_equal(first, kept)
 
@@ -313,6 +318,87 @@ def test_what_openvino_does_not_take_rewritten_runs_as_it_is_written(
     with attnforge.load(encoder, "openvino") as session:
         np.testing.assert_allclose(session.run(feeds)["output"], expected, rtol=1e-4, atol=1e-5)
     assert "does not take" in caplog.text and len(rewritten) == (on == "compiling")
+
+
+class Numbers(nn.Module):
+    """A function of whole numbers beside floating-point ones."""
+
+    def __init__(self, function: Any, buffer: int = 0) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("buffer", torch.tensor([buffer, 1]))
+
+    def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, self.function(x, n, self.buffer)
+
+
+def attended(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.nan_to_num((x @ x.transpose(1, 2) + bias).softmax(-1) @ x, nan=7.0)
+
+
+def of_length(x: Tensor, n: Tensor, _: Tensor) -> Tensor:
+    hidden = torch.arange(x.shape[1]) >= n[:, None, None]
+    return attended(x, torch.zeros(x.shape[1]).masked_fill(hidden, -torch.inf))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a sum": (lambda x, n, _: n + 1, "integers-large"),
+    "a remainder": (lambda x, n, _: n % 5, "integers-large"),
+    "a quotient": (lambda x, n, _: n // 3, "integers-large"),
+    "a comparison": (lambda x, n, _: n[:, None] == n, "integers-large"),
+    "a constant of 64 bits": (lambda x, n, buffer: n + buffer, "example"),
+    "a length of nothing": (of_length, "integers-zero"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_whole_numbers_that_it_gets_wrong_are_seen(what: str, tmp_path: Path) -> None:
+    """OpenVINO computes int64 in 32 bits, and remainders, quotients and comparisons in fp32."""
+    function, case = WRONG[what]
+    args = torch.randn(2, 8, 16), torch.tensor([5, 8])
+    module = Numbers(function, buffer=2**40 + 3)
+    bundle = attnforge.deploy(module, args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
+    report = attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"])
+    assert report.backends["onnxruntime-cpu"].passed
+    assert case in {failure.case for failure in report.backends["openvino"].failures}
+
+
+@pytest.mark.parametrize("example", [0.0, 0.5])
+def test_a_bias_of_minus_infinity_alone_is_seen(example: float, tmp_path: Path) -> None:
+    class Biased(nn.Module):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            return attended(x, bias)
+
+    args = torch.randn(2, 8, 16), torch.full((2, 8, 8), example)
+    bundle = attnforge.deploy(Biased(), args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
+    report = attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"])
+    assert report.backends["onnxruntime-cpu"].passed
+    assert {failure.case for failure in report.backends["openvino"].failures} == {"mask-infinite"}
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 1_700_000_000_000])
+def test_whole_numbers_beyond_its_32_bits_are_refused(number: int, tmp_path: Path) -> None:
+    args = torch.randn(2, 8, 16), torch.tensor([5, 8])
+    module = Numbers(lambda x, n, _: n - 1)
+    bundle = attnforge.deploy(module, args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
+    x, n = np.ones((2, 8, 16), np.float32), np.array([3, number])
+    with attnforge.load(bundle, "openvino") as session:
+        assert session(x, np.array([3, 2**31 - 1]))[1].tolist() == [2, 2**31 - 2]
+        with pytest.raises(InputError, match=f"input 'n' has {number}, and OpenVINO computes int64 in 32 bits; load"):
+            session(x, n)
+    with attnforge.load(bundle, "onnxruntime-cpu") as session:
+        assert session(x, n)[1].tolist() == [2, number - 1]
+
+
+@pytest.mark.parametrize(("example", "reason"), [(5, "integers-large, output_1"), (2**40, "has 1099511627776")])
+def test_auto_does_not_choose_it_for_whole_numbers_that_it_gets_wrong(
+    example: int, reason: str, tmp_path: Path
+) -> None:
+    args = torch.randn(2, 8, 16), torch.tensor([example, 8])
+    module = Numbers(lambda x, n, _: n + 1)
+    bundle = attnforge.deploy(module, args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
+    choice = choose_backend(bundle, seconds=0.1)
+    assert choice is not None and choice.picked == "onnxruntime-cpu" and reason in choice.dropped["openvino"]
 
 
 def test_a_first_call_of_one_token_spoils_no_later_call(tmp_path: Path) -> None:

@@ -345,7 +345,8 @@ def test_eager_passes_its_own_budget(small: DeploySmall) -> None:
 
 def test_another_module_fails(small: DeploySmall) -> None:
     report = attnforge.verify(small("fp32"), ["eager"], module=SmallModule())
-    assert {c.case for c in report.backends["eager"].comparisons if c.passed} <= {"mask-all"}, "no memory, no weights"
+    without_weights = {"mask-all", "integers-large"}  # no memory; and 2^31 is added to what is left of it
+    assert {c.case for c in report.backends["eager"].comparisons if c.passed} <= without_weights
     assert not report.passed
 
 
@@ -423,7 +424,10 @@ def spec(name: str, dtype: str, *dims: int | DimSpec, low: int | None = None, hi
 
 def test_cases_of_a_dynamic_model_cover_the_profile() -> None:
     inputs = [spec("x", "float32", BATCH, TOKENS, 16), spec("mask", "bool", TOKENS, TOKENS)]
-    cases = reference.cases(inputs)
+    added = spec("bias", "float32", TOKENS, TOKENS)
+    added.role = "scores"
+    before, cases = reference.cases(inputs), reference.cases([*inputs, spec("n", "int64", BATCH, low=2, high=9), added])
+    assert cases[: len(before)] == before, "further cases come last"
     sizes = [case.sizes for case in cases]
     assert {case.kind for case in cases} == set(get_args(Kind)) - {"data"}
     assert {case.masks for case in cases} == set(get_args(Masks))
@@ -441,8 +445,12 @@ def test_cases_of_a_dynamic_model_cover_the_profile() -> None:
 def test_cases_of_a_static_model() -> None:
     cases = reference.cases([spec("x", "float32", 3, 4)])
     assert [case.kind for case in cases[:3]] == ["example", "normal", "normal"] and cases[1].seed != cases[2].seed
-    assert {case.kind for case in cases} == set(get_args(Kind)) - {"data"}
+    assert {case.kind for case in cases} == set(get_args(Kind)) - {"data", "zeros", "large"}
     tokens = [spec("ids", "int64", TOKENS, low=0, high=9)]
+    assert {case.kind for case in reference.cases(tokens)} == {"example", "normal", "zeros", "large"}
+    tokens[0].index = (0, 99)
+    assert {case.kind for case in reference.cases(tokens)} == {"example", "normal"}
+    tokens[0].index, tokens[0].role = None, "shape"
     assert {case.kind for case in reference.cases(tokens)} == {"example", "normal"}
 
 
@@ -569,6 +577,37 @@ def test_masks_of_every_kind(kind: str) -> None:
     if kind != "int64":
         counts = made("random").sum(1)
         assert 0 in counts and 9 in counts and 5 < counts.mean() < 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "most", "wanted"),
+    [
+        ("int64", 1, None, {2**31 - 1, 2**31 - 2, 2**31 - 3, 2**31 - 4}),
+        ("int32", -1, None, {sign * (2**31 - i) for i in (1, 2, 3, 4) for sign in (1, -1)}),
+        ("uint8", 3, None, {252, 253, 254, 255}),
+        ("int64", 1, 2, {0, 1, 2}),
+    ],
+)
+def test_whole_numbers_are_zero_and_as_large_as_eager_bears(
+    dtype: str, low: int, most: int | None, wanted: set[int]
+) -> None:
+    inputs = [spec("n", dtype, 40, low=low, high=9), spec("ids", "int64", 40, low=2, high=9), spec("x", "float32", 40)]
+    inputs[1].index = (0, 9)
+    case = Case(name="n", sizes={}, kind="large", most=most, seed=1)
+    made = reference.make_inputs(case, inputs, {})
+    assert set(made["n"].tolist()) == wanted and made["n"].dtype == dtype
+    assert made["ids"].max() <= 9 and np.abs(made["x"]).max() < 9
+    zeros = reference.make_inputs(case.model_copy(update={"kind": "zeros"}), inputs, {})
+    assert not zeros["n"].any() and zeros["ids"].all() and zeros["x"].all()
+
+
+def test_what_is_added_to_scores_excludes_keys_at_random() -> None:
+    bias = spec("bias", "float16", 40, 9)
+    bias.role = "scores"
+    case = Case(name="n", sizes={}, kind="normal", masks="infinite", seed=1)
+    made = reference.make_inputs(case, [bias], {})["bias"]
+    counts = np.isneginf(made).sum(1)
+    assert {0, 9} <= set(counts) and np.isfinite(made[~np.isneginf(made)]).all()
 
 
 def test_a_mask_that_is_added_is_known_by_its_example() -> None:
