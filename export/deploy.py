@@ -124,11 +124,11 @@ def deploy(
         tokenizer: a file of the `tokenizers` library, `tokenizer.json`, which the bundle keeps for `attnforge
             generate`.
         stop: ids behind which a text ends.
-        trust_source: of a `.pt2` file, whether you trust its maker as you would a program's: without, a file is refused
-            that holds pickles, expressions or calls which torch would run while it reads the file.
+        trust_source: of a `.pt2` file, whether you trust its maker as you would a program's, for torch may run code
+            while it reads one; without, none is read.
 
     Raises:
-        UntrustedError: a `.pt2` file that holds code.
+        UntrustedError: a `.pt2` file without `trust_source`.
         UsageError: an argument that cannot be meant, `out` exists, or a file that is no model.
         CaptureError: torch cannot export the module so.
         UnavailableError: a target that was asked for cannot be built here, or there is too little memory.

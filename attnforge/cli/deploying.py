@@ -95,14 +95,14 @@ def deploy(
     ] = None,
     trust_source: Annotated[
         bool,
-        typer.Option("--trust-source", help="Let a .pt2 file that holds code run it, as a program of its maker."),
+        typer.Option("--trust-source", help="Read a .pt2 file, from which torch may run code with your permissions."),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Export a model, lower it for every target and write a bundle.
 
     The callable of package.module:function returns `(module, args, dynamic_shapes)`. It runs with all your rights, and
-    a .pt2 is to be trusted like a program, too: one that holds pickles or code is refused without --trust-source.
+    so may code in a .pt2 file, which is read with --trust-source alone.
 
     Example: `attnforge deploy vit --precision fp16 --out vit.bundle`
 
