@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from pathlib import Path, PurePosixPath
 
+import onnx
 import onnx_ir as ir
 
+from attnforge.bundle.external import locations, messages
 from attnforge.bundle.fields import MOST_DIMS
-from attnforge.errors import UsageError
+from attnforge.errors import UsageError, first_line
+from attnforge.files import open_inside
 
 MOST_NODES = 200_000
 """Operators of a graph whose functions are written out."""
@@ -19,6 +23,32 @@ DEEPEST = 8
 
 LARGEST_CONSTANT = 2**28
 """Numbers that operators may make out of constants alone."""
+
+
+def check_files(model: onnx.ModelProto, folder: Path) -> None:
+    """Check where the weights of a model stand, before anything reads them.
+
+    Args:
+        model: as its file has it.
+        folder: of the file.
+
+    Raises:
+        UsageError: in a file outside its folder, behind a link, or not there; or some are sparse.
+    """
+    for message in messages(model):
+        if isinstance(message, onnx.SparseTensorProto):
+            raise UsageError("the graph has a sparse constant, which is not read here; export it with dense ones")
+        for place in locations(message):
+            path = PurePosixPath(place)
+            if path.is_absolute() or not {"..", "*"}.isdisjoint(path.parts):
+                raise UsageError(f"the graph keeps weights in {place!r}, outside its folder; copy them beside it")
+            try:
+                open_inside(folder, place).close()
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"the graph keeps weights in {place!r}, which is not beside it as a regular file "
+                    f"({first_line(error)}); copy it there"
+                ) from error
 
 
 def check(model: ir.Model) -> None:

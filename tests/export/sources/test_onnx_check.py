@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,16 +76,78 @@ def add_constant(file: Path, tensor: TensorProto, of: str) -> None:
     file.write_bytes(model.SerializeToString())
 
 
-@pytest.mark.parametrize("where", ["absent", "../outside", "/etc/hostname"])
-@pytest.mark.parametrize("of", ["initializer", "constant"])
-def test_weights_elsewhere(tmp_path: Path, where: str, of: str) -> None:
-    (tmp_path / "outside").write_bytes(bytes(1000))
+@pytest.fixture(params=["elsewhere", "here"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a model, also where that is the current one and the model has a name without a folder."""
     (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path / "model" if request.param == "here" else tmp_path)
+    return Path(".") if request.param == "here" else tmp_path / "model"
+
+
+def external(place: str) -> TensorProto:
     tensor = TensorProto(dims=[2], data_type=FLOAT, name="weight", data_location=TensorProto.EXTERNAL)
-    tensor.external_data.add(key="location", value=where)
-    file = saved(tmp_path / "model", [node("Add", "x", "weight")])
-    add_constant(file, tensor, of)
-    refused(file, "which is not beside it" if where == "absent" else "outside the base directory")
+    tensor.external_data.add(key="location", value=place)
+    return tensor
+
+
+def saved_with(folder: Path, tensor: TensorProto, of: str) -> Path:
+    """A graph that adds a tensor to its input."""
+    constant = helper.make_node("Constant", [], ["weight"], value=tensor)
+    if of != "function":
+        file = saved(folder, [node("Add", "x", "weight")])
+        add_constant(file, tensor, of)
+        return file
+    opsets = [helper.make_opsetid("", 20)]
+    function = helper.make_function("own", "f", ["x"], ["y"], [constant, node("Add", "x", "weight")], opsets)
+    return saved(folder, [helper.make_node("f", ["x"], ["y"], domain="own")], [function])
+
+
+@pytest.mark.parametrize("where", ["absent", "../outside", "/etc/hostname", "", "link", "way/weights", "pipe", "*"])
+@pytest.mark.parametrize("of", ["initializer", "constant", "function"])
+def test_weights_elsewhere(folder: Path, where: str, of: str) -> None:
+    for name in (folder / "../outside", folder / "*"):
+        name.write_bytes(bytes(1000))
+    (folder / "link").symlink_to("../outside")
+    (folder / "way").symlink_to(".", target_is_directory=True)
+    (folder / "weights").write_bytes(bytes(8))
+    os.mkfifo(folder / "pipe")
+    outside = where.startswith(("..", "/", "*"))
+    refused(saved_with(folder, external(where), of), "outside its folder" if outside else "not beside it as a regular")
+
+
+@pytest.mark.parametrize("of", ["initializer", "constant", "function"])
+def test_weights_beside_the_graph(folder: Path, of: str) -> None:
+    (folder / "below").mkdir()
+    (folder / "below/weights").write_bytes(np.array([5, 7], np.float32).tobytes())
+    imported = import_graph(saved_with(folder, external("below/weights"), of))
+    np.testing.assert_array_equal(imported.eager({"x": np.ones(2, np.float32)})["y"], [6, 8])
+
+
+def test_a_shape_in_another_file(folder: Path) -> None:
+    (folder / "weights").write_bytes(np.array([2, 1], np.int64).tobytes())
+    shape = external("weights")
+    shape.data_type = TensorProto.INT64
+    file = saved(folder, [node("Reshape", "x", "weight")])
+    add_constant(file, shape, "initializer")
+    model = onnx.load(str(file), load_external_data=False)
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", FLOAT, [2, 1]))
+    file.write_bytes(model.SerializeToString())
+    assert import_graph(file).outputs[0].text() == "float32[2, 1]"
+
+
+@pytest.mark.parametrize("of", ["initializer", "constant"])
+def test_sparse_constants(folder: Path, of: str) -> None:
+    file = saved(folder, [node("Add", "x", "weight")])
+    model = onnx.load(str(file))
+    indices = numpy_helper.from_array(np.arange(2), "at")
+    tensor = onnx.SparseTensorProto(values=external("weights"), indices=indices, dims=[2])
+    if of == "initializer":
+        model.graph.sparse_initializer.append(tensor)
+    else:
+        model.graph.node.insert(0, helper.make_node("Constant", [], ["weight"], sparse_value=tensor))
+    file.write_bytes(model.SerializeToString())
+    (folder / "weights").write_bytes(bytes(8))
+    refused(file, "sparse constant")
 
 
 @pytest.mark.parametrize("dims", [[2**40], [3, -1], [4]])
