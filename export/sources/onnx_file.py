@@ -26,7 +26,7 @@ from attnforge.bundle import Case, DimSpec, TensorSpec
 from attnforge.errors import AttnforgeError, CaptureError, UsageError, first_line, shortened
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
-from attnforge.export.sources.onnx_check import check, check_constants, check_files, tensors
+from attnforge.export.sources.onnx_check import check, check_files, check_growth, tensors
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
@@ -118,11 +118,13 @@ def _imported(
     example: Sequence[Any] | Mapping[str, Any] | None,
 ) -> Imported:
     model = _read(file)
+    usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}
     _name_dims(model, file.name, ranges or {})
     infer_shapes(model)
-    check_constants(model)
+    check_growth(model, usual)  # each time that more is known
     fold(model, floats=False)
     infer_shapes(model)
+    check_growth(model, usual)
     _refuse(model)
     own = _own_precision(model)
     chosen = precision_named(precision or _NAMES[own])
@@ -140,6 +142,7 @@ def _imported(
     if unknown := [v.name for node in model.graph for v in node.outputs if v.shape is None or v.dtype is None]:
         logging.getLogger("attnforge").info("of %d values the shape is not known: %s", len(unknown), unknown[0])
     outputs = [output_spec(value, inputs) for value in model.graph.outputs]
+    check_growth(model, usual)
     imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
     imported.original.check(imported.example)
     return imported

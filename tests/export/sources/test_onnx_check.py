@@ -16,11 +16,13 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
 import attnforge
-from attnforge.errors import AttnforgeError, UsageError
+from attnforge.errors import AttnforgeError, UnavailableError, UsageError
 from attnforge.export.sources.named import build, model_named
+from attnforge.export.sources.onnx_check import check_growth
 from attnforge.export.sources.onnx_file import import_graph
 from attnforge.export.sources.shapes import infer_shapes
 from attnforge.export.sources.specs import check_range
+from attnforge.memory import peak, reset_peak
 
 FLOAT = TensorProto.FLOAT
 X, Y = (helper.make_tensor_value_info(name, FLOAT, [2]) for name in "xy")
@@ -225,7 +227,82 @@ def test_a_chain_of_operators_makes_a_huge_constant(tmp_path: Path, op: str) -> 
         name = following
     nodes += [node("ReduceSum", name, output="sum", keepdims=0), node("Add", "x", "sum")]
     file = saved(tmp_path, nodes, row=[1, 2, 3], eight=[8], first=[0], last=[1], many=[8, 1], shape=[1, 8], flat=[-1])
-    refused(file, "out of constants")
+    refused(file, "out of constants|numbers at one time out of")
+
+
+def grown(op: str) -> list[onnx.NodeProto]:
+    """Nodes from a few numbers of the input to some 2^29 and more."""
+    nodes, name, times = [], "x", {"Concat": 28, "Tile": 7, "Pad": 1, "Resize": 1, "Expand": 5, "Kept": 1}.get(op, 5)
+    for i in range(times):
+        last, column, row, made = name, f"column{i}", f"row{i}", f"made{i}"
+        name = f"c{i}"
+        outer = [node("Unsqueeze", last, "last", output=column), node("Unsqueeze", last, "first", output=row)]
+        flat = node("Reshape", made, "flat", output=name)
+        nodes += {
+            "Concat": [node("Concat", last, last, output=name, axis=0)],
+            "Tile": [node("Tile", last, "many", output=name)],
+            "Pad": [node("Pad", last, "pads", output=name)],
+            "Resize": [node("Unsqueeze", last, "before", output=row), node("Resize", row, "", "", "size", output=name)],
+            "Expand": [*outer, node("Shape", column, output=f"s{i}"), node("Shape", row, output=f"t{i}"),
+                       node("Max", f"s{i}", f"t{i}", output=f"u{i}"), node("Expand", row, f"u{i}", output=made), flat],
+            "Kept": [node("ConstantOfShape", "large", output=f"k{k}") for k in range(9)]
+            + [node("Sum", *[f"k{k}" for k in range(9)], output=name)],
+            "Einsum": [node("Einsum", last, last, output=made, equation="i,j->ij"), flat],
+            "MatMul": [*outer, node("MatMul", column, row, output=made), flat],
+            "Gemm": [*outer, node("Gemm", column, row, output=made), flat],
+            "Add": [*outer, node("Add", column, row, output=made), flat],
+            "Gather": [node("Gather", last, "indices", output=name, axis=0)],
+        }[op]  # fmt: skip
+    return [*nodes, node("ReduceSum", name, output="sum", keepdims=0), node("Add", "x", "sum")]
+
+
+@pytest.mark.parametrize(
+    "op", ["Concat", "Tile", "Pad", "Resize", "Expand", "Kept", "Einsum", "MatMul", "Gemm", "Add", "Gather"]
+)
+def test_a_few_numbers_do_not_grow_without_bound(tmp_path: Path, op: str) -> None:
+    """A kilobyte would take all memory as it runs."""
+    file = saved(tmp_path, grown(op), many=[16], pads=[0, 2**30], size=[1, 1, 2**30], first=[0], last=[1], flat=[-1],
+                 before=[0, 1], large=[2**25], indices=[[0, 1] * 32] * 64)  # fmt: skip
+    reset_peak()
+    before = peak()
+    refused(file, r"numbers at one time out of [\d,]+ that it is given, the most by ")
+    assert peak() - before < 2**28
+
+
+def test_a_graph_without_nodes_does_not_grow(tmp_path: Path) -> None:
+    check_growth(ir.from_proto(onnx.load(str(saved(tmp_path, [])))), {})
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(8, 4096), (12, 2048)])
+def test_scores_of_many_tokens_do_not_count_as_growth(heads: int, tokens: int) -> None:
+    """Attention without weights of its own is what grows most of what can be meant."""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 23]>
+        graph (float[1, {heads}, {tokens}, 64] q, float[1, {heads}, 64, {tokens}] k) => (float[1, {heads}, 1, 1] y)
+        {{ s = MatMul(q, k)  y = GlobalMaxPool(s) }}""")
+    graph = ir.from_proto(model)
+    infer_shapes(graph)
+    check_growth(graph, {})
+
+
+def test_a_shape_made_of_the_shape_of_a_large_table(tmp_path: Path) -> None:
+    """As in every export of a large vocabulary by torch's former exporter."""
+    nodes = [
+        node("Cast", "x", output="ids", to=TensorProto.INT64),
+        node("Gather", "table", "ids", output="rows"),
+        node("Shape", "rows", output="shape"),
+        node("Concat", "shape", "one", output="longer", axis=0),
+        node("Reshape", "x", "longer", output="column"),
+        node("Squeeze", "column", "last"),
+    ]
+    assert import_graph(saved(tmp_path, nodes, table=[0] * (2**20 + 1), one=[1], last=[1]))
+
+
+def test_a_graph_for_which_no_memory_is_left_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnforge.export.sources.onnx_check.available", lambda: 2**20)
+    file = saved(tmp_path, [node("Tile", "x", "many", output="c"), node("ReduceSum", "c", output="s", keepdims=0),
+                            node("Add", "x", "s")], many=[2**20])  # fmt: skip
+    with pytest.raises(UnavailableError, match=r"needs at least 0\.0 GiB of memory.*and 0\.0 GiB are left"):
+        import_graph(file)
 
 
 def test_a_graph_that_does_not_take_what_its_dims_say(tmp_path: Path) -> None:
