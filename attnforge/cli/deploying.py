@@ -93,6 +93,9 @@ def deploy(
         Path | None,
         typer.Option(help="A tokenizer.json that the bundle keeps, for generate; by default the model's own."),
     ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Let weights be random that an hf: folder with others lacks.")
+    ] = False,
     trust_source: Annotated[
         bool,
         typer.Option("--trust-source", help="Read a .pt2 file, from which torch may run code with your permissions."),
@@ -134,7 +137,7 @@ def deploy(
     with stages_shown(as_json) as progress:
         progress(f"build {model}")
         stop: list[int] = []
-        options = pairs(option)
+        options = pairs(option) | ({"random_weights": "true"} if random_weights else {})
         if cache_tokens is not None and model.startswith(HUGGING_FACE):
             options = {"inputs": "input_ids", "max_tokens": str(cache_tokens), **options}
         example, source = model_named(model, options, weights, ranges(dim, "--dim"))
