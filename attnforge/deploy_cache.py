@@ -15,10 +15,11 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from attnforge.files import is_own, sha256
+from attnforge.files import is_own, open_regular, sha256
 from attnforge.scratch import Scratch
 
 log = logging.getLogger("attnforge")
@@ -72,13 +73,14 @@ class DeployCache:
         try:
             if not entry.is_dir() or not _is_own(self._folder) or not _is_own(entry):
                 return None
-            sums = json.loads((entry / _SUMS).read_bytes())
+            with open_regular(entry / _SUMS) as stream:
+                sums = json.loads(stream.read())
             if {file.name for file in entry.iterdir()} == {_SUMS, *sums} and all(
                 sha256(entry / name) == sum for name, sum in sums.items()
             ):
                 os.utime(entry)
                 return entry
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             log.info("an entry of the cache cannot be read: %s", error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
@@ -113,11 +115,16 @@ class DeployCache:
                 scratch.remove()
 
     def _make_room(self) -> None:
+        """Remove the entries that were used longest ago until the limit holds; what is no entry is left alone."""
         assert self._folder is not None
-        entries = sorted(self._folder.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
+        entries: list[tuple[float, int, Path]] = []
+        for entry in self._folder.glob("[0-9a-f]" * 64):
+            with suppress(OSError):  # a file, or removed just now by another process
+                size = sum(file.lstat().st_size for file in entry.iterdir())
+                entries.append((entry.stat().st_mtime, size, entry))
         total = 0
-        for entry in entries:
-            total += sum(file.stat().st_size for file in entry.iterdir())
+        for _, size, entry in sorted(entries, reverse=True):
+            total += size
             if total > self._limit:
                 shutil.rmtree(entry, ignore_errors=True)
 
@@ -130,10 +137,11 @@ def key_of(about: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _code() -> str:
-    """The sha256 of attnforge's own modules, of which any may decide what an entry holds."""
+    """The sha256 of attnforge's own modules, of which any may decide what an entry holds but those that nothing which
+    makes one imports."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(Path(__file__).parent, followlinks=True):
-        folders[:] = sorted(set(folders) - {"benchmarks", "__pycache__"})
+        folders[:] = sorted(set(folders) - {"benchmarks", "cli", "report", "serving", "__pycache__"})
         for name in sorted(files):
             if name.endswith(".py"):
                 digest.update(name.encode() + Path(folder, name).read_bytes())

@@ -20,8 +20,12 @@ from attnforge.errors import BundleError, UsageError, shortened
 
 
 def sha256(file: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal."""
-    with file.open("rb") as stream:
+    """The sha256 of a file's bytes, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    with open_regular(file, follow=True) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

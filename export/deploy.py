@@ -133,11 +133,11 @@ def deploy(
             deploy refused; by default 0.1.
         keep_wrong: write the bundle though no backend computes what the model does, or though that is not proved, so
             that it can be diagnosed. `load` then refuses `auto`.
-        trust_source: of a `.pt2` file, whether you trust its maker as you would a program's: without, a file is refused
-            that holds pickles, expressions or calls which torch would run while it reads the file.
+        trust_source: of a `.pt2` file, whether you trust its maker as you would a program's, for torch may run code
+            while it reads one; without, none is read.
 
     Raises:
-        UntrustedError: a `.pt2` file that holds code.
+        UntrustedError: a `.pt2` file without `trust_source`.
         UsageError: an argument that cannot be meant, `out` exists, or a file that is no model.
         CaptureError: torch cannot export the module so.
         UnavailableError: a target that was asked for cannot be built here, or there is too little memory.

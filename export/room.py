@@ -82,6 +82,26 @@ class Work:
         )
 
 
+class Numbers:
+    """How many numbers values have; 0 where a shape is not known.
+
+    Args:
+        sizes: of the symbolic dims.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = sizes
+        self._known: dict[str, int] = {}
+
+    def __call__(self, value: ir.Value) -> int:
+        shape = str(value.shape)  # few of a graph's values have a shape of their own
+        if shape not in self._known:
+            self._known[shape] = 0
+            with suppress(Uncountable):
+                self._known[shape] = prod(shape_at(value, self._sizes))
+        return self._known[shape]
+
+
 def most_alive(model: ir.Model, sizes: Mapping[str, int]) -> int:
     """The most numbers of activations that are needed at one time when the nodes of a graph run in their order. Tensors
     whose shapes are not known are left out.
@@ -90,7 +110,7 @@ def most_alive(model: ir.Model, sizes: Mapping[str, int]) -> int:
         model: the graph.
         sizes: of the symbolic dims.
     """
-    nodes = list(model.graph)
+    nodes, numbers = list(model.graph), Numbers(sizes)
     last: dict[ir.Value, int] = {}
     for place, node in enumerate(nodes):
         last |= {value: place for value in node.inputs if value is not None}
@@ -98,18 +118,12 @@ def most_alive(model: ir.Model, sizes: Mapping[str, int]) -> int:
     ending: dict[int, list[ir.Value]] = {}
     for value, place in last.items():
         ending.setdefault(place, []).append(value)
-    alive = most = sum(_numbers(value, sizes) for value in model.graph.inputs)
+    alive = most = sum(map(numbers, model.graph.inputs))
     for place, node in enumerate(nodes):
-        alive += sum(_numbers(value, sizes) for value in node.outputs if value in last)
+        alive += sum(numbers(value) for value in node.outputs if value in last)
         most = max(most, alive)
-        alive -= sum(_numbers(value, sizes) for value in ending.get(place, ()) if not value.is_initializer())
+        alive -= sum(numbers(value) for value in ending.get(place, ()) if not value.is_initializer())
     return most
-
-
-def _numbers(value: ir.Value, sizes: Mapping[str, int]) -> int:
-    with suppress(Uncountable):
-        return prod(shape_at(value, sizes))
-    return 0
 
 
 def _gib(size: int) -> str:

@@ -69,6 +69,9 @@ FileName = Annotated[
 ]
 """The name of a file of the bundle, relative to it, with `/` between folders."""
 
+ModelName = Annotated[FileName, StringConstraints(pattern=r"\.onnx$")]
+"""The name of an ONNX file of the bundle."""
+
 Expression = Annotated[str, StringConstraints(max_length=LONGEST_SIZE), AfterValidator(_plain)]
 """A symbol, or an expression of symbols."""
 

@@ -17,6 +17,7 @@ from attnforge.bundle.fields import (
     DType,
     Expression,
     FileName,
+    ModelName,
     Name,
     Positive,
     PrecisionName,
@@ -194,7 +195,7 @@ class SessionSettings(StoredRecord):
     threads: Threads | None = None
     spinning: bool = True
     arena: bool = True
-    optimized: FileName | None = None
+    optimized: ModelName | None = None
     measured: dict[str, float] = {}
 
 
@@ -228,8 +229,8 @@ class TargetRecord(StoredRecord):
         low_bit_attention: attention sites whose fused kernel multiplies in fp8, counted in the same way.
     """
 
-    model: FileName
-    cuda_model: FileName | None = None
+    model: ModelName
+    cuda_model: ModelName | None = None
     tuning: Tuning | None = None
     session: SessionSettings | None = None
     attention_precision: PrecisionName | None = None

@@ -65,8 +65,11 @@ MOST_VALUES = 200_000
 READ_WHOLE = 2**26
 """Bytes of a model up to which it is read at once, so that the very bytes are run whose sha256 was checked."""
 
-_LOCATION = b"location"
-"""The key under which an ONNX model names the file of external weights; a model without these bytes names none."""
+_COMPILED = "EPContext"
+"""The operator of ONNX Runtime whose attribute is a compiled model, as a TensorRT plan, or the name of its file."""
+
+_NAMING = (b"location", _COMPILED.encode())
+"""What stands in every ONNX model that names files: the key of a file of external weights, and :data:`_COMPILED`."""
 
 TRUSTED = "ATTNFORGE_TRUSTED"
 """The variable of the environment with public keys, as PATH has folders."""
@@ -183,7 +186,7 @@ class Bundle:
         self._listed(name)
         with self._opened(name) as stream:
             is_small = os.fstat(stream.fileno()).st_size <= READ_WHOLE
-        if is_small and not self._beside(name) and _LOCATION not in (data := self.read(name)):
+        if is_small and not self._beside(name) and not _names_files(data := self.read(name)):
             return data
         self.file(name)
         return self._root / name
@@ -277,25 +280,36 @@ class Bundle:
                 self.check(needed)
 
     def _external(self, name: str) -> list[str]:
-        """The files that a model names as holding weights, as the manifest lists them."""
+        """The files in which a library would look for weights of a model, as the manifest lists them: those that the
+        model names, and one that OpenVINO takes for them, which reads its own format under the name of any model."""
+        model = PurePosixPath(name)
+        beside = model.with_suffix(".bin").name
+        places = {beside} if os.path.lexists(self._root / model.parent / beside) else set()
         with self._opened(name) as stream:
-            if not _names_files(stream):
-                return []
-            from onnx import load_model_from_string
-            from onnx.external_data_helper import ExternalDataInfo, _get_all_tensors, uses_external_data
-
-            try:
-                tensors = _get_all_tensors(load_model_from_string(stream.read()))
-                places = {ExternalDataInfo(tensor).location for tensor in tensors if uses_external_data(tensor)}
-            except Exception as error:  # protobuf's
-                raise BundleError(f"{self.path / name} is no ONNX model: {first_line(error)}") from error
-        external = {place: (PurePosixPath(name).parent / place).as_posix() for place in sorted(places)}
-        for place, needed in external.items():
-            if needed not in self.manifest.files:
+            if os.fstat(stream.fileno()).st_size:
+                with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    places |= self._named(name, data[:]) if _names_files(data) else set()
+        for place in places:
+            if PurePosixPath(place).name != place or (model.parent / place).as_posix() not in self.manifest.files:
                 raise BundleError(
-                    f"{self.path / name} has weights in {place!r}, which the manifest does not list; do not use it"
+                    f"{self.path / name} has weights in {place!r}, which the manifest does not list beside it; do not "
+                    "use it"
                 )
-        return list(external.values())
+        return [(model.parent / place).as_posix() for place in sorted(places)]
+
+    def _named(self, name: str, data: bytes) -> set[str]:
+        """The files that the content of a model names."""
+        from onnx import NodeProto, load_model_from_string
+
+        from attnforge.bundle.external import locations, messages
+
+        try:
+            parts = list(messages(load_model_from_string(data)))
+        except Exception as error:  # protobuf's
+            raise BundleError(f"{self.path / name} is no ONNX model: {first_line(error)}") from error
+        if any(isinstance(part, NodeProto) and part.op_type == _COMPILED for part in parts):
+            raise BundleError(f"{self.path / name} holds a compiled model ({_COMPILED}), which is code; do not use it")
+        return {place for part in parts for place in locations(part)}
 
     def _opened(self, name: str) -> BufferedReader:
         try:
@@ -453,12 +467,9 @@ def unlisted_text(path: Path, names: Sequence[str]) -> str:
     )
 
 
-def _names_files(stream: BufferedReader) -> bool:
-    """Whether an ONNX model may name files of weights; the stream stays at its beginning."""
-    if os.fstat(stream.fileno()).st_size == 0:
-        return False
-    with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data.find(_LOCATION) >= 0
+def _names_files(data: bytes | mmap.mmap) -> bool:
+    """Whether the content of an ONNX model may name files."""
+    return any(data.find(text) >= 0 for text in _NAMING)
 
 
 def _again(name: str) -> str:

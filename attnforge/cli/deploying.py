@@ -93,9 +93,12 @@ def deploy(
         Path | None,
         typer.Option(help="A tokenizer.json that the bundle keeps, for generate; by default the model's own."),
     ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Let weights be random that an hf: folder with others lacks.")
+    ] = False,
     trust_source: Annotated[
         bool,
-        typer.Option("--trust-source", help="Let a .pt2 file that holds code run it, as a program of its maker."),
+        typer.Option("--trust-source", help="Read a .pt2 file, from which torch may run code with your permissions."),
     ] = False,
     max_eager_error: Annotated[
         float | None,
@@ -109,7 +112,7 @@ def deploy(
     """Export a model, lower it for every target and write a bundle.
 
     The callable of package.module:function returns `(module, args, dynamic_shapes)`. It runs with all your rights, and
-    a .pt2 is to be trusted like a program, too: one that holds pickles or code is refused without --trust-source.
+    so may code in a .pt2 file, which is read with --trust-source alone.
 
     Example: `attnforge deploy vit --precision fp16 --out vit.bundle`
 
@@ -141,7 +144,7 @@ def deploy(
     with stages_shown(as_json) as progress:
         progress(f"build {model}")
         stop: list[int] = []
-        options = pairs(option)
+        options = pairs(option) | ({"random_weights": "true"} if random_weights else {})
         if cache_tokens is not None and model.startswith(HUGGING_FACE):
             options = {"inputs": "input_ids", "max_tokens": str(cache_tokens), **options}
         example, source = model_named(model, options, weights, ranges(dim, "--dim"))

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.bundle import CANONICAL, Bundle, Case, SiteRecord
+from attnforge.bundle import CANONICAL, Bundle, Case, Manifest, SiteRecord
 from attnforge.errors import first_line
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.stages import scores_of, sites_of, written_out
@@ -136,7 +136,7 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
         case: whose inputs to run; by default the first of real data, else the example.
     """
     manifest = bundle.manifest
-    case = case or _usual(manifest.cases)
+    case = case or _usual(manifest)
     inputs = reference.make_inputs(case, manifest.inputs, stored_inputs(bundle))
     records = {record.site: record for record in manifest.attention.details}
     left_out = {
@@ -144,10 +144,15 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
         for name, record in records.items()
         if not record.canonical
     }
+    left_out |= {
+        name: "the manifest does not say what it became for ONNX Runtime"
+        for name, record in records.items()
+        if record.canonical and TARGET in manifest.targets and TARGET not in record.targets
+    }
     in_int8 = manifest.quantised.caches if manifest.quantised is not None else {}
     left_out |= {
         name: "the kernel rounds its keys to int8, which maps of what the kernel is given do not show"
-        for name in in_int8
+        for name in in_int8.keys() - left_out.keys()
         if "GroupQueryAttention" in records[name].targets[TARGET].form
     }
     maps = AttentionMaps(case, inputs, left_out)
@@ -214,8 +219,9 @@ def _site_maps(
     return SiteMaps(name, form, not isinstance(deployed, Operands), samples, exact_map, eager_map, held)
 
 
-def _usual(cases: list[Case]) -> Case:
-    """The first case of real data, else the example, else the first."""
+def _usual(manifest: Manifest) -> Case:
+    """The first case of real data, else the example, else the first; of a bundle without any, normal inputs."""
+    cases = manifest.cases or [case for case in reference.cases(manifest.inputs) if case.kind == "normal"]
     of_kinds = (case for kind in ("data", "example") for case in cases if case.kind == kind)
     return next(of_kinds, cases[0])
 

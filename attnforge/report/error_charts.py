@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 OVER = "FAILED: over budget"
 
+LARGEST = 1e30
+"""What lies beyond is drawn at the edge: matplotlib's axes have no room for all numbers that a float holds."""
+
 
 def histogram(
     backend: str, errors: Sequence[int], eager_errors: Sequence[int], allowed: tuple[float, float] | None, alt: str
@@ -90,26 +93,26 @@ def _legend(figure: Figure, axes: Axes, first: Sequence[str]) -> None:
 
 
 def _place(error: float) -> float:
-    return float((np.log10(max(error, 10.0**LEAST_DECADE)) - LEAST_DECADE) * BINS_A_DECADE)
+    return float((np.log10(np.clip(error, 10.0**LEAST_DECADE, LARGEST)) - LEAST_DECADE) * BINS_A_DECADE)
 
 
 def by_case(backend: str, cases: Sequence[Comparison], alt: str) -> Picture:
     """One row a case: the backend's error, eager's, and the budget as the end of a bar."""
     backend = literal(backend)
-    numbers = [n for c in cases for n in (c.error, c.eager_error, c.budget) if 0 < n < np.inf] or [1e-7]
+    numbers = [n for c in cases for n in (c.error, c.eager_error, c.budget) if 0 < n < LARGEST] or [1e-7]
     least, most = 10.0 ** np.floor(np.log10(min(numbers)) - 0.2), 10.0 ** np.ceil(np.log10(max(numbers)) + 0.02)
     rows = np.arange(len(cases))
+    budgets, eager = (np.clip(of, least, most) for of in ([c.budget for c in cases], [c.eager_error for c in cases]))
     with drawing(WIDTH, 1.3 + 0.27 * len(cases)) as figure:
         axes = figure.subplots()
-        axes.barh(rows, [c.budget - least for c in cases], 0.7, left=least, color="#e9e9e9")
-        axes.scatter([c.budget for c in cases], rows, s=90, color=GREY, marker="|", linewidths=2, label="budget")
+        axes.barh(rows, budgets - least, 0.7, left=least, color="#e9e9e9")
+        axes.scatter(budgets, rows, s=90, color=GREY, marker="|", linewidths=2, label="budget")
         place: dict[str, Any] = {"clip_on": False, "zorder": 3}  # what is zero is drawn at the axis
-        eager = [max(c.eager_error, least) for c in cases]
         axes.scatter(eager, rows, s=46, facecolors="none", edgecolors=ORANGE, linewidths=1.6, label="eager", **place)
         for label, color, marker, size, passed in ((backend, BLUE, "o", 26, True), (OVER, RED, "X", 60, False)):
             drawn = [i for i, c in enumerate(cases) if c.passed == passed]
             if drawn:
-                errors = [max(cases[i].error, least) for i in drawn]
+                errors = np.clip([cases[i].error for i in drawn], least, most)
                 axes.scatter(errors, drawn, s=size, color=color, marker=marker, label=label, **place)
         axes.set_yticks(rows, [literal(c.where) for c in cases])
         for tick, comparison in zip(axes.get_yticklabels(), cases, strict=True):

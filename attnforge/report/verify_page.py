@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnforge.bundle import Bundle, Case, Kind, Masks
+from attnforge.bundle import Bundle, Case, Kind, Masks, used
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.report import error_charts
@@ -71,33 +71,35 @@ def write_page(
     Raises:
         UnavailableError: the packages that a page needs are not installed: `pip install attnforge[report]`.
         UsageError: `path` is a folder, or exists and `force` is not given.
+        BundleError: the bundle's content is not what a page can be made of.
     """
     check_page(path, force)
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
-    manifest = opened.manifest
-    attention = attention_maps(opened)
-    sites, drawn = attention_section(attention, manifest)
-    cases = {case.name: case for case in report.cases}
-    floors = [budget_precision(manifest, name).floor for name in report.backends]
-    return write_template(
-        TEMPLATE,
-        path,
-        report=report,
-        manifest=manifest,
-        floors=floors or [precision_named(manifest.precision).floor],
-        verdict=_verdict(report),
-        cases=cases,
-        charts={name: _charts(name, backend, cases) for name, backend in report.backends.items()},
-        worst_first=_worst_first,
-        furthest=_furthest,
-        attention=attention,
-        sites=sites,
-        drawn_sites=drawn,
-        records={record.site: record for record in manifest.attention.details},
-        attention_inputs=KINDS[attention.case.kind],
-        kinds={kind: text for kind, text in KINDS.items() if any(case.kind == kind for case in report.cases)},
-        masks={masks: text for masks, text in MASKS.items() if any(case.masks == masks for case in report.cases)},
-    )
+    with used(opened.path, "shown on a page"):
+        manifest = opened.manifest
+        attention = attention_maps(opened)
+        sites, drawn = attention_section(attention, manifest)
+        cases = {case.name: case for case in report.cases}
+        floors = [budget_precision(manifest, name).floor for name in report.backends]
+        return write_template(
+            TEMPLATE,
+            path,
+            report=report,
+            manifest=manifest,
+            floors=floors or [precision_named(manifest.precision).floor],
+            verdict=_verdict(report),
+            cases=cases,
+            charts={name: _charts(name, backend, cases) for name, backend in report.backends.items()},
+            worst_first=_worst_first,
+            furthest=_furthest,
+            attention=attention,
+            sites=sites,
+            drawn_sites=drawn,
+            records={record.site: record for record in manifest.attention.details},
+            attention_inputs=KINDS[attention.case.kind],
+            kinds={kind: text for kind, text in KINDS.items() if any(case.kind == kind for case in report.cases)},
+            masks={masks: text for masks, text in MASKS.items() if any(case.masks == masks for case in report.cases)},
+        )
 
 
 def _verdict(report: Report) -> str:

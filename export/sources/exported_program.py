@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from attnforge.errors import CaptureError, UntrustedError, UsageError, first_line
-from attnforge.export.sources.program_check import what_it_runs
+from attnforge.errors import AttnforgeError, CaptureError, UntrustedError, UsageError, first_line, shortened
 from attnforge.export.sources.specs import check_range
 from attnforge.quiet import quiet
 
@@ -38,32 +38,42 @@ class Opened(NamedTuple):
 
 
 def load_program(file: Path, trusted: bool = False) -> ExportedProgram:
-    """The program in a `.pt2` file.
+    """The program in a `.pt2` file. torch runs what it reads there: pickles, sizes, names, libraries.
 
     Args:
-        file: is to be trusted like a program: torch was not made to read a stranger's.
-        trusted: whether the caller trusts its maker, so that pickles and code in it may run.
+        file: is to be trusted like a program.
+        trusted: whether the caller trusts its maker; nothing of the file is read without that.
 
     Raises:
-        UntrustedError: torch would run code that the file holds, and nobody said that it is trusted.
+        UntrustedError: nobody said that the file is trusted.
         UsageError: no such file, or no program that this torch can read.
     """
     if not file.is_file():
         raise UsageError(f"no file {str(file)!r}; give the path of a program that torch.export.save wrote")
-    try:
-        runs = None if trusted else what_it_runs(file)
-    except Exception as error:
-        raise UsageError(f"{file} is no exported program that can be read: {first_line(error)}") from error
-    if runs is not None:
+    if not trusted:
         raise UntrustedError(
-            f"{file} holds {runs}; reading it runs that with all your rights, so a .pt2 is to be trusted like a "
-            "program: where you trust its maker, say --trust-source (trust_source=True)"
+            f"{file} is a .pt2 file, from which torch may run code with all your rights: where you trust its maker as "
+            "a program's, say --trust-source (trust_source=True)"
         )
+    with _readable(str(file)):
+        return torch.export.load(file)
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """A block in which torch reads a program, whose content may be none, which torch says in errors of every kind.
+
+    Raises:
+        UsageError: in place of any error that is not attnforge's own.
+    """
     try:
         with quiet():
-            return torch.export.load(file)
+            yield
+    except (AttnforgeError, MemoryError):
+        raise
     except Exception as error:
-        raise UsageError(f"{file} is no exported program that can be read: {first_line(error)}") from error
+        why = shortened(first_line(error))
+        raise UsageError(f"{what} is no exported program that can be read ({type(error).__name__}: {why})") from error
 
 
 def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, int]] | None = None) -> Opened:
@@ -77,28 +87,31 @@ def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, 
             size.
 
     Raises:
-        UsageError: the program has no example inputs or was exported in training mode, or a range that is missing or
-            cannot be meant.
+        UsageError: the program has no example inputs, was exported in training mode or cannot be read, or a range that
+            is missing or cannot be meant.
     """
     module, example = as_module(program)
-    return Opened(module, tuple(example.values()), _dims(program, example, ranges or {}), _PRECISIONS[module.own])
+    with _readable("what was given"):
+        return Opened(module, tuple(example.values()), _dims(program, example, ranges or {}), _PRECISIONS[module.own])
 
 
 def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
     """`program` as a module on its tensors by position, and its example inputs by name.
 
     Raises:
-        UsageError: the program has no example inputs, or was exported in training mode.
+        UsageError: the program has no example inputs, was exported in training mode, or cannot be read.
     """
     if program.example_inputs is None:
         raise UsageError("the program has no example inputs; export it again, torch.export.export keeps them")
     for node in program.graph.nodes:
-        if node.op == "call_function" and "dropout" in str(node.target) and node.args[-1] is True:
+        training = node.kwargs.get("train", node.args[-1:] == (True,))
+        if node.op == "call_function" and "dropout" in str(node.target) and training:
             raise UsageError(f"the program draws random numbers ({node.name}); export it in eval mode")
-    leaves, spec = pytree.tree_flatten(program.example_inputs)
-    names = [str(name) for name in program.graph_signature.user_inputs]
-    example = {n: leaf for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
-    return _module(program, leaves, spec, list(example)), example
+    with _readable("what was given"):
+        leaves, spec = pytree.tree_flatten(program.example_inputs)
+        names = [str(name) for name in program.graph_signature.user_inputs]
+        example = {n: leaf for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
+        return _module(program, leaves, spec, list(example)), example
 
 
 class Program(nn.Module):

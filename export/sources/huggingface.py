@@ -80,6 +80,7 @@ def example(
     max_tokens: int | str | None = None,
     dynamic: str = "batch,tokens",
     seed: int | str = 0,
+    random_weights: bool | str = False,
 ) -> Example:
     """The model at `path`, in eval mode, with example inputs and dynamic dims.
 
@@ -96,17 +97,26 @@ def example(
         max_batch, max_tokens: upper bounds of the dynamic dims; of tokens by default the model's own, 512 at most.
         dynamic: which dims vary: `batch,tokens`, `batch`, `tokens` or `none`.
         seed: of random weights and example inputs.
+        random_weights: whether weights may be random that the folder lacks though it holds others, but for heads.
 
     Raises:
         UnavailableError: transformers is not installed.
-        UsageError: no configuration is there, an option cannot be meant, or the inputs of that architecture are others
-            than token ids, pixels, audio features or waveforms.
+        UsageError: no configuration is there, the weights are of another model, an option cannot be meant, or the
+            inputs of that architecture are others than token ids, pixels, audio features or waveforms.
     """
     if attention not in (None, "eager", "sdpa"):
         raise UsageError(f"attention={attention!r}; give eager or sdpa, the forms that can be exported")
     parts = sentences.parts(Path(path)) if architecture is None and part is None else None
     folder, embedding = parts or (Path(path), None)
-    model: Any = load(folder, attention, architecture or ("AutoModel" if embedding else None), _number("seed", seed))
+    if str(random_weights).lower() not in ("true", "false"):
+        raise UsageError(f"random_weights is {shortened(str(random_weights))!r}; give true or false")
+    model: Any = load(
+        folder,
+        attention,
+        architecture or ("AutoModel" if embedding else None),
+        _number("seed", seed),
+        str(random_weights).lower() == "true",
+    )
     random = model.random_weights and f"{model.random_weights}, seed {seed}"
     if part is not None:
         if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
@@ -134,8 +144,11 @@ def _number(name: str, value: int | str) -> int:
     return int(value)
 
 
-def load(path: str | os.PathLike[str], attention: str | None, architecture: str | None, seed: int) -> nn.Module:
-    """The model itself, with its own weights where the folder has any, else random ones."""
+def load(
+    path: str | os.PathLike[str], attention: str | None, architecture: str | None, seed: int, random: bool = False
+) -> nn.Module:
+    """The model itself, with its own weights where the folder has any, else random ones; with `random`, those that it
+    lacks are random, too."""
     transformers = _transformers()
     folder = Path(path)
     if not (folder.is_file() or (folder / "config.json").is_file()):
@@ -160,11 +173,11 @@ def load(path: str | os.PathLike[str], attention: str | None, architecture: str 
     torch.manual_seed(seed)
     try:
         try:
-            return _build(kind, config, folder, attention or "sdpa").eval()
+            return _build(kind, config, folder, attention or "sdpa", random).eval()
         except ValueError as error:
             if attention is not None or "attention implementation" not in str(error):
                 raise
-            return _build(kind, config, folder, "eager").eval()
+            return _build(kind, config, folder, "eager", random).eval()
     except UsageError:
         raise
     except Exception as error:  # a form that it lacks, sizes that do not fit, weights of another model
@@ -205,6 +218,8 @@ def _has_weights(folder: Path) -> bool:
             shards = set(json.loads(index.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{index} is no index of weights: {first_line(error)}") from error
+        if outside := [name for name in shards if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts]:
+            raise UsageError(f"{index} names {str(outside[0])!r}, outside the folder; copy the weights into it")
         if missing := sorted(str(name) for name in shards if not (folder / str(name)).is_file()):
             raise UsageError(
                 f"{index} names {missing[0]!r}, which is not there ({len(missing)} of {len(shards)} are missing); "
@@ -220,7 +235,7 @@ def _has_weights(folder: Path) -> bool:
     return False
 
 
-def _build(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
+def _build(kind: Any, config: Any, folder: Path, attention: str, random: bool) -> nn.Module:
     if _has_weights(folder):
         with quiet():  # a progress bar
             model, loaded = kind.from_pretrained(
@@ -228,7 +243,10 @@ def _build(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
                 output_loading_info=True,
             )  # fmt: skip
         assert isinstance(model, nn.Module)
-        model.random_weights = _named(sorted(loaded["missing_keys"]))  # type: ignore[assignment]
+        missing = sorted(loaded["missing_keys"])
+        if not random:
+            _check_loaded(model, missing, folder)
+        model.random_weights = _named(missing)  # type: ignore[assignment]
         return model
     if kind.__name__ == "AutoModel":
         model = kind.from_config(config, attn_implementation=attention, trust_remote_code=False)
@@ -238,6 +256,20 @@ def _build(kind: Any, config: Any, folder: Path, attention: str) -> nn.Module:
     assert isinstance(model, nn.Module)
     model.random_weights = "all"  # type: ignore[assignment]
     return model
+
+
+def _check_loaded(model: Any, missing: Sequence[str], folder: Path) -> None:
+    """Check that a folder has the weights of a model. Heads may be missing, as they are of a base model: whole parts of
+    the model, or of the base model in it, that are less than half of it."""
+    names = {name for name, _ in model.named_parameters()}  # each weight once, also one that a head shares
+    lacking, loaded = names.intersection(missing), names.difference(missing)
+    base = f"{model.base_model_prefix}."
+    absent, present = ({name.removeprefix(base).split(".")[0] for name in part} for part in (lacking, loaded))
+    if absent & present or len(lacking) > len(loaded):
+        raise UsageError(
+            f"{folder} has {len(loaded)} of the {len(names)} weights of {type(model).__name__} ({_named(missing)} are "
+            "missing); give another architecture=…, or --random-weights (random_weights=True) to let them be random"
+        )
 
 
 def _named(weights: Sequence[str]) -> str | None:

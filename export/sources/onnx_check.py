@@ -3,13 +3,19 @@ constants as large, as can be meant. Libraries follow anything else into an erro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from pathlib import Path, PurePosixPath
 
+import onnx
 import onnx_ir as ir
 
+from attnforge.bundle.external import locations, messages
 from attnforge.bundle.fields import MOST_DIMS
-from attnforge.errors import CaptureError, UsageError
+from attnforge.errors import CaptureError, UnavailableError, UsageError, first_line
+from attnforge.export.room import Numbers, most_alive
+from attnforge.files import open_inside
+from attnforge.memory import available
 
 MOST_NODES = 200_000
 """Operators of a graph whose functions are written out."""
@@ -19,6 +25,32 @@ DEEPEST = 8
 
 LARGEST_CONSTANT = 2**28
 """Numbers that operators may make out of constants alone."""
+
+
+def check_files(model: onnx.ModelProto, folder: Path) -> None:
+    """Check where the weights of a model stand, before anything reads them.
+
+    Args:
+        model: as its file has it.
+        folder: of the file.
+
+    Raises:
+        UsageError: in a file outside its folder, behind a link, or not there; or some are sparse.
+    """
+    for message in messages(model):
+        if isinstance(message, onnx.SparseTensorProto):
+            raise UsageError("the graph has a sparse constant, which is not read here; export it with dense ones")
+        for place in locations(message):
+            path = PurePosixPath(place)
+            if path.is_absolute() or not {"..", "*"}.isdisjoint(path.parts):
+                raise UsageError(f"the graph keeps weights in {place!r}, outside its folder; copy them beside it")
+            try:
+                open_inside(folder, place).close()
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"the graph keeps weights in {place!r}, which is not beside it as a regular file "
+                    f"({first_line(error)}); copy it there"
+                ) from error
 
 
 def check(model: ir.Model) -> None:
@@ -56,10 +88,12 @@ def _check_lists(graph: ir.Graph) -> None:
     counts |= {value: _size_of(value) for value in graph.initializers.values()}
     most = MOST_REPEATED * sum(counts.values()) + 2**20
     for node in graph:
-        own = [_size_of(value) if node.op_type in ("Constant", "Shape") else 0 for value in node.outputs]
         inputs = [counts.get(value, 0) for value in node.inputs if value is not None]
-        most += MOST_REPEATED * sum(own)
-        count = max([*own, sum(inputs) if node.op_type == "Concat" else max(inputs, default=0)], default=0)
+        if node.op_type in ("Constant", "Shape", "Size"):
+            count = max(map(_size_of, node.outputs), default=0)
+            most += MOST_REPEATED * count
+        else:
+            count = sum(inputs) if node.op_type == "Concat" else max(inputs, default=0)
         counts.update(dict.fromkeys(node.outputs, count))
         if node.op_type == "Concat" and count > most:
             raise UsageError(_too_large(node, count, most))
@@ -95,19 +129,39 @@ def _check_tensor(tensor: ir.TensorProtocol) -> None:
         )
 
 
-def check_constants(model: ir.Model) -> None:
-    """Check what several operators make out of constants, once shapes are inferred.
+SMALL, GROWTH = 2**26, 2**14
+"""The numbers that a graph may hold at one time whatever it is given, and those for each number that it is given. What
+grows most of what can be meant are scores, of as many numbers as tokens for each token."""
+
+
+def check_growth(model: ir.Model, sizes: Mapping[str, int]) -> None:
+    """Check how many numbers a graph holds at one time, once shapes are inferred and before it runs.
+
+    Args:
+        model: the graph.
+        sizes: of the symbolic dims of its inputs.
 
     Raises:
-        UsageError: it is too large.
+        UsageError: more than can be made out of what it is given: its inputs, and the constants in its file.
+        UnavailableError: more than there is memory for, in float64.
     """
-    constants = set(model.graph.initializers.values())
-    for node in model.graph:
-        if any(value is not None and value not in constants for value in node.inputs):
-            continue
-        constants |= set(node.outputs)
-        if (count := max(map(_size, node.outputs), default=0)) > LARGEST_CONSTANT:
-            raise UsageError(_too_large(node, count))
+    count = Numbers(sizes)
+    given = sum(map(count, (*model.graph.inputs, *model.graph.initializers.values())))
+    made = {node: max(map(count, node.outputs), default=0) for node in model.graph}
+    if not made:
+        return
+    largest = max(made, key=made.__getitem__)
+    held, most = max(most_alive(model, sizes), made[largest]), max(SMALL, GROWTH * given)
+    if held > most:
+        raise UsageError(
+            f"the graph makes {held:,} numbers at one time out of {given:,} that it is given, the most by "
+            f"{largest.op_type} ({largest.name}); there may be {most:,}"
+        )
+    if (left := available()) is not None and 8 * held > left:
+        raise UnavailableError(
+            f"the graph needs at least {8 * held / 2**30:.1f} GiB of memory at the usual sizes of its dims, and "
+            f"{left / 2**30:.1f} GiB are left; give it smaller ones"
+        )
 
 
 RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")

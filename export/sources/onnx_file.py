@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
 
@@ -26,7 +27,7 @@ from attnforge.errors import AttnforgeError, CaptureError, UsageError, first_lin
 from attnforge.export.attention.roles import index_range
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
-from attnforge.export.sources.onnx_check import check, check_certain, check_constants, tensors
+from attnforge.export.sources.onnx_check import check, check_certain, check_files, check_growth, tensors
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
@@ -36,6 +37,9 @@ from attnforge.runtime.cases import make_inputs, shape_of
 
 Ranges = Mapping[str, tuple[int, int, int]]
 """Least, most usual and largest size of every dynamic dim, by the name that the graph has for it."""
+
+SMALL = 2**16
+"""Bytes of weights in other files up to which they are read at once."""
 
 _NAMES = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"tf32": FLOAT}
@@ -115,11 +119,13 @@ def _imported(
     example: Sequence[Any] | Mapping[str, Any] | None,
 ) -> Imported:
     model = _read(file)
+    usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}
     _name_dims(model, file.name, ranges or {})
     infer_shapes(model)
-    check_constants(model)
+    check_growth(model, usual)  # each time that more is known
     fold(model, floats=False)
     infer_shapes(model)
+    check_growth(model, usual)
     _refuse(model)
     own = _own_precision(model)
     chosen = precision_named(precision or _NAMES[own])
@@ -137,6 +143,7 @@ def _imported(
     if unknown := [v.name for node in model.graph for v in node.outputs if v.shape is None or v.dtype is None]:
         logging.getLogger("attnforge").info("of %d values the shape is not known: %s", len(unknown), unknown[0])
     outputs = [output_spec(value, inputs) for value in model.graph.outputs]
+    check_growth(model, usual)
     imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
     imported.eager(imported.example), imported.exact(imported.example)  # which raise where one cannot be run
     return imported
@@ -146,14 +153,21 @@ def _read(file: Path) -> ir.Model:
     if not file.is_file():
         raise UsageError(f"no file {str(file)!r}; give the path of an ONNX model")
     try:
-        model = ir.load(file)
-        inner = model.graph.inputs, model.graph.outputs
+        proto = onnx.load(file, load_external_data=False)
+        check_files(proto, file.parent)
+        model = ir.from_proto(proto)
+    except UsageError:
+        raise
     except Exception as error:
-        raise UsageError(f"{file} is no ONNX model that can be read: {str(error).splitlines()[0]}") from error
-    if not inner[1] or not model.opset_imports:
+        raise UsageError(f"{file} is no ONNX model that can be read: {first_line(error)}") from error
+    if not model.graph.outputs or not model.opset_imports:
         raise UsageError(f"{file} is no ONNX model: it has no outputs")
-    if missing := [t for t in tensors(model) if isinstance(t, ir.ExternalTensor) and not Path(t.path).is_file()]:
-        raise UsageError(f"{file} keeps its weights in {missing[0].location!r}, which is not beside it; copy it there")
+    for tensor in tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.base_dir = file.parent.absolute()
+    for value in model.graph.initializers.values():  # what says shapes: inference would look in the current folder
+        if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= SMALL:
+            (value.const_value,) = ir.external_data.convert_tensors_from_external([value.const_value])
     check(model)
     common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)

@@ -30,11 +30,10 @@ def open_source(
         args: example inputs; None for those of a program, and for random ones of an ONNX graph.
         dynamic_shapes: of a module, `torch.export`'s own; of the others the range of every dynamic dim by its name.
         precision: name of one; None for a graph's or program's own, and fp32 of a module.
-
-        trusted: of a `.pt2` file, whether code in it may run (:func:`load_program`).
+        trusted: of a `.pt2` file, whether it is read at all (:func:`load_program`).
 
     Raises:
-        UntrustedError: a `.pt2` file holds code, and nobody said that it is trusted.
+        UntrustedError: a `.pt2` file, and nobody said that it is trusted.
         UsageError: a file of another kind, or no example inputs.
         CaptureError: torch cannot export the module so.
         BuildError: ONNX Runtime cannot run the graph.

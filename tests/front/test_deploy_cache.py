@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import attnforge
+from attnforge import deploy_cache
 from attnforge.deploy_cache import VARIABLE, DeployCache
 from attnforge.machine import versions
 from tests.support.broken import Attention, made
@@ -112,7 +113,10 @@ def test_an_entry_is_what_was_put(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob(".*"))
 
 
-@pytest.mark.parametrize("damage", ["altered", "missing", "added", "no sums"])
+DAMAGES = ["altered", "missing", "added", "no sums", "a list of sums", "deep sums", "a pipe", "a pipe of sums"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_dropped(tmp_path: Path, damage: str) -> None:
     cache = DeployCache(tmp_path / "cache")
     cache.put(ABOUT, {"bytes": b"content"})
@@ -124,8 +128,13 @@ def test_a_damaged_entry_is_dropped(tmp_path: Path, damage: str) -> None:
         (entry / "bytes").unlink()
     elif damage == "added":
         (entry / "more").touch()
+    elif damage.startswith("a pipe"):  # which would be waited for
+        file = entry / ("bytes" if damage == "a pipe" else "sha256.json")
+        file.unlink()
+        os.mkfifo(file)
     else:
-        (entry / "sha256.json").write_text("[")
+        texts = {"no sums": "[", "a list of sums": '["bytes"]', "deep sums": "[" * 100_000}
+        (entry / "sha256.json").write_text(texts[damage])
     assert cache.get(ABOUT) is None and not entry.exists()
 
 
@@ -150,6 +159,34 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
     assert [cache.get({"what": i}) is not None for i in range(4)] == [True, False, True, True]
     cache.put({"what": 4}, {"bytes": bytes(4000)})  # more than all of it
     assert cache.get({"what": 4}) is None and cache.get({"what": 3}) is not None
+
+
+def test_what_is_no_entry_is_left_alone_and_room_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    strays = [folder / "a file", folder / ("f" * 64), folder / "a link", folder / "a folder"]
+    strays[0].write_bytes(bytes(9000))
+    strays[1].write_bytes(bytes(9000))
+    strays[2].symlink_to("nowhere")
+    strays[3].mkdir()
+    (strays[3] / "large").write_bytes(bytes(9000))
+    cache = DeployCache(folder, limit=3000)
+    for i in range(4):
+        cache.put({"what": i}, {"bytes": bytes(1300)})
+        if (entry := cache.get({"what": i})) is not None:
+            os.utime(entry, (i, i))
+    assert [cache.get({"what": i}) is not None for i in range(4)] == [False, False, True, True]
+    assert all(stray.is_symlink() or stray.exists() for stray in strays)
+
+
+def test_the_key_is_of_the_code_that_decides_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other room is known to it, so no help text and no page makes entries anew."""
+    read: list[str] = []
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read.append(file.as_posix()) or b"")
+    deploy_cache._code.__wrapped__()
+    rooms = {file.partition("/attnforge/")[2].partition("/")[0] for file in read}
+    assert {"bundle", "export", "model", "runtime", "files.py"} <= rooms
+    assert not {"benchmarks", "cli", "report", "serving"} & rooms
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:

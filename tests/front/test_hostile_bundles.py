@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 import attnforge
 from attnforge import cache
@@ -169,6 +169,141 @@ def test_weights_in_a_file_that_nobody_lists_are_refused(copy: Path, name: str, 
     if name == "tensorrt/model.onnx":
         with pytest.raises(BundleError, match="which the manifest does not list"):
             rebuild(bundle, "tensorrt_rtx", "SM80")
+
+
+VALUES = np.array([5, 7], np.float32)
+
+
+def external(*places: str, name: str = "values") -> onnx.TensorProto:
+    """Two numbers that stand in another file."""
+    tensor = onnx.TensorProto(dims=[2], data_type=onnx.TensorProto.FLOAT, name=name, data_location="EXTERNAL")
+    for place in places:
+        tensor.external_data.add(key="location", value=place)
+    return tensor
+
+
+def sparse(tensor: onnx.TensorProto) -> onnx.SparseTensorProto:
+    return onnx.SparseTensorProto(values=tensor, indices=numpy_helper.from_array(np.arange(2), "at"), dims=[2])
+
+
+def within(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
+    """A branch of an operator, with the tensor in it."""
+    node = helper.make_node("Constant", [], ["within"], sparse_value=sparse(tensor))
+    inner = helper.make_graph([node], "branch", [], [helper.make_tensor_value_info("within", 1, [2])])
+    graph.node.append(helper.make_node("If", ["condition"], ["either"], then_branch=inner, else_branch=inner))
+
+
+def in_function(model: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    nodes = [helper.make_node("Constant", [], ["y"], sparse_value=sparse(tensor))]
+    model.functions.append(helper.make_function("own", "f", [], ["y"], nodes, [helper.make_opsetid("", 20)]))
+
+
+def in_training(model: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    model.training_info.add().algorithm.initializer.append(tensor)
+
+
+def constant_of(**attribute: Any) -> onnx.NodeProto:
+    return helper.make_node("Constant", [], ["of values"], **attribute)
+
+
+PLACED: dict[str, Callable[[onnx.ModelProto, onnx.TensorProto], object]] = {
+    "an initializer": lambda model, tensor: model.graph.initializer.append(tensor),
+    "a sparse initializer": lambda model, tensor: model.graph.sparse_initializer.append(sparse(tensor)),
+    "a constant": lambda model, tensor: model.graph.node.append(constant_of(value=tensor)),
+    "a sparse constant": lambda model, tensor: model.graph.node.append(constant_of(sparse_value=sparse(tensor))),
+    "sparse indices": lambda model, tensor: model.graph.sparse_initializer.add().indices.CopyFrom(tensor),
+    "a list of tensors": lambda model, tensor: model.graph.node.append(helper.make_node("T", [], ["y"], ts=[tensor])),
+    "a branch": lambda model, tensor: within(model.graph, tensor),
+    "a function": in_function,
+    "training": in_training,
+}
+
+
+@pytest.mark.parametrize("where", PLACED)
+def test_weights_are_found_wherever_a_model_has_them(copy: Path, where: str) -> None:
+    model = onnx.load(str(copy / MODEL))
+    PLACED[where](model, external("hidden.bin"))
+    onnx.save(model, copy / MODEL)
+    (copy / "onnxruntime/hidden.bin").write_bytes(VALUES.tobytes())
+    rewrite(copy)
+    assert Bundle(copy, lazily=True).model_files(MODEL) == [MODEL, "onnxruntime/hidden.bin"]
+    edit(copy, lambda document: document["files"].pop("onnxruntime/hidden.bin"))
+    bundle = Bundle(copy, lazily=True)
+    for use in (bundle.file, bundle.model, bundle.model_files):
+        with pytest.raises(BundleError, match=r"'hidden\.bin', which the manifest does not list"):
+            use(MODEL)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [["../canonical.onnx"], ["/etc/hostname"], ["*/_ORT_MEM_ADDR_/*"], ["sub/in.bin"], ["./in.bin"],
+     ["in.bin", "../canonical.onnx"], ["../canonical.onnx", "in.bin"]],
+)  # fmt: skip
+def test_weights_that_do_not_stand_beside_the_model_are_refused(copy: Path, places: list[str]) -> None:
+    """Not even where a file of the bundle has that name: OpenVINO takes the third for an address in memory."""
+    model = onnx.load(str(copy / MODEL))
+    model.graph.sparse_initializer.append(sparse(external(*places)))
+    onnx.save(model, copy / MODEL)
+    for name in ("in.bin", "sub/in.bin", "*/_ORT_MEM_ADDR_/*"):
+        file = copy / "onnxruntime" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(VALUES.tobytes())
+    rewrite(copy)
+    with pytest.raises(BundleError, match="which the manifest does not list beside it") as raised:
+        attnforge.load(copy, "onnxruntime-cpu")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_libraries_do_read_sparse_weights_of_other_files(tmp_path: Path) -> None:
+    """Which is why a bundle has to list them."""
+    nodes = [
+        helper.make_node("Constant", [], ["c"], sparse_value=sparse(external("hidden.bin"))),
+        helper.make_node("Add", ["x", "c"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy")
+    opsets = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", [x], [y]), opset_imports=opsets, ir_version=9),
+              tmp_path / "model.onnx")  # fmt: skip
+    (tmp_path / "hidden.bin").write_bytes(VALUES.tobytes())
+    zeros, file = np.zeros(2, np.float32), str(tmp_path / "model.onnx")
+    session = ort.InferenceSession(file, providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(session.run(None, {"x": zeros})[0], VALUES)
+    openvino = pytest.importorskip("openvino")
+    np.testing.assert_array_equal(openvino.Core().compile_model(file, "CPU")(zeros)[0], VALUES)
+
+
+def test_weights_in_openvinos_own_format_are_listed(copy: Path) -> None:
+    """It reads that under the name of any model, with weights in a file beside it that the model does not name."""
+    openvino = pytest.importorskip("openvino")
+    whole = openvino.Core().read_model(str(copy / CANONICAL))
+    openvino.save_model(whole, copy.parent / "canonical.xml", compress_to_fp16=False)
+    (copy.parent / "canonical.bin").rename(copy / "canonical.bin")
+    (copy.parent / "canonical.xml").rename(copy / CANONICAL)
+    (copy / f"{CANONICAL}.data").touch()  # the graph is given as a file
+    rewrite(copy)
+    openvino.Core().compile_model(str(copy / CANONICAL), "CPU")
+    edit(copy, lambda document: document["files"].pop("canonical.bin"))
+    with pytest.raises(BundleError, match=r"weights in 'canonical\.bin', which the manifest does not list"):
+        attnforge.load(copy, "openvino")
+
+
+def test_a_model_that_holds_a_compiled_one_is_refused(copy: Path) -> None:
+    """ONNX Runtime's provider of TensorRT would load the plan in it, which is code."""
+    model = onnx.load(str(copy / MODEL))
+    compiled = {"embed_mode": 1, "ep_cache_context": b"a plan", "main_context": 1}
+    model.graph.node.append(helper.make_node("EPContext", [], ["y"], domain="com.microsoft", **compiled))
+    onnx.save(model, copy / MODEL)
+    rewrite(copy)
+    with pytest.raises(BundleError, match="holds a compiled model"):
+        attnforge.load(copy, "onnxruntime-cpu")
+
+
+def test_a_model_of_another_ending_is_refused(copy: Path) -> None:
+    """What is checked of models goes by it."""
+    (copy / MODEL).rename(copy / "onnxruntime/model.bin")
+    edit(copy, lambda document: document["targets"]["onnxruntime"].update(model="onnxruntime/model.bin"))
+    edit(copy, lambda document: document["files"].update({"onnxruntime/model.bin": document["files"].pop(MODEL)}))
+    refused(copy, "is no valid manifest")
 
 
 def test_weights_behind_a_link_are_refused(copy: Path) -> None:

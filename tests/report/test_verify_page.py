@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -20,9 +22,9 @@ from typer.testing import CliRunner
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle, Kind, Masks
+from attnforge.bundle import CANONICAL, Bundle, Kind, Masks
 from attnforge.cli import app
-from attnforge.errors import UnavailableError, UsageError
+from attnforge.errors import BundleError, UnavailableError, UsageError
 from attnforge.export.lowering.attention import Attention
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
 from attnforge.export.lowering.tuning import FormChoice
@@ -517,6 +519,68 @@ def test_warnings_metrics_and_what_did_not_run_are_said(small: Bundle, pages: Pa
     nothing = report.model_copy(update={"passed": False, "backends": {}, "skipped": {"tensorrt": "no CUDA device"}})
     said = " ".join(Parsed(written(nothing, small, tmp_path / "none.html")).text.split())
     assert "No backend could run on this machine" in said and "FAILED" in said
+
+
+# --- bundles that strangers made --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(small: Bundle, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small.path, tmp_path / "copy"))
+
+
+def page_of(folder: Path) -> str:
+    """The page of a bundle, however its verification ends, as the command writes it."""
+    done = CliRunner().invoke(app, ["verify", "-b", "onnxruntime-cpu", str(folder), "--html", str(folder) + ".html"])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return Path(f"{folder}.html").read_text(encoding="utf-8")
+
+
+def test_a_bundle_without_cases_has_a_page(copy: Path) -> None:
+    rewrite(copy, lambda manifest: manifest.cases.clear())
+    text = page_of(copy)
+    assert "FAILED" in text and "random numbers around 0" in text
+
+
+def test_a_site_of_which_a_target_says_nothing_is_left_out(copy: Path) -> None:
+    rewrite(copy, lambda manifest: manifest.attention.details[0].targets.clear())
+    assert "the manifest does not say what it became for ONNX Runtime" in page_of(copy)
+
+
+@pytest.mark.parametrize("size", [1e30, 1e300])
+def test_a_budget_of_any_size_is_drawn(copy: Path, size: float) -> None:
+    rewrite(copy, lambda manifest: [case.spread.update(output=(size, size)) for case in manifest.cases])
+    assert "Error in every case" in page_of(copy)
+
+
+def turned_back(graph: onnx.GraphProto) -> None:
+    """Let the first node take what the last one gives."""
+    graph.node[0].input[0] = graph.node[-1].output[0]
+
+
+def altered(folder: Path, name: str, change: Callable[[onnx.GraphProto], object]) -> None:
+    model = onnx.load(str(folder / name))
+    change(model.graph)
+    onnx.save(model, folder / name)
+    rewrite(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: rewrite(folder, lambda manifest: setattr(manifest.attention.details[0], "site", "another")),
+        lambda folder: altered(folder, CANONICAL, lambda graph: [node.ClearField("name") for node in graph.node]),
+        lambda folder: altered(folder, CANONICAL, turned_back),
+        lambda folder: altered(folder, CANONICAL, lambda graph: graph.ClearField("node")),
+    ],
+    ids=["a renamed site", "nodes without names", "a cycle", "no nodes"],
+)
+def test_a_page_that_cannot_be_made_ends_in_one_line(copy: Path, change: Callable[[Path], object]) -> None:
+    change(copy)
+    with pytest.raises(BundleError, match="cannot be shown") as raised:
+        page_of(copy)
+    assert "\n" not in str(raised.value) and not Path(f"{copy}.html").exists()
 
 
 WITHOUT_TORCH = """

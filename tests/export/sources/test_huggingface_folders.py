@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from attnforge.bundle import Source
+from attnforge.bundle import Bundle, Source
+from attnforge.cli import app
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.export.sources.huggingface import example
-from attnforge.export.sources.named import build
+from attnforge.export.sources.named import build, rebuild
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,6 +95,82 @@ def test_random_weights_are_said_to_be_random(folder: Path) -> None:
     assert build(f"hf:{folder}", {}, None)[1].random_weights == "pooler.dense.bias and 1 more, seed 0"
     assert build("self-attention", {}, None)[1].random_weights == "all, seed 0"
     assert build("patch-attention-digits", {}, None)[1].random_weights is None
+
+
+def rename(folder: Path, change: Callable[[str], str | None]) -> None:
+    """Change the names of the weights in a folder; None leaves one out."""
+    tensors = load_file(folder / "model.safetensors")
+    named = {new: tensor for name, tensor in tensors.items() if (new := change(name)) is not None}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "matched"),
+    [
+        (lambda name: f"ours.{name}", 0),
+        (lambda name: None, 0),
+        (lambda name: name if name.startswith("embeddings") else None, 5),
+        (lambda name: None if name.startswith("encoder") else name, 7),
+        (lambda name: name.replace("query", "q"), 21),
+        (lambda name: None if name == "embeddings.word_embeddings.weight" else name, 22),
+    ],
+    ids=["another prefix", "none", "embeddings alone", "no encoder", "other names", "one is missing"],
+)
+def test_weights_of_another_model_are_not_replaced_by_random_ones(
+    folder: Path, change: Callable[[str], str | None], matched: int
+) -> None:
+    rename(with_weights(folder), change)
+    with pytest.raises(UsageError, match=rf"has {matched} of the 23 weights of BertModel .*--random-weights") as raised:
+        build(f"hf:{folder}", {}, None)
+    assert "\n" not in str(raised.value)
+    source = build(f"hf:{folder}", {"random_weights": "true"}, None)[1]
+    assert source.options == {"random_weights": "true"} and source.random_weights is not None
+    with pytest.raises(UsageError, match="random_weights is 'yes'; give true or false"):
+        build(f"hf:{folder}", {"random_weights": "yes"}, None)
+
+
+@pytest.mark.parametrize(
+    "kind", ["BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertForPreTraining"]
+)
+def test_a_base_model_without_the_head_has_a_random_one(folder: Path, kind: str) -> None:
+    with_weights(folder)
+    named = build(f"hf:{folder}", {"architecture": kind}, None)[1].random_weights
+    assert named is not None and named.startswith(("cls", "classifier"))
+
+
+def test_a_pooler_within_the_base_model_may_be_missing(folder: Path) -> None:
+    config = transformers.BertConfig(**TINY, architectures=["BertForMaskedLM"])
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    named = build(f"hf:{folder}", {"architecture": "BertForSequenceClassification"}, None)[1].random_weights
+    assert named is not None and named.startswith("bert.pooler")
+
+
+@pytest.mark.parametrize("place", ["../out.safetensors", "absolute", "below/../../out.safetensors"])
+def test_an_index_that_names_a_file_outside_is_refused(folder: Path, place: str) -> None:
+    inside = folder / "inside"
+    inside.mkdir()
+    with_weights(inside)
+    tensors = load_file(inside / "model.safetensors")
+    (inside / "below").mkdir()
+    (inside / "model.safetensors").rename(folder / "out.safetensors")
+    place = str(folder / "out.safetensors") if place == "absolute" else place
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, place)}
+    (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"names .*out\.safetensors', outside the folder"):
+        example(inside)
+
+
+def test_the_command_lets_weights_be_random(folder: Path, tmp_path: Path) -> None:
+    rename(with_weights(folder), lambda name: f"ours.{name}")
+    arguments = ["deploy", f"hf:{folder}", "--out", str(tmp_path / "bundle"), "--target", "onnxruntime", "--no-tune"]
+    refused = CliRunner().invoke(app, [*arguments, "--random-weights=no"])
+    assert refused.exit_code == 2
+    refused = CliRunner().invoke(app, arguments)
+    assert isinstance(refused.exception, UsageError) and not (tmp_path / "bundle").exists()
+    done = CliRunner().invoke(app, [*arguments, "--random-weights"])
+    assert done.exit_code == 0, done.output
+    assert (source := Bundle(tmp_path / "bundle").manifest.source).random_weights is not None
+    assert rebuild(source, trusted=True).args
 
 
 @pytest.mark.parametrize("name", ["pipeline", "AutoConfig", "BertTokenizer", "logging", "NoSuchModel"])

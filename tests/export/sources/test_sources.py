@@ -382,9 +382,9 @@ def test_a_program_without_a_bound_is_given_one(tmp_path: Path) -> None:
     file = tmp_path / "masked.pt2"
     torch.export.save(program(None), file)
     with pytest.raises(UsageError, match=r"without an upper bound: x_dim1; give them one: --dim x_dim1=3:6:24"):
-        attnforge.deploy(file, None, tmp_path / "bundle")
+        attnforge.deploy(file, None, tmp_path / "bundle", trust_source=True)
     bundle = attnforge.deploy(
-        file, None, tmp_path / "bundle", {"x_dim1": (2, 6, 9)}, targets=["onnxruntime"], tune=False
+        file, None, tmp_path / "bundle", {"x_dim1": (2, 6, 9)}, targets=["onnxruntime"], tune=False, trust_source=True
     )
     assert bundle.manifest.inputs[0].dims[1].max == 9  # type: ignore[union-attr]
     assert bundle.manifest.source.kind == "program"
@@ -448,7 +448,7 @@ def test_files_that_are_no_model(name: str, content: bytes | None, words: str, t
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=words):
-        attnforge.deploy(tmp_path / name, None, tmp_path / "bundle")
+        attnforge.deploy(tmp_path / name, None, tmp_path / "bundle", trust_source=True)
     assert not (tmp_path / "bundle").exists()
 
 
