@@ -93,7 +93,7 @@ def infer_shapes(model: ir.Model) -> PassResult:
     return PassResult(model, True)
 
 
-class _Inference(SymbolicShapeInference):
+class _Inference(SymbolicShapeInference):  # type: ignore[misc]
     """ONNX Runtime's, which makes and keeps the whole numbers of a ConstantOfShape, however many they are."""
 
     def _infer_ConstantOfShape(self, node: onnx.NodeProto) -> None:

@@ -29,7 +29,7 @@ X, Y = (helper.make_tensor_value_info(name, FLOAT, [2]) for name in "xy")
 
 
 def saved(
-    folder: Path, nodes: list[onnx.NodeProto], functions: Sequence[onnx.FunctionProto] = (), **constants: list[int]
+    folder: Path, nodes: list[onnx.NodeProto], functions: Sequence[onnx.FunctionProto] = (), **constants: Any
 ) -> Path:
     initializers = [numpy_helper.from_array(np.array(numbers, np.int64), name) for name, numbers in constants.items()]
     graph = helper.make_graph(nodes, "graph", [X], [Y], initializers)
