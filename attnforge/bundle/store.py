@@ -150,11 +150,9 @@ class Bundle:
             BundleError: the manifest does not list the file, or the file is missing or altered.
         """
         self._listed(name)
-        for needed in (name, *self._beside(name)):
-            if not self._is_checked(needed):
-                self.check(needed)
-        if name.endswith(".onnx"):
-            self._check_external(name)
+        self._make_sure_of(name, *self._beside(name))
+        if name.endswith(".onnx"):  # a library would follow the names in it wherever they lead
+            self._make_sure_of(*self._external(name))
         return self.path / name
 
     def read(self, name: str) -> bytes:
@@ -273,11 +271,11 @@ class Bundle:
         beside += [CANONICAL] if name == PLAIN else []
         return [file for file in beside if file in self.manifest.files]
 
-    def _check_external(self, name: str) -> None:
-        """Check every file that a model names as holding weights: a library would follow the name wherever it leads."""
-        for needed in self._external(name):
-            if not self._is_checked(needed):
-                self.check(needed)
+    def _make_sure_of(self, *names: str) -> None:
+        """Check files of the manifest that are not checked yet, or not the same any more."""
+        for name in names:
+            if not self._is_checked(name):
+                self.check(name)
 
     def _external(self, name: str) -> list[str]:
         """The files in which a library would look for weights of a model, as the manifest lists them: those that the

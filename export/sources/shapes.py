@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes import PassResult, common
-from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, is_literal
 from onnxscript import optimizer, version_converter
 
 from attnforge.errors import UsageError
@@ -91,6 +93,18 @@ def infer_shapes(model: ir.Model) -> PassResult:
     return PassResult(model, True)
 
 
+class _Inference(SymbolicShapeInference):  # type: ignore[misc]
+    """ONNX Runtime's, which makes and keeps the whole numbers of a ConstantOfShape, however many they are."""
+
+    def _infer_ConstantOfShape(self, node: onnx.NodeProto) -> None:
+        shape, made = self._get_int_or_float_values(node)[0], self.known_vi_[node.output[0]]
+        if isinstance(shape, list) and all(map(is_literal, shape)) and prod(map(int, shape)) > 2**20:
+            dtype = made.type.tensor_type.elem_type
+            made.CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, list(map(int, shape))))
+        else:
+            super()._infer_ConstantOfShape(node)
+
+
 MOST_ROUNDS = 100
 """How often sizes that turn out to be one are merged, and inference begins anew."""
 
@@ -102,7 +116,7 @@ def _symbolically(proto: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ValueError: the shape of some value is not found.
     """
-    inference = SymbolicShapeInference(2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
+    inference = _Inference(2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
     inference._preprocess(proto)
     for _ in range(MOST_ROUNDS):
         is_complete = inference._infer_impl()

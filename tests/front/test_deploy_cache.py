@@ -182,7 +182,12 @@ def test_what_is_no_entry_is_left_alone_and_room_is_made(tmp_path: Path) -> None
 def test_the_key_is_of_the_code_that_decides_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other room is known to it, so no help text and no page makes entries anew."""
     read: list[str] = []
-    monkeypatch.setattr(Path, "read_bytes", lambda file: read.append(file.as_posix()) or b"")
+
+    def note(file: Path) -> bytes:
+        read.append(file.as_posix())
+        return b""
+
+    monkeypatch.setattr(Path, "read_bytes", note)
     deploy_cache._code.__wrapped__()
     rooms = {file.partition("/attnforge/")[2].partition("/")[0] for file in read}
     assert {"bundle", "export", "model", "runtime", "files.py"} <= rooms

@@ -290,7 +290,7 @@ def test_weights_in_openvinos_own_format_are_listed(copy: Path) -> None:
 def test_a_model_that_holds_a_compiled_one_is_refused(copy: Path) -> None:
     """ONNX Runtime's provider of TensorRT would load the plan in it, which is code."""
     model = onnx.load(str(copy / MODEL))
-    compiled = {"embed_mode": 1, "ep_cache_context": b"a plan", "main_context": 1}
+    compiled: dict[str, Any] = {"embed_mode": 1, "ep_cache_context": b"a plan", "main_context": 1}
     model.graph.node.append(helper.make_node("EPContext", [], ["y"], domain="com.microsoft", **compiled))
     onnx.save(model, copy / MODEL)
     rewrite(copy)

@@ -29,7 +29,7 @@ X, Y = (helper.make_tensor_value_info(name, FLOAT, [2]) for name in "xy")
 
 
 def saved(
-    folder: Path, nodes: list[onnx.NodeProto], functions: Sequence[onnx.FunctionProto] = (), **constants: list[int]
+    folder: Path, nodes: list[onnx.NodeProto], functions: Sequence[onnx.FunctionProto] = (), **constants: Any
 ) -> Path:
     initializers = [numpy_helper.from_array(np.array(numbers, np.int64), name) for name, numbers in constants.items()]
     graph = helper.make_graph(nodes, "graph", [X], [Y], initializers)
@@ -232,7 +232,11 @@ def test_a_chain_of_operators_makes_a_huge_constant(tmp_path: Path, op: str) -> 
 
 def grown(op: str) -> list[onnx.NodeProto]:
     """Nodes from a few numbers of the input to some 2^29 and more."""
-    nodes, name, times = [], "x", {"Concat": 28, "Tile": 7, "Pad": 1, "Resize": 1, "Expand": 5, "Kept": 1}.get(op, 5)
+    nodes, name, times = (
+        [],
+        "x",
+        {"Concat": 28, "Tile": 7, "Pad": 1, "Resize": 1, "Expand": 5, "Kept": 1, "Whole": 1}.get(op, 5),
+    )
     for i in range(times):
         last, column, row, made = name, f"column{i}", f"row{i}", f"made{i}"
         name = f"c{i}"
@@ -247,6 +251,9 @@ def grown(op: str) -> list[onnx.NodeProto]:
                        node("Max", f"s{i}", f"t{i}", output=f"u{i}"), node("Expand", row, f"u{i}", output=made), flat],
             "Kept": [node("ConstantOfShape", "large", output=f"k{k}") for k in range(9)]
             + [node("Sum", *[f"k{k}" for k in range(9)], output=name)],
+            "Whole": [node("Shape", last, output="s"), node("Mul", "s", "large", output="t"),
+                      node("ConstantOfShape", "t", output="k", value=helper.make_tensor("v", 7, [1], [1])),
+                      node("Cast", "k", output=name, to=FLOAT)],
             "Einsum": [node("Einsum", last, last, output=made, equation="i,j->ij"), flat],
             "MatMul": [*outer, node("MatMul", column, row, output=made), flat],
             "Gemm": [*outer, node("Gemm", column, row, output=made), flat],
@@ -257,7 +264,7 @@ def grown(op: str) -> list[onnx.NodeProto]:
 
 
 @pytest.mark.parametrize(
-    "op", ["Concat", "Tile", "Pad", "Resize", "Expand", "Kept", "Einsum", "MatMul", "Gemm", "Add", "Gather"]
+    "op", ["Concat", "Tile", "Pad", "Resize", "Expand", "Kept", "Whole", "Einsum", "MatMul", "Gemm", "Add", "Gather"]
 )
 def test_a_few_numbers_do_not_grow_without_bound(tmp_path: Path, op: str) -> None:
     """A kilobyte would take all memory as it runs."""
