@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
+from attnforge.export.sources.constants import computed_by_torch
 from attnforge.export.sources.repair import repair, share_weights
 from attnforge.export.sources.shapes import OPSET
 from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
@@ -113,6 +114,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     assert program is not None
     model = program.model
     _rename_symbols(program, dims)
+    computed_by_torch(program)
     repair(model)
     share_weights(model)
     for value, name in zip(model.graph.inputs, names, strict=True):
