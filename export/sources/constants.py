@@ -46,6 +46,6 @@ def _result(node: Node, known: dict[Node, Any]) -> Any:
     if node not in known:
         for other in node.all_input_nodes:
             _result(other, known)
-        arguments, named = (map_arg(given, known.get) for given in (node.args, node.kwargs))
-        known[node] = node.target(*arguments, **named)
+        target: Any = node.target
+        known[node] = target(*map_arg(node.args, known.get), **map_arg(node.kwargs, known.get))
     return known[node]
