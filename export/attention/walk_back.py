@@ -227,8 +227,8 @@ def _scale(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, Sc
         return factor[1], replace(steps, scale=steps.scale * factor[0])
     left, right = node.inputs
     assert left is not None and right is not None
-    # The scores are the larger side, for the tensor that scales them is the same for all keys.
-    if node.op_type == "Div" or sizes_of(left) == at.layout.sizes():
+    # The scores are the larger side, for the tensor that scales them is the same for all keys; a mask may be as large.
+    if node.op_type == "Div" or (sizes_of(left) == at.layout.sizes() and not is_zero_or_one(left)):
         source, by = left, right
     else:
         source, by = right, left

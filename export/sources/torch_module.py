@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
+from attnforge.export.sources.constants import computed_by_torch
 from attnforge.export.sources.onnx_check import check_certain
 from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
@@ -131,6 +132,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     for node in model.graph:
         check_certain(node)
     _rename_symbols(program, dims)
+    computed_by_torch(program)
     repair(model)
     share_weights(model)
     for value, name in zip(model.graph.inputs, names, strict=True):

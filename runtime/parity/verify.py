@@ -455,8 +455,8 @@ def unproved(manifest: Manifest, cases: Sequence[Case], references: References) 
         errors = [_eager_error(*pair) for pair, counts in zip(pairs, usual, strict=True) if counts and pair[1].size]
         if errors and (error := statistics.median(errors)) > limit:
             return (
-                f"nothing is proved: eager at {precision.name} is itself {scientific(error)} off float64 in {spec.name} "
-                f"in the median of ordinary cases, where {limit:g} is allowed (max_eager_error, --max-eager-error)"
+                f"nothing is proved: eager at {precision.name} is itself {scientific(error)} off float64 in "
+                f"{spec.name}, in the median of ordinary cases, where {limit:g} is allowed (max_eager_error, --max-eager-error)"
             )
     return None
 

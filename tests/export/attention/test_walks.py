@@ -21,7 +21,8 @@ def model(*body: str) -> ir.Model:
     lines = ["s = MatMul(q, k)", *body, "w = Softmax<axis = -1>(t)", "y = MatMul(w, v)"]
     return ir.from_onnx_text(
         '<ir_version: 10, opset_import: ["" : 23]>\n'
-        f"g (float[2,4,5,8] q, float[2,4,8,7] k, float[2,4,7,8] v, bool[5,7] mask, {SCORES} bias) "
+        f"g (float[2,4,5,8] q, float[2,4,8,7] k, float[2,4,7,8] v, bool[5,7] mask, bool[2,4,5,7] whole, "
+        f"{SCORES} bias) "
         f"=> (float[2,4,5,8] y) <{SCORES} s, {SCORES} t, {SCORES} u, {SCORES} w, "
         "float c = {0.5}, float low = {-1e9}> {\n" + "\n".join(lines) + "\n}"
     )
@@ -51,6 +52,14 @@ def test_a_walk_back_records_what_it_passed() -> None:
     assert isinstance(bias, Bias) and bias.operand.value.name == "bias" and bias.factor == 1.0
     assert (scores.query.value.name, scores.key.value.name) == ("q", "k")
     assert both_computed(scores)
+
+
+@pytest.mark.parametrize("product", ["Mul(s, u)", "Mul(u, s)"])
+def test_a_mask_as_large_as_the_scores_multiplies_them_on_either_side(product: str) -> None:
+    scores = walked_back("u = Cast<to = 1>(whole)", f"t = {product}")
+    assert isinstance(scores, Scores), scores
+    (fill,) = scores.steps.masking
+    assert isinstance(fill, Fill) and fill.multiplied and fill.number == 0 and scores.query.value.name == "q"
 
 
 def test_a_walk_back_multiplies_factors() -> None:
