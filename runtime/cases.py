@@ -196,7 +196,9 @@ def _is_mask(spec: TensorSpec) -> bool:
 def _is_number(spec: TensorSpec) -> bool:
     """Whether an input is a whole number of any size, such as a length or a time, as far as is known: no mask, no index
     into a table of known size, and no size itself."""
-    return not (_is_floating(spec) or _is_mask(spec) or spec.index or spec.role)
+    if spec.dtype == "bool" or _is_floating(spec) or spec.index is not None or spec.role == "shape":
+        return False
+    return spec.role == "number" or not _is_mask(spec)
 
 
 def _is_added(spec: TensorSpec) -> bool:

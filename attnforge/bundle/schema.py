@@ -92,8 +92,9 @@ class TensorSpec(StoredRecord):
             model or of every sample, such as a temperature; None of other inputs.
         index: the least and largest number that an integer input may have, where it indexes tables of known sizes; None
             of other inputs, and in older bundles.
-        role: "shape" where the numbers of an integer input decide shapes, "scores" where a floating-point one is added
-            to the scores of attention, so that -infinity in it excludes a key; None of other inputs.
+        role: "shape" where the numbers of an integer input decide shapes, "number" where there is arithmetic of them,
+            so that they are no mask; "scores" where a floating-point one is added to the scores of attention, so that
+            -infinity in it excludes a key; None of other inputs.
     """
 
     name: Name
@@ -104,7 +105,7 @@ class TensorSpec(StoredRecord):
     excludes: float | Literal["-inf"] | None = None
     setting: tuple[float, float] | None = None
     index: tuple[int, int] | None = None
-    role: Literal["shape", "scores"] | None = None
+    role: Literal["shape", "number", "scores"] | None = None
 
     def text(self) -> str:
         return f"{self.dtype}[{', '.join(str(d) if isinstance(d, int) else d.text for d in self.dims)}]"

@@ -47,6 +47,7 @@ MASKS: dict[Masks, str] = {
     "one": "one key for each query",
     "all but one": "all keys but one",
     "ragged": "a beginning of each row, of random length",
+    "infinite": "random, with −infinity added to the scores of the others",
 }
 
 

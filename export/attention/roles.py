@@ -12,6 +12,8 @@ from attnforge.export.attention.layout import VIEWS
 INDICES = (ir.DataType.INT64, ir.DataType.INT32)
 """Types of indices."""
 
+ARITHMETIC = ("Add", "Div", "Mod", "Mul", "Sub")
+
 SHAPE_INPUTS = {
     "ConstantOfShape": {0}, "Expand": {1}, "Pad": {1, 3}, "Range": {0, 1, 2}, "Reshape": {1}, "Resize": {1, 2, 3},
     "Slice": {1, 2, 3, 4}, "Split": {1}, "Squeeze": {1}, "Tile": {1}, "Unsqueeze": {1},
@@ -33,7 +35,8 @@ def note_roles(graph: ir.Graph, inputs: Sequence[TensorSpec], negative: bool) ->
         assert value.dtype is not None
         if value.dtype.is_integer():
             spec.index = index_range(value, negative)
-            spec.role = "shape" if spec.index is None and _decides_shapes(value) else None
+            if spec.index is None:
+                spec.role = "shape" if _decides_shapes(value) else "number" if _is_computed_with(value) else None
         elif value.dtype.is_floating_point():
             spec.role = "scores" if _is_added_to_scores(value) else None
 
@@ -87,6 +90,12 @@ def _decides_shapes(value: ir.Value) -> bool:
     """Whether an input's numbers decide the shape of a result."""
     uses = _uses(value, lambda node, _: node.op_type not in ("Shape", "Size"))
     return any(place in SHAPE_INPUTS.get(node.op_type, ()) for node, place in uses)
+
+
+def _is_computed_with(value: ir.Value) -> bool:
+    """Whether there is arithmetic of an input in whole numbers."""
+    uses = _uses(value, _is_view)
+    return any(node.op_type in ARITHMETIC and node.outputs[0].dtype == value.dtype for node, _ in uses)
 
 
 def _is_added_to_scores(value: ir.Value) -> bool:

@@ -57,7 +57,7 @@ INDICES: dict[str, tuple[Function, tuple[int, int] | None]] = {
 def test_an_index_is_bounded_as_eager_bounds_it(how: str) -> None:
     function, wanted = INDICES[how]
     module, spec = Of(function), specs_of(function, IDS)
-    assert spec.index == wanted and spec.role is None
+    assert spec.index == wanted and spec.role != "shape"
     for number in (-11, -10, -5, -4, -1, 0, 3, 4, 6, 7, 9, 10) if wanted is not None else ():
         try:
             module(IDS.clone().fill_(number))
@@ -78,6 +78,19 @@ def test_gather_of_onnx_counts_from_the_end() -> None:
 def test_a_size_is_one() -> None:
     spec = specs_of(lambda n, table, _: table * torch.arange(int(n[0])).sum(), torch.tensor([5, 3]))
     assert spec.role == "shape" and spec.index is None
+
+
+@pytest.mark.parametrize(
+    ("function", "role"),
+    [
+        (lambda n, table, _: table[:2, :3] * (n + 1)[:, None], "number"),
+        (lambda n, table, _: table[:2, :3] * (n.reshape(2, 1) % 5), "number"),
+        (lambda n, table, _: table[:2, :3] * (1 - n.float())[:, None], None),
+        (lambda n, table, _: table[:2, :3].masked_fill((n == 0)[:, None], 0), None),
+    ],
+)
+def test_what_is_computed_with_is_no_mask(function: Function, role: str | None) -> None:
+    assert specs_of(function, torch.tensor([0, 1])).role == role
 
 
 def scored(bias: Tensor, table: Tensor, _: Tensor) -> Tensor:

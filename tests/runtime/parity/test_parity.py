@@ -452,6 +452,10 @@ def test_cases_of_a_static_model() -> None:
     assert {case.kind for case in reference.cases(tokens)} == {"example", "normal"}
     tokens[0].index, tokens[0].role = None, "shape"
     assert {case.kind for case in reference.cases(tokens)} == {"example", "normal"}
+    tokens[0].role, tokens[0].high = None, 1
+    assert {case.kind for case in reference.cases(tokens)} == {"example", "normal"}, "a mask"
+    tokens[0].role = "number"
+    assert {case.kind for case in reference.cases(tokens)} == {"example", "normal", "zeros", "large"}
 
 
 @given(low=st.integers(1, 40), extra=st.integers(0, 90), factor=st.sampled_from([1, 2, 4]), place=st.floats(0, 1))
