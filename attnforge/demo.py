@@ -28,7 +28,7 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.publish import markdown_table
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import UnavailableError
-from attnforge.files import write_whole, written_whole
+from attnforge.files import write_whole
 from attnforge.input_files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
@@ -212,9 +212,7 @@ def _draw(lengths: Array, file: Path) -> None:
     side = round(len(lengths) ** 0.5)
     grid = lengths.reshape(side, side)
     scaled = (grid - grid.min()) / max(float(np.ptp(grid)), 1e-12)
-    picture = Image.fromarray((255 * scaled).astype(np.uint8)).resize((4 * side, 4 * side), Image.Resampling.NEAREST)
-    with written_whole(file) as stream:
-        picture.save(stream, "png")
+    Image.fromarray((255 * scaled).astype(np.uint8)).resize((4 * side, 4 * side), Image.Resampling.NEAREST).save(file)
 
 
 def _print(tables: Tables) -> None:

@@ -12,7 +12,7 @@ import importlib.metadata
 import math
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -93,23 +93,23 @@ def cpu_quota(root: Path = Path("/")) -> float:
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             controllers, name = line.split(":", 2)[1:]
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")  # version 1, or 2, which names none
-            own = mount / name.lstrip("/")  # absent in a container that sees itself as the mount
-            quotas += [_quota(folder) for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+            for controller, files in _QUOTA_FILES.items():
+                if controller in controllers.split(","):
+                    mount = root / "sys/fs/cgroup" / controller
+                    own = mount / name.lstrip("/")  # absent in a container, which has its own as the mount
+                    quotas += [_quota(group, files) for group in (own, *own.parents) if group.is_relative_to(mount)]
     return min(quotas)
 
 
-def _quota(group: Path) -> float:
+_QUOTA_FILES = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}
+"""By a cgroup's controller, the files with the microseconds that it may have, and of how many: version 2, then 1."""
+
+
+def _quota(group: Path, files: Sequence[str]) -> float:
     with suppress(OSError, ValueError, ZeroDivisionError):
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
-        else:
-            quota, period = ((group / f"cpu.cfs_{of}_us").read_text(encoding="ascii") for of in ("quota", "period"))
-        if int(quota) > 0:  # not "max", nor -1
-            return int(quota) / int(period)
-    return math.inf
+        quota, period = map(int, " ".join((group / file).read_text(encoding="ascii") for file in files).split())
+        return quota / period if quota > 0 else math.inf
+    return math.inf  # "max" is no number
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

@@ -90,8 +90,7 @@ def build_model(name: str, *, weights: str | PathLike[str] | None = None, **opti
         try:
             example = model.make(**options)
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # TypeError: over 64 bits
-            given = ", ".join(f"{option}={value}" for option, value in options.items()) or "its default sizes"
-            raise UsageError(f"{name} cannot be built with {given}: {first_line(error)}; give smaller sizes") from error
+            raise UsageError(f"{name} cannot be built with {options}: {first_line(error)}; give others") from error
     path = model.weights if weights is None else weights
     if path is not None:
         load_weights(example.module, path)

@@ -22,7 +22,6 @@ class Options:
     def __post_init__(self) -> None:
         if whole("contexts", self.contexts) < 1:
             raise UsageError(f"{self.contexts} execution contexts were asked for; give 1 or more")
-        whole("device", self.device)
         check_threads(self.threads)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, check_outside_bundles, unlisted_text
-from attnforge.errors import BundleError, UsageError, first_line, shortened
+from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, place_of, unlisted_text
+from attnforge.errors import BundleError, UsageError, first_line
 from attnforge.files import give_modes, open_inside, rename_new, told_when_full
 from attnforge.scratch import Scratch
 
@@ -20,14 +20,8 @@ def new_place(out: Path) -> Path:
     Raises:
         UsageError: something is there, or nothing can be, or it is inside a bundle.
     """
-    try:
-        target = out.resolve()
-        is_there = os.path.lexists(target)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{shortened(str(out))} is no place for a folder: {first_line(error)}") from error
-    if is_there:
+    if os.path.lexists(target := place_of(out)):
         raise UsageError(f"{target} exists; choose another folder")
-    check_outside_bundles(target)
     return target
 
 

@@ -540,17 +540,22 @@ def _document(folder: Path) -> dict[str, Any] | None:
     return document if is_bundle else None
 
 
-def check_outside_bundles(folder: Path) -> None:
-    """Check that a folder is not inside a bundle, whose signature and `--force` allow no further files.
-
-    Args:
-        folder: to be made, with links resolved.
+def place_of(out: Path) -> Path:
+    """The whole path of a folder that is to be made, with links resolved.
 
     Raises:
-        UsageError: it is.
+        UsageError: no folder can be there, its path is not UTF-8, or it is inside a bundle, whose signature and
+            `--force` allow no further files.
     """
-    if (bundle := next((parent for parent in folder.parents if _document(parent) is not None), None)) is not None:
-        raise UsageError(f"{folder} is inside the bundle {bundle}; choose a folder outside it")
+    try:
+        target = out.resolve()
+        str(target).encode()  # ONNX Runtime writes to no other path
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
+        why = "its path is not UTF-8" if isinstance(error, UnicodeEncodeError) else first_line(error)
+        raise UsageError(f"{shortened(str(out))} is no place for a folder: {why}; choose another") from error
+    if (bundle := next((parent for parent in target.parents if _document(parent) is not None), None)) is not None:
+        raise UsageError(f"{target} is inside the bundle {bundle}; choose a folder outside it")
+    return target
 
 
 def _why_not_replaced(folder: Path) -> str | None:
@@ -598,17 +603,6 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
         scratch.remove()
 
 
-def _resolved(out: Path) -> Path:
-    try:
-        target = out.resolve()
-        str(target).encode()  # ONNX Runtime writes to no path that is not UTF-8
-        return target
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{str(out)!r} is not UTF-8, or in a folder that is not; choose another folder") from error
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
-        raise UsageError(f"{shortened(str(out))} is no place for a bundle: {first_line(error)}") from error
-
-
 def _beside(target: Path) -> Scratch:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -628,8 +622,7 @@ def check_place(out: str | os.PathLike[str], force: bool) -> Path:
     Raises:
         UsageError: as of :func:`writing`.
     """
-    target = _resolved(Path(out))
-    check_outside_bundles(target)
+    target = place_of(Path(out))
     _bring_back(target)
     _check(target, force)
     return target

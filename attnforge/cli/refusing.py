@@ -25,10 +25,9 @@ def told(error: BaseException) -> int:
     if (code := ending.status()) is not None:
         _print_document("Interrupted", "the command was told to end")
         return code
-    if isinstance(error, SystemExit) and terminal.running():  # typer's own come before
-        why = f"code that is not attnforge's ended the program (sys.exit({error.code!r})); take that call out"
-        return _say("UsageError", why, 2)
     if isinstance(error, SystemExit):
+        if terminal.running():  # typer's own come before
+            return _say("UsageError", f"the model's code called sys.exit({error.code!r}); take that call out", 2)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, AttnforgeError):
         further = {"attention": error.certificate.model_dump()} if isinstance(error, UnfusedError) else {}

@@ -102,10 +102,8 @@ class OpenVino:
         }
         if manifest.decoding is not None:
             self._properties["CPU_RUNTIME_CACHE_CAPACITY"] = KERNELS_OF_STEPS
-        threads = options.threads
-        if threads is None and cpu_quota() < (os.cpu_count() or 1):  # OpenVINO knows affinities, and no quotas
-            threads = processors()
-        if threads is not None:
+        has_quota = cpu_quota() < (os.cpu_count() or 1)  # OpenVINO knows affinities, and no quotas
+        if threads := options.threads or (processors() if has_quota else None):
             self._properties["INFERENCE_NUM_THREADS"] = threads
         self._results = HostOutputs()
         self._lock = threading.Lock()

@@ -456,7 +456,8 @@ def unproved(manifest: Manifest, cases: Sequence[Case], references: References) 
         if errors and (error := statistics.median(errors)) > limit:
             return (
                 f"nothing is proved: eager at {precision.name} is itself {scientific(error)} off float64 in "
-                f"{spec.name}, in the median of ordinary cases, where {limit:g} is allowed (max_eager_error, --max-eager-error)"
+                f"{spec.name}, in the median of ordinary cases, where {limit:g} is allowed (max_eager_error, "
+                "--max-eager-error)"
             )
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,6 @@ def test_another_system_has_no_quota(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("quota", "count"), [(0.5, 1), (1.0, 1), (1.5, 2), (6.1, 7), (64.0, 8), (math.inf, 8)])
 def test_a_quota_is_rounded_up(monkeypatch: pytest.MonkeyPatch, quota: float, count: int) -> None:
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
     assert processors() == count

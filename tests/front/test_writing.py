@@ -119,7 +119,7 @@ def test_no_bundle_is_made_inside_a_bundle(copy: Path, tmp_path: Path, below: st
 
 def test_a_folder_that_is_not_utf_8_is_refused_before_the_work(tmp_path: Path) -> None:
     for out in (tmp_path / os.fsdecode(b"\xff"), tmp_path / os.fsdecode(b"\xff") / "bundle"):
-        with pytest.raises(UsageError, match="is not UTF-8"):
+        with pytest.raises(UsageError, match="its path is not UTF-8; choose another"):
             check_place(out, False)
 
 

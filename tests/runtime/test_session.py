@@ -231,7 +231,7 @@ def test_a_session_stays_in_its_process(session: Session, take: Callable[[Sessio
         take(session)
 
 
-@pytest.mark.parametrize("option", ["threads", "contexts", "device"])
+@pytest.mark.parametrize("option", ["threads", "contexts"])
 @pytest.mark.parametrize("number", [2.0, "2"])
 def test_options_that_are_no_whole_numbers(small: DeploySmall, option: str, number: Any) -> None:
     with pytest.raises(UsageError, match=f"{option} is {number!r}; give a whole number"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -192,11 +192,12 @@ def test_numbers_that_are_not_whole(session: Session) -> None:
 
 def test_rows_of_several_lengths_are_no_array(session: Session) -> None:
     decoder = session.decoder(2)
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: decoder.step([[1, 2], [1]]),
         lambda: decoder.prefill([[1, [2]], [1]]),
         lambda: decoder.prefill(ids(2, 3), lengths=[[1], [1, 2]]),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(InputError, match=r"cannot be made an array: .*; give rows of one length"):
             call()
     assert decoder.lengths.tolist() == [0, 0]
