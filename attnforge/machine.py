@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import math
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class Machine(Record):
     Attributes:
         system: operating system and architecture, such as `Linux x86_64`.
         processor: its model.
-        processors: how many this process may run on.
+        processors: how many this process may run on at once.
         instructions: those of :data:`INSTRUCTIONS` that the processor has.
         gpus: names of the CUDA devices.
     """
@@ -74,11 +75,41 @@ def this_machine(gpus: bool = True) -> Machine:
 
 
 def processors() -> int:
-    """How many processors this process may run on."""
+    """How many processors this process may run on, or fewer where a container's quota is for fewer at once."""
     try:
-        return len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
-        return os.cpu_count() or 1
+        count = os.cpu_count() or 1
+    return max(1, math.ceil(min(count, cpu_quota())))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """How many processors the cgroups of this process let it use at once, such as 1.5; infinity where none limits it.
+
+    Args:
+        root: of the file system.
+    """
+    quotas = [math.inf]
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            controllers, name = line.split(":", 2)[1:]
+            for controller, files in _QUOTA_FILES.items():
+                if controller in controllers.split(","):
+                    mount = root / "sys/fs/cgroup" / controller
+                    own = mount / name.lstrip("/")  # absent in a container, which has its own as the mount
+                    quotas += [_quota(group, files) for group in (own, *own.parents) if group.is_relative_to(mount)]
+    return min(quotas)
+
+
+_QUOTA_FILES = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}
+"""By a cgroup's controller, the files with the microseconds that it may have, and of how many: version 2, then 1."""
+
+
+def _quota(group: Path, files: Sequence[str]) -> float:
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = map(int, " ".join((group / file).read_text(encoding="ascii") for file in files).split())
+        return quota / period if quota > 0 else math.inf
+    return math.inf  # "max" is no number
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

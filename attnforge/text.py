@@ -51,18 +51,21 @@ class Tokenizer:
 
     def stream(self, prompt: list[int], following: Iterable[int]) -> Iterator[str]:
         """What every further token adds to the text of a prompt. A letter whose bytes come in several tokens comes when
-        it is whole.
+        it is whole. Of the tokens before, those of the last piece alone are decoded again: they decide what stands
+        between two tokens.
 
         Args:
             prompt: its ids.
             following: ids as they come.
         """
-        ids, shown = list(prompt), self.text(list(prompt))
+        last, new = list(prompt), list[int]()
+        shown = text = self.text(last).rstrip(UNFINISHED)
         for token in following:
-            ids.append(token)
-            text = self.text(ids)
-            if not text.endswith(UNFINISHED) and text.startswith(shown):
+            new.append(token)
+            text = self.text([*last, *new])
+            if text.startswith(shown) and text != shown and not text.endswith(UNFINISHED):
                 yield text[len(shown) :]
-                shown = text
-        if (text := self.text(ids)) != shown and text.startswith(shown):
+                last, new = new, []
+                shown = text = self.text(last)
+        if text.startswith(shown) and text != shown:
             yield text[len(shown) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,10 +140,48 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
 
 
 def test_letters_whose_bytes_come_apart_come_when_they_are_whole(folder: Path) -> None:
-    texts = {(1,): "a", (1, 2): "a\ufffd", (1, 2, 3): "aé", (1, 2, 3, 4): "aé\ufffd"}
     tokenizer = OfBundle(Bundle(folder))
-    tokenizer.text = lambda ids: texts[tuple(ids)]  # type: ignore[method-assign]
-    assert list(tokenizer.stream([1], [2, 3, 4])) == ["é", "\ufffd"]
+    tokenizer.text = lambda ids: bytes(ids).decode(errors="replace")  # type: ignore[method-assign]
+    a, é = b"a", "é".encode()
+    assert list(tokenizer.stream([*a], [*é, é[0]])) == ["é", "\ufffd"]
+    assert list(tokenizer.stream([*a, é[0]], [é[1], *a])) == ["é", "a"]  # a prompt that ends within a letter
+
+
+CLEANED = decoders.WordPiece()
+SPACES = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1)]
+)
+PIECES: dict[str, tuple[decoders.Decoder, list[str]]] = {
+    "word pieces": (CLEANED, ["un", "##break", "##able", ",", "it", "is", ".", "[END]"]),
+    "spaces": (SPACES, ["▁un", "break", "▁able", ",", "▁", "<0xC3>", "<0xA9>", "▁it", "[END]"]),
+    "bytes": (decoders.ByteLevel(), ["un", "Ġbreak", "able", "Ã", "©", "ðŁ", "ĺĢ", "Ġ", "[END]"]),
+}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_pieces_of_a_text_are_the_text(folder: Path, kind: str) -> None:
+    decoder, words = PIECES[kind]
+    library = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    library.decoder = decoder
+    library.add_special_tokens(["[END]"])
+    tokenizer = OfBundle(Bundle(folder))
+    tokenizer._library = library
+    rng = random.Random(0)
+    for _ in range(50):
+        ids = [rng.randrange(len(words)) for _ in range(30)]
+        if kind == "spaces":  # of bytes that are no letter each is shown for itself, once another one comes
+            ids = [i for drawn in ids for i in ((5, 6) if drawn in (5, 6) else (drawn,))]
+        for prompt in range(4):
+            if not (shown := tokenizer.text(ids[:prompt])).endswith("\ufffd"):
+                assert shown + "".join(tokenizer.stream(ids[:prompt], ids[prompt:])) == tokenizer.text(ids)
+
+
+def test_a_long_text_takes_as_long_a_token_as_a_short_one(folder: Path) -> None:
+    decoded: list[int] = []
+    tokenizer = OfBundle(Bundle(folder))
+    tokenizer.text = lambda ids: decoded.append(len(ids)) or "a" * len(ids)  # type: ignore[func-returns-value, method-assign]
+    assert "".join(tokenizer.stream([0], iter([0] * 1000))) == "a" * 1000
+    assert max(decoded) < 5
 
 
 def test_a_hugging_face_folder_brings_its_tokenizer_and_the_end_of_its_texts(
