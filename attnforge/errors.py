@@ -102,9 +102,12 @@ class DeviceError(AttnforgeError):
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of an error's message, or of text about one, that says something, without terminal colours. Where
-    there is none: the name of the error's type, of text nothing."""
+    """The first line of an error's message, or of text about one, that says something, without terminal colours; of
+    OpenVINO's, whose other lines say in which of its files it was raised, the last. Where there is none: the name of
+    the error's type, of text nothing."""
     lines = [plain(re.sub(r"\x1b\[[0-9;]*m", "", line)).strip() for line in str(error).splitlines()]
+    if any(line.startswith("Exception from ") for line in lines):
+        lines.reverse()
     otherwise = type(error).__name__ if isinstance(error, BaseException) else ""
     return next((line for line in lines if line and not line.startswith("Failed to export")), otherwise)
 
@@ -118,8 +121,9 @@ def shortened(text: str, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]} … ({len(text):,} characters)"
 
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""Characters that end a line, ring or steer a terminal, or turn the direction of writing."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that end a line, ring or steer a terminal, or turn the direction of writing; and what stands for bytes of
+a file's name that are not UTF-8, which neither JSON nor a page can hold."""
 
 
 def plain(text: str) -> str:

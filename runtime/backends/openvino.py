@@ -10,6 +10,7 @@ OpenVINO would compute fp32 models in 16 bits as well; it is told not to.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,8 @@ import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import CANONICAL, NEXT, OPENVINO, Bundle, DimSpec, Manifest
-from attnforge.errors import UnavailableError, UsageError
+from attnforge.errors import UnavailableError, UsageError, first_line
+from attnforge.machine import cpu_quota, processors
 from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.backends.openvino_steps import read_step, write_rows
@@ -97,8 +99,9 @@ class OpenVino:
         }
         if manifest.decoding is not None:
             self._properties["CPU_RUNTIME_CACHE_CAPACITY"] = KERNELS_OF_STEPS
-        if options.threads is not None:
-            self._properties["INFERENCE_NUM_THREADS"] = options.threads
+        has_quota = cpu_quota() < (os.cpu_count() or 1)  # OpenVINO knows affinities, and no quotas
+        if threads := options.threads or (processors() if has_quota else None):
+            self._properties["INFERENCE_NUM_THREADS"] = threads
         self._results = HostOutputs()
         self._lock = threading.Lock()
         self._seen: Recent[Shape, bool] = Recent(4096)
@@ -109,8 +112,7 @@ class OpenVino:
         try:
             self._model, self._general = self._opened(file, manifest)
         except RuntimeError as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the cause comes last
-            raise UnavailableError(f"OpenVINO does not take this model: {lines[-1] if lines else error}") from error
+            raise UnavailableError(f"OpenVINO does not take this model: {first_line(error)}") from error
         self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
         is_fixed = not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims)
         if is_fixed or manifest.decoding is not None:  # steps are bound to the model for all shapes

@@ -13,8 +13,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import onnx.parser
 import pytest
 import torch
+from openvino import Core
+from openvino import Tensor as OpenVinoTensor
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -22,7 +25,7 @@ import attnforge
 from attnforge.arrays import BFLOAT16
 from attnforge.bundle import CANONICAL, OPENVINO, Bundle
 from attnforge.cli.printing import print_bundle
-from attnforge.errors import UsageError
+from attnforge.errors import RunError, UsageError
 from attnforge.export.diagnosis.deployed import tensors_on
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering import openvino as for_openvino
@@ -65,6 +68,21 @@ def test_shapes_that_come_again_are_compiled_for_and_give_the_same(encoder: Bund
             assert session.memory.weights == (before or 0) + weights  # a compiled model more
             for result in (first, again, third):
                 np.testing.assert_allclose(result["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+
+
+def test_the_cause_of_an_error_is_kept(encoder: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO says it last, behind the files in which it was raised."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> sums (float[N] x, float[M] z) => (float[K] y) { y = Add(x, z) }'
+    )
+    core = Core()
+    request = core.compile_model(core.read_model(model.SerializeToString()), "CPU").create_infer_request()
+    for name, size in (("x", 6), ("z", 4)):
+        request.set_tensor(name, OpenVinoTensor(np.zeros(size, np.float32)))
+    with attnforge.load(encoder, "openvino") as session:
+        monkeypatch.setattr(session._backend, "run", lambda *arguments: request.infer())
+        with pytest.raises(RunError, match=r"^openvino cannot run encoder: Eltwise shape infer .* index: 0 mismatch$"):
+            session.run(feeds_of(encoder, batch=1, tokens=3))
 
 
 def test_only_so_many_shapes_are_compiled_for(encoder: Bundle) -> None:
