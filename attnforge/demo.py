@@ -28,6 +28,7 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.publish import markdown_table
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import UnavailableError
+from attnforge.files import write_whole
 from attnforge.input_files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
@@ -140,7 +141,7 @@ def worst_of(backends: Mapping[str, BackendReport]) -> BackendReport | None:
 
 
 def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
-    """A row for eager, for every backend that was verified, and for every one that has a plan but no GPU here."""
+    """A row for eager, for every backend that was verified, and for every one that has a plan but did not run."""
     manifest = bundle.manifest
     worst = worst_of(report.backends)
     yield Row("eager", error="" if worst is None else render.error(worst.eager_error))
@@ -154,7 +155,7 @@ def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
         if engines:
             row.plan_mb = f"{engines[0].size / 1e6:.1f}"
         if verified is None:
-            row.error = "no GPU"
+            row.error = "not run"  # the notes say why
         else:
             row.error, row.budget = render.error(verified.error), render.error(verified.budget)
         yield row
@@ -241,7 +242,7 @@ def _write_report(file: Path, tables: Tables, notes: Sequence[str], passed: bool
         "",
         *(f"- {note}" for note in notes),
     ]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(file, ("\n".join(lines) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -122,17 +122,22 @@ def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         mode: its permissions.
 
     Raises:
-        OSError: the folder cannot be written to; no temporary file is left.
+        OSError: the folder cannot be written to, its disk is full, or `file` is a device, a pipe or a socket; no
+            temporary file is left.
     """
     prefix = f".{file.name[:200]}."
     scratch.sweep(file.parent, prefix, _SUFFIX)
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=_SUFFIX, delete=False) as stream:
+    with (
+        _named_when_full(file),
+        tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=_SUFFIX, delete=False) as stream,
+    ):
         temporary = Path(stream.name)
         scratch.hold(stream.fileno())
         try:
             yield cast(BinaryIO, stream)
             stream.flush()
             temporary.chmod(mode)
+            _check_replaceable(file)
             os.replace(temporary, file)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -142,6 +147,14 @@ def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
 _SUFFIX = ".unfinished"
 
 
+def _check_replaceable(file: Path) -> None:
+    """Raise an OSError for what a rename would remove, at the end of a link as well: a device, a pipe or a socket."""
+    if file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+
+
 def check_writable(file: Path) -> None:
     """Check that a file can be written, before the work whose result it is to hold. Nothing is left behind.
 
@@ -149,11 +162,11 @@ def check_writable(file: Path) -> None:
         file: in a folder that is there, or can be made.
 
     Raises:
-        UsageError: its folder cannot be made or written to, it is a folder itself, or its name is none.
+        UsageError: its folder cannot be made or written to, it is a folder, a device, a pipe or a socket itself, or its
+            name is none.
     """
     try:
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _check_replaceable(file)
         folder = next(parent for parent in file.absolute().parents if parent.exists())
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -256,7 +269,23 @@ def told_when_full(folder: Path) -> Iterator[None]:
     except Exception as error:
         if is_full(folder, error):
             raise BundleError(
-                f"the disk of {folder} is full, or its quota is; nothing was written; make room, or choose another "
-                "folder"
+                f"the disk of {folder} is full, or its quota is; nothing was written; {_room_text(folder)}"
             ) from error
         raise
+
+
+@contextmanager
+def _named_when_full(file: Path) -> Iterator[None]:
+    """A block that writes to a stream, whose errors of a full disk name no file; here they name this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise OSError(error.errno, f"{error.strerror}; {_room_text(file.parent)}", str(file)) from error
+        raise
+
+
+def _room_text(folder: Path) -> str:
+    """What to do about a full disk, and how much is free: where that is much, a quota or limit was reached."""
+    free = shutil.disk_usage(folder).free / 2**20
+    return f"make room ({free:,.1f} MiB are free), raise your quota or file-size limit, or choose another folder"

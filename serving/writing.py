@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, unlisted_text
-from attnforge.errors import BundleError, UsageError, first_line, shortened
+from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, place_of, unlisted_text
+from attnforge.errors import BundleError, UsageError, first_line
 from attnforge.files import give_modes, open_inside, rename_new, told_when_full
 from attnforge.scratch import Scratch
 
@@ -18,14 +18,9 @@ def new_place(out: Path) -> Path:
     """The whole path of a folder that is to be made.
 
     Raises:
-        UsageError: something is there, or nothing can be.
+        UsageError: something is there, or nothing can be, or it is inside a bundle.
     """
-    try:
-        target = out.resolve()
-        is_there = os.path.lexists(target)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{shortened(str(out))} is no place for a folder: {first_line(error)}") from error
-    if is_there:
+    if os.path.lexists(target := place_of(out)):
         raise UsageError(f"{target} exists; choose another folder")
     return target
 

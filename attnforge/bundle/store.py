@@ -412,10 +412,14 @@ def _keys(trusted: Trusted) -> tuple[Path, ...]:
             return ()
         trusted, whose = [key for key in os.environ[TRUSTED].split(os.pathsep) if key], TRUSTED
     else:
-        trusted, whose = [trusted] if isinstance(trusted, str | os.PathLike) else list(trusted), "trusted"
-    if not trusted:
+        trusted, whose = [trusted] if isinstance(trusted, str | os.PathLike) else trusted, "trusted"
+    try:
+        keys = tuple(Path(key).absolute() for key in trusted)
+    except TypeError:  # True, and whatever is no path
+        raise UsageError(f"trusted is {trusted!r}; give the files of public keys, or False to ask for none") from None
+    if not keys:
         raise UsageError(f"{whose} names no key, so no bundle could be opened; name the file of a public key")
-    return tuple(Path(key).absolute() for key in trusted)
+    return keys
 
 
 @contextmanager
@@ -517,14 +521,38 @@ _OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")
 """Files that file managers leave in folders, which nobody misses."""
 
 
-def _why_not_replaced(folder: Path) -> str | None:
-    """Why a folder may not be replaced by a bundle, or None: it is no bundle of any schema version, holds files that
-    are not the bundle's, or cannot be written to."""
+def _document(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a bundle of any schema version; None where a folder is no bundle."""
     try:
         document = json.loads(_manifest_data(folder))
     except (BundleError, ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict) or not {"schema_version", "attention", "files"} <= set(document):
+        return None
+    is_bundle = isinstance(document, dict) and {"schema_version", "attention", "files"} <= set(document)
+    return document if is_bundle else None
+
+
+def place_of(out: Path) -> Path:
+    """The whole path of a folder that is to be made, with links resolved.
+
+    Raises:
+        UsageError: no folder can be there, its path is not UTF-8, or it is inside a bundle, whose signature and
+            `--force` allow no further files.
+    """
+    try:
+        target = out.resolve()
+        str(target).encode()  # ONNX Runtime writes to no other path
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
+        why = "its path is not UTF-8" if isinstance(error, UnicodeEncodeError) else first_line(error)
+        raise UsageError(f"{shortened(str(out))} is no place for a folder: {why}; choose another") from error
+    if (bundle := next((parent for parent in target.parents if _document(parent) is not None), None)) is not None:
+        raise UsageError(f"{target} is inside the bundle {bundle}; choose a folder outside it")
+    return target
+
+
+def _why_not_replaced(folder: Path) -> str | None:
+    """Why a folder may not be replaced by a bundle, or None: it is no bundle of any schema version, holds files that
+    are not the bundle's, or cannot be written to."""
+    if (document := _document(folder)) is None:
         is_empty = folder.is_dir() and not any(folder.iterdir())
         return None if is_empty else "exists and is no bundle"
     listed = {*(document["files"] if isinstance(document["files"], dict) else ()), *_UNLISTED}
@@ -552,7 +580,7 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
 
     Raises:
         UsageError: `out` exists and `force` is not given, or `out` is no bundle, is read-only, or holds other files
-            and would be lost; or it cannot be written.
+            and would be lost; or it is inside another bundle, or cannot be written.
         BundleError: the disk is full.
     """
     target = check_place(out, force)
@@ -564,13 +592,6 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
             _put(scratch.path, target, force)
     finally:
         scratch.remove()
-
-
-def _resolved(out: Path) -> Path:
-    try:
-        return out.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
-        raise UsageError(f"{shortened(str(out))} is no place for a bundle: {first_line(error)}") from error
 
 
 def _beside(target: Path) -> Scratch:
@@ -592,7 +613,7 @@ def check_place(out: str | os.PathLike[str], force: bool) -> Path:
     Raises:
         UsageError: as of :func:`writing`.
     """
-    target = _resolved(Path(out))
+    target = place_of(Path(out))
     _bring_back(target)
     _check(target, force)
     return target

@@ -19,6 +19,7 @@ import numpy as np
 from attnforge.benchmarks.measure.limits import Ceilings
 from attnforge.benchmarks.measure.results import Contender, Fit, Growth, Model, Results, Series, precisions
 from attnforge.benchmarks.report.tables import Measure
+from attnforge.files import write_whole
 from attnforge.report.charts import (
     BLUE,
     GREY,
@@ -72,7 +73,7 @@ def save_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
     for name, picture in pictures:
         if picture is not None:
             file = _unused(target, name, written)
-            file.write_bytes(base64.b64decode(picture.src.partition(",")[2]))
+            write_whole(file, base64.b64decode(picture.src.partition(",")[2]))
             written.append(file)
     return written
 

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnforge.arrays import Array
-from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted
+from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted, place_of
 from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line, shortened
 from attnforge.files import rename_new
 from attnforge.records import Record
@@ -455,7 +455,7 @@ class Place:
             UsageError: something else is there, or this version of a model.
         """
         try:
-            target = out.resolve()
+            target = place_of(out)
             if not os.path.lexists(target):
                 return cls(target, version, {})
             if not target.is_dir():

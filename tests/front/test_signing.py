@@ -100,6 +100,12 @@ def test_altered_by_a_byte_is_refused(signed: Path, key: Path, use: Use, name: s
     refused(use, signed, key.with_suffix(".pub"), f"was altered after it was signed .*{name}")
 
 
+@pytest.mark.parametrize("trusted", [True, 5, [5], b"key", [b"key"], [None]])
+def test_keys_that_are_no_paths(copy: Path, trusted: Any) -> None:
+    with pytest.raises(UsageError, match=r"trusted is .*; give the files of public keys, or False to ask for none"):
+        attnforge.load(copy, trusted=trusted)
+
+
 @by_every_way
 def test_signed_by_another_is_refused(signed: Path, key: Path, use: Use) -> None:
     other = new_key(key.with_name("other.key"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from attnforge import files, scratch
-from attnforge.bundle import MANIFEST, Bundle, writing
+from attnforge.bundle import MANIFEST, Bundle, check_place, writing
 from attnforge.errors import UsageError
 from attnforge.files import check_writable, exchange, give_modes, rename_new, write_whole, written_whole
 from attnforge.scratch import Scratch, sweep, temporary_folder
@@ -103,6 +104,23 @@ def test_a_place_that_cannot_be_is_one_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError) as raised, writing(tmp_path / name, force=False):
         pytest.fail("it cannot be written")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("below", ["inner", "onnxruntime/a/b/inner"])
+def test_no_bundle_is_made_inside_a_bundle(copy: Path, tmp_path: Path, below: str) -> None:
+    (tmp_path / "link").symlink_to(copy)
+    for outer in (copy, tmp_path / "link"):
+        with pytest.raises(UsageError, match=r"is inside the bundle .*copy; choose a folder outside it"):
+            check_place(outer / below, False)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / MANIFEST).write_text('{"name": "a web page"}')
+    assert check_place(tmp_path / "app/bundle", False) == tmp_path / "app/bundle"
+
+
+def test_a_folder_that_is_not_utf_8_is_refused_before_the_work(tmp_path: Path) -> None:
+    for out in (tmp_path / os.fsdecode(b"\xff"), tmp_path / os.fsdecode(b"\xff") / "bundle"):
+        with pytest.raises(UsageError, match="its path is not UTF-8; choose another"):
+            check_place(out, False)
 
 
 # --- permissions ------------------------------------------------------------------------------------------------------
@@ -258,6 +276,54 @@ def test_a_file_that_cannot_be_written_is_said_before(tmp_path: Path, name: str)
     check_writable(tmp_path / "fine")
     check_writable(tmp_path / "absent/too/fine")
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "file"}
+
+
+@pytest.fixture(params=["pipe", "device", "link to a device"])
+def special(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """What is no regular file: a pipe, a device like /dev/null, or a link to one."""
+    file = tmp_path / "special"
+    if request.param == "pipe":
+        os.mkfifo(file)
+        return file
+    try:
+        os.mknod(file, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    (tmp_path / "link").symlink_to(file)
+    return tmp_path / "link" if request.param.startswith("link") else file
+
+
+def test_what_is_no_regular_file_is_not_replaced(special: Path) -> None:
+    before = os.lstat(special).st_ino, os.stat(special).st_mode
+    with pytest.raises(UsageError, match="cannot be written: it is not a regular file; choose another place"):
+        check_writable(special)
+    with pytest.raises(OSError, match="not a regular file"):
+        write_whole(special, b"all")
+    assert (os.lstat(special).st_ino, os.stat(special).st_mode) == before
+    assert not [path for path in special.parent.iterdir() if path.name.endswith(".unfinished")]
+
+
+FULL = """
+import errno, resource, sys
+from pathlib import Path
+from attnforge.files import written_whole
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    with written_whole(Path(sys.argv[1])) as stream:
+        stream.write(bytes(100_000))
+except OSError as error:
+    print(error.errno == errno.EFBIG, error.filename, error.strerror, sep="|")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such limit there")
+def test_a_full_disk_is_said_of_a_file_with_what_is_free(tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    done = subprocess.run([sys.executable, "-c", FULL, str(out)], capture_output=True, text=True, timeout=120)
+    is_limit, file, why = done.stdout.strip().split("|")
+    assert (is_limit, file) == ("True", str(out)), done.stderr
+    assert re.fullmatch(r"File too large; make room \([\d,.]+ MiB are free\), raise your quota .*, or choose .*", why)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------

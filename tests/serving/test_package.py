@@ -361,6 +361,15 @@ def test_where_one_model_cannot_be_put_none_is(
     assert {path.name for path in standing.parent.iterdir()} == {"repository"}
 
 
+def test_nothing_is_packaged_into_a_bundle(copy: Path) -> None:
+    from attnforge.serving.polygraphy.folder import package as for_polygraphy
+
+    for make in (lambda out: package([copy], out), lambda out: for_polygraphy(copy, out)):
+        with pytest.raises(UsageError, match=r"is inside the bundle .*copy; choose a folder outside it"):
+            make(copy / "inner" / "out")
+    Bundle(copy)
+
+
 def test_a_full_disk_leaves_nothing(small: DeploySmall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
