@@ -13,7 +13,8 @@ import numpy as np
 
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec
-from attnforge.errors import InputError, UnknownNameError, UsageError
+from attnforge.bundle.fields import LONGEST_NAME
+from attnforge.errors import InputError, UnknownNameError, UsageError, plain, shortened
 from attnforge.export.precision.trials import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
@@ -104,6 +105,8 @@ class DeployOptions:
             raise UsageError(
                 "a tokenizer and the ids at which texts stop are for generation; give cache_tokens as well"
             )
+        if self.name and (len(self.name) > LONGEST_NAME or plain(self.name) != self.name):
+            raise UsageError(f"name is {shortened(repr(self.name))}; give one line of at most {LONGEST_NAME:,} letters")
         self._check_precision()
         self._check_cache_precision()
         self._check_targets()

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attnforge.errors import ShapeError, UnknownNameError, UsageError
+from attnforge.errors import ShapeError, UnknownNameError, UsageError, first_line
 from attnforge.model.attention import (
     CrossAttention,
     MultiHeadAttention,
@@ -78,8 +78,8 @@ def build_model(name: str, *, weights: str | PathLike[str] | None = None, **opti
     weights come from the safetensors file ``weights``, else from training where the model was trained, else they are
     random from a fixed seed. The random state of the process stays as it was.
 
-    Raises UnknownNameError for a name or option that does not exist, UsageError for an option of another type and for a
-    weights file that is not this model's, and what the module itself raises.
+    Raises UnknownNameError for a name or option that does not exist, UsageError for an option of another type or of a
+    size that no memory holds, and for a weights file that is not this model's, and what the module itself raises.
     """
     if name not in MODELS:
         raise UnknownNameError("model", name, MODELS)
@@ -87,7 +87,10 @@ def build_model(name: str, *, weights: str | PathLike[str] | None = None, **opti
     options = read_options(model.make, options)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)  # the CPU's alone: torch.manual_seed would reseed every GPU too
-        example = model.make(**options)
+        try:
+            example = model.make(**options)
+        except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # TypeError: over 64 bits
+            raise UsageError(f"{name} cannot be built with {options}: {first_line(error)}; give others") from error
     path = model.weights if weights is None else weights
     if path is not None:
         load_weights(example.module, path)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from contextlib import redirect_stdout
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from attnforge.cli import ending, terminal
 from attnforge.cli.benchmarking import bench
@@ -35,12 +37,27 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+class _Command(TyperCommand):
+    """A command whose help is a JSON document, too, with `--json`: `{"help": …}`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if "--json" in sys.argv[1:]:
+            with redirect_stdout(io.StringIO()) as text:
+                super().format_help(ctx, formatter)
+            terminal.print_json({"help": text.getvalue()})
+        else:
+            super().format_help(ctx, formatter)
+
+
 for command in (models, deploy, run, generate, verify, diagnose, bench, inspect, sign, package, doctor):
-    app.command()(command)
+    app.command(cls=_Command)(command)
 
 
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    terminal.begin(running=True)
     if version:
         print(__version__)
         raise typer.Exit

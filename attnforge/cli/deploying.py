@@ -10,7 +10,7 @@ import typer
 from attnforge.cli import printing
 from attnforge.cli.options import Json, archives, pairs, ranges
 from attnforge.cli.terminal import print_json, stages_shown
-from attnforge.errors import UnfusedError
+from attnforge.errors import UnfusedError, plain
 
 
 def deploy(
@@ -142,7 +142,7 @@ def deploy(
             own, stop = texts_of(model)
             tokenizer = tokenizer or own
         real = real_data(model, example.args or ()) if data and not calibrate else Real()
-        name = Path(model).stem if source is None else Path(model.rpartition(":")[2]).resolve().name
+        name = plain(Path(model).stem) if source is None else Path(model.rpartition(":")[2]).resolve().name
         suffix = precision or ("own" if source is None else "fp32")  # a file without a source record keeps its own
         try:
             bundle = deploy_model(

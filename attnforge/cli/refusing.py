@@ -4,6 +4,8 @@ document."""
 from __future__ import annotations
 
 import sys
+import tempfile
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -11,6 +13,7 @@ from rich.text import Text
 
 from attnforge.cli import ending, terminal
 from attnforge.errors import AttnforgeError, UnfusedError, UsageError, plain, shortened
+from attnforge.files import FULL
 
 
 def told(error: BaseException) -> int:
@@ -23,12 +26,16 @@ def told(error: BaseException) -> int:
         _print_document("Interrupted", "the command was told to end")
         return code
     if isinstance(error, SystemExit):
+        if terminal.running():  # typer's own come before
+            return _say("UsageError", f"the model's code called sys.exit({error.code!r}); take that call out", 2)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, AttnforgeError):
         further = {"attention": error.certificate.model_dump()} if isinstance(error, UnfusedError) else {}
         return _say(type(error).__name__, str(error), 2 if isinstance(error, UsageError) else 1, further)
     if isinstance(error, OSError):
         files = [str(file) for file in (error.filename, error.filename2) if file is not None]
+        if error.errno in FULL and not files:
+            files = [f"standard output, or a temporary file (TMPDIR, now {tempfile.gettempdir()})"]
         return _say(type(error).__name__, ": ".join([*files[:1], error.strerror or str(error)]), 1)
     if isinstance(error, MemoryError):
         return _say("MemoryError", f"there is too little memory: {error or 'an allocation failed'}", 1)
@@ -53,4 +60,5 @@ def _say(kind: str, message: str, code: int, further: dict[str, Any] | None = No
 
 def _print_document(kind: str, message: str, further: dict[str, Any] | None = None) -> None:
     if "--json" in sys.argv[1:] and not terminal.printed():
-        terminal.print_json({"error": {"kind": kind, "message": plain(message)}, **(further or {})})
+        with suppress(OSError):  # standard output is full or closed, which standard error says
+            terminal.print_json({"error": {"kind": kind, "message": plain(message)}, **(further or {})})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import textwrap
 import time
@@ -24,17 +25,25 @@ from attnforge.report.render import by_reason
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
+if not os.environ.get("COLUMNS", "1").strip("0"):  # rich would print nothing into no columns
+    del os.environ["COLUMNS"]
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
-_printed = False
+_printed = _running = False
 
 
-def begin() -> None:
-    """Note that a command begins, which has printed nothing yet."""
-    global _printed
-    _printed = False
+def begin(*, running: bool = False) -> None:
+    """Note that the command line is read, or that its command runs; it has printed nothing yet."""
+    global _printed, _running
+    _printed, _running = False, running
+
+
+def running() -> bool:
+    """Whether a command has begun to run."""
+    return _running
 
 
 def printed() -> bool:

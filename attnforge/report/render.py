@@ -149,5 +149,5 @@ def write_template(template: str, path: str | os.PathLike[str], **values: Any) -
     text = environment.get_template(template).render(**values)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text.encode())
+    write_whole(file, text.encode(errors="replace"))  # a path that is not UTF-8
     return file

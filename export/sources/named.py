@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from attnforge.bundle import Source
-from attnforge.errors import UnknownNameError, UntrustedError, UsageError
+from attnforge.errors import UnknownNameError, UntrustedError, UsageError, first_line
 from attnforge.model.registry import MODELS, SEED, Example, build_model, load_weights
 
 FILES = (".onnx", ".pt2")
@@ -172,17 +172,17 @@ def _call(model: str, options: Mapping[str, Any]) -> Example:
     sys.path.insert(0, os.getcwd())  # a user's own file, beside which the command is run
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two of ":f" and "..a:f"
+    except (ImportError, AttributeError, ValueError, TypeError, SystemExit) as error:  # the middle two of ":f", "..a:f"
         known = ", ".join(MODELS)
         raise UsageError(
-            f"cannot import {model!r} ({error}); give package.module:function, or one of {known}"
+            f"cannot import {model!r} ({first_line(error)}); give package.module:function, or one of {known}"
         ) from error
     finally:
         sys.path.pop(0)
     try:
         module, args, dynamic_shapes = function(**options)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{model} must return (module, args, dynamic_shapes): {error}") from error
+    except (TypeError, ValueError, SystemExit) as error:
+        raise UsageError(f"{model} must return (module, args, dynamic_shapes): {first_line(error)}") from error
     if not isinstance(module, nn.Module):
         raise UsageError(f"{model} returned {type(module).__name__} where a torch.nn.Module belongs")
     return Example(module, tuple(args), dynamic_shapes)

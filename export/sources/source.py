@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from attnforge.bundle import Source
-from attnforge.errors import UsageError
+from attnforge.errors import UsageError, plain
 from attnforge.export.sources.exported_program import load_program, open_program
 from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.torch_module import Captured, capture
@@ -59,4 +59,4 @@ def open_source(
 
 def _record(kind: Any, file: Path, ranges: Mapping[str, tuple[int, int, int]] | None) -> Source:
     options = {name: ":".join(map(str, bounds)) for name, bounds in (ranges or {}).items()}
-    return Source(kind=kind, name=str(file), options=dict(options))
+    return Source(kind=kind, name=plain(str(file)), options=dict(options))

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+import torch
 
 import attnforge
 from attnforge.bundle import Manifest
 from attnforge.cli import ending, main, terminal
-from attnforge.errors import BundleError, plain
-from tests.support.bundles import rewrite, small_inputs
+from attnforge.errors import BundleError, UsageError, plain
+from tests.support.bundles import DeploySmall, rewrite, small_inputs
 from tests.support.tiers import share
 
 Done = tuple[int, str, str]
@@ -147,6 +149,128 @@ def test_a_folder_that_is_missing_is_made(here: Here, copy: Path, tmp_path: Path
     status, _, said = here("run", copy, tmp_path / "in.npz", "--out", tmp_path / "new/er/out.npz")
     assert status == 0, said
     assert list((tmp_path / "new/er").iterdir()) == [tmp_path / "new/er/out.npz"]
+
+
+def test_a_device_is_not_replaced_by_an_output(here: Here, copy: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    np.savez(tmp_path / "in.npz", **small_inputs())  # type: ignore[arg-type]
+    commands: list[tuple[object, ...]] = [("run", copy, tmp_path / "in.npz", "--out"), ("verify", copy, "--html")]
+    commands += [("bench", copy, option) for option in ("--out", "--html")]
+    for arguments in commands:
+        error = refused(here(*arguments, tmp_path / "pipe", "--force", "--json"), 2)
+        assert "it is not a regular file; choose another" in error["message"]
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("arguments", [("inspect", "copy", "--json"), ("models",), ("inspect", "absent", "--json")])
+def test_standard_output_that_is_full_is_one_line(copy: Path, arguments: tuple[str, ...]) -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("no /dev/full")
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "attnforge", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, cwd=copy.parent, env=environment, text=True, timeout=120
+        )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "absent" in arguments or "standard output" in done.stderr
+
+
+# --- names that are not UTF-8 -----------------------------------------------------------------------------------------
+
+BYTE = os.fsdecode(b"\xff")
+"""A byte that is no UTF-8, as Python has it in the name of a file."""
+
+
+def test_names_that_are_not_utf_8(here: Here, copy: Path, tmp_path: Path) -> None:
+    bundle, page, out = copy.rename(tmp_path / f"b{BYTE}"), tmp_path / f"p{BYTE}.html", tmp_path / f"o{BYTE}.npz"
+    np.savez(tmp_path / f"i{BYTE}.npz", **small_inputs())  # type: ignore[arg-type]
+    fine: list[tuple[object, ...]] = [("inspect", bundle), ("verify", bundle, "--html", page)]
+    fine.append(("run", bundle, tmp_path / f"i{BYTE}.npz", "--out", out))
+    for arguments in fine:
+        status, _, said = here(*arguments)
+        assert status == 0, said
+    assert out.is_file() and page.read_text(encoding="utf-8")
+    wrong: list[tuple[object, ...]] = [("deploy", f"m{BYTE}:f"), ("deploy", f"m{BYTE}.onnx"), ("deploy", f"hf:m{BYTE}")]
+    wrong += [("deploy", "self-attention", "--out", tmp_path / BYTE), ("run", bundle, f"{BYTE}.npy")]
+    for arguments in [*wrong, ("deploy", "self-attention", "-o", f"{BYTE}=1")]:
+        refused(here(*arguments, "--json"), 2)["message"].encode()
+
+
+def test_a_file_whose_name_is_not_utf_8_is_a_source(small: DeploySmall, tmp_path: Path) -> None:
+    file = tmp_path / f"x{BYTE}.onnx"
+    onnx.save(onnx.load(small("fp32").path / "plain.onnx"), file)
+    dims = {"batch": (1, 2, 4), "tokens": (2, 5, 9), "2_pairs": (2, 6, 12)}
+    bundle = attnforge.deploy(file, None, tmp_path / "b", dims, targets=["onnxruntime"], tune=False)
+    assert bundle.manifest.name == "x\ufffd" and bundle.manifest.source.name.endswith("x\ufffd.onnx")
+
+
+@pytest.mark.parametrize("name", [f"a{BYTE}", "a\nb", "a" * 2000], ids=["not UTF-8", "two lines", "long"])
+def test_a_name_that_no_manifest_takes_is_refused_before_the_work(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give one line of at most"):
+        attnforge.deploy(torch.nn.Linear(2, 2), (torch.zeros(1, 2),), tmp_path / "b", name=name)
+
+
+# --- models that cannot be made ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "option"),
+    [
+        ("self-attention", "key_dim=99999999999"),
+        ("self-attention", f"key_dim={2**63 - 1}"),
+        ("self-attention", f"key_dim={10**30}"),
+        ("decoder", "vocab_size=99999999999"),
+    ],
+)
+def test_sizes_that_no_memory_holds(here: Here, tmp_path: Path, model: str, option: str) -> None:
+    error = refused(here("deploy", model, "-o", option, "--out", tmp_path / "b", "--json"), 2)
+    assert error["kind"] == "UsageError" and f"{model} cannot be built with {{" in error["message"]
+
+
+ENDS = """
+import sys, torch
+
+class Ends(torch.nn.Module):
+    def forward(self, x):
+        sys.exit({code!r})
+
+def module():
+    return Ends(), (torch.zeros(1),), None
+
+def called():
+    sys.exit({code!r})
+"""
+
+
+@pytest.mark.parametrize("code", [0, None, 3, "words"])
+@pytest.mark.parametrize("where", ["called", "imported", "forward"])
+def test_a_strangers_exit_is_an_error(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: object, where: str
+) -> None:
+    name = f"ends_{where}_{code}"
+    (tmp_path / f"{name}.py").write_text(ENDS.format(code=code) + ("called()" if where == "imported" else ""))
+    monkeypatch.chdir(tmp_path)
+    done = here("deploy", f"{name}:{'called' if where == 'called' else 'module'}", "--out", "b", "--json")
+    assert refused(done, 2)["kind"] == "UsageError"
+    assert not (tmp_path / "b").exists()
+
+
+def test_help_is_a_document_too(here: Here) -> None:
+    for flag in ("--help", "-h"):
+        status, printed, said = here("deploy", flag, "--json")
+        assert (status, said) == (0, "")
+        assert "Usage" in json.loads(printed)["help"] and "\x1b" not in printed
+    assert here("models", "--help")[1].lstrip().startswith("Usage")
+
+
+@pytest.mark.parametrize("columns", ["0", "", "-5"])
+def test_a_terminal_of_no_width_is_of_the_usual(columns: str) -> None:
+    environment = {**os.environ, "COLUMNS": columns}
+    for arguments in (["models"], ["models", "--help"]):
+        command = [sys.executable, "-m", "attnforge", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0 and ("attention" in done.stdout or "Usage" in done.stdout)
 
 
 # --- the terminal stays the user's ------------------------------------------------------------------------------------
