@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -83,7 +83,7 @@ def bench(
     old: Annotated[
         Path | None, typer.Option("--compare", help="Results of an earlier run; exits with 1 on a regression.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the results and the page.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the results, the page and the plots.")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
@@ -109,21 +109,21 @@ def bench(
         no = {"--shapes": shapes, "--html": html, "--plots": plots, "--compare": old}
         _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
         options.check_unwritten(out_file, force)
+        from attnforge.benchmarks.measure.decoding import benchmark_decoding
+
         with stages_shown(as_json) as progress:
-            decoded = _decoded(
-                bundle[0], backend=backend, against=against, contexts=context, prompts=prompt, batch=batch,
-                rounds=rounds, openings=openings, threads=threads, quick=quick, trust_source=trust_source,
-                trusted=trusted, progress=progress,
+            decoded = benchmark_decoding(
+                bundle[0], backend, against or (), contexts=context, prompts=prompt, batch=batch or 1, rounds=rounds,
+                openings=openings, threads=threads, quick=quick, trust_source=trust_source, trusted=trusted,
+                command=f"attnforge {shlex.join(sys.argv[1:])}", progress=progress,
             )  # fmt: skip
         _tell(decoded, out_file, as_json)
         return
     _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
-    from attnforge.benchmarks.contenders.registry import peers_here
     from attnforge.benchmarks.measure import results as files
     from attnforge.benchmarks.measure.compare import compare
     from attnforge.benchmarks.report.bench_page import write_page
     from attnforge.benchmarks.report.plots import save_plots
-    from attnforge.bundle import open_bundle
     from attnforge.files import check_writable
     from attnforge.report.render import check_page
 
@@ -132,15 +132,14 @@ def bench(
         check_page(html, force)
     if plots is not None:
         check_writable(plots / "plot.png")
-    peers = list(against or ())
-    if "all" in peers:
-        peers = peers_here({open_bundle(one, trusted=trusted).manifest.precision for one in bundle})
+        if not force and next(plots.glob("*.png"), None) is not None:
+            raise UsageError(f"{plots} holds plots; choose another folder with --plots, or overwrite them with --force")
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     with stages_shown(as_json) as progress:
         results = attnforge.benchmark(
             bundle,
             backend,
-            peers,
+            against or (),
             sizes=[options.sizes(text) for text in shapes or ()] or None,
             rounds=rounds,
             openings=openings,
@@ -180,15 +179,6 @@ def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
     for name, value in given.items():
         if value:
             raise UsageError(f"{name} means nothing {where}; {instead}")
-
-
-def _decoded(
-    bundle: Path, *, backend: list[str] | None, against: list[str] | None, batch: int | None, **arguments: Any
-) -> DecodingResults:
-    from attnforge.benchmarks.measure.decoding import benchmark_decoding
-
-    command = f"attnforge {shlex.join(sys.argv[1:])}"
-    return benchmark_decoding(bundle, backend, against or (), batch=batch or 1, command=command, **arguments)
 
 
 def _tell(results: DecodingResults, out_file: Path | None, as_json: bool) -> None:

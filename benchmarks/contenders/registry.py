@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 from attnforge.benchmarks.contenders.peers import FLOATING
 from attnforge.benchmarks.contenders.quantised import QUANTISED
@@ -11,6 +11,12 @@ from attnforge.machine import cuda_devices
 PEERS = {**FLOATING, **QUANTISED}
 
 ON_GPU = ("onnxruntime-cuda-plain", "torch-tensorrt")
+
+
+def expanded(against: Iterable[str], every: Callable[[], Iterable[str]]) -> list[str]:
+    """The names of peers, each once, where `all` stands for those of `every`."""
+    names = [name for given in against for name in (every() if given == "all" else [given])]
+    return list(dict.fromkeys(names))
 
 
 def peers_here(precisions: Collection[str] = ()) -> list[str]:

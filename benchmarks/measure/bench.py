@@ -18,7 +18,7 @@ from typing import Any
 
 from attnforge.benchmarks.contenders.peers import with_threads
 from attnforge.benchmarks.contenders.registry import ON_GPU as GPU_PEERS
-from attnforge.benchmarks.contenders.registry import PEERS
+from attnforge.benchmarks.contenders.registry import PEERS, expanded, peers_here
 from attnforge.benchmarks.measure.ceilings import measure_ceilings
 from attnforge.benchmarks.measure.experiment import Experiment, Progress, case_at
 from attnforge.benchmarks.measure.limits import Ceilings, limit_seconds
@@ -64,7 +64,8 @@ def benchmark(
     Args:
         bundle: a bundle or its folder; or several of one model at several precisions, measured in one run.
         backends: by default every deployed one that this machine can run.
-        against: names of peers (`attnforge.benchmarks.contenders.registry`); peers in torch need the module.
+        against: names of peers (`attnforge.benchmarks.contenders.registry`), or `all` that can run here; peers in
+            torch need the module.
         sizes: of the dynamic dims, by symbol; or a sequence of such, each measured for itself. By default the
             example's.
         rounds: how often every contender has a turn.
@@ -92,6 +93,7 @@ def benchmark(
     """
     paths = [bundle] if isinstance(bundle, str | os.PathLike | Bundle) else list(bundle)
     bundles = [open_bundle(path, lazily=True, trusted=trusted) for path in paths]
+    against = expanded(against, lambda: peers_here({opened.manifest.precision for opened in bundles}))
     for kind, names, known in (("backend", backends or (), BACKENDS), ("peer", against, tuple(PEERS))):
         if unknown := [name for name in names if name not in known]:
             raise UnknownNameError(kind, unknown[0], known)

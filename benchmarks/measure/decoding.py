@@ -26,6 +26,7 @@ from attnforge.arrays import Array
 from attnforge.benchmarks.contenders.decoding.registry import DECODING_PEERS
 from attnforge.benchmarks.contenders.decoding.stepper import DecodingJob, Ours, Stepper
 from attnforge.benchmarks.contenders.peers import expected, with_threads
+from attnforge.benchmarks.contenders.registry import expanded
 from attnforge.benchmarks.measure.bench import environment, load_now
 from attnforge.benchmarks.measure.decoding_results import (
     DecodingContender,
@@ -201,7 +202,7 @@ def benchmark_decoding(
         raise UsageError(
             f"{manifest.name} has no cache, so there is no step to time; deploy it with cache_tokens=… (--cache-tokens)"
         )
-    peers = list(DECODING_PEERS) if "all" in against else list(against)
+    peers = expanded(against, lambda: DECODING_PEERS)
     for kind, names, known in (("backend", backends or (), BACKENDS), ("peer", peers, tuple(DECODING_PEERS))):
         if unknown := [name for name in names if name not in known]:
             raise UnknownNameError(kind, unknown[0], known)

@@ -149,7 +149,7 @@ def test_every_contender_has_times_and_a_wrong_one_has_none(llama: Bundle, monke
     results = benchmark_decoding(
         llama,
         ["onnxruntime-cpu"],
-        against=["all"],
+        against=["all", "broken"],
         contexts=[20, 4],
         prompts=[5],
         rounds=3,

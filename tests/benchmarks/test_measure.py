@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.benchmarks.contenders.peers import Peer, PeerJob, using_sdpa
 from attnforge.benchmarks.contenders.quantised import QUANTISED
-from attnforge.benchmarks.contenders.registry import ON_GPU, PEERS, peers_here
+from attnforge.benchmarks.contenders.registry import ON_GPU, PEERS, expanded, peers_here
 from attnforge.benchmarks.measure import bench, ceilings, fresh, limits, race, throughput
 from attnforge.benchmarks.measure import results as found
 from attnforge.benchmarks.measure.experiment import Experiment, case_at
@@ -33,6 +34,7 @@ from attnforge.benchmarks.measure.statistics import latency_of
 from attnforge.benchmarks.publish import RESULTS
 from attnforge.benchmarks.suites import pages, suite
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
+from attnforge.cli import main
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
@@ -341,6 +343,9 @@ def test_what_cannot_be_meant(bundle: Bundle, tmp_path: Path) -> None:
         attnforge.benchmark(bundle, ["abacus"])
     with pytest.raises(UnknownNameError, match="peer 'abacus'"):
         attnforge.benchmark(bundle, against=["abacus"])
+    for against in (["all", "abacus"], ["abacus", "all"]):
+        with pytest.raises(UnknownNameError, match="peer 'abacus'"):
+            attnforge.benchmark(bundle, against=against, module=nn.Identity())
     with pytest.raises(UsageError, match="1 or more"):
         attnforge.benchmark(bundle, rounds=0)
     with pytest.raises(UsageError, match="0 openings were asked for; give 1 or more"):
@@ -377,6 +382,31 @@ def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(
 def test_without_a_gpu_no_peer_of_one_is_asked_for() -> None:
     assert set(PEERS) - set(peers_here()) - set(QUANTISED) in (set(), set(ON_GPU))
     assert set(peers_here(["int8"])) == {*peers_here(), *QUANTISED}
+
+
+def test_all_is_every_peer_that_can_run_here_and_those_that_are_named() -> None:
+    assert expanded(["all"], peers_here) == expanded(["all", "eager", "all"], peers_here) == peers_here()
+    assert expanded(["abacus", "all"], lambda: ["eager"]) == ["abacus", "eager"]
+    assert expanded(["eager", "eager"], lambda: pytest.fail("nobody asked for all")) == ["eager"]
+
+
+def test_plots_are_overwritten_where_that_is_asked_for(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latency.png").touch()
+
+    def begins(*arguments: object, **options: object) -> None:
+        raise UsageError("it has begun")
+
+    monkeypatch.setattr(attnforge, "benchmark", begins)
+    for flags, words in (
+        ([], "holds plots; choose another folder with --plots, or overwrite them with --force"),
+        (["--force"], "it has begun"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["attnforge", "bench", str(bundle.path), "--plots", str(tmp_path), *flags])
+        with pytest.raises(SystemExit):
+            main()
+        assert words in capsys.readouterr().err
 
 
 # --- openings ---------------------------------------------------------------------------------------------------------
