@@ -3,6 +3,26 @@
 from __future__ import annotations
 
 import math
+import operator
+from typing import Any
+
+from attnforge.errors import InputError, shortened
+
+
+def whole(what: str, number: Any) -> int:
+    """A whole number of any type, such as NumPy's.
+
+    Args:
+        what: the number is of, for the message.
+        number: as it was given.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise InputError(f"{what} is {shortened(repr(number), 40)}; give a whole number") from None
 
 
 def scientific(number: float, digits: int = 2) -> str:

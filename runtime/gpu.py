@@ -377,12 +377,13 @@ def call(
             for spec, value in zip(inputs, values, strict=True)
         ]
         shapes = shapes_of(*[form_of(feed) for feed in feeds])
-        results = [
-            _target(order, spec, out[spec.name], shape, feeds)
-            if spec.name in out
-            else backend.outputs.lend(shape, np.dtype(spec.dtype), own)
-            for spec, shape in zip(outputs, backend.output_shapes(shapes), strict=True)
-        ]
+        results: list[StridedMemoryView] = []
+        for spec, shape in zip(outputs, backend.output_shapes(shapes), strict=True):
+            results.append(
+                _target(order, spec, out[spec.name], shape, [*feeds, *results])
+                if spec.name in out
+                else backend.outputs.lend(shape, np.dtype(spec.dtype), own)
+            )
         order.before()
         event = backend.submit(feeds, shapes, results, run_on)
         order.behind(event)
@@ -445,7 +446,7 @@ def _contiguous(library: str, value: Any) -> Any:
 
 
 def _target(
-    order: _Order, spec: TensorSpec, value: Any, shape: tuple[int, ...], feeds: Sequence[Feed]
+    order: _Order, spec: TensorSpec, value: Any, shape: tuple[int, ...], others: Sequence[Feed]
 ) -> StridedMemoryView:
     """A view of the array that output `spec` is to be written to.
 
@@ -463,13 +464,13 @@ def _target(
         raise InputError(
             f"{what} is read-only, or its address is no multiple of {ALIGNMENT} bytes; give one of its own"
         )
-    for feed in feeds:
+    for other in others:
         if (
-            not isinstance(feed, np.ndarray)
-            and view.ptr < feed.ptr + bytes_of(feed)
-            and feed.ptr < view.ptr + bytes_of(view)
+            not isinstance(other, np.ndarray)
+            and view.ptr < other.ptr + bytes_of(other)
+            and other.ptr < view.ptr + bytes_of(view)
         ):
-            raise InputError(f"{what} shares memory with an input; give one of its own")
+            raise InputError(f"{what} shares memory with an input or another output; give one of its own")
     return view
 
 

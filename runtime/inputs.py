@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,14 +188,17 @@ def outs_by_name(specs: Sequence[TensorSpec], out: Any) -> dict[str, Any]:
     return {spec.name: value for spec, value in zip(specs, values, strict=True)}
 
 
-def writable(spec: TensorSpec, value: Any, shape: tuple[int, ...] | None, inputs: Sequence[Array]) -> Array:
+def writable(
+    spec: TensorSpec, value: Any, shape: tuple[int, ...] | None, others: Iterable[Array] = (), *, strided: bool = False
+) -> Array:
     """The caller's array for output `spec`, as a NumPy array on the same memory.
 
     Args:
         spec: the output.
         value: the caller's array.
         shape: that the output will have; None where it is not known before the run.
-        inputs: arrays whose memory it may not share.
+        others: inputs and other outputs, whose memory it may not share.
+        strided: whether it may have gaps.
 
     Raises:
         InputError: the array has another shape or dtype than the output, or memory that the output cannot be written
@@ -203,11 +206,11 @@ def writable(spec: TensorSpec, value: Any, shape: tuple[int, ...] | None, inputs
     """
     array = value if type(value) is np.ndarray else _same_memory(spec, value)
     check_out(spec, array.shape, array.dtype, shape)
-    if not array.flags.carray:
+    if not (array.flags.carray or (strided and array.flags.writeable)):
         raise InputError(f"{target_text(spec)} is strided or read-only; give a contiguous one that can be written to")
-    for feed in inputs:
-        if np.may_share_memory(array, feed):
-            raise InputError(f"{target_text(spec)} shares memory with an input; give one of its own")
+    for other in others:
+        if np.may_share_memory(array, other):
+            raise InputError(f"{target_text(spec)} shares memory with an input or another output; give one of its own")
     return array
 
 

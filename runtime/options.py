@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from attnforge.bundle import MOST_THREADS
 from attnforge.errors import UsageError
+from attnforge.numbers import whole
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Options:
     cache: bool = True
 
     def __post_init__(self) -> None:
-        if self.contexts < 1:
+        if whole("contexts", self.contexts) < 1:
             raise UsageError(f"{self.contexts} execution contexts were asked for; give 1 or more")
         check_threads(self.threads)
 
@@ -30,7 +31,7 @@ def check_threads(threads: int | None) -> None:
     Raises:
         UsageError: fewer than 1, or more than :data:`~attnforge.bundle.MOST_THREADS`.
     """
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
+    if threads is not None and not 1 <= whole("threads", threads) <= MOST_THREADS:
         raise UsageError(f"{threads} threads were asked for; give 1 to {MOST_THREADS:,}")
 
 

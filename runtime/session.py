@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
@@ -281,6 +281,9 @@ class Session:
             threads.shutdown()
         self._backend.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("a session is of its process and cannot be pickled or copied; load the bundle in each process")
+
     def __enter__(self) -> Session:
         return self
 
@@ -328,10 +331,10 @@ class Session:
     def _into(self, out: Mapping[str, Any], arrays: list[Array], shapes: Shapes, as_torch: bool) -> list[Any]:
         """Run on the host, and write outputs to the caller's arrays where there are some."""
         self._check_names(out)
-        targets = [
-            writable(spec, out[spec.name], shape, arrays) if spec.name in out else None
-            for spec, shape in zip(self.outputs, shapes.outputs, strict=True)
-        ]
+        targets: list[Array | None] = []
+        for spec, shape in zip(self.outputs, shapes.outputs, strict=True):
+            others = [*arrays, *(target for target in targets if target is not None)]
+            targets.append(writable(spec, out[spec.name], shape, others) if spec.name in out else None)
         results = self._computed(arrays, shapes, targets)
         for spec, target, array in zip(self.outputs, targets, results, strict=True):
             if target is not None and target is not array:

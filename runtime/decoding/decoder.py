@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from attnforge.arrays import Array, is_torch, to_numpy, to_torch
 from attnforge.bundle import NEXT, Decoding, DimSpec, Manifest, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, RunError, UnavailableError, UsageError, first_line
 from attnforge.memory import available
+from attnforge.numbers import whole
+from attnforge.runtime.inputs import writable
 
 
 class Stepping(Protocol):
@@ -95,7 +97,7 @@ class Decoder:
     """
 
     def __init__(self, backend: Stepping, step: Step, batch: int = 1) -> None:
-        if not 1 <= batch <= step.most_samples:
+        if not 1 <= (batch := whole("batch", batch)) <= step.most_samples:
             raise InputError(f"{batch} samples were asked for; the bundle takes 1 to {step.most_samples}")
         self.batch, self.places = batch, step.decoding.places
         self._backend, self._step = backend, step
@@ -163,29 +165,30 @@ class Decoder:
         last = {name: np.stack([sample[-1] for sample in samples]) for name, samples in answers.items()}
         return self._handed(last, tokens)
 
-    def step(self, tokens: Any, out: Array | None = None) -> Any:
+    def step(self, tokens: Any, out: Any = None) -> Any:
         """Take the next token of every sample.
 
         Args:
             tokens: `(batch, …)`, one token each.
-            out: where to write the answer of a model with one output, `(batch, …)`; a new array by default.
+            out: where to write the answer of a model with one output, `(batch, …)` and of its dtype; a new array by
+                default.
 
         Returns:
             What the model answers, as :meth:`prefill` returns it.
 
         Raises:
-            InputError: as of :meth:`prefill`.
+            InputError: as of :meth:`prefill`; or the answer cannot be written to `out`.
             UsageError: another thread runs this decoder.
         """
         array = self._checked(tokens, self._step.of_token(self._step.tokens))
+        target = None if out is None else self._target(out)
         with self._running():
             self._check_places(np.ones(self.batch, np.int64))
             self._one[:, 0] = array
             self._run_one()
             self._past += 1
-        if out is not None:
-            (answer,) = self._answers.values()
-            np.copyto(out, answer[:, 0])
+        if target is not None:
+            np.copyto(target, next(iter(self._answers.values()))[:, 0])
             return out
         return self._handed({name: answer[:, 0].copy() for name, answer in self._answers.items()}, tokens)
 
@@ -239,6 +242,9 @@ class Decoder:
             other._past[:] = self._past[chosen]
         return other
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("a decoder is of its process and cannot be pickled or copied; fork() makes another here")
+
     def __repr__(self) -> str:
         return f"Decoder({self.batch} samples, lengths {self._past.tolist()} of {self.places})"
 
@@ -277,14 +283,21 @@ class Decoder:
             raise InputError(f"lengths {counts.tolist()} of rows of {array.shape[1]} tokens; give 0 to that for each")
         return [row[:count] for row, count in zip(array, counts, strict=True)]
 
+    def _target(self, out: Any) -> Array:
+        """The caller's array for the answer of a step, checked."""
+        if len(self._step.outputs) != 1:
+            raise InputError(f"the model has {len(self._step.outputs)} outputs; leave out away, and take them by name")
+        (spec,) = self._step.outputs
+        return writable(spec, out, (self.batch, *self._step.of_token(spec)), strided=True)
+
     def _samples(self, samples: Iterable[int]) -> list[int]:
-        chosen = [int(sample) for sample in samples]
+        chosen = [whole("a sample's number", sample) for sample in samples]
         if unknown := [sample for sample in chosen if not 0 <= sample < self.batch]:
             raise InputError(f"there is no sample {unknown[0]}; there are 0 to {self.batch - 1}")
         return chosen
 
     def _lengths(self, lengths: Any) -> Array:
-        array = np.asarray(to_numpy("lengths", lengths) if hasattr(lengths, "__dlpack__") else lengths)
+        array = _as_array("lengths", lengths)
         if array.dtype.kind not in "iu" or array.shape not in ((), (self.batch,)):
             raise InputError(
                 f"lengths are {array.dtype.name}{list(array.shape)}; give whole numbers, one for all or {self.batch}"
@@ -295,7 +308,7 @@ class Decoder:
         """Tokens as an array of the bundle's type: of all samples, `(batch, *dims)`, or of one."""
         spec, vocabulary = self._step.tokens, self._step.decoding.vocabulary
         wanted = np.dtype(spec.dtype)
-        array = to_numpy(spec.name, tokens) if hasattr(tokens, "__dlpack__") else np.asarray(tokens)
+        array = _as_array(spec.name, tokens)
         if array.dtype != wanted and (array.dtype.kind not in "iu" or wanted.kind not in "iu"):
             raise InputError(f"{spec.name} is {array.dtype.name}; the model takes {spec.dtype}: convert it first")
         expected = (self.batch, *dims) if whole else tuple(dims)
@@ -375,6 +388,16 @@ class Decoder:
         inputs = {self._step.tokens.name: tokens, self._step.decoding.past: past, **caches}
         following = {f"{name}{NEXT}": cache for name, cache in caches.items()}
         return self._backend.bound(inputs, {**outputs, **following})
+
+
+def _as_array(name: str, value: Any) -> Array:
+    """An array, or numbers in lists, as a NumPy array."""
+    if hasattr(value, "__dlpack__"):
+        return to_numpy(name, value)
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{name} cannot be made an array: {first_line(error)}; give rows of one length") from error
 
 
 def _fixed(spec: TensorSpec) -> tuple[int, ...]:

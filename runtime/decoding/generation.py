@@ -10,6 +10,7 @@ import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.errors import InputError, UsageError
+from attnforge.numbers import whole
 from attnforge.runtime.decoding.decoder import Decoder
 
 STOPPED = -1
@@ -118,7 +119,7 @@ def generate(
         InputError: as of :meth:`Decoder.prefill`; or the prompts and the new tokens are more than the caches hold.
         UsageError: fewer than one new token, or a model whose answers are no logits.
     """
-    if max_new_tokens < 1:
+    if whole("max_new_tokens", max_new_tokens) < 1:
         raise UsageError(f"{max_new_tokens} new tokens were asked for; give 1 or more")
     rows = decoder.rows(prompts, lengths)
     ends = decoder.lengths + [len(row) for row in rows] + (max_new_tokens - 1)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy as copying
 import os
+import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +24,7 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.bundle import Bundle, Choice, DimSpec, Manifest, TensorSpec
+from attnforge.bundle import Bundle, Choice, DimSpec, Manifest, TensorSpec, writing
 from attnforge.errors import AttnforgeError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.machine import this_machine, versions
 from attnforge.runtime import cases as reference
@@ -181,6 +184,36 @@ def test_arrays_that_cannot_hold_an_output_are_refused(session: Session, case: s
         session.run(inputs, out={"output": into})
 
 
+class Twice(nn.Module):
+    """Two outputs of one shape."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x * 2
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime-cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_outputs_that_overlap_are_refused(tmp_path: Path, backend: str) -> None:
+    shapes = ({0: Dim("rows", min=1, max=9)},)
+    bundle = attnforge.deploy(
+        Twice(), (torch.randn(2, 4),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False
+    )
+    x, wide = np.ones((3, 4), np.float32), np.zeros((5, 4), np.float32)
+    overlaps = {
+        "the same": [wide[:3], wide[:3]],
+        "a part": [wide[:3], wide[2:]],
+        "of torch": [torch.from_numpy(wide[:3]), wide[2:]],
+        "the input": [wide[:3].copy(), x],
+    }
+    with attnforge.load(bundle, backend) as session:
+        for out in overlaps.values():
+            with pytest.raises(InputError, match="shares memory with an input or another output; give one of its own"):
+                session(x, out=out)
+        assert not wide.any()
+        apart = np.zeros((6, 4), np.float32)
+        session(x, out=[apart[:3], apart[3:]])
+    assert (apart == 2).all()
+
+
 def test_outs_that_cannot_be_meant(session: Session) -> None:
     inputs = arrays()
     y = session(*inputs.values())
@@ -190,6 +223,45 @@ def test_outs_that_cannot_be_meant(session: Session) -> None:
         session(*inputs.values(), out=[y, y])
     with pytest.raises(UsageError, match="a CUDA stream was given, and onnxruntime-cpu runs on the CPU; leave it out"):
         session.run(inputs, stream=0)
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copying.copy, copying.deepcopy])
+def test_a_session_stays_in_its_process(session: Session, take: Callable[[Session], object]) -> None:
+    with pytest.raises(UsageError, match="cannot be pickled or copied; load the bundle in each process"):
+        take(session)
+
+
+@pytest.mark.parametrize("option", ["threads", "contexts"])
+@pytest.mark.parametrize("number", [2.0, "2"])
+def test_options_that_are_no_whole_numbers(small: DeploySmall, option: str, number: Any) -> None:
+    with pytest.raises(UsageError, match=f"{option} is {number!r}; give a whole number"):
+        attnforge.load(small("fp32"), "onnxruntime-cpu", **{option: number})
+
+
+@pytest.mark.parametrize("how", ["read whole", "by its path", "mapped"])
+@pytest.mark.parametrize("backend", ["onnxruntime-cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_a_session_runs_on_when_its_bundle_is_replaced(
+    copy: Path, small: DeploySmall, monkeypatch: pytest.MonkeyPatch, backend: str, how: str
+) -> None:
+    """Its weights may be mapped from the file, which a rename leaves as it is."""
+    if how == "by its path":
+        monkeypatch.setattr("attnforge.bundle.store.READ_WHOLE", 0)
+    if how == "mapped":
+        monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
+        module, args, shapes = small_example()
+        attnforge.deploy(module, args, copy, shapes, targets=["onnxruntime"], tune=False, force=True)
+        assert (copy / "weights.data").is_file()
+    feeds = arrays()
+    with attnforge.load(copy, backend) as session, ThreadPoolExecutor(1) as other:
+        for _ in range(3):  # until nothing is left to prepare
+            before = session.run(feeds)["output"].copy()
+        running = other.submit(lambda: [session.run(feeds)["output"].copy() for _ in range(200)])
+        for _ in range(5):
+            with writing(copy, force=True) as folder:
+                shutil.copytree(small("fp16").path, folder, dirs_exist_ok=True)
+        assert all(np.array_equal(answer, before) for answer in running.result())
+        assert np.array_equal(session.run(feeds)["output"], before)
+    assert Bundle(copy).manifest.precision == "fp16"
 
 
 class Flattened(nn.Module):

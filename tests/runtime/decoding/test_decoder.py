@@ -3,9 +3,10 @@ taken is refused before anything is written."""
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,65 @@ def test_an_answer_stays_what_it_was(session: Session) -> None:
     assert np.array_equal(answer, kept)
     out = np.empty((1, VOCABULARY), np.float32)
     assert decoder.step(np.array([3]), out=out) is out and np.isfinite(out).all()
+
+
+WRONG_OUT: dict[str, Any] = {
+    "rows": np.zeros((1, VOCABULARY), np.float32),
+    "dtype": np.zeros((2, VOCABULARY)),
+    "read-only": np.broadcast_to(np.float32(0), (2, VOCABULARY)),
+    "a text": "logits",
+    "a gradient": torch.zeros(2, VOCABULARY, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_OUT)
+def test_where_an_answer_cannot_be_written_no_token_is_taken(session: Session, case: str) -> None:
+    decoder = session.decoder(2)
+    decoder.prefill(ids(2, 3))
+    with pytest.raises(InputError, match=r"output|input"):
+        decoder.step(np.array([1, 2]), out=WRONG_OUT[case])
+    assert decoder.lengths.tolist() == [3, 3]
+
+
+def test_answers_are_written_with_gaps_and_to_torch(session: Session) -> None:
+    decoder, same = session.decoder(2), session.decoder(2)
+    several = np.zeros((2, 3, VOCABULARY), np.float32)
+    for position, tokens in enumerate(ids(3, 2)):
+        decoder.step(tokens, out=several[:, position])
+        assert np.array_equal(several[:, position], same.step(tokens))
+    out = torch.zeros(2, VOCABULARY)
+    assert decoder.step(ids(2), out=out) is out and np.array_equal(out.numpy(), same.step(ids(2)))
+
+
+def test_numbers_that_are_not_whole(session: Session) -> None:
+    for batch in (2.0, "2", None):
+        with pytest.raises(InputError, match=f"batch is {batch!r}; give a whole number"):
+            session.decoder(batch)  # type: ignore[arg-type]
+    decoder = session.decoder(np.int64(2))  # type: ignore[arg-type]
+    assert decoder.batch == 2
+    for call in (lambda: decoder.fork([0.5]), lambda: decoder.cached(1.7), lambda: decoder.fork("ab")):  # type: ignore[list-item, arg-type]
+        with pytest.raises(InputError, match=r"a sample's number is .*; give a whole number"):
+            call()
+    with pytest.raises(InputError, match=r"max_new_tokens is 2\.0; give a whole number"):
+        session.generate([np.array([1])], 2.0)  # type: ignore[arg-type]
+
+
+def test_rows_of_several_lengths_are_no_array(session: Session) -> None:
+    decoder = session.decoder(2)
+    calls: list[Callable[[], object]] = [
+        lambda: decoder.step([[1, 2], [1]]),
+        lambda: decoder.prefill([[1, [2]], [1]]),
+        lambda: decoder.prefill(ids(2, 3), lengths=[[1], [1, 2]]),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=r"cannot be made an array: .*; give rows of one length"):
+            call()
+    assert decoder.lengths.tolist() == [0, 0]
+
+
+def test_a_decoder_stays_in_its_process(session: Session) -> None:
+    with pytest.raises(UsageError, match=r"cannot be pickled or copied; fork\(\) makes another here"):
+        pickle.dumps(session.decoder())
 
 
 def test_whole_sequences_are_answered_as_before(session: Session) -> None:
