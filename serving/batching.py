@@ -19,7 +19,7 @@ from attnforge.bundle import DimSpec, Manifest, TensorSpec
 from attnforge.errors import AttnforgeError, InputError, first_line
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
-from attnforge.runtime.inputs import in_order, shapes_of
+from attnforge.runtime.inputs import in_order, on_host, shapes_of
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.session import Session
 
@@ -156,21 +156,25 @@ class Joiner:
         """
         if not self._join or len(requests) == 1:
             return [self._alone(request) for request in requests]
+        specs = self._session.inputs
         answers: dict[int, Answer] = {}
+        read: dict[int, Request] = {}
         alike: dict[object, list[int]] = {}
         for place, request in enumerate(requests):
             try:
-                arrays = in_order(self._session.inputs, request)
-                self._check(*((array.shape, array.dtype) for array in arrays))
-            except InputError as error:
+                values = zip(specs, in_order(specs, request), strict=True)
+                arrays = {spec.name: on_host(spec, value) for spec, value in values}
+                self._check(*((array.shape, array.dtype) for array in arrays.values()))
+            except (InputError, MemoryError) as error:
                 answers[place] = error
             else:
-                alike.setdefault(tuple(array.shape[1:] for array in arrays), []).append(place)
-        for places in (part for every in alike.values() for part in self._parts(every, requests)):
-            answers.update(zip(places, self._together([requests[place] for place in places]), strict=True))
+                read[place] = arrays
+                alike.setdefault(tuple(array.shape[1:] for array in arrays.values()), []).append(place)
+        for places in (part for every in alike.values() for part in self._parts(every, read)):
+            answers.update(zip(places, self._together([read[place] for place in places]), strict=True))
         return [answers[place] for place in range(len(requests))]
 
-    def _parts(self, places: list[int], requests: Sequence[Request]) -> Iterator[list[int]]:
+    def _parts(self, places: list[int], requests: Mapping[int, Request]) -> Iterator[list[int]]:
         """The places of requests that are joined, so that no call has more samples than it may."""
         first = self._session.inputs[0].name
         part, size = [places[0]], len(requests[places[0]][first])

@@ -145,6 +145,60 @@ def test_what_is_wrong_with_a_request_is_its_own_error(session: Session) -> None
     assert answers[2]["output"].shape == (2, 3, 256)
 
 
+class NoArray:
+    """What says that it is an array, and is none."""
+
+    shape, dtype = (1, 3, 256), np.dtype(np.float32)
+
+    def __array__(self, *arguments: Any, **options: Any) -> Array:
+        raise ZeroDivisionError("of a stranger's")
+
+    __dlpack__ = __array__
+
+
+POISON: dict[str, Any] = {
+    "a list": [[[0.0] * 256] * 3],
+    "rows of several lengths": [[[0.0], [0.0, 0.0]]],
+    "nothing": None,
+    "a text": "query",
+    "a number": 1.0,
+    "objects": np.full((1, 3, 256), None),
+    "texts": np.full((1, 3, 256), "a"),
+    "no array": NoArray(),
+    "another rank": np.zeros((1, 256), np.float32),
+    "no dims": np.array(1.0, np.float32),
+    "another dtype": np.zeros((1, 3, 256)),
+    "a sparse tensor": torch.zeros(1, 3, 256).to_sparse(),
+    "a tensor without memory": torch.zeros(1, 3, 256, device="meta"),
+}
+
+
+@pytest.mark.parametrize("case", POISON)
+def test_a_value_that_is_no_array_is_one_requests_error(session: Session, case: str) -> None:
+    counting = Counting(session)
+    bad = request(1, seed=1) | {"query": POISON[case]}
+    answers = joined(counting, [request(1), bad, request(2, seed=2)])
+    assert counting.batches == [3]
+    assert [isinstance(answer, InputError) for answer in answers] == [False, True, False]
+    assert isinstance(joined(session, [bad])[0], InputError)
+    assert [isinstance(a, InputError) for a in joined(session, [bad, request(1)], join=False)] == [True, False]
+
+
+def test_a_request_that_is_no_mapping_is_its_own_error(session: Session) -> None:
+    for bad in (None, [1], "query", 5):
+        answers = joined(session, [request(1), bad, request(1)])  # type: ignore[list-item]
+        assert [isinstance(answer, InputError) for answer in answers] == [False, True, False]
+
+
+def test_arrays_of_other_libraries_are_joined(session: Session) -> None:
+    plain = request(2, seed=2)
+    tensors: Any = {name: torch.from_numpy(array) for name, array in plain.items()}
+    counting = Counting(session)
+    answers = joined(counting, [request(1), tensors])
+    assert counting.batches == [3]
+    np.testing.assert_allclose(answers[1]["output"], session.run(plain)["output"], rtol=1e-4, atol=1e-5)
+
+
 def test_values_that_a_library_refuses_are_one_requests_error(session: Session) -> None:
     bad = request(1, seed=1)
     bad["query"][0, 0, 0] = 77
