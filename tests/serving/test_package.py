@@ -424,7 +424,7 @@ def test_names_and_options_that_cannot_be_meant(small: DeploySmall, tmp_path: Pa
         (lambda: package([bundle, bundle], place, QUICK), UsageError, "are both 'small-fp32'"),
         (lambda: package([bundle, bundle], place, QUICK, name="x"), UsageError, "cannot all be named 'x'"),
         (lambda: package([bundle], place, QUICK, name="../x"), UsageError, r"'\.\./x' is no name of a model"),
-        (lambda: package([bundle], Path("\0"), QUICK), UsageError, "is no place for a repository"),
+        (lambda: package([bundle], Path("\0"), QUICK), UsageError, "is no place for a folder"),
         (lambda: package([tmp_path / "nothing"], place, QUICK), BundleError, "no bundle at"),
         (lambda: Packaging("pytorch"), UnknownNameError, "known: onnxruntime, python, tensorrt"),
         (lambda: Packaging(session="eager"), UnknownNameError, "unknown backend 'eager'"),
