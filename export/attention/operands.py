@@ -161,10 +161,8 @@ def aligned(value: ir.Value, layout: Layout) -> Operand:
     if len(sizes) > len(layout):
         raise NotAttention(f"{value.name!r} has more dims than the scores it is combined with")
     dims, full = layout.dims[len(layout) - len(sizes) :], layout.sizes()[len(layout) - len(sizes) :]
-    # A dynamic size of another name or form is the same size, or the operator would not be valid.
-    if any(
-        have not in (ONE, want) and have.is_static and want.is_static for have, want in zip(sizes, full, strict=True)
-    ):
+    # A dynamic size of another name may be 1 at run time, or the scores' may: then it is no axis of theirs.
+    if any(have not in (ONE, want) for have, want in zip(sizes, full, strict=True)):
         raise NotAttention(f"{value.name!r} does not broadcast to the scores it is combined with")
     return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
 

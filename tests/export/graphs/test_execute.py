@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -155,7 +157,9 @@ def test_group_query_attention_turns_each_samples_tokens_from_the_first_on() -> 
 def attends(batch: int, n_q: int, n_k: int, mask: str | None, **attributes: int) -> tuple[ir.Model, dict[str, Array]]:
     """A graph of one Attention of two heads, and its inputs."""
     draws = np.random.default_rng(n_q + 31 * n_k)
-    feeds = {name: draws.normal(size=(batch, 2, n, 4)) for name, n in (("q", n_q), ("k", n_k), ("v", n_k))}
+    feeds: dict[str, Array] = {
+        name: draws.normal(size=(batch, 2, n, 4)) for name, n in (("q", n_q), ("k", n_k), ("v", n_k))
+    }
     if mask == "boolean":
         feeds["mask"] = draws.random((n_q, n_k)) < 0.5
         feeds["mask"][0] = False
@@ -184,7 +188,7 @@ def test_attention_is_what_the_standard_says(
     model.graph.opset_imports[""] = 25
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.type = value.type if value.dtype == ir.DataType.BOOL else ir.TensorType(ir.DataType.DOUBLE)
-    (expected,) = ReferenceEvaluator(ir.to_proto(model)).run(None, feeds)
+    expected: Any = next(iter(ReferenceEvaluator(ir.to_proto(model)).run(None, feeds)))
     np.testing.assert_allclose(exact, expected, rtol=1e-12, atol=1e-14)
 
 

@@ -240,6 +240,8 @@ def test_what_is_not_finite_hides_no_difference(output: list[float], expected: l
     products, fused, *_ = candidates_for(site.name, attention)
     answers = {products.form: expected, fused.form: output}
     forms, dropped = tuning.agreeing(
-        [products, replace(fused, tolerance=0.5)], lambda form: (print, np.float16(answers[form.form])), "here"
+        [products, replace(fused, tolerance=0.5)],
+        lambda form: (print, np.array(answers[form.form], np.float16)),
+        "here",
     )
     assert (fused.form in forms) is agrees and (fused.form in dropped) is not agrees
