@@ -331,7 +331,9 @@ def _cumsum(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     if axis is None or reverse or (position := index[int(axis)]) is None:
         return None
     at = int(axis) % len(index)
-    step = reader.number(node.inputs[0], (*index[:at], None, *index[at + 1 :]))  # wherever along the axis
+    # What is so for every query or key is so for all that are added up to one; elsewhere it has to be so anywhere.
+    along = position if any(position == Affine.atom(place) for place in (Place.QUERY, Place.KEY)) else None
+    step = reader.number(node.inputs[0], (*index[:at], along, *index[at + 1 :]))
     if not isinstance(step, Whole) or step.single is None or step.single.constant is None:
         return None
     count = position + (0 if node.attributes.get_int("exclusive") == 1 else 1)

@@ -37,6 +37,7 @@ def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
         module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False, progress=heard
     )
     stages = ["export", "canonicalize", "lower and build for onnxruntime", "reference", "lower for openvino"]
+    stages.append("check backends")
     assert heard.stages == [(name, i + 1, len(stages)) for i, name in enumerate(stages)]
     (steps,) = heard.steps.values()
     cases = [case.name for case in bundle.manifest.cases]
@@ -61,7 +62,7 @@ def test_tuning_tells_every_site(tmp_path: Path) -> None:
     bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], progress=heard)
     sites = [site.site for site in bundle.manifest.attention.details]
     assert heard.steps["lower and build for onnxruntime"] == [(site, i, len(sites)) for i, site in enumerate(sites)]
-    assert heard.stages[-1] == ("measure backends", 6, 6)
+    assert heard.stages[-2:] == [("measure backends", 6, 7), ("check backends", 7, 7)]
     choice = bundle.manifest.choice
     assert choice is not None
     backends = {what for what, _, _ in heard.steps["measure backends"]}
