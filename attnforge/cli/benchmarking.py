@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -103,17 +103,20 @@ def bench(
 
     Example: `attnforge bench my-llama-fp32 --decode --against all --context 128 --context 1024 --trust-source`
     """
+    command = f"attnforge {shlex.join(sys.argv[1:])}"
     if decode:
         if len(bundle) > 1:
             raise UsageError("--decode measures one bundle at a time")
         no = {"--shapes": shapes, "--html": html, "--plots": plots, "--compare": old}
         _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
         options.check_unwritten(out_file, force)
+        from attnforge.benchmarks.measure.decoding import benchmark_decoding
+
         with stages_shown(as_json) as progress:
-            decoded = _decoded(
-                bundle[0], backend=backend, against=against, contexts=context, prompts=prompt, batch=batch,
+            decoded = benchmark_decoding(
+                bundle[0], backend, against or (), contexts=context, prompts=prompt, batch=batch or 1,
                 rounds=rounds, openings=openings, threads=threads, quick=quick, trust_source=trust_source,
-                trusted=trusted, progress=progress,
+                trusted=trusted, command=command, progress=progress,
             )  # fmt: skip
         _tell(decoded, out_file, as_json)
         return
@@ -145,7 +148,7 @@ def bench(
             quick=quick,
             trust_source=trust_source,
             trusted=trusted,
-            command=f"attnforge {shlex.join(sys.argv[1:])}",
+            command=command,
             progress=progress,
         )
     differences = compare(earlier, results) if earlier is not None else None
@@ -177,15 +180,6 @@ def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
     for name, value in given.items():
         if value:
             raise UsageError(f"{name} means nothing {where}; {instead}")
-
-
-def _decoded(
-    bundle: Path, *, backend: list[str] | None, against: list[str] | None, batch: int | None, **arguments: Any
-) -> DecodingResults:
-    from attnforge.benchmarks.measure.decoding import benchmark_decoding
-
-    command = f"attnforge {shlex.join(sys.argv[1:])}"
-    return benchmark_decoding(bundle, backend, against or (), batch=batch or 1, command=command, **arguments)
 
 
 def _tell(results: DecodingResults, out_file: Path | None, as_json: bool) -> None:
