@@ -181,9 +181,8 @@ def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
     groups: dict[object, list[SiteRecord]] = {}
     for site in sites:
         became = re.sub(r"(0x[0-9a-f]+|\d+(\.\d+)?)", "#", str(site.targets))
-        groups.setdefault((site.written_as, site.canonical, site.form, site.reason, str(site.mask), became), []).append(
-            site
-        )
+        key = (site.written_as, site.canonical, site.form, site.reason, str(site.mask), became)
+        groups.setdefault(key, []).append(site)
     return list(groups.values())
 
 
