@@ -59,7 +59,9 @@ class DeployCache:
         named = os.environ.get(VARIABLE)
         if not wanted or named == "off":
             return cls(None)
-        return cls(Path(named) if named else _users_caches() / "attnforge")
+        if named:
+            return cls(Path(named))
+        return cls(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "attnforge"))
 
     def get(self, about: Mapping[str, Any]) -> Path | None:
         """The folder of an entry, whole and unaltered; None where there is none. A damaged entry is removed.
@@ -146,11 +148,6 @@ def _code() -> str:
             if name.endswith(".py"):
                 digest.update(name.encode() + Path(folder, name).read_bytes())
     return digest.hexdigest()
-
-
-def _users_caches() -> Path:
-    named = os.environ.get("XDG_CACHE_HOME")
-    return Path(named) if named else Path.home() / ".cache"
 
 
 def _is_own(folder: Path) -> bool:

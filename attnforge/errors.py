@@ -7,7 +7,7 @@ a traceback and exits with 2 for a :class:`UsageError` and 1 for any other.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command line shows its help without pydantic, which takes a while to import
@@ -40,6 +40,16 @@ class UnknownNameError(UsageError):
 
     def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str]]]:
         return type(self), (self.kind, self.given, self.known)  # what is raised in another process comes back
+
+
+def check_known(kind: str, given: str, known: Collection[str]) -> None:
+    """Check that a name exists.
+
+    Raises:
+        UnknownNameError: it does not.
+    """
+    if given not in known:
+        raise UnknownNameError(kind, given, known)
 
 
 class ShapeError(UsageError):

@@ -9,14 +9,14 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from attnforge import scratch
-from attnforge.errors import BundleError, UsageError, shortened
+from attnforge.errors import BundleError, UsageError, first_line, shortened
 
 
 def sha256(file: Path) -> str:
@@ -276,6 +276,34 @@ def told_when_full(folder: Path) -> Iterator[None]:
                 f"the disk of {folder} is full, or its quota is; nothing was written; {_room_text(folder)}"
             ) from error
         raise
+
+
+@contextmanager
+def new_folder(target: Path, put: Callable[[Path], object], parent: Path | None = None) -> Iterator[Path]:
+    """A temporary folder that is put to its place where the block ends, or else removed.
+
+    Args:
+        target: the place.
+        put: moves the temporary folder, or what is in it, to its place.
+        parent: folder to make the temporary one in; by default the one that `target` is in.
+
+    Raises:
+        UsageError: it cannot be written.
+        BundleError: the disk is full.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = scratch.Scratch(parent or target.parent, f".{target.name}.", ".partial")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"{shortened(str(target))} cannot be written: {why}; choose another folder") from error
+    try:
+        with told_when_full(target.parent):
+            yield temporary.path
+            give_modes(temporary.path)
+            put(temporary.path)
+    finally:
+        temporary.remove()
 
 
 @contextmanager

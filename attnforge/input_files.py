@@ -185,7 +185,8 @@ def _array(spec: TensorSpec, stream: IO[bytes], size: int, where: str) -> Array:
         size: bytes of the file.
         where: it stands, for messages.
     """
-    return npy(stream, size, where, _most_numbers(spec), f"input {spec.name!r} takes {spec.text()}")
+    most = math.prod(dim if isinstance(dim, int) else dim.max or 0 for dim in spec.dims)
+    return npy(stream, size, where, most, f"input {spec.name!r} takes {spec.text()}")
 
 
 def npy(stream: IO[bytes], size: int, where: str, most: int | None = None, wanted: str = "") -> Array:
@@ -214,11 +215,6 @@ def npy(stream: IO[bytes], size: int, where: str, most: int | None = None, wante
         raise InputError(f"{where} is cut short: it has {size:,} bytes, and {dtype.name}{list(shape)} takes more")
     array = np.frombuffer(stream.read(numbers * dtype.itemsize), dtype, numbers)
     return array.reshape(shape, order="F" if is_fortran else "C").copy()
-
-
-def _most_numbers(spec: TensorSpec) -> int:
-    """How many numbers an input has at the most."""
-    return math.prod(dim if isinstance(dim, int) else dim.max or 0 for dim in spec.dims)
 
 
 def _converted(array: Array, spec: TensorSpec) -> Array:

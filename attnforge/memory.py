@@ -17,9 +17,8 @@ def peak() -> int:
     Linux tells it of the process alone (`VmHWM`). Elsewhere it is `ru_maxrss`, which never falls and which a process
     may inherit from the one that started it, so it is an upper bound; 0 where the system has neither.
     """
-    with suppress(OSError, StopIteration):
-        lines = _STATUS.read_text(encoding="ascii").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    if (size := _told(_STATUS, "VmHWM:")) is not None:
+        return size
     try:
         import resource
     except ImportError:  # Windows
@@ -30,10 +29,7 @@ def peak() -> int:
 
 def resident() -> int | None:
     """Bytes that this process has in memory now; None where the system does not say (Linux does)."""
-    with suppress(OSError, StopIteration):
-        lines = _STATUS.read_text(encoding="ascii").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("VmRSS:")).split()[1])
-    return None
+    return _told(_STATUS, "VmRSS:")
 
 
 def reset_peak() -> bool:
@@ -60,7 +56,7 @@ def give_back() -> None:
 def available() -> int | None:
     """Bytes that this process can still take: what the system has available, or less where a cgroup limits it; None
     where the system does not say."""
-    left = [_of_system(), *(_of_group(*files) for files in _GROUP_FILES)]
+    left = [_told(Path("/proc/meminfo"), "MemAvailable:"), *(_of_group(*files) for files in _GROUP_FILES)]
     return min((size for size in left if size is not None), default=None)
 
 
@@ -71,10 +67,11 @@ _GROUP_FILES = (
 """The limit, the use and the statistics of a cgroup, and its controller: version 2, then version 1."""
 
 
-def _of_system() -> int | None:
+def _told(file: Path, key: str) -> int | None:
+    """Bytes that a file of Linux's /proc says of a key; None on other systems."""
     with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        lines = file.read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
     return None
 
 

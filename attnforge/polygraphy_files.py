@@ -99,8 +99,10 @@ def read_results(file: Path) -> dict[str, list[Outputs]]:
         raise InputError(f"{where} cannot be read as results of Polygraphy: {first_line(error)}") from error
     if not isinstance(document, dict) or document.get(KIND) != "RunResults":
         raise InputError(f"{where} holds no results of Polygraphy; write them by polygraphy run --save-outputs")
+    if not isinstance(document.get("lst"), list):
+        raise InputError(f"{where} has no list of runs")
     runs: dict[str, list[Outputs]] = {}
-    for run in _list(document.get("lst"), where):
+    for run in document["lst"]:
         match run:
             case [str(name), [*iterations]] if name not in runs:
                 runs[name] = [_outputs(iteration, f"{where}, {shortened(name, 80)}") for iteration in iterations]
@@ -109,12 +111,6 @@ def read_results(file: Path) -> dict[str, list[Outputs]]:
             case _:
                 raise InputError(f"{where} has a run without a name and iterations")
     return runs
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{where} has no list of runs")
-    return value
 
 
 def _outputs(iteration: Any, where: str) -> Outputs:

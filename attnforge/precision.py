@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from attnforge.errors import UnknownNameError
+from attnforge.errors import check_known
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,5 @@ def precision_named(name: str) -> Precision:
     Raises:
         UnknownNameError: there is none.
     """
-    if name not in PRECISIONS:
-        raise UnknownNameError("precision", name, PRECISIONS)
+    check_known("precision", name, PRECISIONS)
     return PRECISIONS[name]

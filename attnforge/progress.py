@@ -38,7 +38,7 @@ class Silent:
     def step(self, what: str, done: float, total: float | None) -> None: ...
 
 
-class StageNames:
+class StageNames(Silent):
     """Progress for a plain function, which hears the names of stages alone."""
 
     def __init__(self, hear: Callable[[str], None]) -> None:
@@ -46,8 +46,6 @@ class StageNames:
 
     def stage(self, name: str, number: int, total: int) -> None:
         self._hear(name)
-
-    def step(self, what: str, done: float, total: float | None) -> None: ...
 
 
 Listener = Progress | Callable[[str], None] | None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnforge.errors import ShapeError, UnknownNameError, UsageError
+from attnforge.errors import ShapeError, UsageError, check_known
 from attnforge.model.attention import attention, merge_heads, require_positive, split_heads, split_width
 from attnforge.model.transformer import FeedForward
 
@@ -77,13 +77,9 @@ class DecoderSizes:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for kind, name, known in (
-            ("positions", self.positions, DECODER_POSITIONS),
-            ("norm", self.norm, NORMS),
-            ("feed_forward", self.feed_forward, FEED_FORWARDS),
-        ):
-            if name not in known:
-                raise UnknownNameError(kind, name, known)
+        check_known("positions", self.positions, DECODER_POSITIONS)
+        check_known("norm", self.norm, NORMS)
+        check_known("feed_forward", self.feed_forward, FEED_FORWARDS)
         require_positive(vocab_size=self.vocab_size, num_layers=self.num_layers, max_tokens=self.max_tokens)
         require_positive(kv_heads=self.kv_heads, feed_forward_dim=self.feed_forward_dim)
         if self.window is not None:

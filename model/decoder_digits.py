@@ -13,10 +13,8 @@ Data: UCI Optical Recognition of Handwritten Digits, by way of ``sklearn.dataset
 
 from __future__ import annotations
 
-import argparse
 import math
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +24,7 @@ from torch.nn import functional as F
 
 from attnforge.errors import UnavailableError
 from attnforge.model.decoder import CausalAttention, Decoder, SwiGLU
-from attnforge.model.digits import DigitsSplit, load_digits_split
+from attnforge.model.digits import DigitsSplit, load_digits_split, training_options
 from attnforge.model.registry import DECODER_DIGITS, build_model
 
 if TYPE_CHECKING:
@@ -184,13 +182,7 @@ def share_read(tokens: Tensor, classifier: nn.Module) -> float:
 
 def main() -> None:
     """The command line: trains, prints what the decoder learnt, and writes the weights and the tokenizer."""
-    parser = argparse.ArgumentParser(
-        prog="python -m attnforge.model.decoder_digits", description="Train the decoder that writes digits."
-    )
-    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the shuffling; the split is fixed")
-    options = parser.parse_args()
+    options = training_options("decoder_digits", "Train the decoder that writes digits.", epochs=40)
     tokenizer = make_tokenizer()
     split = load_digits_split()
     model = train(split, epochs=options.epochs, seed=options.seed)

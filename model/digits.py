@@ -82,15 +82,18 @@ def accuracy(model: PatchAttentionClassifier, images: Tensor, labels: Tensor) ->
         return float((model(images).argmax(-1) == labels).double().mean())
 
 
+def training_options(module: str, description: str, epochs: int) -> argparse.Namespace:
+    """The options `out`, `epochs` and `seed` of the command line that trains a model."""
+    parser = argparse.ArgumentParser(prog=f"python -m attnforge.model.{module}", description=description)
+    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+    parser.add_argument("--epochs", type=int, default=epochs)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the shuffling; the split is fixed")
+    return parser.parse_args()
+
+
 def main() -> None:
     """The command line: trains, prints the accuracies, and writes the weights."""
-    parser = argparse.ArgumentParser(
-        prog="python -m attnforge.model.digits", description="Train the digits classifier."
-    )
-    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
-    parser.add_argument("--epochs", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the shuffling; the split is fixed")
-    options = parser.parse_args()
+    options = training_options("digits", "Train the digits classifier.", epochs=150)
     split = load_digits_split()
     model = train(split, epochs=options.epochs, seed=options.seed)
     for name, images, labels in ("train", split.train_images, split.train_labels), ("held-out", *split[2:]):

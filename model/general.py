@@ -29,7 +29,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from attnforge.errors import ShapeError, UnknownNameError
+from attnforge.errors import ShapeError, check_known
 from attnforge.model.attention import require_positive, require_width
 
 Score = Callable[[Tensor, Tensor], Tensor]
@@ -218,9 +218,8 @@ def named_score(score: str | Score, query_dim: int, key_dim: int, *heads: int) -
         if query_dim != key_dim:
             raise ShapeError(f"query_dim {query_dim} and key_dim {key_dim}; {score} needs them equal, general does not")
         return dot if score == "dot" else scaled_dot
+    check_known("score", score, SCORES)
     learned = {"general": BilinearScore, "additive": AdditiveScore, "concat": ConcatScore}
-    if score not in learned:
-        raise UnknownNameError("score", score, SCORES)
     return learned[score](query_dim, key_dim, *heads)
 
 
@@ -228,8 +227,7 @@ def named_align(align: str | Align) -> Align:
     """The alignment of a name; a callable is itself. Raises UnknownNameError for an unknown name."""
     if not isinstance(align, str):
         return align
-    if align not in ALIGNS:
-        raise UnknownNameError("align", align, ALIGNS)
+    check_known("align", align, ALIGNS)
     return softmax if align == "softmax" else hard
 
 

@@ -49,6 +49,13 @@ def merge_patches(tokens: Tensor, patch_size: int, height: int, width: int) -> T
     return rearrange(tokens, "... (h w) (c p1 p2) -> ... c (h p1) (w p2)", h=rows, p1=patch_size, p2=patch_size)
 
 
+def count_patches(image_size: int, patch_size: int) -> int:
+    """How many patches a square image has; raises ShapeError where patch_size does not divide image_size."""
+    if image_size % patch_size:
+        raise ShapeError(f"image_size {image_size} with patch_size {patch_size}; choose a patch_size that divides it")
+    return (image_size // patch_size) ** 2
+
+
 class PatchAttention(nn.Module):
     """S8, multi-head self-attention over the patches of an image: ``split_patches``, then S2 with d_in = C · p · p.
 
@@ -91,14 +98,11 @@ class PatchAttentionClassifier(nn.Module):
     ) -> None:
         super().__init__()
         require_positive(channels=channels, patch_size=patch_size, num_layers=num_layers, num_classes=num_classes)
-        if image_size % patch_size:
-            raise ShapeError(
-                f"image_size {image_size} with patch_size {patch_size}; choose a patch_size that divides it"
-            )
+        num_patches = count_patches(image_size, patch_size)
         self.channels, self.image_size, self.patch_size = channels, image_size, patch_size
         self.embedding = nn.Linear(channels * patch_size**2, embed_dim)
         # The mean over patches forgets where they were, so positions start as large as a LayerNorm's output.
-        self.positions = nn.Parameter(torch.randn((image_size // patch_size) ** 2, embed_dim))
+        self.positions = nn.Parameter(torch.randn(num_patches, embed_dim))
         self.norms = nn.ModuleList(nn.LayerNorm(embed_dim) for _ in range(num_layers))
         self.attentions = nn.ModuleList(MultiHeadAttention(embed_dim, num_heads) for _ in range(num_layers))
         self.head_norm = nn.LayerNorm(embed_dim)

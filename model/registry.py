@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attnforge.errors import ShapeError, UnknownNameError, UsageError, first_line
+from attnforge.errors import ShapeError, UsageError, check_known, first_line
 from attnforge.model.attention import (
     CrossAttention,
     MultiHeadAttention,
@@ -39,6 +39,7 @@ from attnforge.model.worked_example import INPUT, WorkedExample
 SEED = 0
 BATCH, TOKENS, MEMORY_TOKENS = 2, 48, 40  # of the examples
 MAX_TOKENS = 128
+WEIGHTS = Path(__file__).parent / "weights"
 
 batch = Dim("batch", min=1, max=8)
 tokens = Dim("tokens", min=1, max=MAX_TOKENS)
@@ -71,6 +72,23 @@ class RegisteredModel:
     stop: tuple[int, ...] = ()
 
 
+MODELS: dict[str, RegisteredModel] = {}
+
+Make = TypeVar("Make", bound=Callable[..., Example])
+
+
+def registered(system: str, summary: str, **trained: Any) -> Callable[[Make], Make]:
+    """Registers the function that makes a model under its own name, with `-` for `_`; arguments are those of
+    :class:`RegisteredModel`."""
+
+    def register(make: Make) -> Make:
+        name = make.__name__.replace("_", "-")
+        MODELS[name] = RegisteredModel(name, system, summary, make, **trained)
+        return make
+
+    return register
+
+
 def build_model(name: str, *, weights: str | PathLike[str] | None = None, **options: Any) -> Example:
     """The model of a name, in eval mode, float32, on the CPU, with example arguments and dynamic shapes.
 
@@ -81,8 +99,7 @@ def build_model(name: str, *, weights: str | PathLike[str] | None = None, **opti
     Raises UnknownNameError for a name or option that does not exist, UsageError for an option of another type or of a
     size that no memory holds, and for a weights file that is not this model's, and what the module itself raises.
     """
-    if name not in MODELS:
-        raise UnknownNameError("model", name, MODELS)
+    check_known("model", name, MODELS)
     model = MODELS[name]
     options = read_options(model.make, options)
     with torch.random.fork_rng(devices=[]):
@@ -102,8 +119,7 @@ def read_options(make: Callable[..., Example], options: dict[str, Any]) -> dict[
     """``options`` as the types that ``make`` is annotated with, which are str, int, float and bool."""
     known = inspect.signature(make, eval_str=True).parameters
     for name in options:
-        if name not in known:
-            raise UnknownNameError("option", name, known)
+        check_known("option", name, known)
     return {name: read_option(name, value, known[name].annotation) for name, value in options.items()}
 
 
@@ -144,11 +160,13 @@ def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
     module.load_state_dict(tensors)
 
 
+@registered("S1", "one head, softmax(QKᵀ/√d_k)V")
 def self_attention(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
     x = torch.randn(BATCH, TOKENS, input_dim)
     return Example(SelfAttention(input_dim, key_dim, value_dim), (x,), {"x": {0: batch, 1: tokens}})
 
 
+@registered("S2", "heads without output projection, d_v ≠ d_k")
 def multi_head_self_attention(
     input_dim: int = 256, key_dim: int = 256, value_dim: int = 128, num_heads: int = 4
 ) -> Example:
@@ -157,6 +175,7 @@ def multi_head_self_attention(
     return Example(module, (x,), {"x": {0: batch, 1: tokens}})
 
 
+@registered("S3", "heads with output projection, 512 wide")
 def multi_head_attention(embed_dim: int = 512, num_heads: int = 8) -> Example:
     query = torch.randn(BATCH, TOKENS, embed_dim)
     key, value = torch.randn(2, BATCH, MEMORY_TOKENS, embed_dim)
@@ -164,6 +183,7 @@ def multi_head_attention(embed_dim: int = 512, num_heads: int = 8) -> Example:
     return Example(MultiHeadAttention(embed_dim, num_heads), (query, key, value), shapes)
 
 
+@registered("S3", "queries attend to a padded memory of another width")
 def cross_attention(embed_dim: int = 256, num_heads: int = 4, memory_dim: int = 192) -> Example:
     query = torch.randn(BATCH, TOKENS, embed_dim)
     memory = torch.randn(BATCH, MEMORY_TOKENS, memory_dim)
@@ -176,10 +196,12 @@ def cross_attention(embed_dim: int = 256, num_heads: int = 4, memory_dim: int = 
     return Example(CrossAttention(embed_dim, num_heads, memory_dim), args, shapes)
 
 
+@registered("S4", "three tokens by hand, unscaled, static")
 def worked_example() -> Example:
     return Example(WorkedExample(), (torch.tensor(INPUT, dtype=torch.float32),), None)
 
 
+@registered("S5", "column convention, any score and alignment")
 def general_attention(
     score: str = "scaled-dot",
     align: str = "softmax",
@@ -193,10 +215,12 @@ def general_attention(
     return Example(module, (features,), {"features": {0: batch, 2: tokens}})
 
 
+@registered("S5", "the additive score, which is no inner product")
 def additive_attention(align: str = "softmax") -> Example:
     return general_attention("additive", align, query_dim=48)
 
 
+@registered("S6", "column convention, heads, cross")
 def general_multi_head_attention(
     score: str = "scaled-dot",
     align: str = "softmax",
@@ -225,11 +249,13 @@ def general_multi_head_attention(
     return Example(module, (features, query_features), shapes)
 
 
+@registered("S7", "softmax(XXᵀ)X, scaled or not")
 def parameter_free_attention(scaled: bool = False, dim: int = 64) -> Example:
     x = torch.randn(BATCH, TOKENS, dim)
     return Example(ParameterFreeAttention(scaled), (x,), {"x": {0: batch, 1: tokens}})
 
 
+@registered("S8", "an image of any size as 4×4 patches, 192 wide")
 def patch_attention(
     image_size: int = 224, max_image_size: int = 256, max_batch: int = 2, embed_dim: int = 192, num_heads: int = 3
 ) -> Example:
@@ -242,18 +268,21 @@ def patch_attention(
     # From 2, for a grid of one row or column is a special case to torch.export however the patches are cut.
     rows, columns = Dim("rows", min=2, max=max_image_size // 4), Dim("cols", min=2, max=max_image_size // 4)
     shapes = {2: 4 * rows, 3: 4 * columns}
-    if max_batch > 1:
-        # The largest case is also run in float64, where each of its score matrices takes 8 · tokens² bytes.
-        shapes[0] = Dim("batch", min=1, max=max_batch)
+    # The largest case is also run in float64, where each of its score matrices takes 8 · tokens² bytes.
+    shapes |= batch_axis(max_batch)
     return Example(module, (torch.randn(1, 3, image_size, image_size),), {"image": shapes})
 
 
+@registered(
+    "S8", "8×8 digits classified by patch attention, trained", weights=WEIGHTS / "patch-attention-digits.safetensors"
+)
 def patch_attention_digits(max_batch: int = 512) -> Example:
     require_sizes(batch_size=(BATCH, max_batch))
     image = torch.rand(BATCH, 1, 8, 8)
     return Example(PatchAttentionClassifier(), (image,), {"image": {0: Dim("batch", min=1, max=max_batch)}})
 
 
+@registered("S12", "tokens, positions, padding, two layers")
 def transformer_encoder(
     num_layers: int = 2,
     positions: str = "sinusoidal",
@@ -281,27 +310,12 @@ def transformer_encoder(
         is_causal=is_causal,
     )
     ids = torch.randint(0, vocab_size, (batch_size, num_tokens))
-    dims = {1: tokens} | ({0: Dim("batch", min=1, max=max_batch)} if max_batch > 1 else {})
+    dims = {1: tokens} | batch_axis(max_batch)
     shapes: DynamicShapes = {"tokens": dims, "key_padding_mask": dims}
     return Example(module, (ids, padding(num_tokens, batch_size)), shapes)
 
 
-def vit(
-    num_layers: int = 2,
-    image_size: int = 32,
-    patch_size: int = 4,
-    embed_dim: int = 128,
-    num_heads: int = 4,
-    num_classes: int = 10,
-    batch_size: int = BATCH,
-    max_batch: int = 8,
-) -> Example:
-    require_sizes(batch_size=(batch_size, max_batch))
-    module = VisionTransformer(image_size, patch_size, num_classes, embed_dim, num_heads, num_layers)
-    dims = {0: Dim("batch", min=1, max=max_batch)} if max_batch > 1 else None
-    return Example(module, (torch.randn(batch_size, 3, image_size, image_size),), {"image": dims})
-
-
+@registered("S12", "the next token's logits: causal, grouped keys, rotary positions, two layers")
 def decoder(
     num_layers: int = 2,
     positions: str = "rotary",
@@ -337,9 +351,7 @@ def decoder(
         tied=tied,
     )
     ids = torch.randint(0, vocab_size, (batch_size, num_tokens))
-    dims = {1: Dim("tokens", min=1, max=max_tokens)}
-    if max_batch > 1:
-        dims[0] = Dim("batch", min=1, max=max_batch)
+    dims = {1: Dim("tokens", min=1, max=max_tokens)} | batch_axis(max_batch)
     return Example(Decoder(sizes), (ids,), {"input_ids": dims})
 
 
@@ -353,13 +365,39 @@ DECODER_DIGITS = DecoderSizes(
 )
 
 
+@registered(
+    "S12",
+    "8×8 digits written as characters by a decoder, trained",
+    weights=WEIGHTS / "decoder-digits.safetensors",
+    tokenizer=WEIGHTS / "decoder-digits.tokenizer.json",
+    stop=(DECODER_DIGITS.vocab_size - 1,),
+)
 def decoder_digits(num_tokens: int = TOKENS, batch_size: int = BATCH, max_batch: int = 8) -> Example:
     require_sizes(num_tokens=(num_tokens, MAX_TOKENS), batch_size=(batch_size, max_batch))
     ids = torch.randint(0, DECODER_DIGITS.vocab_size, (batch_size, num_tokens))
-    dims = {1: tokens}
-    if max_batch > 1:
-        dims[0] = Dim("batch", min=1, max=max_batch)
-    return Example(Decoder(DECODER_DIGITS), (ids,), {"input_ids": dims})
+    return Example(Decoder(DECODER_DIGITS), (ids,), {"input_ids": {1: tokens} | batch_axis(max_batch)})
+
+
+@registered("S12", "a Vision Transformer of 32×32 images, two layers")
+def vit(
+    num_layers: int = 2,
+    image_size: int = 32,
+    patch_size: int = 4,
+    embed_dim: int = 128,
+    num_heads: int = 4,
+    num_classes: int = 10,
+    batch_size: int = BATCH,
+    max_batch: int = 8,
+) -> Example:
+    require_sizes(batch_size=(batch_size, max_batch))
+    module = VisionTransformer(image_size, patch_size, num_classes, embed_dim, num_heads, num_layers)
+    dims = batch_axis(max_batch) or None
+    return Example(module, (torch.randn(batch_size, 3, image_size, image_size),), {"image": dims})
+
+
+def batch_axis(max_batch: int) -> dict[int, Dim]:
+    """Axis 0 as a batch of 1 to ``max_batch`` samples, which is fixed where that is 1."""
+    return {0: Dim("batch", min=1, max=max_batch)} if max_batch > 1 else {}
 
 
 def require_sizes(**sizes: tuple[int, int]) -> None:
@@ -369,11 +407,13 @@ def require_sizes(**sizes: tuple[int, int]) -> None:
             raise ShapeError(f"{name} is {size}; give 1 to {largest}")
 
 
+@registered("S13", "slip: 1/√d_k after the softmax")
 def post_softmax_scale(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
     x = torch.randn(BATCH, TOKENS, input_dim)
     return Example(PostSoftmaxScale(input_dim, key_dim, value_dim), (x,), {"x": {0: batch, 1: tokens}})
 
 
+@registered("S13", "slip: heads by reshape alone, mixes tokens")
 def reshape_without_transpose(
     input_dim: int = 128, key_dim: int = 128, value_dim: int = 128, num_heads: int = 4
 ) -> Example:
@@ -386,53 +426,3 @@ def padding(num_tokens: int, batch_size: int = BATCH) -> Tensor:
     """A key_padding_mask (batch_size, num_tokens) whose first sample is whole and whose others end early."""
     lengths = torch.tensor([[max(1, num_tokens - 8 * sample)] for sample in range(batch_size)])
     return torch.arange(num_tokens) >= lengths
-
-
-WEIGHTS = Path(__file__).parent / "weights"
-
-MODELS: dict[str, RegisteredModel] = {
-    model.name: model
-    for model in (
-        RegisteredModel("self-attention", "S1", "one head, softmax(QKᵀ/√d_k)V", self_attention),
-        RegisteredModel(
-            "multi-head-self-attention", "S2", "heads without output projection, d_v ≠ d_k", multi_head_self_attention
-        ),
-        RegisteredModel("multi-head-attention", "S3", "heads with output projection, 512 wide", multi_head_attention),
-        RegisteredModel("cross-attention", "S3", "queries attend to a padded memory of another width", cross_attention),
-        RegisteredModel("worked-example", "S4", "three tokens by hand, unscaled, static", worked_example),
-        RegisteredModel("general-attention", "S5", "column convention, any score and alignment", general_attention),
-        RegisteredModel(
-            "additive-attention", "S5", "the additive score, which is no inner product", additive_attention
-        ),
-        RegisteredModel(
-            "general-multi-head-attention", "S6", "column convention, heads, cross", general_multi_head_attention
-        ),
-        RegisteredModel("parameter-free-attention", "S7", "softmax(XXᵀ)X, scaled or not", parameter_free_attention),
-        RegisteredModel("patch-attention", "S8", "an image of any size as 4×4 patches, 192 wide", patch_attention),
-        RegisteredModel(
-            "patch-attention-digits",
-            "S8",
-            "8×8 digits classified by patch attention, trained",
-            patch_attention_digits,
-            WEIGHTS / "patch-attention-digits.safetensors",
-        ),
-        RegisteredModel("transformer-encoder", "S12", "tokens, positions, padding, two layers", transformer_encoder),
-        RegisteredModel(
-            "decoder", "S12", "the next token's logits: causal, grouped keys, rotary positions, two layers", decoder
-        ),
-        RegisteredModel(
-            "decoder-digits",
-            "S12",
-            "8×8 digits written as characters by a decoder, trained",
-            decoder_digits,
-            WEIGHTS / "decoder-digits.safetensors",
-            WEIGHTS / "decoder-digits.tokenizer.json",
-            (DECODER_DIGITS.vocab_size - 1,),
-        ),
-        RegisteredModel("vit", "S12", "a Vision Transformer of 32×32 images, two layers", vit),
-        RegisteredModel("post-softmax-scale", "S13", "slip: 1/√d_k after the softmax", post_softmax_scale),
-        RegisteredModel(
-            "reshape-without-transpose", "S13", "slip: heads by reshape alone, mixes tokens", reshape_without_transpose
-        ),
-    )
-}

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnforge.errors import ShapeError, UnknownNameError, UsageError
+from attnforge.errors import ShapeError, UsageError, check_known
 from attnforge.model.attention import MultiHeadAttention, merge_masks, require_positive, require_width
-from attnforge.model.patch import split_patches
+from attnforge.model.patch import count_patches, split_patches
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -93,8 +93,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, embed_dim: int, hidden_dim: int, activation: str = "relu", bias: bool = True) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise UnknownNameError("activation", activation, ACTIVATIONS)
+        check_known("activation", activation, ACTIVATIONS)
         require_positive(embed_dim=embed_dim, hidden_dim=hidden_dim)
         self.activation = ACTIVATIONS[activation]
         self.linear1 = nn.Linear(embed_dim, hidden_dim, bias=bias)
@@ -252,8 +251,7 @@ def named_positions(
     """The positions of a name, None for None; raises as :class:`TransformerEncoder` says."""
     if positions is None:
         return None
-    if positions not in POSITIONS:
-        raise UnknownNameError("positions", positions, POSITIONS)
+    check_known("positions", positions, POSITIONS)
     if max_length is None:
         raise UsageError(f"{positions} positions without max_length; their table needs a length, so give one")
     return (SinusoidalPositions if positions == "sinusoidal" else LearnedPositions)(embed_dim, max_length)
@@ -280,12 +278,8 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         require_positive(image_size=image_size, patch_size=patch_size, num_classes=num_classes, channels=channels)
-        if image_size % patch_size:
-            raise ShapeError(
-                f"image_size {image_size} with patch_size {patch_size}; choose a patch_size that divides it"
-            )
+        num_patches = count_patches(image_size, patch_size)
         self.image_size, self.patch_size, self.channels = image_size, patch_size, channels
-        num_patches = (image_size // patch_size) ** 2
         self.embedding = nn.Linear(channels * patch_size**2, embed_dim)
         self.class_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.encoder = TransformerEncoder(

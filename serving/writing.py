@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from attnforge.bundle import MANIFEST, SIGNATURE, Bundle, place_of, unlisted_text
-from attnforge.errors import BundleError, UsageError, first_line
-from attnforge.files import give_modes, open_inside, rename_new, told_when_full
-from attnforge.scratch import Scratch
+from attnforge.errors import BundleError, UsageError
+from attnforge.files import new_folder, open_inside, rename_new
 
 
 def new_place(out: Path) -> Path:
@@ -37,25 +36,13 @@ def written(target: Path, put: Callable[[Path], object] | None = None) -> Iterat
         UsageError: it cannot be written, or something appeared there meanwhile.
         BundleError: the disk is full.
     """
+    is_apart = put is not None and os.stat(target.parent).st_dev != os.stat(target).st_dev
+    put = put or (lambda folder: rename_new(folder, target))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = put is None or os.stat(target.parent).st_dev == os.stat(target).st_dev
-        scratch = Scratch(target.parent if beside else target, f".{target.name}.", ".partial")
-    except OSError as error:
-        why = error.strerror or first_line(error)
-        raise UsageError(f"{target} cannot be written: {why}; choose another folder") from error
-    try:
-        with told_when_full(target.parent):
-            yield scratch.path
-            give_modes(scratch.path)
-            if put is None:
-                rename_new(scratch.path, target)
-            else:
-                put(scratch.path)
+        with new_folder(target, put, parent=target if is_apart else None) as folder:
+            yield folder
     except FileExistsError as error:
         raise UsageError(f"{error.filename2 or error.filename} appeared meanwhile, and is left as it is") from error
-    finally:
-        scratch.remove()
 
 
 def copy(bundle: Bundle, name: str, to: Path) -> None:

@@ -36,17 +36,16 @@ from attnforge.errors import (
 from attnforge.files import (
     Identity,
     exchange,
-    give_modes,
     identity,
     names_in,
+    new_folder,
     open_inside,
     open_regular,
     rename_new,
     sha256,
-    told_when_full,
     write_whole,
 )
-from attnforge.scratch import Scratch, remove
+from attnforge.scratch import remove
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -274,7 +273,7 @@ class Bundle:
     def _make_sure_of(self, *names: str) -> None:
         """Check files of the manifest that are not checked yet, or not the same any more."""
         for name in names:
-            if not self._is_checked(name):
+            if name not in self._checked or self._checked[name] != self._identity(name):
                 self.check(name)
 
     def _external(self, name: str) -> list[str]:
@@ -324,10 +323,6 @@ class Bundle:
             if error.errno == errno.ENOENT:
                 raise BundleError(f"{file} is missing; copy the bundle again, or {_again(name)}") from error
             raise BundleError(f"{file} cannot be read: {first_line(error)}") from error
-
-    def _is_checked(self, name: str) -> bool:
-        """Whether a file was checked and is still the same."""
-        return name in self._checked and self._checked[name] == self._identity(name)
 
     def _identity(self, name: str) -> Identity | None:
         try:
@@ -593,23 +588,8 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
         BundleError: the disk is full.
     """
     target = check_place(out, force)
-    scratch = _beside(target)
-    try:
-        with told_when_full(target.parent):
-            yield scratch.path
-            give_modes(scratch.path)
-            _put(scratch.path, target, force)
-    finally:
-        scratch.remove()
-
-
-def _beside(target: Path) -> Scratch:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return Scratch(target.parent, f".{target.name}.", ".partial")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(f"{shortened(str(target))} cannot be written: {why}; choose another folder") from error
+    with new_folder(target, lambda folder: _put(folder, target, force)) as folder:
+        yield folder
 
 
 def check_place(out: str | os.PathLike[str], force: bool) -> Path:

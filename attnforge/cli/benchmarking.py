@@ -103,6 +103,7 @@ def bench(
 
     Example: `attnforge bench my-llama-fp32 --decode --against all --context 128 --context 1024 --trust-source`
     """
+    command = f"attnforge {shlex.join(sys.argv[1:])}"
     if decode:
         if len(bundle) > 1:
             raise UsageError("--decode measures one bundle at a time")
@@ -113,9 +114,9 @@ def bench(
 
         with stages_shown(as_json) as progress:
             decoded = benchmark_decoding(
-                bundle[0], backend, against or (), contexts=context, prompts=prompt, batch=batch or 1, rounds=rounds,
-                openings=openings, threads=threads, quick=quick, trust_source=trust_source, trusted=trusted,
-                command=f"attnforge {shlex.join(sys.argv[1:])}", progress=progress,
+                bundle[0], backend, against or (), contexts=context, prompts=prompt, batch=batch or 1,
+                rounds=rounds, openings=openings, threads=threads, quick=quick, trust_source=trust_source,
+                trusted=trusted, command=command, progress=progress,
             )  # fmt: skip
         _tell(decoded, out_file, as_json)
         return
@@ -147,7 +148,7 @@ def bench(
             quick=quick,
             trust_source=trust_source,
             trusted=trusted,
-            command=f"attnforge {shlex.join(sys.argv[1:])}",
+            command=command,
             progress=progress,
         )
     differences = compare(earlier, results) if earlier is not None else None

@@ -11,7 +11,7 @@ import typer
 import attnforge
 from attnforge.cli import printing
 from attnforge.cli.options import Backends, BundleArgument, Json, TrustedKeys, check_unwritten
-from attnforge.cli.terminal import print_json, say_path, stages_shown
+from attnforge.cli.terminal import answer, print_json, say_path, stages_shown
 from attnforge.errors import UsageError
 
 
@@ -143,10 +143,7 @@ def diagnose(
     with stages_shown(as_json) as progress:
         progress(f"diagnose {bundle}")
         diagnosis = attnforge.diagnose(bundle, backend, case=case, out=out_folder, trusted=trusted)
-    if as_json:
-        print_json(diagnosis.model_dump())
-    else:
-        printing.print_diagnosis(diagnosis)
+    answer(as_json, diagnosis.model_dump(), lambda: printing.print_diagnosis(diagnosis))
     if not diagnosis.healthy:
         raise typer.Exit(1)
 
@@ -157,10 +154,7 @@ def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json =
     Example: `attnforge inspect vit-fp16 --json`
     """
     opened = attnforge.Bundle(bundle, trusted=trusted)
-    if as_json:
-        print_json(printing.summary(opened))
-    else:
-        printing.print_bundle(opened)
+    answer(as_json, printing.summary(opened), lambda: printing.print_bundle(opened))
 
 
 def sign(
@@ -177,7 +171,4 @@ def sign(
     Example: `attnforge sign vit-fp16 --key my.key`
     """
     file = attnforge.sign(bundle, key, force=force)
-    if as_json:
-        print_json({"bundle": str(bundle), "signature": str(file)})
-    else:
-        say_path("signed", file)
+    answer(as_json, {"bundle": str(bundle), "signature": str(file)}, lambda: say_path("signed", file))

@@ -9,7 +9,7 @@ import typer
 
 from attnforge.cli import printing
 from attnforge.cli.options import Json, archives, pairs, ranges
-from attnforge.cli.terminal import print_json, stages_shown
+from attnforge.cli.terminal import answer, stages_shown
 from attnforge.errors import UnfusedError, plain
 
 
@@ -189,7 +189,5 @@ def deploy(
             if not as_json:
                 printing.print_sites(error.certificate)
             raise
-    if as_json:
-        print_json({"bundle": str(bundle.path), **printing.summary(bundle)})
-    else:
-        printing.print_bundle(bundle)
+    document = {"bundle": str(bundle.path), **printing.summary(bundle)}
+    answer(as_json, document, lambda: printing.print_bundle(bundle))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnforge.cli import printing
 from attnforge.cli.options import Json
-from attnforge.cli.terminal import print_json
+from attnforge.cli.terminal import answer
 
 
 def models(as_json: Json = False) -> None:
@@ -24,10 +24,7 @@ def models(as_json: Json = False) -> None:
         }
         for name, model in MODELS.items()
     }
-    if as_json:
-        print_json(listing)
-    else:
-        printing.print_models(listing)
+    answer(as_json, listing, lambda: printing.print_models(listing))
 
 
 def doctor(as_json: Json = False) -> None:
@@ -38,7 +35,4 @@ def doctor(as_json: Json = False) -> None:
     from attnforge.doctor import examine
 
     report = examine()
-    if as_json:
-        print_json(report)
-    else:
-        printing.print_examination(report)
+    answer(as_json, report, lambda: printing.print_examination(report))

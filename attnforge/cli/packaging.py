@@ -9,7 +9,7 @@ import typer
 
 from attnforge.cli.options import Json, TrustedKeys
 from attnforge.cli.terminal import print_json, say, say_path, stages_shown
-from attnforge.errors import UnknownNameError, UsageError
+from attnforge.errors import UsageError, check_known
 
 if TYPE_CHECKING:
     from attnforge.serving.triton.repository import Packaged
@@ -83,10 +83,12 @@ def package(
 
     Example: `attnforge package vit-fp16 --for polygraphy --out held`
     """
-    if form not in FORMS:
-        raise UnknownNameError("form", form, FORMS)
+    check_known("form", form, FORMS)
     if form == "polygraphy":
-        _check_alone(context)
+        for parameter in context.command.params:
+            source = context.get_parameter_source(parameter.name or "")
+            if parameter.name not in OF_ALL and source is not None and source.name == "COMMANDLINE":
+                raise UsageError(f"{parameter.opts[0]} is Triton's; leave it out for polygraphy")
         _for_polygraphy(bundle, out_folder, trusted, as_json)
         return
     from attnforge.serving.triton.options import Packaging
@@ -106,14 +108,6 @@ def package(
     for model in models:
         _print(model)
     say_path("repository", out_folder)
-
-
-def _check_alone(context: typer.Context) -> None:
-    """Check that no option of Triton's was given."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in OF_ALL and source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"{parameter.opts[0]} is Triton's; leave it out for polygraphy")
 
 
 def _for_polygraphy(bundles: list[Path], out_folder: Path, trusted: list[Path] | None, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column
 
 from attnforge.cli.terminal import escape, name_column, number_column, out, print_table, say, say_reasons
-from attnforge.report.render import error, interval, percent, rounded, sizes_text
+from attnforge.report.render import by_reason, error, interval, percent, rounded, sizes_text
 from attnforge.version import __version__
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from attnforge.bundle import (
         Bundle,
         Certificate,
-        Choice,
         Manifest,
-        Mixed,
         Quantised,
         QuantisedProduct,
         SiteRecord,
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     )
     from attnforge.certificate import SiteMask
     from attnforge.export.diagnosis.diagnose import Diagnosis
-    from attnforge.runtime.parity.verify import BackendReport, Report
+    from attnforge.runtime.parity.verify import Report
 
 
 # --- models and machines ----------------------------------------------------------------------------------------------
@@ -84,8 +82,12 @@ def print_bundle(bundle: Bundle) -> None:
     say(f"reference: {manifest.reference}, and float64")
     if bundle.signature != "none":
         say(f"signature: {bundle.signature}{'' if bundle.trusted else '; --trusted KEY checks it'}")
-    if manifest.mixed is not None:
-        _print_mixed(manifest.mixed)
+    if (mixed := manifest.mixed) is not None:
+        share = f"{mixed.low_flops:.1%} of the operations of products in {mixed.low}"
+        say(f"precisions chosen: {share}; error {error(mixed.error)}, {mixed.trials} assignments tried")
+        for region in mixed.regions:
+            say(f"fp32 in {region.module}: {', '.join(region.nodes)}", indent=2)
+            say(region.why, "dim", indent=4)
     if manifest.quantised is not None:
         _print_quantised(manifest.quantised, manifest.targets)
     print_sites(manifest.attention)
@@ -93,8 +95,12 @@ def print_bundle(bundle: Bundle) -> None:
         if record.tuning is not None:
             at = sizes_text(record.tuning.sizes, "fixed sizes")
             say(f"{name}: forms measured at {at}, on {record.tuning.processors} processors", "dim")
-    if manifest.choice is not None:
-        _print_choice(manifest.choice, "" if manifest.decoding is None else ", for a prompt and as many steps")
+    if (choice := manifest.choice) is not None:
+        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in choice.milliseconds.items())
+        where = f"on the {choice.machine.processor} that deployed it"
+        what = "" if manifest.decoding is None else ", for a prompt and as many steps"
+        say(f"auto loads {choice.picked or 'by rule'} {where}{what}: {times}")
+        say_reasons(choice.dropped, "not {}", "dim")
     if manifest.doubt is not None:
         say(manifest.doubt, "red")
     say_reasons(manifest.skipped, "not built for {}", "dim")
@@ -130,14 +136,6 @@ def _megabytes(size: int | None) -> str:
     return "not told" if size is None else f"{size / 1e6:.1f} MB"
 
 
-def _print_mixed(mixed: Mixed) -> None:
-    share = f"{mixed.low_flops:.1%} of the operations of products in {mixed.low}"
-    say(f"precisions chosen: {share}; error {error(mixed.error)}, {mixed.trials} assignments tried")
-    for region in mixed.regions:
-        say(f"fp32 in {region.module}: {', '.join(region.nodes)}", indent=2)
-        say(region.why, "dim", indent=4)
-
-
 def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) -> None:
     share = f"{quantised.share:.1%} of the operations of products, in {len(quantised.products)} products; "
     say(f"{quantised.type}: {share if quantised.products else ''}error {error(quantised.error)}")
@@ -148,43 +146,23 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
     for form, alike in forms.items():
         worst = max(alike, key=lambda product: product.error)
         say(f"{form}: {len(alike)} products; {worst.name} errs most, by {error(worst.error)}", indent=2)
-    if quantised.tables:
-        worst_table = max(quantised.tables, key=lambda name: quantised.tables[name])
-        worst_error = error(quantised.tables[worst_table])
-        say(f"stored by row: {len(quantised.tables)} tables; {worst_table} errs most, by {worst_error}", indent=2)
-    if quantised.attention:
-        worst_site = max(quantised.attention, key=lambda name: quantised.attention[name])
-        worst_error = error(quantised.attention[worst_site])
-        say(f"attention: {len(quantised.attention)} sites; {worst_site} errs most, by {worst_error}", indent=2)
-    if quantised.caches:
-        worst_cache = max(quantised.caches, key=lambda name: quantised.caches[name])
-        worst_error = error(quantised.caches[worst_cache])
-        say(f"caches: {len(quantised.caches)} sites; {worst_cache} errs most, by {worst_error}", indent=2)
-    if quantised.scores:
-        worst_scores = max(quantised.scores, key=lambda name: quantised.scores[name])
-        worst_error = error(quantised.scores[worst_scores])
-        say(
-            f"openvino: queries × keys in int8 at {len(quantised.scores)} sites; {worst_scores} errs most, by "
-            f"{worst_error}",
-            indent=2,
-        )
+    for text, errors in (
+        ("stored by row: {} tables", quantised.tables),
+        ("attention: {} sites", quantised.attention),
+        ("caches: {} sites", quantised.caches),
+        ("openvino: queries × keys in int8 at {} sites", quantised.scores),
+    ):
+        if errors:
+            name, largest = max(errors.items(), key=lambda item: item[1])
+            say(f"{text.format(len(errors))}; {name} errs most, by {error(largest)}", indent=2)
     for name, record in targets.items():
         if record.low_bit is not None:
             say(f"{name}: {record.low_bit} of {len(quantised.products)} multiplied as they are stored", indent=2)
         if record.low_bit_attention is not None:
             fused = f"{record.low_bit_attention} of {len(quantised.attention)} attention sites"
             say(f"{name}: {fused} fused in {quantised.type}", indent=2)
-    reasons: dict[str, list[str]] = {}
-    for name, why in quantised.kept.items():
-        reasons.setdefault(why, []).append(name)
-    for why, names in reasons.items():
-        say(f"not in {quantised.type}, {', '.join(names)}: {why}", "dim", indent=2)
-
-
-def _print_choice(choice: Choice, of_what: str) -> None:
-    times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in choice.milliseconds.items())
-    say(f"auto loads {choice.picked or 'by rule'} on the {choice.machine.processor} that deployed it{of_what}: {times}")
-    say_reasons(choice.dropped, "not {}", "dim")
+    for names, reason in by_reason(quantised.kept):
+        say(f"not in {quantised.type}, {names}: {reason}", "dim", indent=2)
 
 
 # --- attention sites --------------------------------------------------------------------------------------------------
@@ -203,9 +181,8 @@ def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
     groups: dict[object, list[SiteRecord]] = {}
     for site in sites:
         became = re.sub(r"(0x[0-9a-f]+|\d+(\.\d+)?)", "#", str(site.targets))
-        groups.setdefault((site.written_as, site.canonical, site.form, site.reason, str(site.mask), became), []).append(
-            site
-        )
+        key = (site.written_as, site.canonical, site.form, site.reason, str(site.mask), became)
+        groups.setdefault(key, []).append(site)
     return list(groups.values())
 
 
@@ -267,13 +244,7 @@ def print_outputs(outputs: Mapping[str, Mapping[str, Any]]) -> None:
 
 def print_report(report: Report) -> None:
     """Print what a verification measured, one backend a row, and every failure."""
-    columns = [
-        name_column("backend"),
-        name_column(),
-        number_column("error"),
-        number_column("eager's"),
-        number_column("budget"),
-    ]
+    columns = [name_column("backend"), name_column(), *map(number_column, ("error", "eager's", "budget"))]
     rows = [
         (
             name,
@@ -293,20 +264,16 @@ def print_report(report: Report) -> None:
         if backend.metric is not None:
             say(f"{name} {backend.metric.text()}")
     for name, backend in report.backends.items():
-        _print_failures(name, backend)
+        for failure in backend.failures:
+            say(f"{name} {failure.where}, {failure.output}: {failure.reason}", "red")
+            if failure.worst is not None:
+                say(failure.worst.text(failure.output), indent=2)
+        if backend.reason is not None:
+            say(f"{name} {backend.reason}", "red")
     for warning in report.warnings:
         say(warning, "yellow")
     say_reasons(report.skipped, "{} did not run", "dim")
     say(f"held against {report.reference}, and against float64", "dim")
-
-
-def _print_failures(name: str, backend: BackendReport) -> None:
-    for failure in backend.failures:
-        say(f"{name} {failure.where}, {failure.output}: {failure.reason}", "red")
-        if failure.worst is not None:
-            say(failure.worst.text(failure.output), indent=2)
-    if backend.reason is not None:
-        say(f"{name} {backend.reason}", "red")
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,15 +27,8 @@ def heatmap(values: Array, top: float, alt: str, difference: bool = False) -> Pi
         axes = figure.add_axes((0.19, 0.16, 0.57, 0.8))
         ratio = values.shape[1] / values.shape[0]
         ends = (-top if difference else 0.0, top)
-        shown = axes.imshow(
-            np.ma.masked_invalid(pooled(values, extreme=difference)),
-            cmap="RdBu_r" if difference else "viridis",
-            vmin=ends[0],
-            vmax=ends[1],
-            aspect="equal" if 0.4 < ratio < 2.5 else "auto",
-            interpolation="nearest",
-            extent=(0, values.shape[1], values.shape[0], 0),
-        )
+        colours, aspect = "RdBu_r" if difference else "viridis", "equal" if 0.4 < ratio < 2.5 else "auto"
+        shown = _show(axes, pooled(values, extreme=difference), ends, values.shape, cmap=colours, aspect=aspect)
         axes.set_facecolor("#bbbbbb")  # what is not finite
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
@@ -62,15 +56,7 @@ def overlay(
     """Weights (rows, columns), or a difference of two, over the image that they are of; colours span `ends`."""
     with drawing(3.5, 2.9, layout=None) as figure:
         axes = _show_image(figure, image.mean(axis=-1, keepdims=True), query)
-        shown = axes.imshow(
-            np.ma.masked_invalid(grid),
-            cmap="RdBu_r" if difference else "inferno",
-            vmin=ends[0],
-            vmax=ends[1],
-            alpha=0.65,
-            interpolation="nearest",
-            extent=(0, image.shape[1], image.shape[0], 0),
-        )
+        shown = _show(axes, grid, ends, image.shape, cmap="RdBu_r" if difference else "inferno", alpha=0.65)
         _colorbar(figure, shown, ends, difference)
         return embedded(figure, "png", alt, dpi=144)
 
@@ -91,11 +77,18 @@ def pooled(values: Array, extreme: bool = False) -> Array:
     return np.asarray(np.take_along_axis(flat, furthest[..., None], axis=-1)[..., 0])
 
 
+def _show(axes: Axes, values: Array, ends: tuple[float, float], size: Sequence[int], **style: Any) -> Any:
+    """Draw numbers as squares of colour, but those that are not finite, over a picture of this height and width."""
+    extent = (0, size[1], size[0], 0)
+    values = np.ma.masked_invalid(values)
+    return axes.imshow(values, vmin=ends[0], vmax=ends[1], interpolation="nearest", extent=extent, **style)
+
+
 def _show_image(figure: Figure, image: Array, query: tuple[int, int, int] | None) -> Axes:
     axes = figure.add_axes((0.02, 0.04, 0.74, 0.92))
     height, width, channels = image.shape
     pixels = image[..., 0] if channels == 1 else image
-    axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
+    _show(axes, pixels, (0, 1), (height, width), cmap="gray")
     axes.set_axis_off()
     if query is not None:
         row, column, side = query

@@ -13,7 +13,6 @@ from polygraphy.logger import G_LOGGER
 from attnforge.arrays import to_numpy
 from attnforge.bundle import Bundle
 from attnforge.numbers import scientific
-from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.results import as_deployed
 from attnforge.runtime.parity.verify import References, hold
 from attnforge.serving.polygraphy.folder import RUNNER
@@ -53,16 +52,12 @@ def budget_of(bundle: Path, backend: str = "") -> Compare:
             arrays = {name: as_deployed(to_numpy(name, result[name]), spec) for name, spec in specs.items()}
             report = hold(opened, backend, lambda feeds: arrays, [case], references)
         for comparison in report.comparisons:
-            _tell(comparison)
+            error, budget = scientific(comparison.error, 3), scientific(comparison.budget, 3)
+            where = f"{comparison.case} | {comparison.output} | error {error} of {budget}"
+            if comparison.passed:
+                G_LOGGER.finish(f"{where} | within the budget")
+            else:
+                G_LOGGER.error(f"{where} | {comparison.reason}")
         return OrderedDict((comparison.output, comparison.passed) for comparison in report.comparisons)
 
     return compare
-
-
-def _tell(comparison: Comparison) -> None:
-    error, budget = scientific(comparison.error, 3), scientific(comparison.budget, 3)
-    where = f"{comparison.case} | {comparison.output} | error {error} of {budget}"
-    if comparison.passed:
-        G_LOGGER.finish(f"{where} | within the budget")
-    else:
-        G_LOGGER.error(f"{where} | {comparison.reason}")

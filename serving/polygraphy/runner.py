@@ -64,7 +64,8 @@ class AttnforgeRunner(BaseRunner):  # type: ignore[misc]  # Polygraphy has no ty
         metadata = TensorMetadata()
         for spec in self.session.inputs:
             shape = [dim.text if isinstance(dim, DimSpec) else dim for dim in spec.dims]
-            metadata.add(spec.name, _dtype(spec), shape, min_shape=_bound(spec, "min"), max_shape=_bound(spec, "max"))
+            dtype = np.dtype(np.float32 if spec.dtype == BFLOAT16.name else spec.dtype)
+            metadata.add(spec.name, dtype, shape, min_shape=_bound(spec, "min"), max_shape=_bound(spec, "max"))
         return metadata
 
     def infer_impl(self, feed_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -87,10 +88,6 @@ class AttnforgeRunner(BaseRunner):  # type: ignore[misc]  # Polygraphy has no ty
     def deactivate_impl(self) -> None:
         self.session.close()
         del self.session
-
-
-def _dtype(spec: TensorSpec) -> np.dtype[Any]:
-    return np.dtype(np.float32 if spec.dtype == BFLOAT16.name else spec.dtype)
 
 
 def _bound(spec: TensorSpec, bound: str) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from attnforge.bundle import TRUSTED, Trusted
-from attnforge.errors import UnknownNameError
+from attnforge.errors import check_known
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.session import NAMES, Session, load
 
@@ -42,9 +42,7 @@ class Handle:
     trusted: Trusted = None
 
     def __post_init__(self) -> None:
-        known = tuple(name for name in NAMES if name != "eager")  # which needs a module
-        if self.backend not in known:
-            raise UnknownNameError("backend", self.backend, known)
+        check_known("backend", self.backend, [name for name in NAMES if name != "eager"])  # which needs a module
         check_threads(self.threads)
         trusted = self.trusted
         if trusted is None and TRUSTED in os.environ:

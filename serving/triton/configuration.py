@@ -7,7 +7,6 @@ that packaging needs no protobuf of Triton's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from attnforge.bundle import DimSpec, TensorSpec
@@ -20,36 +19,6 @@ class Word(str):
 
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An input of a warm-up request.
-
-    Attributes:
-        spec: the input.
-        shape: of the numbers in the file, with the batch where requests are not joined.
-        file: name of the file with the numbers, in the model's folder `warmup`.
-    """
-
-    spec: TensorSpec
-    shape: tuple[int, ...]
-    file: str
-
-
-@dataclass(frozen=True)
-class Warmup:
-    """A warm-up request: Triton runs it before the model is ready.
-
-    Attributes:
-        name: of the reference case.
-        batch: how many of it are joined.
-        samples: the inputs.
-    """
-
-    name: str
-    batch: int
-    samples: Sequence[Sample]
 
 
 def tensor(spec: TensorSpec, *, batched: bool) -> Message:
@@ -75,25 +44,16 @@ def tensor(spec: TensorSpec, *, batched: bool) -> Message:
     return message
 
 
-def warmup(sample: Warmup) -> Message:
-    """A warm-up request."""
-    inputs = [
-        {
-            "key": part.spec.name,
-            "value": {
-                "data_type": Word(f"TYPE_{DATATYPES[part.spec.dtype]}"),
-                "dims": list(part.shape) or [1],
-                "input_data_file": part.file,
-            },
-        }
-        for part in sample.samples
-    ]
-    return {"name": sample.name, "batch_size": sample.batch, "inputs": inputs}
+def sample(spec: TensorSpec, shape: Sequence[int], file: str) -> Message:
+    """An input of a warm-up request.
 
-
-def parameters(values: Mapping[str, str]) -> list[Message]:
-    """The parameters that a backend reads."""
-    return [{"key": key, "value": {"string_value": value}} for key, value in values.items()]
+    Args:
+        spec: the input.
+        shape: of the numbers in the file, with the batch where requests are not joined.
+        file: name of the file with the numbers, in the model's folder `warmup`.
+    """
+    kind = Word(f"TYPE_{DATATYPES[spec.dtype]}")
+    return {"key": spec.name, "value": {"data_type": kind, "dims": list(shape) or [1], "input_data_file": file}}
 
 
 def text(message: Message) -> str:

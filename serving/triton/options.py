@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnforge.errors import UnknownNameError, UsageError
+from attnforge.errors import UsageError, check_known
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.session import NAMES
 
@@ -45,13 +45,9 @@ class Packaging:
     server_tensorrt: str | None = None
 
     def __post_init__(self) -> None:
-        for kind, given, known in (
-            ("backend of Triton", self.backend, BACKENDS),
-            ("backend", self.session, tuple(name for name in NAMES if name != "eager")),
-            ("kind of instance", self.kind, KINDS),
-        ):
-            if given not in known:
-                raise UnknownNameError(kind, given, known)
+        check_known("backend of Triton", self.backend, BACKENDS)
+        check_known("backend", self.session, [name for name in NAMES if name != "eager"])
+        check_known("kind of instance", self.kind, KINDS)
         for name, value, least, most in (
             ("version", self.version, 1, 2**31 - 1),
             ("max_delay", self.max_delay, 0, 2**31 - 1),

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,7 +31,7 @@ from attnforge.runtime.session import Session, load
 from attnforge.runtime.turns import medians, seconds_of
 from attnforge.serving.batching import batch_of, is_open, why_not_apart
 from attnforge.serving.triton import configuration
-from attnforge.serving.triton.configuration import Message, Sample, Warmup, Word
+from attnforge.serving.triton.configuration import Message, Word
 from attnforge.serving.triton.model import FOLDER, SESSION, THREADS
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.writing import copy, copy_whole, written
@@ -121,12 +121,12 @@ def package(
     planned = []
     for model, bundle in models.items():
         say(f"package {model}")
-        planned.append(_plan(model, bundle, options))
+        planned.append(_plan(model, bundle, place, options))
         place.check_alike(planned[-1])
     with place.writing() as folder:
         for plan in planned:
-            _write(plan, folder / plan.name, options)
-    return [plan.packaged(place, options) for plan in planned]
+            _write(plan, folder / plan.model.name, options)
+    return [plan.model for plan in planned]
 
 
 def named(text: str) -> str:
@@ -153,49 +153,39 @@ class Planned:
     """A model that is about to be written.
 
     Attributes:
-        name: of the model.
+        model: as the caller hears of it.
         bundle: that it is made of.
-        max_batch, apart, preferred, measured: as :class:`Packaged` has them.
         config: the configuration.
         files: of the version, by their names: the name of a file of the bundle.
-        warmups: the warm-up requests.
         arrays: the inputs of warm-up requests, by their files.
     """
 
-    name: str
+    model: Packaged
     bundle: Bundle
-    max_batch: int
-    apart: str | None
-    preferred: tuple[int, ...]
-    measured: Mapping[int, float]
+    config: Message
     files: Mapping[str, str]
-    warmups: Sequence[Warmup]
     arrays: Mapping[str, Array]
-    config: Message = field(default_factory=dict)
-
-    def packaged(self, place: Place, options: Packaging) -> Packaged:
-        return Packaged(
-            name=self.name,
-            version=options.version,
-            backend=options.backend,
-            folder=str(place.target / self.name / str(options.version)),
-            max_batch=self.max_batch,
-            apart=self.apart,
-            preferred=list(self.preferred),
-            measured=dict(self.measured),
-            warmups=[warmup.name for warmup in self.warmups],
-            kept=self.name in place.standing,
-        )
 
 
-def _plan(name: str, bundle: Bundle, options: Packaging) -> Planned:
+def _plan(name: str, bundle: Bundle, place: Place, options: Packaging) -> Planned:
     files, engines = _files(bundle, options)
     batch, apart, preferred, measured = _batching(bundle, options)
     most = (batch.max or 0) if batch is not None else 0
     max_batch = most if options.max_batch is None else min(most, options.max_batch)
     warmups, arrays = _warmups(bundle, batch if max_batch else None, max_batch)
-    plan = Planned(name, bundle, max_batch, apart, preferred, measured, files, warmups, arrays)
-    return replace(plan, config=_config(plan, engines, options))
+    model = Packaged(
+        name=name,
+        version=options.version,
+        backend=options.backend,
+        folder=str(place.target / name / str(options.version)),
+        max_batch=max_batch,
+        apart=apart,
+        preferred=list(preferred),
+        measured=measured,
+        warmups=[warmup["name"] for warmup in warmups],
+        kept=name in place.standing,
+    )
+    return Planned(model, bundle, _config(model, bundle.manifest, engines, warmups, options), files, arrays)
 
 
 def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Engine]]:
@@ -208,7 +198,10 @@ def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Eng
     if manifest.doubt is not None:
         raise UnavailableError(f"{manifest.doubt}; deploy it again")
     if options.backend == "python":
-        _check_session(bundle, options)
+        target = "onnxruntime" if options.session.startswith("onnxruntime") else options.session
+        if target not in ("auto", OPENVINO, *manifest.targets):
+            targets = ", ".join(name for name in manifest.targets if name != OPENVINO)
+            raise UnavailableError(f"{bundle.path} was deployed for {targets}, and not for {target}")
         return {}, []
     if manifest.decoding is not None:
         raise UnavailableError(
@@ -246,14 +239,6 @@ def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Eng
         )
     engines = _engines(bundle, record.engines, options.server_tensorrt)
     return {PurePosixPath(engine.file).name: engine.file for engine in engines}, engines
-
-
-def _check_session(bundle: Bundle, options: Packaging) -> None:
-    """Check that the bundle has what its Session is to run, wherever that will be."""
-    target = "onnxruntime" if options.session.startswith("onnxruntime") else options.session
-    if target not in ("auto", OPENVINO, *bundle.manifest.targets):
-        targets = ", ".join(name for name in bundle.manifest.targets if name != OPENVINO)
-        raise UnavailableError(f"{bundle.path} was deployed for {targets}, and not for {target}")
 
 
 def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> list[Engine]:
@@ -333,11 +318,11 @@ def _best(rates: Rates) -> int:
 # --- warm-up ----------------------------------------------------------------------------------------------------------
 
 
-def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[Warmup], dict[str, Array]]:
+def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[Message], dict[str, Array]]:
     """The ordinary reference cases as warm-up requests, as far as :data:`MOST_WARMUP` holds them, and their files.
     Where requests are joined, a request has the case's first sample, as many times as the case has samples."""
     specs, stored = bundle.manifest.inputs, stored_inputs(bundle)
-    warmups, files, left = list[Warmup](), dict[str, Array](), MOST_WARMUP
+    warmups, files, left = list[Message](), dict[str, Array](), MOST_WARMUP
     for place, case in enumerate(case for case in bundle.manifest.cases if case.is_ordinary):
         with suppress(UnavailableError):  # more inputs than fit into memory
             feeds = reference.make_inputs(case, specs, stored)
@@ -345,29 +330,31 @@ def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[War
             if needed > left or any(array.size == 0 for array in feeds.values()):
                 continue
             left -= needed
-            samples = []
+            inputs = []
             for number, spec in enumerate(specs):
                 array = feeds[spec.name] if batch is None else feeds[spec.name][0]
                 file = f"{place}.{named(case.name)}.{number}.{named(spec.name)}"
-                samples.append(Sample(spec, array.shape, file))
+                inputs.append(configuration.sample(spec, array.shape, file))
                 files[file] = array
             joined = 1 if batch is None else min(case.sizes[batch.symbol], most)
-            warmups.append(Warmup(case.name, joined, samples))
+            warmups.append({"name": case.name, "batch_size": joined, "inputs": inputs})
     return warmups, files
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
-def _config(plan: Planned, engines: Sequence[Engine], options: Packaging) -> Message:
-    manifest, batched = plan.bundle.manifest, plan.max_batch > 0
-    config: dict[str, Any] = {"name": plan.name, **_of_backend(engines, options)}
-    config["max_batch_size"] = plan.max_batch
+def _config(
+    model: Packaged, manifest: Manifest, engines: Sequence[Engine], warmups: list[Message], options: Packaging
+) -> Message:
+    batched = model.max_batch > 0
+    config: dict[str, Any] = {"name": model.name, **_of_backend(engines, options)}
+    config["max_batch_size"] = model.max_batch
     config["input"] = [configuration.tensor(spec, batched=batched) for spec in manifest.inputs]
     config["output"] = [configuration.tensor(spec, batched=batched) for spec in manifest.outputs]
     config["version_policy"] = {"all": {}}  # a new version takes none away that is asked for by its number
-    if plan.max_batch > 1:
-        preferred = {"preferred_batch_size": list(plan.preferred)} if plan.preferred else {}
+    if model.max_batch > 1:
+        preferred = {"preferred_batch_size": model.preferred} if model.preferred else {}
         config["dynamic_batching"] = {**preferred, "max_queue_delay_microseconds": options.max_delay}
     kind = "gpu" if options.backend == "tensorrt" else options.kind
     config["instance_group"] = [{"count": options.instances, "kind": Word(f"KIND_{kind.upper()}")}]
@@ -375,9 +362,10 @@ def _config(plan: Planned, engines: Sequence[Engine], options: Packaging) -> Mes
         config["instance_group"][0]["profile"] = [str(number) for number in range(len(engines[0].profiles))]
     pinned = {"enable": kind != "cpu"}
     config["optimization"] = {"input_pinned_memory": pinned, "output_pinned_memory": pinned}
-    config["parameters"] = configuration.parameters(_parameters(manifest, options))
-    if plan.warmups:
-        config["model_warmup"] = [configuration.warmup(warmup) for warmup in plan.warmups]
+    parameters = _parameters(manifest, options).items()
+    config["parameters"] = [{"key": key, "value": {"string_value": value}} for key, value in parameters]
+    if warmups:
+        config["model_warmup"] = warmups
     return config
 
 
@@ -485,13 +473,14 @@ class Place:
         Raises:
             UsageError: it does not.
         """
-        if plan.name not in self.standing:
+        model = plan.model.name
+        if model not in self.standing:
             return
-        has, needed = fields(self.standing[plan.name]), fields(configuration.text(plan.config))
+        has, needed = fields(self.standing[model]), fields(configuration.text(plan.config))
         for name in COMPARED:
             if has.get(name) != needed.get(name):
                 raise UsageError(
-                    f"{plan.name} has another {name} in {self.target / plan.name / CONFIG}, which all versions share; "
+                    f"{model} has another {name} in {self.target / model / CONFIG}, which all versions share; "
                     "package it under another name (--name)"
                 )
 
