@@ -126,10 +126,7 @@ def lower(
         if device == "cpu":
             candidate, choice = _in_less_memory(attention, candidate, choice, largest or sizes)
         write(model.graph, attention, candidate)
-        unfused = None if candidate.fused else choice.why
-        lowered.append(
-            Lowered(site.name, candidate.form, choice.why, candidate.node, unfused, choice.measured, choice.dropped)
-        )
+        lowered.append(candidate.lowered(site.name, choice))
     modified |= casts_for_fp8(model).modified | bool(lowered)  # behind the sites, which are told by their Q/DQ
     modified |= RemoveUnusedNodesPass()(model).modified
     return SitesResult(model, modified, lowered)
@@ -137,7 +134,7 @@ def lower(
 
 def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
     """Put a form in the place of a site. The Attention node stays, without users."""
-    result = insert(graph, attention.node, lambda op: candidate.emit(op, attention))
+    result = insert(graph, attention.node, lambda op: candidate.emit(op, attention, candidate.node))
     replace_value(attention.output.value, result)
     _register_initializers(graph)
     if candidate.form.startswith(CONTRIB):
@@ -151,44 +148,36 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
     """The forms that compute what `a` does at any sizes; the plain products first, in a step those over the cache."""
     if a.cached is not None:
         return _candidates_for_step(site, a)
-    name = f"{site}/Softmax"
-    candidates = [Candidate(_products_form(a), name, partial(_products, name=name), fused=False)]
+    multi_head, grouped = f"{site}/MultiHeadAttention", f"{site}/GroupQueryAttention"
+    candidates = [Candidate(_products_form(a), f"{site}/Softmax", _products, fused=False)]
     if a.softmax_dtype != a.dtype or a.scales is not None:
         return candidates
-    if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and _are_static(a) and not a.softcap:
+    if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and a.has_static_heads and not a.softcap:
         if not a.is_triangle:
-            name = f"{site}/MultiHeadAttention"
-            emit = partial(_mask_as_feature, name=name)
-            candidates.append(Candidate(MASK_AS_FEATURE, name, emit, holds_scores=False))
+            candidates.append(Candidate(MASK_AS_FEATURE, multi_head, _mask_as_feature, holds_scores=False))
         elif sizes_of(a.mask)[1] == ONE:
-            name = f"{site}/GroupQueryAttention"
-            emit = partial(_causal_mask_as_feature, name=name)
-            candidates.append(Candidate(CAUSAL_AS_FEATURE, name, emit, holds_scores=False))
+            candidates.append(Candidate(CAUSAL_AS_FEATURE, grouped, _causal_mask_as_feature, holds_scores=False))
     if a.mask is not None and not _is_additive(a):
         return candidates
     as_many = a.size("n_q") == a.size("n_k")
     if not a.softcap and (not a.is_causal or as_many):
-        holds, name = a.mask is not None or a.is_causal, f"{site}/MultiHeadAttention"
+        holds = a.mask is not None or a.is_causal
         if a.size("H").is_static:
-            packed = partial(_multi_head, packed=True, name=name)
-            candidates.append(Candidate(MULTI_HEAD, name, packed, holds_scores=holds))
+            candidates.append(Candidate(MULTI_HEAD, multi_head, partial(_multi_head, packed=True), holds_scores=holds))
         if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
-            apart = partial(_multi_head, packed=False, name=name)
-            candidates.append(Candidate(ONE_HEAD, name, apart, holds_scores=holds))
+            candidates.append(Candidate(ONE_HEAD, multi_head, partial(_multi_head, packed=False), holds_scores=holds))
     if a.mask is None or not a.silent_rows_are_nan:
-        name = f"{site}/Attention"
-        candidates.append(Candidate("Attention", name, partial(_standard, name=name)))
-    fits = a.size("d_k") == a.size("d_v") and a.size("d_k").factor % 8 == 0 and _are_static(a)
-    if a.is_triangle and a.residue == "none" and fits:
-        name = f"{site}/GroupQueryAttention"
-        candidates.append(Candidate(GROUP_QUERY, name, partial(_group_query, name=name), holds_scores=False))
-    elif a.staircase and a.residue == "none" and fits:
-        name = f"{site}/GroupQueryAttention/later queries"
-        candidates.append(Candidate(GROUP_QUERY_FIRST, name, partial(_after_first, name=name), holds_scores=False))
-    if a.band is not None and _are_static(a):
+        candidates.append(Candidate("Attention", f"{site}/Attention", _standard))
+    if a.residue == "none" and is_for_group_query(a):
+        if a.is_triangle:
+            candidates.append(Candidate(GROUP_QUERY, grouped, _group_query, holds_scores=False))
+        elif a.staircase:
+            later = f"{grouped}/later queries"
+            candidates.append(Candidate(GROUP_QUERY_FIRST, later, _after_first, holds_scores=False))
+    if a.band is not None and a.has_static_heads:
         name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # no map of two parts
         for width in a.band.widths(BLOCKS):
-            emit = partial(_in_blocks, width=width, name=name)
+            emit = partial(_in_blocks, width=width)
             candidates.append(Candidate(_blocks_form(a.band, width), name, emit, holds_scores=False))
     return candidates
 
@@ -199,22 +188,15 @@ OF_STEPS = Measurement(step_tuning.signature, partial(step_tuning.measured, writ
 
 def _candidates_for_step(site: str, a: Attention) -> list[Candidate]:
     """The forms of attention over a cache; the plain products first."""
-    name = f"{site}/Softmax"
-    products = partial(over_filled, attend=partial(_products, name=name))
-    candidates = [Candidate(f"{_products_form(a)}, filled part", name, products, fused=False)]
+    products = partial(over_filled, attend=_products)
+    candidates = [Candidate(f"{_products_form(a)}, filled part", f"{site}/Softmax", products, fused=False)]
     if a.softmax_dtype == a.dtype:
-        name = f"{site}/Attention"
-        standard = partial(over_filled, attend=partial(_standard, name=name))
-        candidates.append(Candidate(FILLED_ATTENTION, name, standard))
+        standard = partial(over_filled, attend=_standard)
+        candidates.append(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard))
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
-        candidates.append(Candidate(GROUP_QUERY_CACHE, name, partial(group_query, name=name), holds_scores=False))
+        candidates.append(Candidate(GROUP_QUERY_CACHE, name, group_query, holds_scores=False))
     return candidates
-
-
-def _are_static(a: Attention) -> bool:
-    """Whether heads and their sizes are known."""
-    return all(a.size(dim).is_static for dim in ("H", "H_kv", "d_k", "d_v"))
 
 
 def _blocks_form(band: Band, width: int) -> str:
@@ -299,11 +281,8 @@ def _in_less_memory(
     if candidate.form != MULTI_HEAD or candidate.holds_scores or size < MANY_BYTES:
         return candidate, choice
     why = f"; head after head, for queries, keys and values of all are {size / 2**20:.0f} MiB at most"
-    emit = partial(_head_after_head, name=candidate.node)
-    return (
-        replace(candidate, form=HEAD_AFTER_HEAD, emit=emit),
-        replace(choice, form=HEAD_AFTER_HEAD, why=choice.why + why),
-    )
+    choice = replace(choice, form=HEAD_AFTER_HEAD, why=choice.why + why)
+    return replace(candidate, form=HEAD_AFTER_HEAD, emit=_head_after_head), choice
 
 
 def _packed(a: Attention) -> list[Layout]:
@@ -345,7 +324,7 @@ def _products(op: Builder, a: Attention, name: str) -> ir.Value:
     return a.as_output(op, result, columns if as_columns else rows)
 
 
-def _multi_head(op: Builder, a: Attention, packed: bool, name: str) -> ir.Value:
+def _multi_head(op: Builder, a: Attention, name: str, packed: bool) -> ir.Value:
     *layouts, output = _packed(a) if packed else _apart(a)
     inputs: list[ir.Value | None] = [*a.inputs(op, layouts)]
     attributes: dict[str, int | float] = {"num_heads": a.size("H").factor if packed else 1, "scale": a.scale}
@@ -548,7 +527,7 @@ def _after_first(op: Builder, a: Attention, name: str) -> ir.Value:
     return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
 
 
-def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
+def _in_blocks(op: Builder, a: Attention, name: str, width: int) -> ir.Value:
     assert a.band is not None
     metadata = {BAND: written(a.band)}
 
