@@ -99,18 +99,17 @@ class Reuse:
         """
         if not self._cache.keeps:
             return make()
-        onnx_file, plan_file = Path(request.onnx_file), Path(request.plan_file)
-        about = self._about("plan", onnx_file.relative_to(self._folder).as_posix()) | {
+        about = self._about("plan", request.onnx_file.relative_to(self._folder).as_posix()) | {
             "request": request.model_dump(mode="json", exclude={"onnx_file", "plan_file", "timing_cache"}),
         }
         if (entry := self._cache.get(about)) is not None:
             self.reused.append(f"plan for {request.flavour}")
-            shutil.copyfile(entry / "plan", plan_file)
+            shutil.copyfile(entry / "plan", request.plan_file)
             answer = Answer.model_validate_json((entry / "answer.json").read_bytes())
             return answer.model_copy(update={"memory": 0})
         answer = make()
         if answer.refusal is None and answer.errno is None:
-            self._cache.put(about, {"plan": plan_file, "answer.json": answer.model_dump_json().encode()})
+            self._cache.put(about, {"plan": request.plan_file, "answer.json": answer.model_dump_json().encode()})
         return answer
 
     def forms(self, sizes: Mapping[str, int], target: str | None = None) -> dict[str, FormChoice]:
