@@ -9,7 +9,7 @@ alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -27,28 +27,22 @@ from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.lowering.attention import Attention, attention_of, attentions
 from attnforge.export.precision.calibration import HEADROOM
-from attnforge.export.precision.rounding import errors_of_rounding
+from attnforge.export.precision.rounding import Rounding, with_errors
 
 MOST = 127
 """The largest number of int8 that is used, of either sign."""
 
 
 @dataclass(frozen=True)
-class RoundedCache:
+class RoundedCache(Rounding):
     """Attention whose keys and values can be rounded to int8.
 
     Attributes:
-        site: that it is.
-        node: name of the canonical node.
         key, value: scales, `(key heads, 1, size)`, float32 > 0.
-        error: of its output on calibration data, relative to fp32.
     """
 
-    site: Site
-    node: str
     key: Array = field(repr=False)
     value: Array = field(repr=False)
-    error: float = 0.0
 
     @property
     def name(self) -> str:
@@ -94,8 +88,7 @@ def sites_with_caches(
         RoundedCache(site, str(a.node.name), scales[f"{site.name}/key"], scales[f"{site.name}/value"])
         for site, a in found
     ]
-    errors = errors_of_rounding(model, sites, rounded, data)
-    return [replace(one, error=errors[one.name]) for one in rounded]
+    return with_errors(model, sites, rounded, data)
 
 
 def _scale(peak: Array) -> Array:
