@@ -22,7 +22,6 @@ from attnforge.bundle import (
     Choice,
     Manifest,
     SessionSettings,
-    TensorSpec,
 )
 from attnforge.deploy_cache import DeployCache
 from attnforge.export.lowering.tuning import FormChoice
@@ -73,7 +72,7 @@ class Reuse:
         about = self._about("reference", CANONICAL, PLAIN) | {
             **({"caches": True} if has_caches else {}),
             "of": [model.reference, model.precision.name, attention.name if attention is not None else None],
-            "inputs": _specs(model.inputs),
+            "inputs": [spec.model_dump(mode="json") for spec in model.inputs],
             "arrays": [_digests(model.example), *map(_digests, data.inputs)],
             "labels": [_digests({"labels": labels}) for labels in data.labels],
         }
@@ -159,14 +158,9 @@ class Reuse:
             return
         measure()
         session = target.session if target is not None else None
-        files: dict[str, Path | bytes] = {
-            "measured.json": _json(
-                {
-                    "choice": manifest.choice.model_dump() if manifest.choice is not None else None,
-                    "session": session.model_dump() if session is not None else None,
-                }
-            )
-        }
+        found = {"choice": manifest.choice, "session": session}
+        document = {name: record.model_dump() if record is not None else None for name, record in found.items()}
+        files: dict[str, Path | bytes] = {"measured.json": _json(document)}
         if session is not None and session.optimized is not None:
             files[OPTIMIZED] = self._folder / session.optimized
         self._cache.put(about, files)
@@ -180,10 +174,6 @@ class Reuse:
             "tools": tool_versions(),
             "content": {name: sha256(self._folder / name) for name in names},
         }
-
-
-def _specs(inputs: list[TensorSpec]) -> list[Any]:
-    return [spec.model_dump(mode="json") for spec in inputs]
 
 
 def _digests(arrays: Mapping[str, Array]) -> dict[str, str]:

@@ -174,6 +174,11 @@ class Attention:
         """Whether the number of heads and their sizes are known."""
         return all(self.size(name).is_static for name in ("H", "H_kv", "d_k", "d_v"))
 
+    def attributes(self, of_queries: str = "num_heads") -> dict[str, int | float | str]:
+        """Of a kernel that is told how many static heads there are; `of_queries` is its name for those of queries."""
+        heads = {of_queries: self.size("H").factor, "kv_num_heads": self.size("H_kv").factor}
+        return {**heads, "scale": self.scale, "softcap": self.softcap}
+
     def narrowed(self, op: Builder, dtype: ir.DataType) -> Attention:
         """The same with query, key and value cast to `dtype`.
 

@@ -47,12 +47,7 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     """GroupQueryAttention that writes to the cache and reads it. The graph's outputs become its own."""
     cached = a.cached
     assert cached is not None
-    attributes: dict[str, int | float | str] = {
-        "num_heads": a.size("H").factor,
-        "kv_num_heads": a.size("H_kv").factor,
-        "scale": a.scale,
-        "softcap": a.softcap,
-    }
+    attributes = a.attributes()
     if cached.seen.window is not None:
         attributes["local_window_size"] = cached.seen.window
     new = (cached.new_key, cached.new_value) if cached.in_int8 is None else [part.source for part in cached.in_int8]

@@ -36,14 +36,23 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.arrays import Array
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, sizes_of
 from attnforge.export.attention.mask_blocks import mask_by_key
 from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.build import (
+    Builder,
+    cast,
+    constant,
+    dims_of,
+    initializer,
+    insert,
+    like,
+    replace_value,
+    typed,
+)
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.types import widen
 from attnforge.export.lowering import step_tuning
@@ -136,7 +145,6 @@ def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
     """Put a form in the place of a site. The Attention node stays, without users."""
     result = insert(graph, attention.node, lambda op: candidate.emit(op, attention, candidate.node))
     replace_value(attention.output.value, result)
-    _register_initializers(graph)
     if candidate.form.startswith(CONTRIB):
         graph.opset_imports[CONTRIB] = 1
 
@@ -354,8 +362,8 @@ def _causal_mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
     if size > d_v:
         value = op.Pad(value, constant(op, [0] * 7 + [size - d_v]))
     inputs.append(op.Reshape(value, constant(op, [0, -1, a.size("H_kv").factor * size])))
-    heads = a.size("H").factor, a.size("H_kv").factor
-    apart = op.Reshape(_grouped(op, a, inputs, heads, 1.0, name), constant(op, [0, -1, heads[0], size]))
+    grouped = _grouped(op, inputs, {**a.attributes(), "scale": 1.0}, name)
+    apart = op.Reshape(grouped, constant(op, [0, -1, a.size("H").factor, size]))
     output = a.layout("B", "n_q", "H", "d_v")
     result = typed(op.Slice(apart, constant(op, [0]), constant(op, [d_v]), constant(op, [3])), a.dtype, _dims(output))
     if not a.silent_rows_are_nan:  # zeros, where neither the query's own key nor an earlier one is to be seen
@@ -436,24 +444,10 @@ def _heads(op: Builder, value: ir.Value, heads: int, width: Size) -> list[ir.Val
     if node is None or weight is None or len(value.uses()) > 1 or len(weight.shape) != 2:
         outputs = op.op_multi_out("Split", [value], {"axis": -1, "num_outputs": heads}, num_outputs=heads)
         return [typed(output, value.dtype, dims) for output in outputs]
-    columns = np.split(weight.numpy(), heads, axis=1)
-    weights = [_weight(f"{value.name}/head_{i}", part, weight.dtype) for i, part in enumerate(columns)]
+    assert isinstance(node.graph, ir.Graph)
+    columns = enumerate(np.split(weight.numpy(), heads, axis=1))
+    weights = [initializer(node.graph, f"{value.name}/head_{i}", part) for i, part in columns]
     return [typed(op.MatMul(node.inputs[0], part), value.dtype, dims) for part in weights]
-
-
-def _weight(name: str, data: Array, dtype: ir.DataType) -> ir.Value:
-    tensor = ir.tensor(np.ascontiguousarray(data), dtype=dtype, name=name)
-    return typed(ir.Value(name=name, const_value=tensor), dtype, data.shape)
-
-
-def _register_initializers(graph: ir.Graph) -> None:
-    """Make the weights that a form wrote weights of the graph."""
-    for node in graph:
-        for value in node.inputs:
-            if value is None or value.producer() is not None or value.const_value is None or value.name is None:
-                continue
-            if value not in graph.inputs and value.name not in graph.initializers:
-                graph.register_initializer(value)
 
 
 def _standard(op: Builder, a: Attention, name: str) -> ir.Value:
@@ -486,26 +480,19 @@ def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     packed = [a.layout("B", *ends) for ends in SIDE_BY_SIDE]
     are_samples = a.size("H") == a.size("H_kv") and _moves(a, _apart(a)) < _moves(a, packed)
     *layouts, output = _apart(a) if are_samples else packed
-    heads = (1, 1) if are_samples else (a.size("H").factor, a.size("H_kv").factor)
-    result = _grouped(op, a, a.inputs(op, layouts), heads, a.scale, name)
+    one_head = {"num_heads": 1, "kv_num_heads": 1} if are_samples else {}
+    result = _grouped(op, a.inputs(op, layouts), a.attributes() | one_head, name)
     return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
 
 
 def _grouped(
-    op: Builder, a: Attention, operands: Sequence[ir.Value], heads: tuple[int, int], scale: float, name: str
+    op: Builder, operands: Sequence[ir.Value], attributes: Mapping[str, int | float | str], name: str
 ) -> ir.Value:
-    """GroupQueryAttention of `(batch, tokens, heads · size)` operands: `heads` of queries, and of keys and values."""
+    """GroupQueryAttention of `(batch, tokens, heads · size)` operands."""
     query, key, value = operands
     batch, tokens = op.Shape(query, start=0, end=1), op.Shape(query, start=1, end=2)
-    last = op.Expand(
-        op.Cast(op.Sub(tokens, constant(op, [1])), to=INT32.value), batch
-    )  # of the keys, in every sequence
-    attributes: dict[str, int | float] = {
-        "num_heads": heads[0],
-        "kv_num_heads": heads[1],
-        "scale": scale,
-        "softcap": a.softcap,
-    }
+    last = op.Cast(op.Sub(tokens, constant(op, [1])), to=INT32.value)  # of the keys, in every sequence
+    last = op.Expand(last, batch)
     inputs = [query, key, value, None, None, last, op.Cast(op.Squeeze(tokens), to=INT32.value)]
     result, *_ = op.op_multi_out("GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=name)
     return result
@@ -518,7 +505,7 @@ def _after_first(op: Builder, a: Attention, name: str) -> ir.Value:
     assert count is not None
     *layouts, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
     operands = a.inputs(op, layouts)
-    causal = _grouped(op, a, operands, (a.size("H").factor, a.size("H_kv").factor), a.scale, name)
+    causal = _grouped(op, operands, a.attributes(), name)
     n_q, begin, axis = a.size("n_q"), constant(op, [count]), constant(op, [1])
     size = Size(min(count, n_q.factor)) if n_q.is_static else Size.of(ir.SymbolicDim(f"min({n_q.dim()}, {count})"))
     rows = [op.Slice(x, constant(op, [0]), begin, axis) for x in operands]
@@ -539,16 +526,10 @@ def _in_blocks(op: Builder, a: Attention, name: str, width: int) -> ir.Value:
 
 def _attended(op: Builder, part: Attention, name: str, metadata: Mapping[str, str] | None = None) -> ir.Value:
     """The standard operator on some queries and keys, laid out as `B` and `SIDE_BY_SIDE`."""
-    attributes: dict[str, int | float] = {
-        "q_num_heads": part.size("H").factor,
-        "kv_num_heads": part.size("H_kv").factor,
-        "scale": part.scale,
-        "softcap": part.softcap,
-    }
     inputs = [operand.value for operand in part.operands]
     if part.mask is not None:
         inputs.append(cast(op, _bias(op, part, part.mask), part.dtype))
-    result = op.op("Attention", inputs, attributes, name=name, metadata_props=dict(metadata or {}))
+    result = op.op("Attention", inputs, part.attributes("q_num_heads"), name=name, metadata_props=dict(metadata or {}))
     return typed(result, part.dtype, _dims(part.output.layout))
 
 

@@ -27,10 +27,8 @@ from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.lowering.attention import Attention, attention_of, attentions
 from attnforge.export.precision.calibration import HEADROOM
+from attnforge.export.precision.quantisation import INT8, scale_for
 from attnforge.export.precision.rounding import Rounding, with_errors
-
-MOST = 127
-"""The largest number of int8 that is used, of either sign."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +81,9 @@ def sites_with_caches(
         for name, array in run(feeds).items():
             largest = np.abs(np.where(np.isfinite(array), array, 0)).max(axis=(0, 2), initial=0.0)[:, None]
             peaks[name] = np.maximum(peaks.get(name, largest), largest)
-    scales = {name: _scale(peak) for name, peak in peaks.items()}
+    scales = {name: scale_for(HEADROOM * peak, INT8) for name, peak in peaks.items()}
     rounded = [
         RoundedCache(site, str(a.node.name), scales[f"{site.name}/key"], scales[f"{site.name}/value"])
         for site, a in found
     ]
     return with_errors(model, sites, rounded, data)
-
-
-def _scale(peak: Array) -> Array:
-    """The scale for numbers of this size; 1 for zeros."""
-    scale = HEADROOM * peak / MOST
-    return np.where(scale > 0, scale, 1).astype(np.float32)
