@@ -65,6 +65,6 @@ def _why(bundle: Bundle, said: str) -> Wrong:
             finding = diagnose(bundle, out=reproduction).finding
     except (AttnforgeError, MemoryError) as error:
         return Wrong(cause="unknown", stage="backends", evidence=f"{said} (no diagnosis: {first_line(error)})")
-    stage = "backends" if finding.cause in COSTS else finding.stage  # else the tensors say no more
+    stage = "backends" if finding.cause in COSTS else finding.stage  # of a mere cost the tensors say no more
     told = {"stage": stage, "evidence": f"{said}; {finding.evidence}"}
     return Wrong.model_validate({**finding.model_dump(include=set(Wrong.model_fields)), **told})
