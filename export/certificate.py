@@ -15,6 +15,7 @@ from attnforge.export.attention.regions import Interval, Region
 from attnforge.export.attention.visibility import Unsized, Visibility, visibility
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.targets.target import Built
+from attnforge.runtime.cases import sizes_at
 
 
 def certify(
@@ -70,9 +71,7 @@ def masks_of(model: ir.Model, sites: Sequence[Site], inputs: Sequence[TensorSpec
         sites: as canonicalize found them.
         inputs: of the model, with the sizes that they have in the example, and at most.
     """
-    dims = [dim for spec in inputs for dim in spec.dims if not isinstance(dim, int)]
-    example = {dim.symbol: (dim.opt or 0) // dim.factor for dim in dims}
-    largest = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
+    example, largest = (sizes_at(inputs, bound) for bound in ("opt", "max"))
     nodes = {node.name: node for node in model.graph if node.op_type == "Attention"}
     known: dict[Hashable, SiteMask] = {}  # layers share their masks
     masks: dict[str, SiteMask] = {}

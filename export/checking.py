@@ -15,7 +15,7 @@ from attnforge.export.diagnosis.causes import COSTS
 from attnforge.export.diagnosis.diagnose import diagnose
 from attnforge.export.flops import run_cost
 from attnforge.machine import this_machine, versions
-from attnforge.progress import Progress, Steps
+from attnforge.progress import Progress
 from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, libraries_of, why_unavailable
 from attnforge.runtime.cases import run_of_example
 from attnforge.runtime.choose import why_dropped
@@ -47,11 +47,7 @@ def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
     if manifest.choice is not None and manifest.choice.milliseconds:
         return None
     able = [name for name in BACKENDS if name not in WITHOUT_TARGET and why_unavailable(bundle, name) is None]
-    steps, dropped = Steps(progress, len(able)), dict[str, str]()
-    for name in able:
-        steps.begin(name)
-        if (reason := why_dropped(bundle, name, cheap)) is not None:
-            dropped[name] = reason
+    dropped = why_dropped(bundle, able, progress, cheap)
     if able and len(dropped) == len(able):
         return _why(bundle, "; ".join(f"{name}: {reason}" for name, reason in dropped.items()))
     if dropped and manifest.choice is None:
@@ -69,7 +65,6 @@ def _why(bundle: Bundle, said: str) -> Wrong:
             finding = diagnose(bundle, out=reproduction).finding
     except (AttnforgeError, MemoryError) as error:
         return Wrong(cause="unknown", stage="backends", evidence=f"{said} (no diagnosis: {first_line(error)})")
-    known = finding.model_dump(include=set(Wrong.model_fields))
-    if finding.cause in COSTS:  # the tensors say no more
-        known = {**known, "stage": "backends"}
-    return Wrong.model_validate({**known, "evidence": f"{said}; {finding.evidence}"})
+    stage = "backends" if finding.cause in COSTS else finding.stage  # of a mere cost the tensors say no more
+    told = {"stage": stage, "evidence": f"{said}; {finding.evidence}"}
+    return Wrong.model_validate({**finding.model_dump(include=set(Wrong.model_fields)), **told})

@@ -56,7 +56,7 @@ from attnforge.export.tensorrt.build import Builders, profiles_of
 from attnforge.machine import tool_versions
 from attnforge.memory import give_back
 from attnforge.progress import Listener, Stages
-from attnforge.runtime.cases import WHOLE_CACHE
+from attnforge.runtime.cases import WHOLE_CACHE, sizes_at
 
 
 def deploy(
@@ -206,7 +206,8 @@ def _made(
         masks = masks_of(model, sites, source.inputs)
         note_roles(model.graph, source.inputs, negative=isinstance(source, Imported))
 
-        Work.at_most(model, source.inputs, source.precision, selection.chosen, options.tune).check()
+        largest = sizes_at(source.inputs, "max")
+        Work(model, source.precision, selection.chosen, options.tune, largest).check()
 
         reference: ReferenceModel = source
         mixed, quantised = None, None

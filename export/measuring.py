@@ -81,8 +81,14 @@ def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
             command(__name__, str(folder.absolute()), str(left)),
             stdout=subprocess.PIPE, stderr=errors, text=True, cwd=cwd, env=environment(),
         ) as process:  # fmt: skip
+            heard: Measured | None = None
             try:
-                heard = _heard(process, progress)
+                for line in process.stdout or ():
+                    said = _SAID.validate_json(line)
+                    if isinstance(said, Measured):
+                        heard = said
+                    else:
+                        progress.step(said.what, said.done, said.total)
             except BaseException:
                 process.kill()
                 raise
@@ -94,17 +100,6 @@ def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
         target.session = heard.session
     manifest.choice = heard.choice
     manifest.children[MEASURING] = Cost(seconds=round(time.perf_counter() - start, 3), memory=heard.memory)
-
-
-def _heard(process: subprocess.Popen[str], progress: Progress) -> Measured | None:
-    """What a process says last; every step before goes to `progress`."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        said = _SAID.validate_json(line)
-        if isinstance(said, Measured):
-            return said
-        progress.step(said.what, said.done, said.total)
-    return None
 
 
 class _Told:

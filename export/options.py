@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from attnforge.arrays import Array, is_floating, to_numpy
+from attnforge.arrays import is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec
 from attnforge.bundle.fields import LONGEST_NAME
 from attnforge.errors import InputError, UnknownNameError, UsageError, plain, shortened
@@ -240,7 +240,7 @@ class DeployOptions:
         """
         if self.labels:
             return self.labels
-        held = [_labels_in(values) for values in self.data]
+        held = [read_labels(Path(values)) if isinstance(values, os.PathLike) else None for values in self.data]
         labels = [array for array in held if array is not None]
         if labels and len(labels) < len(held):
             raise UsageError(
@@ -325,10 +325,6 @@ class DeployOptions:
         labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}
         metric = metric_named(self.metric, bool(data.labels))
         return Requirement(self.max_error, partial(MeasuredMetric, self.metric, metric, labels, self.least))
-
-
-def _labels_in(values: Real) -> Array | None:
-    return read_labels(Path(values)) if isinstance(values, os.PathLike) else None
 
 
 def _read(inputs: list[TensorSpec], values: Real) -> dict[str, Any]:

@@ -97,6 +97,29 @@ class ReferenceModel(Protocol):
         """The same weights rounded to another precision."""
 
 
+class Derived:
+    """A model whose eager is that of another one, and whose float64 is its own.
+
+    Args:
+        whole: the model.
+        precision: of the other one.
+    """
+
+    def __init__(self, whole: ReferenceModel, precision: Precision) -> None:
+        self._whole, self.precision = whole, precision
+        self.inputs: list[TensorSpec] = whole.inputs
+
+    @property
+    def example(self) -> dict[str, Array]:
+        return self._whole.example
+
+    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+        return self._whole.exact(inputs, peaks)
+
+    def at(self, precision: Precision) -> ReferenceModel:
+        return self._whole.at(precision)
+
+
 @dataclass(frozen=True)
 class Data:
     """Real inputs, a case each, and labels where the task has some.
@@ -247,7 +270,8 @@ def _run(case: Case, model: ReferenceModel, stored: Mapping[str, Array], reach: 
         exact = model.exact(inputs, peaks if case.is_ordinary or is_large else None)
         if case.is_ordinary:
             reach.note(peaks)
-        if not (is_large and (_overflows(eager, exact, model.precision) or reach.is_left(peaks))):
+        overflows = is_large and any(_overflows(array, exact[name], model.precision) for name, array in eager.items())
+        if not (overflows or (is_large and reach.is_left(peaks))):
             return inputs, eager, exact
         case.scale /= 2
 
@@ -365,30 +389,23 @@ def _limit(model: ReferenceModel, which: str) -> float:
     return float(getattr(ml_dtypes.finfo(dtype), which))  # type: ignore[no-untyped-call]
 
 
-def _overflows(eager: Mapping[str, Array], exact: Mapping[str, Array], precision: Precision) -> bool:
+def _overflows(eager: Array, exact: Array, precision: Precision) -> bool:
     """Whether eager has NaN or infinity where the precision holds float64's number."""
-    return any(
-        not np.isfinite(array[_held(truth, precision)]).all()
-        for output, whole in eager.items()
-        for array, truth in pieces(whole, exact[output])
-    )
+    return not all(np.isfinite(array).all() for array, _ in _held(eager, exact, precision))
 
 
 def _is_right(eager: Array, exact: Array, precision: Precision) -> bool:
     """Whether eager is finite and near float64 wherever the precision holds float64's number."""
-
-    def held() -> Iterator[tuple[Array, Array]]:
-        for array, truth in pieces(eager, exact):
-            places = _held(truth, precision)
-            yield array[places].astype(np.float64), truth[places]
-
-    is_finite = all(np.isfinite(array).all() for array, _ in held())
-    return is_finite and relative_error_in(held()) <= FAR_OFF * precision.floor
+    if _overflows(eager, exact, precision):
+        return False
+    return relative_error_in(_held(eager, exact, precision)) <= FAR_OFF * precision.floor
 
 
-def _held(exact: Array, precision: Precision) -> Array:
-    """Where the precision holds the number: finite and within its range."""
-    return np.isfinite(exact) & (np.abs(exact) <= precision.largest)
+def _held(eager: Array, exact: Array, precision: Precision) -> Iterator[tuple[Array, Array]]:
+    """The numbers of both, in float64, where the precision holds float64's: finite and within its range."""
+    for array, truth in pieces(eager, exact):
+        places = np.isfinite(truth) & (np.abs(truth) <= precision.largest)
+        yield array[places].astype(np.float64), truth[places]
 
 
 # --- how widely eager's error spreads ---------------------------------------------------------------------------------

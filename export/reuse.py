@@ -22,7 +22,6 @@ from attnforge.bundle import (
     Choice,
     Manifest,
     SessionSettings,
-    TensorSpec,
 )
 from attnforge.deploy_cache import DeployCache
 from attnforge.export.lowering.tuning import FormChoice
@@ -73,7 +72,7 @@ class Reuse:
         about = self._about("reference", CANONICAL, PLAIN) | {
             **({"caches": True} if has_caches else {}),
             "of": [model.reference, model.precision.name, attention.name if attention is not None else None],
-            "inputs": _specs(model.inputs),
+            "inputs": [spec.model_dump(mode="json") for spec in model.inputs],
             "arrays": [_digests(model.example), *map(_digests, data.inputs)],
             "labels": [_digests({"labels": labels}) for labels in data.labels],
         }
@@ -99,18 +98,17 @@ class Reuse:
         """
         if not self._cache.keeps:
             return make()
-        onnx_file, plan_file = Path(request.onnx_file), Path(request.plan_file)
-        about = self._about("plan", onnx_file.relative_to(self._folder).as_posix()) | {
+        about = self._about("plan", request.onnx_file.relative_to(self._folder).as_posix()) | {
             "request": request.model_dump(mode="json", exclude={"onnx_file", "plan_file", "timing_cache"}),
         }
         if (entry := self._cache.get(about)) is not None:
             self.reused.append(f"plan for {request.flavour}")
-            shutil.copyfile(entry / "plan", plan_file)
+            shutil.copyfile(entry / "plan", request.plan_file)
             answer = Answer.model_validate_json((entry / "answer.json").read_bytes())
             return answer.model_copy(update={"memory": 0})
         answer = make()
         if answer.refusal is None and answer.errno is None:
-            self._cache.put(about, {"plan": plan_file, "answer.json": answer.model_dump_json().encode()})
+            self._cache.put(about, {"plan": request.plan_file, "answer.json": answer.model_dump_json().encode()})
         return answer
 
     def forms(self, sizes: Mapping[str, int], target: str | None = None) -> dict[str, FormChoice]:
@@ -160,14 +158,9 @@ class Reuse:
             return
         measure()
         session = target.session if target is not None else None
-        files: dict[str, Path | bytes] = {
-            "measured.json": _json(
-                {
-                    "choice": manifest.choice.model_dump() if manifest.choice is not None else None,
-                    "session": session.model_dump() if session is not None else None,
-                }
-            )
-        }
+        found = {"choice": manifest.choice, "session": session}
+        document = {name: record.model_dump() if record is not None else None for name, record in found.items()}
+        files: dict[str, Path | bytes] = {"measured.json": _json(document)}
         if session is not None and session.optimized is not None:
             files[OPTIMIZED] = self._folder / session.optimized
         self._cache.put(about, files)
@@ -181,10 +174,6 @@ class Reuse:
             "tools": tool_versions(),
             "content": {name: sha256(self._folder / name) for name in names},
         }
-
-
-def _specs(inputs: list[TensorSpec]) -> list[Any]:
-    return [spec.model_dump(mode="json") for spec in inputs]
 
 
 def _digests(arrays: Mapping[str, Array]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from attnforge.bundle import FLAVOURS, DimSpec, TensorSpec
+from attnforge.bundle import FLAVOURS
 from attnforge.errors import UnavailableError
 from attnforge.export.flops import Uncountable, shape_at
 from attnforge.memory import available
@@ -25,7 +25,6 @@ class Work:
 
     Attributes:
         model: the canonical graph.
-        inputs: of the model.
         precision: of the bundle.
         targets: names of targets.
         tune: whether backends are measured.
@@ -33,20 +32,10 @@ class Work:
     """
 
     model: ir.Model
-    inputs: Sequence[TensorSpec]
     precision: Precision
     targets: Sequence[str]
     tune: bool
     sizes: Mapping[str, int]
-
-    @classmethod
-    def at_most(
-        cls, model: ir.Model, inputs: Sequence[TensorSpec], precision: Precision, targets: Sequence[str], tune: bool
-    ) -> Work:
-        """The work at the largest sizes that the inputs may have."""
-        dims = [dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)]
-        sizes = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
-        return cls(model, inputs, precision, targets, tune, sizes)
 
     def bytes(self) -> int:
         """Bytes that are needed at least, beside what is in memory when the graph is canonical.

@@ -141,9 +141,11 @@ def sizes_at(inputs: Sequence[TensorSpec], bound: str) -> dict[str, int]:
 
 
 def _symbols(inputs: Sequence[TensorSpec]) -> dict[str, DimSpec]:
+    """The range of every symbol alone, in the order in which inputs have them."""
     symbols: dict[str, DimSpec] = {}
     for dim in (dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)):
-        symbols.setdefault(dim.symbol, _of_symbol(dim))
+        of_symbol = {bound: (getattr(dim, bound) or 0) // dim.factor for bound in ("min", "opt", "max")}
+        symbols.setdefault(dim.symbol, DimSpec(symbol=dim.symbol, **of_symbol))
     return symbols
 
 
@@ -258,12 +260,6 @@ def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
     if wrong := [name for name, size in sizes.items() if not isinstance(size, int) or not 0 <= size <= LARGEST_SIZE]:
         raise InputError(f"the size of {wrong[0]} is {sizes[wrong[0]]!r}; give a whole number")
     return Case(name="at", sizes={**example.sizes, **sizes}, kind="normal", seed=1)
-
-
-def _of_symbol(dim: DimSpec) -> DimSpec:
-    """The range of a dim's symbol alone."""
-    bounds = {k: (getattr(dim, k) or 0) // dim.factor for k in ("min", "opt", "max")}
-    return DimSpec(symbol=dim.symbol, **bounds)
 
 
 def _between(dim: DimSpec, wanted: Callable[[int], bool], place: float) -> int:

@@ -54,11 +54,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     able = [name for name in BACKENDS if why_unavailable(bundle, name) is None]
     if len(able) < 2:
         return None
-    steps, dropped = Steps(progress, len(able)), dict[str, str]()
-    for name in able:
-        steps.begin(name)
-        if (reason := why_dropped(bundle, name)) is not None:
-            dropped[name] = reason
+    dropped = why_dropped(bundle, able, progress)
     names, openings = [name for name in able if name not in dropped], []
     end = time.perf_counter() + seconds
     for order, share in ((names, 1 / 2), (names[::-1], 1)):
@@ -83,21 +79,29 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     )
 
 
-def why_dropped(bundle: Bundle, name: str, cases: Sequence[Case] | None = None) -> str | None:
-    """Why a backend fails, or misses the budget; None where it meets it. It is alone in memory, where the largest case
+def why_dropped(
+    bundle: Bundle, names: Sequence[str], progress: Progress | None = None, cases: Sequence[Case] | None = None
+) -> dict[str, str]:
+    """Why backends fail, or miss the budget, by name, of those that do. Each is alone in memory, where the largest case
     takes the most of all.
 
     Args:
         bundle: the bundle.
-        name: of the backend.
-        cases: to hold it to; by default the bundle's.
+        names: of the backends.
+        progress: hears of every backend.
+        cases: to hold them to; by default the bundle's.
     """
-    try:
-        with load(bundle, name, cache=False) as session:  # the bundle has yet to be moved
-            missed = hold(bundle, name, session.run, cases, schedules=session.schedules).missed
-    except Exception as error:  # of any library: a backend that fails is not chosen
-        return first_line(error)
-    return None if missed is None else f"it missed the parity budget: {missed}"
+    steps, dropped = Steps(progress, len(names)), dict[str, str]()
+    for name in names:
+        steps.begin(name)
+        try:
+            with load(bundle, name, cache=False) as session:  # the bundle has yet to be moved
+                missed = hold(bundle, name, session.run, cases, schedules=session.schedules).missed
+        except Exception as error:  # of any library: a backend that fails is not chosen
+            dropped[name] = first_line(error)
+        else:
+            dropped |= {} if missed is None else {name: f"it missed the parity budget: {missed}"}
+    return dropped
 
 
 def _opened(stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str]) -> Callable[[], Any] | None:

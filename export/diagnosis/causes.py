@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -172,7 +172,7 @@ def in_norm(node: ir.Node) -> bool:
     if not _is_square(node):
         return False
     means = ("ReduceMean", "ReduceSum")
-    return any(user.op_type in means and _to_root(user.outputs[0], 6) for user in _users(node.outputs[0]))
+    return any(user.op_type in means and _to_root(user.outputs[0], 6) for user in node.outputs[0].consumers())
 
 
 def _is_square(node: ir.Node) -> bool:
@@ -185,17 +185,13 @@ def _to_root(value: ir.Value, steps: int) -> bool:
     """Whether a root is taken of `value`, at most `steps` simple operators on."""
     if steps == 0:
         return False
-    for user in _users(value):
+    for user in value.consumers():
         if user.op_type == "Sqrt" or (user.op_type == "Pow" and abs(scalar(user.inputs[1]) or 0) == 0.5):
             return True
         plain = ("Add", "Mul", "Div", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Max", "Clip")
         if user.op_type in plain and _to_root(user.outputs[0], steps - 1):
             return True
     return False
-
-
-def _users(value: ir.Value) -> Iterator[ir.Node]:
-    yield from (use.node for use in value.uses())
 
 
 # --- wrong in itself --------------------------------------------------------------------------------------------------
@@ -273,7 +269,7 @@ def _why_amplified(tensor: TensorErrors, trace: Trace) -> tuple[Cause, str]:
 def _sum_of_magnitudes(tensor: TensorErrors, trace: Trace) -> float | None:
     """Norm of what a sum would be if none of its terms were negative; None where the operator is no known sum."""
     node, result = tensor.node, trace.exact[tensor.name]
-    arrays = [_numbers(value, trace) for value in node.inputs]
+    arrays = [numbers_of(value, trace.exact) for value in node.inputs]
     if not arrays or arrays[0] is None:
         return None
     if node.op_type == "MatMul" and arrays[1] is not None:
@@ -290,13 +286,11 @@ def _sum_of_magnitudes(tensor: TensorErrors, trace: Trace) -> float | None:
     return None
 
 
-def _numbers(value: ir.Value | None, trace: Trace) -> Array | None:
-    """The numbers of a tensor in float64, where it is computed or constant."""
-    if value is None:
-        return None
-    if value.name in trace.exact:
-        return trace.exact[str(value.name)]
-    constant = ir.convenience.get_const_tensor(value)
+def numbers_of(value: ir.Value | None, computed: Mapping[str, Array] | None = None) -> Array | None:
+    """The numbers of a tensor in float64, where it is constant or among those that are computed."""
+    if value is not None and computed and value.name in computed:
+        return computed[str(value.name)]
+    constant = ir.convenience.get_const_tensor(value) if value is not None else None
     return constant.numpy().astype(np.float64) if constant is not None else None
 
 

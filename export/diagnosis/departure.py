@@ -9,12 +9,11 @@ by tensor.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from attnforge.arrays import Array, is_floating, to_numpy
-from attnforge.bundle import Case, DimSpec, Wrong
+from attnforge.bundle import Case, Wrong
 from attnforge.errors import CaptureError
 from attnforge.export.diagnosis.rewrites import SAME, region_of
 from attnforge.export.diagnosis.stages import line_of, module_of
@@ -36,7 +35,7 @@ from attnforge.export.sources.torch_module import Captured
 from attnforge.export.sources.widened import Float64
 from attnforge.memory import available
 from attnforge.numbers import scientific
-from attnforge.runtime.cases import at, cases, make_inputs
+from attnforge.runtime.cases import at, cases, make_inputs, sizes_at
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 
@@ -60,21 +59,16 @@ def departure(source: Captured) -> Wrong | None:
         except CaptureError:  # of whole numbers that small sizes do not bear; the example it is, then
             continue
         truth = {name: to_numpy(name, value) for name, value in exact.items()}
-        missed = _missed(source, case, _graph(source.model)(inputs), eager, truth)
+        missed = _missed(source, case, _graph(source.model, inputs), eager, truth)
         return None if missed is None else _located(source, inputs, missed)
     return None
 
 
 def _small(source: Captured) -> Case:
     """A case of small sizes, each another one, so that no softmax is over one score and no two axes are alike."""
-    ranges = {d.symbol: (d, d.factor) for spec in source.inputs for d in spec.dims if isinstance(d, DimSpec)}
-    return at(
-        source.inputs,
-        {
-            symbol: min(max(size, (dim.min or 0) // factor), (dim.max or 0) // factor)
-            for size, (symbol, (dim, factor)) in zip(count(3, 2), ranges.items(), strict=False)
-        },
-    )
+    low, high = (sizes_at(source.inputs, bound) for bound in ("min", "max"))
+    sizes = {s: min(max(size, low[s]), high[s]) for size, s in zip(count(3, 2), low, strict=False)}
+    return at(source.inputs, sizes)
 
 
 def _has_room(model: ir.Model, case: Case) -> bool:
@@ -91,12 +85,13 @@ def _has_room(model: ir.Model, case: Case) -> bool:
     return left is None or 8 * (weights + most_alive(model, case.sizes) + 3 * max(scores)) <= left / 2
 
 
-def _graph(model: ir.Model) -> Callable[[Mapping[str, Array]], Tensors]:
-    """The graph in float64, or where it has an operator that is not computed in double, at its own precision."""
+def _graph(model: ir.Model, inputs: Mapping[str, Array], names: Sequence[str] | None = None) -> Tensors:
+    """What the graph computes in float64, or where it has an operator that is not computed in double, at its own
+    precision: its outputs, or the tensors of some names."""
     try:
-        return in_float64(model, least_stays_least=True, runs_once=True)
+        return in_float64(model, names, least_stays_least=True, runs_once=True)(inputs)
     except NoDoublePath:
-        return at_own_precision(model)
+        return at_own_precision(model, names)(inputs)
 
 
 def _missed(
@@ -122,11 +117,11 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     outputs = zip(source.model.graph.outputs, program.graph_signature.user_outputs, strict=True)
     renamed = {name: str(value.name) for value, name in outputs}
     nodes = {renamed.get(n.name, n.name): n for n in program.graph.nodes if n.op == "call_function"}
-    tensors = _tensors(program, inputs)
+    tensors = {name: to_numpy(name, value) for name, value in Float64(_Tensors(program))(inputs).items()}
     module = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
     kept = [name for name, value in values_of(source.model).items() if value.uses() or value.is_graph_output()]
     names = [name for name in kept if name in module and is_floating(module[name])]
-    graph = _graph_tensors(source.model, names, inputs)
+    graph = _graph(source.model, inputs, names)
     off = {
         name: error_of(graph[name], module[name]) if graph[name].shape == module[name].shape else 1.0 for name in names
     }
@@ -155,7 +150,7 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
 
 
 class _Tensors(nn.Module):
-    """A program whose outputs are all tensors that it computes, by name."""
+    """A program whose outputs are all tensors that it computes, by the name of the node."""
 
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__()
@@ -163,33 +158,10 @@ class _Tensors(nn.Module):
 
     def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
         assert isinstance(self.inner, fx.GraphModule)
-        interpreter = _Interpreter(self.inner)
+        interpreter = fx.Interpreter(self.inner, garbage_collect_values=False)
         interpreter.run(*inputs)
-        return interpreter.tensors
-
-
-class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.tensors: dict[str, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "call_function" and isinstance(result, Tensor):
-            self.tensors[n.name] = result
-        return result
-
-
-def _tensors(program: ExportedProgram, inputs: Mapping[str, Array]) -> Tensors:
-    """What the program computes in float64, by the name of its node."""
-    return {name: to_numpy(name, value) for name, value in Float64(_Tensors(program))(inputs).items()}
-
-
-def _graph_tensors(model: ir.Model, names: list[str], inputs: Mapping[str, Array]) -> Tensors:
-    try:
-        return in_float64(model, names, least_stays_least=True)(inputs)
-    except NoDoublePath:
-        return at_own_precision(model, names)(inputs)
+        results = {node: result for node, result in interpreter.env.items() if node.op == "call_function"}
+        return {node.name: result for node, result in results.items() if isinstance(result, Tensor)}
 
 
 def _way(node: fx.Node, agreed: Collection[str], tensors: Collection[str]) -> list[fx.Node]:

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import onnx_ir as ir
 
-from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Quantised, Trusted, open_bundle, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
 from attnforge.export.diagnosis.causes import COSTS
@@ -146,7 +144,9 @@ def _diagnosed(
             feeds = behind(opened, feeds, place)
         # Targets round what they quantise in places of their own, so graphs of one function differ where it is.
         parting = None if is_quantised else first_parting(graphs, feeds, manifest.attention)
-        traced = _traced_to_few_bits(canonical, feeds) if is_quantised else trace(canonical, feeds)
+        # A quantised graph is traced beside the same with inputs of products not rounded, weights as stored in both.
+        model = with_weights(canonical) if is_quantised else canonical
+        traced = trace(model, feeds, exact_model=unrounded(model) if is_quantised else None)
     except NoDoublePath as error:
         raise UnavailableError(f"{manifest.name} cannot be examined: {error} is not computed in float64") from error
     tensors_of = tensors_on if place is None else step_tensors_on
@@ -186,12 +186,6 @@ def _diagnosed(
 def allowed_of(quantised: Quantised) -> float:
     """What quantising may cost: as it was asked for, or, where a metric decided, as many floors as precisions do."""
     return quantised.max_error or FAR_OFF * precision_named("int8").floor
-
-
-def _traced_to_few_bits(canonical: ir.Model, feeds: Mapping[str, Array]) -> Trace:
-    """A quantised graph beside the same with inputs of products that are not rounded. Weights are as stored in both."""
-    model = with_weights(canonical)
-    return trace(model, feeds, exact_model=unrounded(model))
 
 
 class Choice(NamedTuple):

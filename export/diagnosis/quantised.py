@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.bundle import Quantised
-from attnforge.export.diagnosis.causes import HALVED, TRIED, Blame, Cause
+from attnforge.export.diagnosis.causes import HALVED, TRIED, Blame, Cause, numbers_of
 from attnforge.export.diagnosis.stages import module_of
 from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of
 from attnforge.export.graphs.build import initializer, like
@@ -269,12 +269,10 @@ def saturated_product(between: Between, inputs: Array) -> Array | None:
     """
     if between.quantise is None or between.stored.dtype != INT8 or between.stored.const_value is None:
         return None
-    scale = _constant(between.quantise.inputs[1])
-    scales = _constant(between.weight.inputs[1])
-    if scale is None or scales is None:
+    step, scales = numbers_of(between.quantise.inputs[1]), numbers_of(between.weight.inputs[1])
+    if step is None or scales is None:
         return None
     weight = between.stored.const_value.numpy().astype(np.int64)
-    step = scale
     numbers = np.clip(np.rint(inputs / step), -128, 127).astype(np.int64) + 128  # unsigned, as processors multiply
     if len(weight) % 2:
         numbers, weight = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, 1)]), np.pad(weight, [(0, 1), (0, 0)])
@@ -287,11 +285,6 @@ def saturated_product(between: Between, inputs: Array) -> Array | None:
         total += kept
     total -= 128 * weight.sum(axis=0)
     return total * (step * scales) if is_other else None
-
-
-def _constant(value: ir.Value | None) -> Array | None:
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return tensor.numpy().astype(np.float64) if tensor is not None else None
 
 
 def saturated_on(canonical: ir.Model, trace: Trace, errors: Mapping[str, float]) -> tuple[TensorErrors, str] | None:

@@ -169,6 +169,16 @@ class Attention:
         """Values from which the sizes of axes can be read that an operand lacks: heads that share one key, say."""
         return [(operand.value, operand.layout) for operand in self.operands]
 
+    @property
+    def has_static_heads(self) -> bool:
+        """Whether the number of heads and their sizes are known."""
+        return all(self.size(name).is_static for name in ("H", "H_kv", "d_k", "d_v"))
+
+    def attributes(self, of_queries: str = "num_heads") -> dict[str, int | float | str]:
+        """Of a kernel that is told how many static heads there are; `of_queries` is its name for those of queries."""
+        heads = {of_queries: self.size("H").factor, "kv_num_heads": self.size("H_kv").factor}
+        return {**heads, "scale": self.scale, "softcap": self.softcap}
+
     def narrowed(self, op: Builder, dtype: ir.DataType) -> Attention:
         """The same with query, key and value cast to `dtype`.
 

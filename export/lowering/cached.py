@@ -40,20 +40,14 @@ FILLED = "filled"
 def is_for_group_query(a: Attention) -> bool:
     """Whether the kernel takes a site: heads of a multiple of 8, of one size for keys and values."""
     d_k, d_v = a.size("d_k"), a.size("d_v")
-    are_static = all(a.size(dim).is_static for dim in ("H", "H_kv", "d_k", "d_v"))
-    return are_static and d_k == d_v and d_k.factor % 8 == 0 and a.softmax_dtype == a.dtype
+    return a.has_static_heads and d_k == d_v and d_k.factor % 8 == 0 and a.softmax_dtype == a.dtype
 
 
 def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     """GroupQueryAttention that writes to the cache and reads it. The graph's outputs become its own."""
     cached = a.cached
     assert cached is not None
-    attributes: dict[str, int | float | str] = {
-        "num_heads": a.size("H").factor,
-        "kv_num_heads": a.size("H_kv").factor,
-        "scale": a.scale,
-        "softcap": a.softcap,
-    }
+    attributes = a.attributes()
     if cached.seen.window is not None:
         attributes["local_window_size"] = cached.seen.window
     new = (cached.new_key, cached.new_value) if cached.in_int8 is None else [part.source for part in cached.in_int8]
@@ -135,12 +129,15 @@ def _written(new: ir.Value) -> tuple[Operand, Layout]:
     return Operand(*before_views(new, layout)), Layout([batch, tokens, (*heads, *size)])
 
 
-def over_filled(op: Builder, a: Attention, attend: Callable[[Builder, Attention], ir.Value]) -> ir.Value:
+def over_filled(
+    op: Builder, a: Attention, name: str, attend: Callable[[Builder, Attention, str], ir.Value]
+) -> ir.Value:
     """Attention over the places up to the last that any sample has filled.
 
     Args:
         op: records the nodes.
         a: the site.
+        name: for the node by which the site is found again.
         attend: writes the attention over these places.
     """
     cached, mask = a.cached, a.mask
@@ -167,7 +164,7 @@ def over_filled(op: Builder, a: Attention, attend: Callable[[Builder, Attention]
         Operand(part, axes.layout("B", "H_kv", "n_k", size)) for part, size in zip(parts, ("d_k", "d_v"), strict=True)
     )
     part = replace(a, key=key, value=value, mask=first(mask, 3), axes=axes, cached=None)
-    return attend(op, part)
+    return attend(op, part, name)
 
 
 def step_mask(op: Builder, own: ir.Value, site: Seen, places: int, dtype: ir.DataType) -> ir.Value:

@@ -120,20 +120,15 @@ def casts_for_fp8(model: ir.Model) -> PassResult:
     """Write every Q/DQ of fp8 in `model`, in place, as a cast and a product."""
     found = [node for node in model.graph if is_of_fp8(node)]
     for node in found:
-        by_cast = _to_fp8 if node.op_type == "QuantizeLinear" else _from_fp8
-        replace_value(node.outputs[0], insert(model.graph, node, partial(by_cast, node=node)))
+        replace_value(node.outputs[0], insert(model.graph, node, partial(_by_cast, node=node)))
     return PassResult(model, bool(found))
 
 
-def _to_fp8(op: Builder, node: ir.Node) -> ir.Value:
+def _by_cast(op: Builder, node: ir.Node) -> ir.Value:
     x, scale, *_ = node.inputs
     assert x is not None
-    return cast(op, like(op.Div(x, scale), x), FP8)
-
-
-def _from_fp8(op: Builder, node: ir.Node) -> ir.Value:
-    x, scale, *_ = node.inputs
-    assert x is not None
+    if node.op_type == "QuantizeLinear":
+        return cast(op, like(op.Div(x, scale), x), FP8)
     return like(op.Mul(cast(op, x, FLOAT), scale), node.outputs[0])
 
 

@@ -36,14 +36,23 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.arrays import Array
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, sizes_of
 from attnforge.export.attention.mask_blocks import mask_by_key
 from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.build import (
+    Builder,
+    cast,
+    constant,
+    dims_of,
+    initializer,
+    insert,
+    like,
+    replace_value,
+    typed,
+)
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.types import widen
 from attnforge.export.lowering import step_tuning
@@ -126,10 +135,7 @@ def lower(
         if device == "cpu":
             candidate, choice = _in_less_memory(attention, candidate, choice, largest or sizes)
         write(model.graph, attention, candidate)
-        unfused = None if candidate.fused else choice.why
-        lowered.append(
-            Lowered(site.name, candidate.form, choice.why, candidate.node, unfused, choice.measured, choice.dropped)
-        )
+        lowered.append(candidate.lowered(site.name, choice))
     modified |= casts_for_fp8(model).modified | bool(lowered)  # behind the sites, which are told by their Q/DQ
     modified |= RemoveUnusedNodesPass()(model).modified
     return SitesResult(model, modified, lowered)
@@ -137,9 +143,8 @@ def lower(
 
 def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
     """Put a form in the place of a site. The Attention node stays, without users."""
-    result = insert(graph, attention.node, lambda op: candidate.emit(op, attention))
+    result = insert(graph, attention.node, lambda op: candidate.emit(op, attention, candidate.node))
     replace_value(attention.output.value, result)
-    _register_initializers(graph)
     if candidate.form.startswith(CONTRIB):
         graph.opset_imports[CONTRIB] = 1
 
@@ -151,44 +156,36 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
     """The forms that compute what `a` does at any sizes; the plain products first, in a step those over the cache."""
     if a.cached is not None:
         return _candidates_for_step(site, a)
-    name = f"{site}/Softmax"
-    candidates = [Candidate(_products_form(a), name, partial(_products, name=name), fused=False)]
+    multi_head, grouped = f"{site}/MultiHeadAttention", f"{site}/GroupQueryAttention"
+    candidates = [Candidate(_products_form(a), f"{site}/Softmax", _products, fused=False)]
     if a.softmax_dtype != a.dtype or a.scales is not None:
         return candidates
-    if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and _are_static(a) and not a.softcap:
+    if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and a.has_static_heads and not a.softcap:
         if not a.is_triangle:
-            name = f"{site}/MultiHeadAttention"
-            emit = partial(_mask_as_feature, name=name)
-            candidates.append(Candidate(MASK_AS_FEATURE, name, emit, holds_scores=False))
+            candidates.append(Candidate(MASK_AS_FEATURE, multi_head, _mask_as_feature, holds_scores=False))
         elif sizes_of(a.mask)[1] == ONE:
-            name = f"{site}/GroupQueryAttention"
-            emit = partial(_causal_mask_as_feature, name=name)
-            candidates.append(Candidate(CAUSAL_AS_FEATURE, name, emit, holds_scores=False))
+            candidates.append(Candidate(CAUSAL_AS_FEATURE, grouped, _causal_mask_as_feature, holds_scores=False))
     if a.mask is not None and not _is_additive(a):
         return candidates
     as_many = a.size("n_q") == a.size("n_k")
     if not a.softcap and (not a.is_causal or as_many):
-        holds, name = a.mask is not None or a.is_causal, f"{site}/MultiHeadAttention"
+        holds = a.mask is not None or a.is_causal
         if a.size("H").is_static:
-            packed = partial(_multi_head, packed=True, name=name)
-            candidates.append(Candidate(MULTI_HEAD, name, packed, holds_scores=holds))
+            candidates.append(Candidate(MULTI_HEAD, multi_head, partial(_multi_head, packed=True), holds_scores=holds))
         if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
-            apart = partial(_multi_head, packed=False, name=name)
-            candidates.append(Candidate(ONE_HEAD, name, apart, holds_scores=holds))
+            candidates.append(Candidate(ONE_HEAD, multi_head, partial(_multi_head, packed=False), holds_scores=holds))
     if a.mask is None or not a.silent_rows_are_nan:
-        name = f"{site}/Attention"
-        candidates.append(Candidate("Attention", name, partial(_standard, name=name)))
-    fits = a.size("d_k") == a.size("d_v") and a.size("d_k").factor % 8 == 0 and _are_static(a)
-    if a.is_triangle and a.residue == "none" and fits:
-        name = f"{site}/GroupQueryAttention"
-        candidates.append(Candidate(GROUP_QUERY, name, partial(_group_query, name=name), holds_scores=False))
-    elif a.staircase and a.residue == "none" and fits:
-        name = f"{site}/GroupQueryAttention/later queries"
-        candidates.append(Candidate(GROUP_QUERY_FIRST, name, partial(_after_first, name=name), holds_scores=False))
-    if a.band is not None and _are_static(a):
+        candidates.append(Candidate("Attention", f"{site}/Attention", _standard))
+    if a.residue == "none" and is_for_group_query(a):
+        if a.is_triangle:
+            candidates.append(Candidate(GROUP_QUERY, grouped, _group_query, holds_scores=False))
+        elif a.staircase:
+            later = f"{grouped}/later queries"
+            candidates.append(Candidate(GROUP_QUERY_FIRST, later, _after_first, holds_scores=False))
+    if a.band is not None and a.has_static_heads:
         name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # no map of two parts
         for width in a.band.widths(BLOCKS):
-            emit = partial(_in_blocks, width=width, name=name)
+            emit = partial(_in_blocks, width=width)
             candidates.append(Candidate(_blocks_form(a.band, width), name, emit, holds_scores=False))
     return candidates
 
@@ -199,22 +196,15 @@ OF_STEPS = Measurement(step_tuning.signature, partial(step_tuning.measured, writ
 
 def _candidates_for_step(site: str, a: Attention) -> list[Candidate]:
     """The forms of attention over a cache; the plain products first."""
-    name = f"{site}/Softmax"
-    products = partial(over_filled, attend=partial(_products, name=name))
-    candidates = [Candidate(f"{_products_form(a)}, filled part", name, products, fused=False)]
+    products = partial(over_filled, attend=_products)
+    candidates = [Candidate(f"{_products_form(a)}, filled part", f"{site}/Softmax", products, fused=False)]
     if a.softmax_dtype == a.dtype:
-        name = f"{site}/Attention"
-        standard = partial(over_filled, attend=partial(_standard, name=name))
-        candidates.append(Candidate(FILLED_ATTENTION, name, standard))
+        standard = partial(over_filled, attend=_standard)
+        candidates.append(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard))
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
-        candidates.append(Candidate(GROUP_QUERY_CACHE, name, partial(group_query, name=name), holds_scores=False))
+        candidates.append(Candidate(GROUP_QUERY_CACHE, name, group_query, holds_scores=False))
     return candidates
-
-
-def _are_static(a: Attention) -> bool:
-    """Whether heads and their sizes are known."""
-    return all(a.size(dim).is_static for dim in ("H", "H_kv", "d_k", "d_v"))
 
 
 def _blocks_form(band: Band, width: int) -> str:
@@ -299,11 +289,8 @@ def _in_less_memory(
     if candidate.form != MULTI_HEAD or candidate.holds_scores or size < MANY_BYTES:
         return candidate, choice
     why = f"; head after head, for queries, keys and values of all are {size / 2**20:.0f} MiB at most"
-    emit = partial(_head_after_head, name=candidate.node)
-    return (
-        replace(candidate, form=HEAD_AFTER_HEAD, emit=emit),
-        replace(choice, form=HEAD_AFTER_HEAD, why=choice.why + why),
-    )
+    choice = replace(choice, form=HEAD_AFTER_HEAD, why=choice.why + why)
+    return replace(candidate, form=HEAD_AFTER_HEAD, emit=_head_after_head), choice
 
 
 def _packed(a: Attention) -> list[Layout]:
@@ -345,7 +332,7 @@ def _products(op: Builder, a: Attention, name: str) -> ir.Value:
     return a.as_output(op, result, columns if as_columns else rows)
 
 
-def _multi_head(op: Builder, a: Attention, packed: bool, name: str) -> ir.Value:
+def _multi_head(op: Builder, a: Attention, name: str, packed: bool) -> ir.Value:
     *layouts, output = _packed(a) if packed else _apart(a)
     inputs: list[ir.Value | None] = [*a.inputs(op, layouts)]
     attributes: dict[str, int | float] = {"num_heads": a.size("H").factor if packed else 1, "scale": a.scale}
@@ -375,8 +362,8 @@ def _causal_mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
     if size > d_v:
         value = op.Pad(value, constant(op, [0] * 7 + [size - d_v]))
     inputs.append(op.Reshape(value, constant(op, [0, -1, a.size("H_kv").factor * size])))
-    heads = a.size("H").factor, a.size("H_kv").factor
-    apart = op.Reshape(_grouped(op, a, inputs, heads, 1.0, name), constant(op, [0, -1, heads[0], size]))
+    grouped = _grouped(op, inputs, {**a.attributes(), "scale": 1.0}, name)
+    apart = op.Reshape(grouped, constant(op, [0, -1, a.size("H").factor, size]))
     output = a.layout("B", "n_q", "H", "d_v")
     result = typed(op.Slice(apart, constant(op, [0]), constant(op, [d_v]), constant(op, [3])), a.dtype, _dims(output))
     if not a.silent_rows_are_nan:  # zeros, where neither the query's own key nor an earlier one is to be seen
@@ -457,24 +444,10 @@ def _heads(op: Builder, value: ir.Value, heads: int, width: Size) -> list[ir.Val
     if node is None or weight is None or len(value.uses()) > 1 or len(weight.shape) != 2:
         outputs = op.op_multi_out("Split", [value], {"axis": -1, "num_outputs": heads}, num_outputs=heads)
         return [typed(output, value.dtype, dims) for output in outputs]
-    columns = np.split(weight.numpy(), heads, axis=1)
-    weights = [_weight(f"{value.name}/head_{i}", part, weight.dtype) for i, part in enumerate(columns)]
+    assert isinstance(node.graph, ir.Graph)
+    columns = enumerate(np.split(weight.numpy(), heads, axis=1))
+    weights = [initializer(node.graph, f"{value.name}/head_{i}", part) for i, part in columns]
     return [typed(op.MatMul(node.inputs[0], part), value.dtype, dims) for part in weights]
-
-
-def _weight(name: str, data: Array, dtype: ir.DataType) -> ir.Value:
-    tensor = ir.tensor(np.ascontiguousarray(data), dtype=dtype, name=name)
-    return typed(ir.Value(name=name, const_value=tensor), dtype, data.shape)
-
-
-def _register_initializers(graph: ir.Graph) -> None:
-    """Make the weights that a form wrote weights of the graph."""
-    for node in graph:
-        for value in node.inputs:
-            if value is None or value.producer() is not None or value.const_value is None or value.name is None:
-                continue
-            if value not in graph.inputs and value.name not in graph.initializers:
-                graph.register_initializer(value)
 
 
 def _standard(op: Builder, a: Attention, name: str) -> ir.Value:
@@ -507,26 +480,19 @@ def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     packed = [a.layout("B", *ends) for ends in SIDE_BY_SIDE]
     are_samples = a.size("H") == a.size("H_kv") and _moves(a, _apart(a)) < _moves(a, packed)
     *layouts, output = _apart(a) if are_samples else packed
-    heads = (1, 1) if are_samples else (a.size("H").factor, a.size("H_kv").factor)
-    result = _grouped(op, a, a.inputs(op, layouts), heads, a.scale, name)
+    one_head = {"num_heads": 1, "kv_num_heads": 1} if are_samples else {}
+    result = _grouped(op, a.inputs(op, layouts), a.attributes() | one_head, name)
     return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
 
 
 def _grouped(
-    op: Builder, a: Attention, operands: Sequence[ir.Value], heads: tuple[int, int], scale: float, name: str
+    op: Builder, operands: Sequence[ir.Value], attributes: Mapping[str, int | float | str], name: str
 ) -> ir.Value:
-    """GroupQueryAttention of `(batch, tokens, heads · size)` operands: `heads` of queries, and of keys and values."""
+    """GroupQueryAttention of `(batch, tokens, heads · size)` operands."""
     query, key, value = operands
     batch, tokens = op.Shape(query, start=0, end=1), op.Shape(query, start=1, end=2)
-    last = op.Expand(
-        op.Cast(op.Sub(tokens, constant(op, [1])), to=INT32.value), batch
-    )  # of the keys, in every sequence
-    attributes: dict[str, int | float] = {
-        "num_heads": heads[0],
-        "kv_num_heads": heads[1],
-        "scale": scale,
-        "softcap": a.softcap,
-    }
+    last = op.Cast(op.Sub(tokens, constant(op, [1])), to=INT32.value)  # of the keys, in every sequence
+    last = op.Expand(last, batch)
     inputs = [query, key, value, None, None, last, op.Cast(op.Squeeze(tokens), to=INT32.value)]
     result, *_ = op.op_multi_out("GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=name)
     return result
@@ -539,7 +505,7 @@ def _after_first(op: Builder, a: Attention, name: str) -> ir.Value:
     assert count is not None
     *layouts, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
     operands = a.inputs(op, layouts)
-    causal = _grouped(op, a, operands, (a.size("H").factor, a.size("H_kv").factor), a.scale, name)
+    causal = _grouped(op, operands, a.attributes(), name)
     n_q, begin, axis = a.size("n_q"), constant(op, [count]), constant(op, [1])
     size = Size(min(count, n_q.factor)) if n_q.is_static else Size.of(ir.SymbolicDim(f"min({n_q.dim()}, {count})"))
     rows = [op.Slice(x, constant(op, [0]), begin, axis) for x in operands]
@@ -548,7 +514,7 @@ def _after_first(op: Builder, a: Attention, name: str) -> ir.Value:
     return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
 
 
-def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
+def _in_blocks(op: Builder, a: Attention, name: str, width: int) -> ir.Value:
     assert a.band is not None
     metadata = {BAND: written(a.band)}
 
@@ -560,16 +526,10 @@ def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
 
 def _attended(op: Builder, part: Attention, name: str, metadata: Mapping[str, str] | None = None) -> ir.Value:
     """The standard operator on some queries and keys, laid out as `B` and `SIDE_BY_SIDE`."""
-    attributes: dict[str, int | float] = {
-        "q_num_heads": part.size("H").factor,
-        "kv_num_heads": part.size("H_kv").factor,
-        "scale": part.scale,
-        "softcap": part.softcap,
-    }
     inputs = [operand.value for operand in part.operands]
     if part.mask is not None:
         inputs.append(cast(op, _bias(op, part, part.mask), part.dtype))
-    result = op.op("Attention", inputs, attributes, name=name, metadata_props=dict(metadata or {}))
+    result = op.op("Attention", inputs, part.attributes("q_num_heads"), name=name, metadata_props=dict(metadata or {}))
     return typed(result, part.dtype, _dims(part.output.layout))
 
 

@@ -93,11 +93,7 @@ def lower(
         if candidate.form != CANONICAL_FORM:
             write(model.graph, a, candidate)
             modified = True
-        lowered.append(
-            Lowered(
-                site.name, candidate.form, choice.why, candidate.node, measured=choice.measured, dropped=choice.dropped
-            )
-        )
+        lowered.append(candidate.lowered(site.name, choice))
     modified |= RemoveUnusedNodesPass()(model).modified
     return SitesResult(model, modified, lowered)
 
@@ -114,21 +110,20 @@ def candidates_for(site: str, a: Attention, in_int8: Scales | None = None) -> li
     """The forms that compute what `a` does at any sizes: the canonical node, the same behind queries and keys in int8
     where these have scales, and those in blocks that its mask allows where heads are static."""
     name = str(a.node.name)
-    candidates = [Candidate(CANONICAL_FORM, name, partial(_canonical, name=name))]
+    candidates = [Candidate(CANONICAL_FORM, name, _canonical)]
     if in_int8 is not None and may_round_scores(a):
-        emit = partial(_canonical, name=name, in_int8=in_int8)
+        emit = partial(_canonical, in_int8=in_int8)
         candidates.append(Candidate(INT8_FORM, name, emit, tolerance=math.inf))  # the gate has judged what it costs
-    is_static = all(a.size(dim).is_static for dim in ("H", "H_kv", "d_k", "d_v"))
-    if not is_static or a.cached is not None or a.scales is not None:
+    if not a.has_static_heads or a.cached is not None or a.scales is not None:
         return candidates
     name = f"{site}/Softmax"
     if a.band is not None:
         for width in a.band.widths(BLOCKS):
-            emit = partial(_in_blocks, width=width, name=name)
-            candidates.append(Candidate(_form(f"blocks of {width} × {a.band.wide(width)}"), name, emit))
+            form = _form(f"blocks of {width} × {a.band.wide(width)}")
+            candidates.append(Candidate(form, name, partial(_cut, by=in_blocks, size=width)))
     elif a.staircase is not None:
         for steps in STEPS:
-            candidates.append(Candidate(_form(f"{steps} blocks"), name, partial(_in_steps, steps=steps, name=name)))
+            candidates.append(Candidate(_form(f"{steps} blocks"), name, partial(_cut, by=in_stairs, size=steps)))
     return candidates
 
 
@@ -179,12 +174,9 @@ def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = No
     return a.as_output(op, result, a.layout(*OUTPUT))
 
 
-def _in_blocks(op: Builder, a: Attention, width: int, name: str) -> ir.Value:
-    return in_blocks(op, a, width, lambda part, i: _products(op, part, f"{name}_{i}" if i else name))
-
-
-def _in_steps(op: Builder, a: Attention, steps: int, name: str) -> ir.Value:
-    return in_stairs(op, a, steps, lambda part, i: _products(op, part, f"{name}_{i}" if i else name))
+def _cut(op: Builder, a: Attention, name: str, by: Callable[..., ir.Value], size: int) -> ir.Value:
+    """The products of parts of a site, cut :func:`~.blocks.in_blocks` of a width or :func:`~.stairs.in_stairs`."""
+    return by(op, a, size, lambda part, i: _products(op, part, f"{name}_{i}" if i else name))
 
 
 def _products(op: Builder, a: Attention, name: str) -> ir.Value:

@@ -179,7 +179,7 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Reci
         recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
         if a.band is not None and a.band.is_causal_chunk and width == a.band.chunk >= MANY_IN_CHUNK:
             recipe = replace(recipe, steps=STEPS)
-    elif a.staircase == 0 and _are_static_heads(a) and usual(a.size("n_q"), sizes) >= MANY_TOKENS:  # no prefix
+    elif a.staircase == 0 and a.has_static_heads and usual(a.size("n_q"), sizes) >= MANY_TOKENS:  # no prefix
         why = "causal: each block of queries meets the keys up to its own"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
     if recipe.unfused is not None:
@@ -200,15 +200,11 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Reci
 def _width(a: Attention, sizes: Mapping[str, int]) -> int | None:
     """Queries of a block; None where the mask leaves no band, or blocks would save less than half of the products."""
     n_q, n_k = (usual(a.size(name), sizes) for name in ("n_q", "n_k"))
-    if a.band is None or n_q * n_k < MANY_SCORES or not _are_static_heads(a):
+    if a.band is None or n_q * n_k < MANY_SCORES or not a.has_static_heads:
         return None
     widths, most = a.band.widths(BLOCKS), MOST_PRODUCTS * a.band.pairs(n_q)
     width = next((width for width in widths if a.band.products(width, n_q) <= most), widths[-1] if widths else None)
     return width if width is not None and 2 * a.band.products(width, n_q) <= n_q * n_k else None
-
-
-def _are_static_heads(a: Attention) -> bool:
-    return all(a.size(name).is_static for name in ("H", "H_kv", "d_k", "d_v"))
 
 
 def _unfused(a: Attention, dtype: ir.DataType) -> str | None:

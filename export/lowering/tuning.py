@@ -26,7 +26,7 @@ from attnforge.export.attention.layout import Axis, Layout, Size, sizes_of
 from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.execute import open_session
-from attnforge.export.lowering.attention import Attention
+from attnforge.export.lowering.attention import Attention, Lowered
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.products import last_step
 from attnforge.numbers import scientific
@@ -54,7 +54,7 @@ class Candidate:
     Attributes:
         form: its name.
         node: name of the node by which the site is found again in what the backend compiled.
-        emit: writes it for an attention of these properties, at any sizes.
+        emit: writes it for an attention of these properties, at any sizes, with a node of this name.
         fused: whether one kernel does the work.
         holds_scores: whether all scores are in memory at once.
         tolerance: relative difference from the products that it may have.
@@ -62,10 +62,15 @@ class Candidate:
 
     form: str
     node: str
-    emit: Callable[[Builder, Attention], ir.Value]
+    emit: Callable[[Builder, Attention, str], ir.Value]
     fused: bool = True
     holds_scores: bool = True
     tolerance: float = TOLERANCE
+
+    def lowered(self, site: str, choice: FormChoice) -> Lowered:
+        """The record of a site that has this form."""
+        unfused = None if self.fused else choice.why
+        return Lowered(site, self.form, choice.why, self.node, unfused, choice.measured, choice.dropped)
 
 
 @dataclass(frozen=True)
@@ -326,7 +331,7 @@ def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Mo
         axes=SiteAxes({name: fixed(a.layout(name)).dims[0] for name in a.axes.dims}),
         band=a.band and replace(a.band, is_all=True),  # what its mask is made of is in another graph
     )
-    result = candidate.emit(op, site)
+    result = candidate.emit(op, site, candidate.node)
     result.name = "output"
     graph = ir.Graph(
         list(inputs.values()), [result], nodes=op.nodes, opset_imports={"": 23, "com.microsoft": 1}, name="site"

@@ -9,7 +9,7 @@ alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -27,28 +27,20 @@ from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.lowering.attention import Attention, attention_of, attentions
 from attnforge.export.precision.calibration import HEADROOM
-from attnforge.export.precision.rounding import errors_of_rounding
-
-MOST = 127
-"""The largest number of int8 that is used, of either sign."""
+from attnforge.export.precision.quantisation import INT8, scale_for
+from attnforge.export.precision.rounding import Rounding, with_errors
 
 
 @dataclass(frozen=True)
-class RoundedCache:
+class RoundedCache(Rounding):
     """Attention whose keys and values can be rounded to int8.
 
     Attributes:
-        site: that it is.
-        node: name of the canonical node.
         key, value: scales, `(key heads, 1, size)`, float32 > 0.
-        error: of its output on calibration data, relative to fp32.
     """
 
-    site: Site
-    node: str
     key: Array = field(repr=False)
     value: Array = field(repr=False)
-    error: float = 0.0
 
     @property
     def name(self) -> str:
@@ -89,16 +81,9 @@ def sites_with_caches(
         for name, array in run(feeds).items():
             largest = np.abs(np.where(np.isfinite(array), array, 0)).max(axis=(0, 2), initial=0.0)[:, None]
             peaks[name] = np.maximum(peaks.get(name, largest), largest)
-    scales = {name: _scale(peak) for name, peak in peaks.items()}
+    scales = {name: scale_for(HEADROOM * peak, INT8) for name, peak in peaks.items()}
     rounded = [
         RoundedCache(site, str(a.node.name), scales[f"{site.name}/key"], scales[f"{site.name}/value"])
         for site, a in found
     ]
-    errors = errors_of_rounding(model, sites, rounded, data)
-    return [replace(one, error=errors[one.name]) for one in rounded]
-
-
-def _scale(peak: Array) -> Array:
-    """The scale for numbers of this size; 1 for zeros."""
-    scale = HEADROOM * peak / MOST
-    return np.where(scale > 0, scale, 1).astype(np.float32)
+    return with_errors(model, sites, rounded, data)

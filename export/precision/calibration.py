@@ -16,13 +16,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is
-from attnforge.export.precision.quantisation import (
-    INT8,
-    Form,
-    Product,
-    Scheme,
-    inputs_of,
-)
+from attnforge.export.precision.quantisation import INT8, Form, Product, Scheme, inputs_of
 from attnforge.runtime.parity.budget import relative_error
 
 ROWS = 256

@@ -54,29 +54,17 @@ def culprits(trials: Trials, high: Assignment) -> Culprits:
         shown = ", ".join(sorted(beyond)[:3])
         return Culprits(beyond, f"beyond the range of {trials.precision.name}: {shown}", out_of_range=True)
     blamed = blame(traced)
-    return (
-        _where_it_begins(trials, blamed, high)
-        or _in_its_module(trials, blamed, high)
-        or _largest_left(trials, traced, high)
-    )
+    return (_where_it_begins(trials, blamed, high) if blamed.tensor else None) or _largest_left(trials, traced, high)
 
 
 def _where_it_begins(trials: Trials, blamed: Blame, high: Assignment) -> Culprits | None:
-    """The operator at which an error begins, and those that compute its inputs."""
-    if blamed.tensor is None:
-        return None
-    node = blamed.tensor.node
-    names = {_owner_of(trials, node), *(_owner_of(trials, _computing(value)) for value in node.inputs)}
-    raised = frozenset(name for name in names if name is not None) - high
-    return Culprits(raised, blamed.evidence) if raised else None
-
-
-def _in_its_module(trials: Trials, blamed: Blame, high: Assignment) -> Culprits | None:
-    """All operators of the module in which an error begins."""
-    if blamed.tensor is None:
-        return None
-    module = module_of(blamed.tensor.node)
-    raised = frozenset(name for name, node in trials.nodes.items() if module_of(node) == module) - high
+    """The operator at which an error begins, and those that compute its inputs, or else all operators of its module."""
+    assert blamed.tensor is not None
+    node, module = blamed.tensor.node, module_of(blamed.tensor.node)
+    owners = {_owner_of(trials, maker) for maker in (node, *map(_computing, node.inputs))}
+    if raised := frozenset(name for name in owners if name is not None) - high:
+        return Culprits(raised, blamed.evidence)
+    raised = frozenset(name for name, other in trials.nodes.items() if module_of(other) == module) - high
     return Culprits(raised, f"{module}: {blamed.evidence}") if raised else None
 
 

@@ -8,7 +8,6 @@ beyond the data's are clipped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -18,7 +17,7 @@ from attnforge.export.graphs.qdq import MOST_FP8
 from attnforge.export.lowering.attention import Attention, attentions, in_fp8
 from attnforge.export.lowering.tensorrt import why_not_in_fp8
 from attnforge.export.precision.calibration import HEADROOM
-from attnforge.export.precision.rounding import Rounded, errors_of_rounding, peaks_of
+from attnforge.export.precision.rounding import Rounded, peaks_of, with_errors
 
 WITHOUT_DATA = "attention in fp8 needs ranges, which real data gives"
 
@@ -50,8 +49,7 @@ def sites_for_fp8(
     names = {str(operand.value.name) for _, attention in found.values() for operand in attention.operands}
     peaks = peaks_of(model, sites, names, data)
     rounded = [Rounded(site, node, _scales(attention, peaks), in_fp8) for node, (site, attention) in found.items()]
-    errors = errors_of_rounding(model, sites, rounded, data)
-    return [replace(one, error=errors[one.name]) for one in rounded], kept
+    return with_errors(model, sites, rounded, data), kept
 
 
 def _scales(attention: Attention, peaks: Mapping[str, float]) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array, is_floating
-from attnforge.bundle import Case, Quantised, QuantisedProduct, TensorSpec
+from attnforge.bundle import Case, Quantised, QuantisedProduct
 from attnforge.errors import BuildError, UsageError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import module_of, written_out
@@ -41,11 +41,10 @@ from attnforge.export.precision.quantisation import (
 from attnforge.export.precision.rounding import Rounded, Rounding, round_operands
 from attnforge.export.precision.search import judged_on
 from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial, by_metric
-from attnforge.export.reference import Data, ReferenceModel, stored_inputs
+from attnforge.export.reference import Data, Derived, ReferenceModel, stored_inputs
 from attnforge.numbers import scientific
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
-from attnforge.runtime.cases import make_inputs
 from attnforge.runtime.parity.budget import judge, relative_error
 
 ADDS = 1.25
@@ -56,7 +55,7 @@ LOWERED_AGAIN = 8
 """Products that are quantised again at most, after the gate is passed."""
 
 
-class QuantisedReference:
+class QuantisedReference(Derived):
     """The reference of a quantised deployment: the same Q/DQ in fp32 for eager, float64 of the original weights.
 
     Args:
@@ -67,26 +66,15 @@ class QuantisedReference:
     """
 
     def __init__(self, whole: ReferenceModel, precision: Precision, model: ir.Model, sites: list[Site]) -> None:
-        self._whole, self._model, self._sites = whole, model, sites
-        self.precision = precision
-        self.inputs: list[TensorSpec] = whole.inputs
+        super().__init__(whole, precision)
+        self._model, self._sites = model, sites
 
     @property
     def reference(self) -> str:
         return f"{self._whole.reference} for float64, and its graph with the same Q/DQ in fp32 for eager"
 
-    @property
-    def example(self) -> dict[str, Array]:
-        return self._whole.example
-
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return self._run(inputs)
-
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
-        return self._whole.exact(inputs, peaks)
-
-    def at(self, precision: Precision) -> ReferenceModel:
-        return self._whole.at(precision)
 
     @cached_property
     def _run(self) -> Runner:
@@ -152,7 +140,7 @@ def choose_forms(
         )
     stored, cases = stored_inputs(whole, data, run_cost(model))
     real = [case for case in cases if case.kind == "data"]
-    answers = Answers.of(whole, real or judged_on(cases), lambda case: make_inputs(case, whole.inputs, stored))
+    answers = Answers.of(whole, real or judged_on(cases), stored)
     steps = Steps(progress)
     steps.begin("the graph in fp32")
     run = as_it_is(written_out(model, sites))

@@ -8,7 +8,6 @@ model is given. What the softmax makes, and values, stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -24,7 +23,7 @@ from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.openvino import may_round_scores
 from attnforge.export.precision.calibration import HEADROOM, is_normed
 from attnforge.export.precision.quantisation import INT8
-from attnforge.export.precision.rounding import Rounded, errors_of_rounding, peaks_of, round_operands
+from attnforge.export.precision.rounding import Rounded, peaks_of, round_operands, with_errors
 from attnforge.precision import PRECISIONS
 from attnforge.runtime.cases import blocks, key, make_inputs, sampled
 from attnforge.runtime.parity.budget import judge
@@ -59,8 +58,7 @@ def sites_for_int8(model: ir.Model, sites: Sequence[Site], data: Sequence[Mappin
     rounded = [
         Rounded(site, node, (scale(a.query.value), scale(a.key.value)), in_int8) for node, (site, a) in found.items()
     ]
-    errors = errors_of_rounding(model, sites, rounded, data)
-    return [replace(one, error=errors[one.name]) for one in rounded]
+    return with_errors(model, sites, rounded, data)
 
 
 def why_over_budget(

@@ -285,7 +285,7 @@ def quantised_weight(weight: Array, scheme: Scheme = INT8) -> tuple[Array, Array
     Returns:
         (channels, outputs) from -most to most, and (outputs,) float32; a channel of zeros has the scale 1.
     """
-    scale = _scale(np.abs(weight).max(axis=0), scheme)
+    scale = scale_for(np.abs(weight).max(axis=0), scheme)
     return scheme.rounded(weight / scale), scale
 
 
@@ -304,16 +304,16 @@ def quantised_blocks(weight: Array, scheme: Scheme, block: int) -> tuple[Array, 
     """
     blocks = weight.reshape(-1, block, weight.shape[-1])
     largest = np.abs(blocks).max(axis=1, keepdims=True)
-    best, least = _scale(largest, scheme), np.full_like(largest, np.inf)
+    best, least = scale_for(largest, scheme), np.full_like(largest, np.inf)
     for shrunk in SHRUNK:
-        scale = _scale(largest * np.float32(shrunk), scheme)
+        scale = scale_for(largest * np.float32(shrunk), scheme)
         kept = scheme.rounded(blocks / scale).astype(np.float32) * scale
         error = np.square(kept - blocks).sum(axis=1, keepdims=True)
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     return scheme.rounded(blocks / best).reshape(weight.shape), best[:, 0]
 
 
-def _scale(largest: Array, scheme: Scheme) -> Array:
+def scale_for(largest: Array, scheme: Scheme) -> Array:
     """The scale for numbers of this size; 1 for zeros."""
     scale = largest / np.float32(scheme.most)
     return np.where(scale > 0, scale, 1).astype(np.float32)

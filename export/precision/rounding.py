@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +18,8 @@ from attnforge.export.graphs.execute import as_it_is
 from attnforge.runtime.parity.budget import relative_error
 
 
-class Rounding(Protocol):
+@dataclass(frozen=True)
+class Rounding(ABC):
     """Attention whose operands can be rounded.
 
     Attributes:
@@ -26,19 +28,16 @@ class Rounding(Protocol):
         error: of its output on calibration data, relative to fp32.
     """
 
-    @property
-    def site(self) -> Site: ...
-
-    @property
-    def node(self) -> str: ...
-
-    @property
-    def error(self) -> float: ...
+    site: Site
+    node: str
+    error: float = field(default=0.0, kw_only=True)
 
     @property
     def name(self) -> str:
         """Of what is rounded."""
+        return self.site.name
 
+    @abstractmethod
     def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
         """Query, key and value behind Q/DQ, which are written before the node.
 
@@ -50,26 +49,16 @@ class Rounding(Protocol):
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Rounded(Rounding):
     """Attention whose first operands are rounded by one scale each, and those behind them are not.
 
     Attributes:
-        site: that it is.
-        node: name of the canonical node.
         scales: of query, key and value, float > 0, as many as are rounded.
         write: writes the Q/DQ of an operand, of the scale, and returns what comes out.
-        error: of its output on calibration data, relative to fp32.
     """
 
-    site: Site
-    node: str
     scales: tuple[float, ...]
     write: Callable[[Builder, ir.Value, float], ir.Value]
-    error: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.site.name
 
     def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
         return [self._operand(graph, node, i, f"{stem}/{what}") for i, what in enumerate(("query", "key", "value"))]
@@ -82,6 +71,9 @@ class Rounded:
         return insert(graph, node, lambda op: self.write(op, value, self.scales[i]), stem=stem)
 
 
+R = TypeVar("R", bound=Rounding)
+
+
 def round_operands(model: ir.Model, chosen: Sequence[Rounding]) -> None:
     """Put Q/DQ before operands of canonical attention, in place."""
     by_node = {one.node: one for one in chosen}
@@ -91,11 +83,11 @@ def round_operands(model: ir.Model, chosen: Sequence[Rounding]) -> None:
                 node.replace_input_with(i, value)
 
 
-def errors_of_rounding(
-    model: ir.Model, sites: Sequence[Site], rounded: Sequence[Rounding], data: Sequence[Mapping[str, Array]]
-) -> dict[str, float]:
-    """What rounding costs each site, the others being as they are, relative to its output in fp32, by name:
-    every node has a twin with rounded operands beside it, which nothing reads."""
+def with_errors(
+    model: ir.Model, sites: Sequence[Site], rounded: Sequence[R], data: Sequence[Mapping[str, Array]]
+) -> list[R]:
+    """The same with what rounding costs each, the others being as they are, relative to its output in fp32: every node
+    has a twin with rounded operands beside it, which nothing reads."""
     twins, nodes = model.clone(), {one.node: one for one in rounded}
     pairs: dict[str, tuple[str, str]] = {}
     both = list(sites)
@@ -119,7 +111,7 @@ def errors_of_rounding(
         for name, (exact, low) in pairs.items():
             held = np.isfinite(outputs[exact])
             errors[name] = max(errors[name], relative_error(outputs[low][held], outputs[exact][held]))
-    return errors
+    return [replace(one, error=errors[one.name]) for one in rounded]
 
 
 def peaks_of(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from attnforge.arrays import Array
 from attnforge.bundle import Case, Mixed, Region
 from attnforge.errors import BuildError
 from attnforge.export.attention.canonicalize import Site
@@ -25,7 +24,6 @@ from attnforge.export.reference import Data, ReferenceModel, stored_inputs
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.progress import Progress, Steps
-from attnforge.runtime.cases import make_inputs
 
 RAISES, TRIALS = 16, 64
 """How often culprits are raised, and how many assignments are judged, at most."""
@@ -77,11 +75,7 @@ def choose(
     references = [MixedReference(whole, precision_named(name)) for name in names]
     yardstick = references[0]
     stored, cases = stored_inputs(yardstick, data, run_cost(model))
-
-    def inputs(case: Case) -> dict[str, Array]:
-        return make_inputs(case, whole.inputs, stored)
-
-    answers, steps = Answers.of(yardstick, judged_on(cases), inputs), Steps(progress)
+    answers, steps = Answers.of(yardstick, judged_on(cases), stored), Steps(progress)
     candidates: list[ChosenPrecisions] = []
     for reference in references:
         trials = Trials(model, sites, reference.precision, yardstick.precision, requirement, answers, steps)
@@ -90,7 +84,7 @@ def choose(
         error, exactly = trials.allowed.error, trials.allowed.exactly
         if requirement.is_metric:  # then the error is whatever it is, on every ordinary case
             ordinary = [case for case in cases if case.is_ordinary and case.kind != "zeros"]  # eager may refuse these
-            everywhere = Answers.of(yardstick, ordinary, inputs)
+            everywhere = Answers.of(yardstick, ordinary, stored)
             error, exactly = 2 * max(trials.error_on(high, everywhere), reference.precision.floor), True
         mixed = search.record(high, error, exactly)
         candidates.append(ChosenPrecisions(trials.assigned(high), reference, mixed, search.cost(high)))

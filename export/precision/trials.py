@@ -10,16 +10,16 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array, is_floating
-from attnforge.bundle import Case, TensorSpec
+from attnforge.bundle import Case
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.precision.assign import assign, operators
 from attnforge.export.precision.emulation import emulate
-from attnforge.export.reference import ReferenceModel, at_precision
+from attnforge.export.reference import Derived, ReferenceModel, at_precision
 from attnforge.numbers import scientific
 from attnforge.precision import Precision
 from attnforge.progress import Steps
-from attnforge.runtime.cases import key
+from attnforge.runtime.cases import key, make_inputs
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge
 from attnforge.runtime.parity.metrics import MeasuredMetric, MetricReport
 
@@ -27,7 +27,7 @@ Assignment = frozenset[str]
 """The names of the operators that compute in fp32; all others compute in 16 bits."""
 
 
-class MixedReference:
+class MixedReference(Derived):
     """The reference of a deployment that chose its precisions: eager at the 16-bit one, float64 of the fp32 weights.
 
     Args:
@@ -36,26 +36,15 @@ class MixedReference:
     """
 
     def __init__(self, whole: ReferenceModel, low: Precision) -> None:
-        self._whole, self._low = whole, whole.at(low)
-        self.inputs: list[TensorSpec] = whole.inputs
-        self.precision = low
+        super().__init__(whole, low)
+        self._low = whole.at(low)
 
     @property
     def reference(self) -> str:
         return f"{self._whole.reference}, its weights in fp32 for float64 and in {self.precision.name} for eager"
 
-    @property
-    def example(self) -> dict[str, Array]:
-        return self._whole.example
-
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return self._low.eager(at_precision(inputs, self.precision))
-
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
-        return self._whole.exact(inputs, peaks)
-
-    def at(self, precision: Precision) -> ReferenceModel:
-        return self._whole.at(precision)
 
 
 @dataclass(frozen=True)
@@ -90,9 +79,9 @@ class Answers:
     exact: dict[str, dict[str, Array]]
 
     @classmethod
-    def of(cls, model: ReferenceModel, cases: Sequence[Case], inputs: Callable[[Case], dict[str, Array]]) -> Answers:
-        """What `model` answers to `cases`, whose inputs the function `inputs` makes."""
-        feeds = {case.name: inputs(case) for case in cases}
+    def of(cls, model: ReferenceModel, cases: Sequence[Case], stored: Mapping[str, Array]) -> Answers:
+        """What `model` answers to `cases`, whose inputs are made of seeds and of what is stored."""
+        feeds = {case.name: make_inputs(case, model.inputs, stored) for case in cases}
         eager = {name: model.eager(arrays) for name, arrays in feeds.items()}
         return cls(cases, feeds, eager, {name: model.exact(arrays) for name, arrays in feeds.items()})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime as ort
 
-from attnforge.bundle import DimSpec, TargetRecord, Tuning
+from attnforge.bundle import TargetRecord, Tuning
 from attnforge.errors import BuildError
 from attnforge.export.graphs.qdq import products_between
 from attnforge.export.lowering.integers import KERNELS
@@ -19,7 +19,7 @@ from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.files import is_full
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.backends.onnxruntime import session_options
-from attnforge.runtime.cases import cases
+from attnforge.runtime.cases import sizes_at
 
 TOOK_APART = "ONNX Runtime's own optimiser took the fused node apart"
 
@@ -34,9 +34,7 @@ def begin(job: Job, progress: Progress) -> Finish:
     Raises:
         BuildError: ONNX Runtime cannot load the lowered graph.
     """
-    sizes = cases(job.inputs)[0].sizes
-    dims = [dim for spec in job.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
-    largest = {dim.symbol: (dim.max or 0) // dim.factor for dim in dims}
+    sizes, largest = (sizes_at(job.inputs, bound) for bound in ("opt", "max"))
     steps = Steps(progress, sum(site.node is not None for site in job.sites))
     known = job.reuse.forms(sizes) if job.measuring else {}
     tuner = Tuner(sizes, job.measuring, steps, known) if job.measuring else None

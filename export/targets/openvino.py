@@ -13,7 +13,7 @@ from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.targets.target import Built, Job
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.backends.registry import why_not_here
-from attnforge.runtime.cases import cases
+from attnforge.runtime.cases import sizes_at
 
 
 def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built | None:
@@ -29,7 +29,7 @@ def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built
     sites = list(attentions(job.model, job.sites))
     if all(len(candidates_for(site.name, a, scales.get(site.name))) == 1 for site, a in sites):
         return None
-    sizes = cases(job.inputs)[0].sizes
+    sizes = sizes_at(job.inputs, "opt")
     spent = sum(target.record.tuning.seconds for target in built.values() if target.record.tuning is not None)
     seconds = job.measuring - spent if why_not_here(OPENVINO) is None else 0.0
     measured = f"{OPENVINO}, int8: {', '.join(scales)}" if scales else OPENVINO  # which forms there are to measure

@@ -17,11 +17,12 @@ from attnforge.export.lowering.attention import Lowered, attentions
 from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.export.tensorrt import build as engine
+from attnforge.export.tensorrt.process import Request
 from attnforge.files import sha256
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
-from attnforge.runtime.cases import cases
+from attnforge.runtime.cases import sizes_at
 
 
 def why_not_buildable(flavour: str) -> str | None:
@@ -84,15 +85,16 @@ def _begin_plan(job: Job, flavour: str, attention: Precision | None, stem: str, 
     """
     graph = job.model.clone()
     dtype = ir.DataType.from_numpy(attention.dtype) if attention is not None else None
-    lowered = lower(graph, job.sites, dtype, cases(job.inputs)[0].sizes, job.not_in_fp8).sites
+    lowered = lower(graph, job.sites, dtype, sizes_at(job.inputs, "opt"), job.not_in_fp8).sites
     name = job.shelf.save(graph, model or f"{stem}.onnx")
     file = job.folder / f"{stem}.plan"
     file.parent.mkdir(exist_ok=True)
-    plan = job.builders.start(
-        job.folder / name, file, flavour, job.inputs, job.precision.name,
-        job.compute_capabilities if flavour == "tensorrt_rtx" else (), job.profiles, _timings(job.out, flavour),
+    request = Request(
+        onnx_file=job.folder / name, plan_file=file, flavour=flavour, inputs=job.inputs, precision=job.precision.name,
+        compute_capabilities=job.compute_capabilities if flavour == "tensorrt_rtx" else (),
+        profiles=engine.profiles_of(job.inputs, job.profiles), timing_cache=_timings(job.out, flavour),
     )  # fmt: skip
-    return _Begun(name, f"{stem}.plan", lowered, plan)
+    return _Begun(name, f"{stem}.plan", lowered, job.builders.start(request))
 
 
 def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps: Steps) -> Built:

@@ -19,11 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from attnforge.bundle import Cost, DimSpec, Engine, Range, TensorSpec
+from attnforge.bundle import Cost, Engine, Range, TensorSpec
 from attnforge.children import command, environment
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.graphs.qdq import Between, rounding_of
 from attnforge.export.tensorrt.process import Answer, Layer, Request
+from attnforge.runtime.cases import sizes_at
 from attnforge.runtime.plans import own_code
 from attnforge.scratch import temporary_folder
 
@@ -151,23 +152,18 @@ def profiles_of(inputs: Sequence[TensorSpec], further: Sequence[Mapping[str, Ran
         UnknownNameError: no such symbol.
         UsageError: sizes out of order, or outside what the inputs may be.
     """
-    dims = {dim.symbol: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
-    whole = {s: (_per_factor(d, d.min), _per_factor(d, d.opt), _per_factor(d, d.max)) for s, d in dims.items()}
+    low, opt, high = (sizes_at(inputs, bound) for bound in ("min", "opt", "max"))
+    whole = {symbol: (low[symbol], opt[symbol], high[symbol]) for symbol in opt}
     for ranges in further:
-        for symbol, (low, opt, high) in ranges.items():
+        for symbol, (least, usual, most) in ranges.items():
             if symbol not in whole:
                 raise UnknownNameError("dim", symbol, whole)
-            least, _, most = whole[symbol]
-            if not least <= low <= opt <= high <= most:
+            if not low[symbol] <= least <= usual <= most <= high[symbol]:
                 raise UsageError(
-                    f"a profile has {symbol} from {low} over {opt} to {high}; give min ≤ opt ≤ max from {least} to "
-                    f"{most}, as the dim is"
+                    f"a profile has {symbol} from {least} over {usual} to {most}; give min ≤ opt ≤ max from "
+                    f"{low[symbol]} to {high[symbol]}, as the dim is"
                 )
     return [whole, *({**whole, **ranges} for ranges in further)] if whole else []
-
-
-def _per_factor(dim: DimSpec, bound: int | None) -> int:
-    return (bound or 0) // dim.factor
 
 
 def load_tensorrt(flavour: str) -> Any:
@@ -211,11 +207,12 @@ def build(
         BuildError: the parser or the builder refused, in its own words, or crashed.
     """
     with temporary_folder() as folder, Builders() as builders:
-        file = folder / "engine.plan"
-        plan = builders.start(
-            onnx_file, file, flavour, inputs, precision, compute_capabilities, profiles, timing_cache, device
-        ).result()
-        return replace(plan, data=file.read_bytes())
+        request = Request(
+            onnx_file=onnx_file, plan_file=folder / "engine.plan", flavour=flavour, inputs=inputs, precision=precision,
+            compute_capabilities=compute_capabilities, profiles=profiles_of(inputs, profiles),
+            timing_cache=timing_cache,
+        )  # fmt: skip
+        return replace(builders.start(request, device).result(), data=request.plan_file.read_bytes())
 
 
 class Builders:
@@ -233,40 +230,17 @@ class Builders:
         self._at_work: subprocess.Popen[str] | None = None
         self._ended = False
 
-    def start(
-        self,
-        onnx_file: Path,
-        plan_file: Path,
-        flavour: str,
-        inputs: list[TensorSpec],
-        precision: str,
-        compute_capabilities: Sequence[str] = (),
-        profiles: Sequence[Mapping[str, Range]] = (),
-        timing_cache: Path | None = None,
-        device: int = 0,
-    ) -> Future[Plan]:
-        """Let a plan be built from `onnx_file` and written to `plan_file`, while the caller goes on.
+    def start(self, request: Request, device: int = 0) -> Future[Plan]:
+        """Let a plan be built and written to its file, while the caller goes on.
 
         Args:
-            onnx_file: the lowered graph, which must stay as it is until the plan is built.
-            plan_file: to write.
-            flavour: and all others: as :func:`build` takes them.
+            request: whose graph must stay as it is until the plan is built.
+            device: number of the CUDA device that TensorRT builds for.
 
         Returns:
             The plan to come, whose `data` is empty; it raises what :func:`build` raises.
         """
-        load_tensorrt(flavour)
-        all_profiles = profiles_of(inputs, profiles)
-        request = Request(
-            onnx_file=str(onnx_file.absolute()),  # the builder stands in a folder of its own
-            plan_file=str(plan_file.absolute()),
-            flavour=flavour,
-            inputs=inputs,
-            precision=precision,
-            compute_capabilities=list(compute_capabilities),
-            profiles=all_profiles,
-            timing_cache=str(timing_cache.absolute()) if timing_cache is not None else None,
-        )
+        load_tensorrt(request.flavour)
         return self._thread.submit(self._built, request, device)
 
     def __enter__(self) -> Builders:
@@ -286,7 +260,7 @@ class Builders:
         build = partial(self._answer, request, device)
         answer = build() if self._reuse is None else self._reuse(request, build)
         if answer.errno is not None:
-            raise OSError(answer.errno, os.strerror(answer.errno), request.plan_file)
+            raise OSError(answer.errno, os.strerror(answer.errno), str(request.plan_file))
         if answer.refusal is not None:
             raise (UsageError if answer.misuse else BuildError)(answer.refusal)
         return Plan(
@@ -294,7 +268,7 @@ class Builders:
             version=answer.version,
             layers=answer.layers,
             seconds=answer.seconds,
-            size=Path(request.plan_file).stat().st_size,
+            size=request.plan_file.stat().st_size,
             activation_memory=answer.activation_memory,
             profiles=tuple(request.profiles),
             process=Cost(seconds=round(time.perf_counter() - start, 3), memory=answer.memory),
@@ -325,5 +299,5 @@ class Builders:
         if process.returncode != 0:
             last_line = (errors.strip().splitlines() or ["it said nothing"])[-1]
             how = f"crashed (signal {-process.returncode})" if process.returncode < 0 else "failed"
-            raise BuildError(f"{request.flavour}'s builder {how} on {Path(request.onnx_file).name}: {last_line}")
+            raise BuildError(f"{request.flavour}'s builder {how} on {request.onnx_file.name}: {last_line}")
         return Answer.model_validate_json(output.splitlines()[-1])

@@ -17,17 +17,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from attnforge import cache
 from attnforge.bundle import Range, TensorSpec
 from attnforge.children import end_with_parent
 from attnforge.memory import peak
 from attnforge.records import Record
+from attnforge.runtime.cases import shape_of
 
 _LAYER = re.compile(
     r"^Name: (?P<name>[^,]*), LayerType: (?P<type>[^,]*),(?P<tensors>.*?)"
@@ -39,6 +42,10 @@ _PARSER_ERROR = re.compile(
     r"^(In node -?\d+ with name: (?P<node>.*) and operator: (?P<type>.*) )?\(\w+\): [A-Z_]+: (?P<what>.*)$", re.DOTALL
 )
 _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+
+
+File = Annotated[Path, AfterValidator(Path.absolute)]
+"""A file by its absolute path, for the builder stands in a folder of its own."""
 
 
 class Layer(Record):
@@ -94,14 +101,14 @@ class Request(Record):
         timing_cache: file that TensorRT's timings are read from and kept in.
     """
 
-    onnx_file: str
-    plan_file: str
+    onnx_file: File
+    plan_file: File
     flavour: str
     inputs: list[TensorSpec]
     precision: str
-    compute_capabilities: list[str]
+    compute_capabilities: Sequence[str] = ()
     profiles: list[dict[str, Range]]
-    timing_cache: str | None = None
+    timing_cache: File | None = None
 
 
 class Answer(Record):
@@ -151,7 +158,7 @@ def answer(request: Request) -> Answer:
     from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
     from polygraphy.exception import PolygraphyException
 
-    log, file = _Log(), Path(request.onnx_file).name
+    log, file = _Log(), request.onnx_file.name
 
     def refuse(reason: str, misuse: bool = False) -> Answer:
         return Answer(version=trt.__version__, refusal=reason, misuse=misuse)
@@ -159,7 +166,7 @@ def answer(request: Request) -> Answer:
     if reason := _why_not_for(trt, request):
         return refuse(reason, misuse=True)
     try:
-        builder, network, parser = network_from_onnx_path(request.onnx_file)
+        builder, network, parser = network_from_onnx_path(str(request.onnx_file))
     except PolygraphyException as error:
         return refuse(f"{request.flavour} cannot parse {file}: {log.of_parser() or log.last_error() or error}")
     if (name := _input_of_shapes(network)) is not None:
@@ -172,11 +179,11 @@ def answer(request: Request) -> Answer:
     except PolygraphyException as error:
         return refuse(f"{request.flavour} cannot build {file}: {log.last_error() or error}")
     try:
-        Path(request.plan_file).write_bytes(plan)
+        request.plan_file.write_bytes(plan)
     except OSError as error:
         return Answer(version=trt.__version__, errno=error.errno)
     if request.timing_cache is not None:
-        cache.write(Path(request.timing_cache), bytes(config.get_timing_cache().serialize()))
+        cache.write(request.timing_cache, bytes(config.get_timing_cache().serialize()))
     return Answer(
         version=trt.__version__, layers=_layers(log.messages), seconds=seconds, activation_memory=_memory(log.messages)
     )
@@ -231,7 +238,7 @@ def _configured(trt: Any, builder: Any, network: Any, request: Request) -> Any:
     else:
         config.clear_flag(trt.BuilderFlag.TF32)
     if request.timing_cache is not None:
-        timing_cache = config.create_timing_cache(cache.read(Path(request.timing_cache)) or b"")
+        timing_cache = config.create_timing_cache(cache.read(request.timing_cache) or b"")
         config.set_timing_cache(timing_cache, False)
     return config
 
@@ -241,13 +248,10 @@ def _profile(inputs: list[TensorSpec], ranges: Mapping[str, Range]) -> Any:
     from polygraphy.backend.trt import Profile
 
     shapes = Profile()
+    bounds = [{symbol: sizes[which] for symbol, sizes in ranges.items()} for which in range(3)]
     for spec in inputs:
-        shapes.add(glob.escape(spec.name), *(_shape(spec, ranges, which) for which in range(3)))
+        shapes.add(glob.escape(spec.name), *(shape_of(spec, sizes) for sizes in bounds))
     return shapes
-
-
-def _shape(spec: TensorSpec, ranges: Mapping[str, Range], which: int) -> tuple[int, ...]:
-    return tuple(dim if isinstance(dim, int) else dim.factor * ranges[dim.symbol][which] for dim in spec.dims)
 
 
 def _layers(messages: list[tuple[int, str]]) -> list[Layer]:

@@ -535,8 +535,11 @@ class _CaseOnBackend:
         comparison = self._against(output, reference.sampled(array, self.case), allowed)
         _place(comparison, self.case, array.shape)
         sums = reference.blocks(array, self.case) if comparison.passed and is_floating(array) else None
-        if sums is not None:
-            _add_sums(comparison, self._against(output, sums, allowed, "/blocks"))
+        if sums is not None and not (summed := self._against(output, sums, allowed, "/blocks")).passed:
+            first = summed.worst.index[0] * reference.BLOCK if summed.worst is not None else 0
+            numbers = f"{first} to {first + reference.BLOCK - 1}"
+            comparison.passed = False
+            comparison.reason = f"among the numbers {numbers}, by their signed sum: {summed.reason}"
         return comparison
 
     def _against(self, output: str, got: Array, allowed: Allowed | None, suffix: str = "") -> Comparison:
@@ -549,15 +552,6 @@ class _CaseOnBackend:
         eager, truth = self.outputs[key("eager")], self.outputs[key("float64")]
         yardstick = self.outputs.get(key(precision.name)) if precision.name != self.manifest.precision else None
         return judge(case, output, got, eager, truth, precision, yardstick, allowed)
-
-
-def _add_sums(comparison: Comparison, sums: Comparison) -> None:
-    """Let a comparison of an output that is kept in part fail where the sums over all of it do."""
-    if not sums.passed:
-        first = sums.worst.index[0] * reference.BLOCK if sums.worst is not None else 0
-        last = first + reference.BLOCK - 1
-        comparison.passed = False
-        comparison.reason = f"among the numbers {first} to {last}, by their signed sum: {sums.reason}"
 
 
 def _place(comparison: Comparison, case: Case, shape: tuple[int, ...]) -> None:

@@ -22,6 +22,7 @@ from attnforge.export.room import Work, most_alive
 from attnforge.export.sources.torch_module import capture
 from attnforge.files import sha256
 from attnforge.precision import precision_named
+from attnforge.runtime.cases import sizes_at
 from tests.support.bundles import small_example
 
 FP32 = precision_named("fp32")
@@ -39,7 +40,7 @@ def work() -> Work:
     """The small model, for all targets and tuned."""
     captured = capture(*small_example(), FP32)
     canonicalize(captured.model)
-    return Work.at_most(captured.model, captured.inputs, FP32, ["onnxruntime", "tensorrt_rtx"], True)
+    return Work(captured.model, FP32, ["onnxruntime", "tensorrt_rtx"], True, sizes_at(captured.inputs, "max"))
 
 
 def test_what_lives_at_one_time_grows_with_the_sizes(work: Work) -> None:

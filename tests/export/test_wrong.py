@@ -260,9 +260,7 @@ def test_the_choice_of_a_backend_passes_over_what_is_wrong(tmp_path: Path, monke
     """Of two targets one is wrong: the bundle is written, and `auto` goes by the other."""
     real, asked = why_unavailable, ["onnxruntime-cpu", "onnxruntime-cuda"]
     monkeypatch.setattr(checking, "why_unavailable", lambda b, name: None if name in asked else real(b, name))
-    monkeypatch.setattr(
-        checking, "why_dropped", lambda bundle, name, cases: "it is wrong" if name == "onnxruntime-cuda" else None
-    )
+    monkeypatch.setattr(checking, "why_dropped", lambda *_: {"onnxruntime-cuda": "it is wrong"})
     bundle = deployed(torch.tanh, tmp_path / "b")
     assert bundle.manifest.choice is not None and bundle.manifest.choice.dropped == {"onnxruntime-cuda": "it is wrong"}
     preferred = by_preference(bundle)

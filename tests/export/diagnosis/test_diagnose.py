@@ -125,8 +125,8 @@ def test_a_fault_in_the_lowering_itself_is_named(tmp_path: Path, monkeypatch: py
     """A scale that is applied twice: what a slip in our own code would deploy."""
     right = for_onnxruntime._multi_head
 
-    def wrong(op: Builder, a: Attention, packed: bool, name: str) -> ir.Value:
-        return right(op, replace(a, scale=2 * a.scale), packed, name)
+    def wrong(op: Builder, a: Attention, name: str, packed: bool) -> ir.Value:
+        return right(op, replace(a, scale=2 * a.scale), name, packed)
 
     monkeypatch.setattr(for_onnxruntime, "_multi_head", wrong)
     found = diagnose(deployed(healthy, "fp16", tmp_path / "b"))

@@ -213,8 +213,8 @@ def test_a_form_that_disagrees_is_dropped() -> None:
     ((site, attention),) = attentions(model, sites)
     products, fused, *_ = candidates_for(site.name, attention)
 
-    def wrong(op: Builder, a: Attention) -> ir.Value:
-        return fused.emit(op, replace(a, scale=1.01 * a.scale))
+    def wrong(op: Builder, a: Attention, name: str) -> ir.Value:
+        return fused.emit(op, replace(a, scale=1.01 * a.scale), name)
 
     choice = tuning.Tuner(OPT, QUICK).choose(
         attention, [products, replace(fused, emit=wrong)], tuning.FormChoice(fused.form, "the rules")

@@ -39,7 +39,7 @@ from attnforge.export.precision import calibration, gate, int8_scores
 from attnforge.export.precision.calibration import balanced, calibrate, is_normed
 from attnforge.export.precision.int8_scores import sites_for_int8, why_over_budget
 from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
-from attnforge.export.precision.rounding import Rounded, errors_of_rounding
+from attnforge.export.precision.rounding import Rounded, with_errors
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
 from attnforge.model import MultiHeadAttention, build_model
@@ -689,8 +689,8 @@ def test_nan_for_queries_and_keys_is_an_error() -> None:
         return like(op.Mul(value, constant(op, np.nan, FLOAT)), value)
 
     (x,) = real()[0]
-    found = errors_of_rounding(model, sites, [Rounded(site, site.node, (1.0,), nothing)], [{"x": x.numpy()}])
-    assert found == {"both": np.inf}
+    (found,) = with_errors(model, sites, [Rounded(site, site.node, (1.0,), nothing)], [{"x": x.numpy()}])
+    assert (found.name, found.error) == ("both", np.inf)
 
 
 def test_a_count_under_its_earlier_name_is_read(by_tensor: Bundle) -> None:

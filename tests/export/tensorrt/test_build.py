@@ -18,8 +18,8 @@ import pytest
 import attnforge
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import BuildError, UnavailableError, UsageError
-from attnforge.export.tensorrt.build import Builders, Plan, build, load_tensorrt
-from attnforge.export.tensorrt.process import Layer
+from attnforge.export.tensorrt.build import Builders, Plan, build, load_tensorrt, profiles_of
+from attnforge.export.tensorrt.process import Layer, Request
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import small_example
 
@@ -274,8 +274,13 @@ def test_tensorrt_itself_is_told_from_tensorrt_rtx(tmp_path: Path) -> None:
 def test_a_builder_works_beside_the_caller_and_ends_with_the_block(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     file = attention(tmp_path / "model.onnx", inputs)
+    request = Request(
+        onnx_file=file, plan_file=tmp_path / "0.plan", flavour="tensorrt_rtx", inputs=inputs, precision="fp16",
+        profiles=profiles_of(inputs),
+    )  # fmt: skip
     with Builders() as builders:
-        first, second = (builders.start(file, tmp_path / f"{i}.plan", "tensorrt_rtx", inputs, "fp16") for i in range(2))
+        first = builders.start(request)
+        second = builders.start(request.model_copy(update={"plan_file": tmp_path / "1.plan"}))
         plan = first.result()
         assert plan.data == b"" and plan.size == (tmp_path / "0.plan").stat().st_size
         assert plan.kernel_of("the/Softmax") and not (tmp_path / "1.plan").exists()
