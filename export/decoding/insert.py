@@ -25,14 +25,15 @@ from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, Range, TensorSp
 from attnforge.errors import UsageError
 from attnforge.export.attention.canonical import PLACES
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import Axis, Layout, Size, rearrange
+from attnforge.export.attention.emit import shared_heads
+from attnforge.export.attention.layout import Layout, Size, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
 from attnforge.export.attention.visibility import Visibility, visibility
 from attnforge.export.decoding.distances import NotByDistance, TooFewPlaces, slopes_of
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
-from attnforge.export.graphs.build import Builder, constant, insert, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.lowering.attention import Attention, Seen, Slopes, attentions
 from attnforge.export.lowering.band import Band, band_of, is_triangle
@@ -167,9 +168,7 @@ def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
             f"{open_[0].name} is {open_[0].text()}; a decoder with a cache has no dynamic dims behind the tokens"
         )
     for output in outputs:
-        if output.dims[:2] != spec.dims[:2] and [_text(d) for d in output.dims[:2]] != [
-            _text(d) for d in spec.dims[:2]
-        ]:
+        if [_text(dim) for dim in output.dims[:2]] != [_text(dim) for dim in spec.dims[:2]]:
             raise UsageError(
                 f"output {output.name} is {output.text()}; a decoder with a cache answers for every token: "
                 "(batch, tokens, …)"
@@ -278,15 +277,7 @@ def _mask(graph: ir.Graph, positions: ir.Value, seen: Seen, dtype: ir.DataType, 
     what is added to its score."""
     after = positions.producer()
     assert after is not None
-
-    def build(op: Builder) -> ir.Value:
-        return step_mask(op, positions, seen, places, dtype)
-
-    return insert(graph, after, build, after=True, stem=stem)
-
-
-def _copied(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
-    return dim if isinstance(dim, int) else ir.SymbolicDim(dim.value)
+    return insert(graph, after, lambda op: step_mask(op, positions, seen, places, dtype), after=True, stem=stem)
 
 
 @dataclass(frozen=True)
@@ -331,29 +322,19 @@ def _cached(
     return keys, values
 
 
-def _own_heads(a: Attention) -> tuple[Axis, ...]:
-    """The heads that keys and values have before they are repeated for groups of queries."""
-    heads = a.layout("H_kv").axes
-    present = [axis in a.key.layout.axes or axis in a.value.layout.axes for axis in heads]
-    own = sum(present)
-    return tuple(heads[:own] if all(present[:own]) else heads)
-
-
 def _write(
     op: Builder, a: Attention, kept: tuple[Operand, Layout], rounded: InInt8 | None, before: ir.Value, past: ir.Value
 ) -> ir.Value:
     """The cache with the new tokens."""
     operand, layout = kept
     new = rearrange(op, operand.value, operand.layout, layout, a.sized) if rounded is None else rounded.stored
-    assert before.dtype is not None
-    after = op.op("TensorScatter", [before, new, past], {"axis": 2})
-    return typed(after, before.dtype, [_copied(dim) for dim in before.shape or ()])
+    return like(op.op("TensorScatter", [before, new, past], {"axis": 2}), before)
 
 
 def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layout]]:
     """Keys and values of a site, each with its layout in a cache, `(batch, key heads, tokens, size)`. What several
     heads share is held once: the heads are those of the tensors before they are repeated."""
-    heads = _own_heads(a)
+    heads = shared_heads(tuple(a.layout("H_kv").axes), a.key.layout, a.value.layout)
     key, value = (
         (operand, Layout([*a.layout("B").dims, heads, *a.layout("n_k", size).dims]))
         for operand, size in ((a.key, "d_k"), (a.value, "d_v"))
@@ -364,6 +345,6 @@ def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layou
 def _spec(written: _Written, tokens: _Tokens) -> TensorSpec:
     """The manifest's record of a cache."""
     before = written.before
-    assert before.shape is not None and before.dtype is not None
-    dims = [tokens.batch, *(int(dim) for dim in list(before.shape)[1:] if isinstance(dim, int))]
+    assert before.dtype is not None
+    dims = [tokens.batch, *(dim for dim in dims_of(before)[1:] if isinstance(dim, int))]
     return TensorSpec(name=str(before.name), dtype=before.dtype.numpy().name, dims=dims)
