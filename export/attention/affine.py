@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -197,17 +197,9 @@ def never_negative(x: Affine, largest: Mapping[Place, Affine] | None = None) -> 
     falling = {atom: at_most[atom] for atom, n in x.terms if isinstance(atom, Place) and n < 0 and atom in at_most}
     if falling:
         factors = x.factors
-        x = Affine.of(x.number, {atom: n for atom, n in factors.items() if atom not in falling}) + total(
-            bound * factors[atom] for atom, bound in falling.items()
-        )
+        rest = Affine.of(x.number, {atom: n for atom, n in factors.items() if atom not in falling})
+        x = sum((bound * factors[atom] for atom, bound in falling.items()), rest)
     return x.number >= 0 and all(n > 0 and _is_natural(atom) for atom, n in x.terms)
-
-
-def total(terms: Iterable[Affine]) -> Affine:
-    result = Affine()
-    for term in terms:
-        result = result + term
-    return result
 
 
 def _is_natural(atom: Atom) -> bool:

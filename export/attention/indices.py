@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import ZERO, Affine, Place, never_negative, total
+from attnforge.export.attention.affine import ZERO, Affine, Place, never_negative
 from attnforge.export.attention.layout import ONE, LayoutError, Size, product, sizes_of
 
 Index = tuple[Affine | None, ...]
@@ -90,7 +90,7 @@ def _joined(sizes: Sequence[Size], index: Sequence[Affine | None]) -> Affine | N
     if len(index) == 1 or strides is None:
         return index[0] if len(index) == 1 else None
     terms = [None if position is None else position * n for position, n in zip(index, strides, strict=True)]
-    return None if None in terms else total(term for term in terms if term is not None)
+    return None if None in terms else sum((term for term in terms if term is not None), ZERO)
 
 
 def _split(sizes: Sequence[Size], position: Affine | None) -> list[Affine | None]:

@@ -9,6 +9,7 @@ wrong: it may be any number, and True or False anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, reduce
 
 import numpy as np
 import onnx_ir as ir
@@ -182,16 +183,18 @@ def _is_counted(x: Affine) -> bool:
 
 def _elementwise(op_type: str) -> Handler:
     def handler(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-        first, *others = (reader.number(x, broadcast(x, node.outputs[0], index)) for x in node.inputs)
-        for other in others:
-            first = reader.arithmetic.compute(op_type, first, other)
-        return _held(first, node.outputs[0].dtype)
+        numbers = _operands(reader, node, index)
+        return _held(reduce(partial(reader.arithmetic.compute, op_type), numbers), node.outputs[0].dtype)
 
     return handler
 
 
+def _operands(reader: Reader, node: ir.Node, index: Index) -> list[Number]:
+    return [reader.number(x, broadcast(x, node.outputs[0], index)) for x in node.inputs]
+
+
 def _div(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    a, b = (reader.number(x, broadcast(x, node.outputs[0], index)) for x in node.inputs)
+    a, b = _operands(reader, node, index)
     dtype = node.outputs[0].dtype
     is_float = dtype is not None and dtype.is_floating_point()
     return _held(reader.arithmetic.compute("Ratio" if is_float else "Div", a, b), dtype)
@@ -238,8 +241,7 @@ def _floor(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     """Of a quotient of whole numbers, or of a whole number."""
     division = maker_of(node.inputs[0])
     if is_op(division, "Div") and node.outputs[0].dtype in COUNTING:
-        a, b = (reader.number(x, broadcast(x, division.outputs[0], index)) for x in division.inputs)
-        return reader.arithmetic.floored(a, b)
+        return reader.arithmetic.floored(*_operands(reader, division, index))
     return apply(lambda leaf: leaf if isinstance(leaf, Whole) else UNKNOWN, reader.number(node.inputs[0], index))
 
 

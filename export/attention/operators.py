@@ -22,6 +22,7 @@ from attnforge.export.attention.layout import ONE, Size, sizes_of
 from attnforge.export.attention.masking import all_of, masks_nothing
 from attnforge.export.attention.operands import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.nodes import optional_input
 
 BOOL, INT32, INT64 = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64
 CONTRIB = "com.microsoft"
@@ -63,15 +64,14 @@ class Reading:
 
 def is_standard(node: ir.Node) -> bool:
     """Whether an Attention node is canonical as it stands, but for its scale."""
-    inputs = [*node.inputs, *[None] * 7]
-    query, key, value, mask = inputs[:4]
+    query, key, value, mask, *others = _inputs(node, 7)
     is_causal = node.attributes.get_int("is_causal", 0)
     return (
         node.domain == ""
         and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in (query, key, value))
         and _is_whole(mask, key)
         and not (mask is not None and is_causal)
-        and all(v is None for v in inputs[4:])
+        and all(v is None for v in others)
         and not any(_is_used(output) for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
     )
@@ -273,7 +273,7 @@ READERS: dict[tuple[str, str], Callable[[Builder, ir.Node], Reading]] = {
 
 def _inputs(node: ir.Node, count: int) -> list[Any]:
     """The inputs of a node, None for each that is left out."""
-    return [*node.inputs, *[None] * count][:count]
+    return [optional_input(node, i) for i in range(count)]
 
 
 def _integer(node: ir.Node, name: str) -> int:

@@ -33,7 +33,8 @@ from attnforge.export.attention.visibility import Visibility, visibility
 from attnforge.export.decoding.distances import NotByDistance, TooFewPlaces, slopes_of
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
+from attnforge.export.graphs.build import Builder, constant, insert, like, typed
+from attnforge.export.graphs.nodes import numpy_type
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.lowering.attention import Attention, Seen, Slopes, attentions
 from attnforge.export.lowering.band import Band, band_of, is_triangle
@@ -113,8 +114,7 @@ def with_cache(
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[mask])
         a.node.metadata_props.update(mask[0].metadata)
-        specs = (_spec(written, tokens) for written in (keys, values))
-        caches.append(CacheSpec(site=site.name, key=next(specs), value=next(specs), window=mask[0].window))
+        caches.append(CacheSpec(site=site.name, key=keys.spec, value=values.spec, window=mask[0].window))
     graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
     model.ir_version = max(model.ir_version, 11)
     ids = index_range(tokens.value)
@@ -285,12 +285,11 @@ class _Written:
     """A cache of keys or values.
 
     Attributes:
-        before, after: without and with the new tokens, `(batch, key heads, places, size)`.
-        read: what attention reads of it: the same, or where it is int8, restored.
+        spec: of the manifest, `(batch, key heads, places, size)`.
+        read: what attention reads of it with the new tokens: the cache itself, or where it is int8, restored.
     """
 
-    before: ir.Value
-    after: ir.Value
+    spec: TensorSpec
     read: ir.Value
 
 
@@ -305,19 +304,20 @@ def _cached(
         _, count, *_ = layout.sizes()
         if not (count.is_static and size.is_static):
             raise UsageError(f"{a.node.name} has heads of a dynamic size, so its cache has none")
-        dims = [_dim(tokens.batch), count.factor, places, size.factor]
+        dims = count.factor, places, size.factor
         rounded = InInt8.before(operand.value) if operand.layout.dims == layout.dims else None
         before = ir.Value(name=_unused(graph, f"{what}_cache.{number}"))
-        graph.inputs.append(typed(before, a.dtype if rounded is None else INT8, dims))
+        graph.inputs.append(typed(before, a.dtype if rounded is None else INT8, [_dim(tokens.batch), *dims]))
         write = partial(_write, a=a, kept=(operand, layout), rounded=rounded, before=before, past=past)
         after = insert(graph, a.node, write, stem=f"{a.node.name}/{what}")
         after.name = f"{before.name}{NEXT}"
         graph.outputs.append(after)
+        spec = TensorSpec(name=str(before.name), dtype=numpy_type(before).name, dims=[tokens.batch, *dims])
         read = after
         if rounded is not None:
             restore = partial(rounded.restored, stored=after)
             read = insert(graph, a.node, restore, stem=f"{a.node.name}/{what} restored")
-        result.append(_Written(before, after, read))
+        result.append(_Written(spec, read))
     keys, values = result
     return keys, values
 
@@ -340,11 +340,3 @@ def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layou
         for operand, size in ((a.key, "d_k"), (a.value, "d_v"))
     )
     return key, value
-
-
-def _spec(written: _Written, tokens: _Tokens) -> TensorSpec:
-    """The manifest's record of a cache."""
-    before = written.before
-    assert before.dtype is not None
-    dims = [tokens.batch, *(dim for dim in dims_of(before)[1:] if isinstance(dim, int))]
-    return TensorSpec(name=str(before.name), dtype=before.dtype.numpy().name, dims=dims)
