@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -15,7 +14,7 @@ from functools import cache
 import onnx_ir as ir
 import sympy
 
-from attnforge.export.attention.layout import Size
+from attnforge.export.attention.layout import Size, parsed
 
 
 class Place(Enum):
@@ -198,17 +197,9 @@ def never_negative(x: Affine, largest: Mapping[Place, Affine] | None = None) -> 
     falling = {atom: at_most[atom] for atom, n in x.terms if isinstance(atom, Place) and n < 0 and atom in at_most}
     if falling:
         factors = x.factors
-        x = Affine.of(x.number, {atom: n for atom, n in factors.items() if atom not in falling}) + total(
-            bound * factors[atom] for atom, bound in falling.items()
-        )
+        rest = Affine.of(x.number, {atom: n for atom, n in factors.items() if atom not in falling})
+        x = sum((bound * factors[atom] for atom, bound in falling.items()), rest)
     return x.number >= 0 and all(n > 0 and _is_natural(atom) for atom, n in x.terms)
-
-
-def total(terms: Iterable[Affine]) -> Affine:
-    result = Affine()
-    for term in terms:
-        result = result + term
-    return result
 
 
 def _is_natural(atom: Atom) -> bool:
@@ -225,22 +216,16 @@ def _text(atom: Atom) -> str:
     return atom.name if isinstance(atom, Dim) else atom.value
 
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*")
-
-
 @cache
 def _sum(text: str) -> tuple[int, tuple[tuple[str, int], ...]]:
     """A size as a number and the factors of names; what is no sum of names is a name as it stands."""
-    if _NAME.fullmatch(text):
+    if text.isidentifier():
         return 0, ((text, 1),)
-    names = sorted(set(_NAME.findall(text)))
-    symbols = {f"s{i}": sympy.Symbol(f"s{i}", integer=True) for i in range(len(names))}
-    by_name = dict(zip(names, symbols, strict=True))
-    try:  # onnx_ir's parser refuses whatever is no arithmetic, which sympy's would run
-        simple = ir.SymbolicDim(_NAME.sub(lambda m: by_name[m[0]], text)).simplify().value
-        factors = sympy.expand(sympy.sympify(simple, locals=symbols)).as_coefficients_dict()
+    try:
+        expression, names = parsed(text)
     except ValueError:
         return 0, ((text, 1),)
+    factors = sympy.expand(expression).as_coefficients_dict()
     if any(not factor.is_Integer or not (term.is_Symbol or term == 1) for term, factor in factors.items()):
         return 0, ((text, 1),)
     return int(factors.pop(sympy.Integer(1), 0)), tuple(

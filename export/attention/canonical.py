@@ -20,6 +20,7 @@ from attnforge.export.attention.layout import Dims, Layout, Size, Sized, rearran
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, dims_of, typed
 from attnforge.export.graphs.float64 import SILENT_ROWS
+from attnforge.export.graphs.nodes import input_of, optional_input
 
 QUERY, KEY, VALUE = ("B", "H", "n_q", "d_k"), ("B", "H_kv", "n_k", "d_k"), ("B", "H_kv", "n_k", "d_v")
 SCORES, OUTPUT = ("B", "H", "n_q", "n_k"), ("B", "H", "n_q", "d_v")
@@ -83,15 +84,13 @@ def attention_node(
     inputs = [query, key, value, *([mask] if mask is not None else [])]
     metadata = {SILENT_ROWS: "nan"} if silent_rows_are_nan else {}
     output = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)
-    assert query.dtype is not None
     return typed(output, query.dtype, [*dims_of(query)[:3], dims_of(value)[3]])
 
 
 def described(node: ir.Node) -> str:
     """A canonical node in short, as `Attention(heads 12, head size 64, mask bool, causal, softcap 30)`."""
-    query, key, value, mask = (*node.inputs[:3], node.inputs[3] if len(node.inputs) > 3 else None)
-    assert query is not None and query.shape and key is not None and key.shape and value is not None and value.shape
-    heads, shared, size, value_size = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+    query, key, value = (dims_of(input_of(node, i)) for i in range(3))
+    mask, heads, shared, size, value_size = optional_input(node, 3), query[1], key[1], query[3], value[3]
     parts = [f"heads {heads}"]
     if shared != heads:
         parts.append(f"key heads {shared}")

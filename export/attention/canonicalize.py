@@ -20,6 +20,7 @@ from attnforge.export.attention.operators import READERS, is_standard, scale_of,
 from attnforge.export.attention.softmax import restore_softmax
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
 from attnforge.export.attention.walk_forward import Weights, walk_to_outputs
+from attnforge.export.graphs.nodes import input_of, is_op
 from attnforge.export.graphs.passes import SitesResult
 
 
@@ -56,9 +57,9 @@ def canonicalize(model: ir.Model) -> SitesResult[Site]:
     for node in list(model.graph):
         if (node.domain, node.op_type) in READERS:
             sites.append(_from_operator(model.graph, node, _unused_name(node, sites)))
-        elif node.domain == "" and node.op_type == "Softmax":
+        elif is_op(node, "Softmax"):
             sites += _from_softmax(model.graph, node, _unused_name(node, sites))
-        elif node.domain == "" and node.op_type == "ArgMax":
+        elif is_op(node, "ArgMax"):
             sites += _from_argmax(node, _unused_name(node, sites))
     modified |= remove_unused(model).modified or before != _nodes(model)
     nodes = {node.name: node for node in model.graph}
@@ -89,8 +90,7 @@ def _node_name(site: str) -> str:
 
 def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site]:
     """One site for each product that takes the weights; none where the softmax belongs to no attention."""
-    source = node.inputs[0]
-    assert source is not None
+    source = input_of(node)
     try:
         layout = Layout.fresh(source)
     except LayoutError as error:
@@ -143,8 +143,7 @@ def _from_operator(graph: ir.Graph, node: ir.Node, name: str) -> Site:
 
 def _from_argmax(node: ir.Node, name: str) -> list[Site]:
     """Hard alignment, which takes the best key alone. It is reported because its author may expect it fused."""
-    source = node.inputs[0]
-    assert source is not None
+    source = input_of(node)
     try:
         layout = Layout.fresh(source)
         (axis, *_) = layout.dims[node.attributes.get_int("axis", 0)]

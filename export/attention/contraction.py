@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.layout import ONE, Size, sizes_of
 from attnforge.export.attention.operands import NotAttention, factor_of
+from attnforge.export.graphs.nodes import constant_of, input_of, inputs_of, is_op, maker_of, optional_input
 
 Label = str | None
 """The name of a dim in a product; None for a dim that is broadcast."""
@@ -43,7 +44,7 @@ class Contraction:
 
 def is_product(node: ir.Node) -> bool:
     """Whether a node sums products of two tensors' elements."""
-    return node.domain == "" and (node.op_type in ("MatMul", "Gemm", "Einsum") or _summed_mul(node) is not None)
+    return is_op(node, "MatMul", "Gemm", "Einsum") or _summed_mul(node) is not None
 
 
 def sum_of(mul: ir.Node) -> ir.Node | None:
@@ -68,21 +69,18 @@ def contraction_of(node: ir.Node) -> Contraction:
 
 def _summed_mul(node: ir.Node) -> ir.Node | None:
     """The Mul whose products a ReduceSum sums; None where `node` is none, or something else reads the products."""
-    if node.domain != "" or node.op_type != "ReduceSum" or node.inputs[0] is None:
+    if not is_op(node, "ReduceSum"):
         return None
-    mul = node.inputs[0].producer()
+    mul = maker_of(node.inputs[0])
     if mul is not None and mul.op_type == "Cast" and mul.inputs[0] is not None and len(mul.outputs[0].uses()) == 1:
         product = mul.inputs[0]  # 16-bit products are summed in fp32
         mul = product.producer() if product.dtype is not None and product.dtype.bitwidth == 16 else None
-    if mul is None or mul.domain != "" or mul.op_type != "Mul" or factor_of(mul) or len(mul.outputs[0].uses()) != 1:
-        return None
-    return mul
+    return mul if is_op(mul, "Mul") and not factor_of(mul) and len(mul.outputs[0].uses()) == 1 else None
 
 
 def _matrix_product(node: ir.Node) -> Contraction:
     """A MatMul or a Gemm."""
-    left, right = node.inputs[:2]
-    assert left is not None and right is not None
+    left, right = input_of(node, 0), input_of(node, 1)
     transposed = (False, False)
     if node.op_type == "Gemm":
         if node.attributes.get_float("alpha", 1.0) != 1.0 or any(v is not None for v in node.inputs[2:]):
@@ -107,16 +105,15 @@ def _broadcast(sizes: list[Size], labels: list[str]) -> list[Label]:
 
 def _sum_of_products(node: ir.Node, mul: ir.Node) -> Contraction:
     """A ReduceSum of a Mul."""
-    left, right = mul.inputs
-    axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
-    if axes is None or left is None or right is None:
+    axes = constant_of(optional_input(node, 1))
+    if axes is None:
         raise NotAttention("products are summed over axes that are not constant")
     sizes = sizes_of(mul.outputs[0])
     labels = [f"dim{i}" for i in range(len(sizes))]
-    summed = {labels[i]: sizes[i] for i in axes.numpy().reshape(-1)}
+    summed = {labels[i]: sizes[i] for i in axes.reshape(-1)}
     kept = {label: f"{label} kept" for label in summed} if node.attributes.get_int("keepdims", 1) else {}
     output = [kept.get(label, label) for label in labels if label in kept or label not in summed]
-    left_side, right_side = (Side(value, _broadcast(sizes_of(value), labels)) for value in (left, right))
+    left_side, right_side = (Side(value, _broadcast(sizes_of(value), labels)) for value in inputs_of(mul))
     return Contraction((left_side, right_side), output, summed)
 
 
@@ -125,9 +122,7 @@ def _einsum(node: ir.Node) -> Contraction:
     terms, _, output = equation.partition("->")
     if len(node.inputs) != 2 or not output:
         raise NotAttention(f"an Einsum of another kind than a product of two tensors: {equation}")
-    left, right = node.inputs
-    assert left is not None and right is not None
-    pairs = list(zip((left, right), terms.split(","), strict=True))
+    pairs = list(zip(inputs_of(node), terms.split(","), strict=True))
     ranks = [len(sizes_of(value)) - len(term.replace("...", "")) for value, term in pairs]  # of the ellipsis
     unused = [chr(code) for code in range(ord("A"), ord("z") + 1) if chr(code).isalpha() and chr(code) not in equation]
     batch = unused[: max(ranks)]

@@ -22,6 +22,7 @@ from attnforge.export.attention.operands import NotAttention, Operand, TensorSca
 from attnforge.export.attention.walk_back import Scores
 from attnforge.export.attention.walk_forward import Weights, WeightSteps
 from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value
+from attnforge.export.graphs.nodes import input_of, is_op
 
 ROWS = ("B", "H", "n_q", "")
 """The dims of a tensor with one number for each query."""
@@ -88,13 +89,12 @@ def _zeroed(writer: SiteWriter, result: ir.Value, steps: WeightSteps) -> ir.Valu
     """The output with zeros for the queries that the graph gives zeros behind the softmax."""
     op = writer.op
     zeros = constant(op, 0.0, writer.dtype)
-    for kept in steps.kept_rows:
-        result = like(op.Where(writer.broadcastable(kept, *ROWS), result, zeros), result)
-    for zeroing in steps.kept_with_keys:
-        shown = allowed(writer, zeroing.condition, zeroing.inverted)
-        result = like(op.Where(any_key(op, shown), result, zeros), result)
-    for zeroed in steps.zeroed_rows:
-        result = like(op.Where(writer.broadcastable(zeroed, *ROWS), zeros, result), result)
+    for zeroing in steps.zeroing:
+        if zeroing.by_key:  # of all keys of a query
+            result = like(op.Where(any_key(op, allowed(writer, zeroing)), result, zeros), result)
+        else:
+            rows = writer.broadcastable(zeroing.condition, *ROWS)
+            result = like(op.Where(rows, *((zeros, result) if zeroing.inverted else (result, zeros))), result)
     return result
 
 
@@ -143,10 +143,10 @@ def _before_widening(operand: Operand, dtype: ir.DataType | None) -> tuple[float
     """A query or key before its cast from the values' 16-bit type to fp32, and the factor on it: kernels sum products
     in fp32 all the same."""
     node = operand.value.producer()
-    if node is None or node.domain != "" or node.op_type != "Cast" or dtype is None or dtype.bitwidth != 16:
+    if not is_op(node, "Cast") or dtype is None or dtype.bitwidth != 16:
         return 1.0, operand
-    source = node.inputs[0]
-    if source is None or source.dtype != dtype or operand.value.dtype != ir.DataType.FLOAT:
+    source = input_of(node)
+    if source.dtype != dtype or operand.value.dtype != ir.DataType.FLOAT:
         return 1.0, operand
     return strip_factors(Operand(source, operand.layout))
 
@@ -172,7 +172,7 @@ def _axes(scores: Scores, weights: Weights, operands: _Operands) -> SiteAxes:
         raise NotAttention("the keys differ by query, as in an additive score: no inner product of queries and keys")
     n_k, d_k, d_v = (tuple(part.axes) for part in (scores.keys, scores.features, weights.value_features))
     batch, heads = _batch_and_heads(batches, query, d_k)
-    shared = _shared_heads(heads, key, value)
+    shared = shared_heads(heads, key, value)
     return SiteAxes({"B": batch, "H": heads, "H_kv": shared, "n_q": own[-1], "n_k": n_k, "d_k": d_k, "d_v": d_v})
 
 
@@ -190,7 +190,7 @@ def _batch_and_heads(batches: Layout, query: Layout, features: Dims) -> tuple[Di
     return tuple(axis for axis in batches.axes if axis not in heads), heads
 
 
-def _shared_heads(heads: Dims, key: Layout, value: Layout) -> Dims:
+def shared_heads(heads: Dims, key: Layout, value: Layout) -> Dims:
     """The heads that keys and values have: all of them, or only the first where the others share those."""
     present = [axis in key.axes or axis in value.axes for axis in heads]
     own = sum(present)

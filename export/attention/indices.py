@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import ZERO, Affine, Place, never_negative, total
-from attnforge.export.attention.layout import ONE, LayoutError, Size, sizes_of
+from attnforge.export.attention.affine import ZERO, Affine, Place, never_negative
+from attnforge.export.attention.layout import ONE, LayoutError, Size, product, sizes_of
 
 Index = tuple[Affine | None, ...]
 START = ZERO
@@ -62,7 +62,7 @@ def _regrouped(have: Sequence[Size], want: Sequence[Size], index: Index) -> Inde
     outputs = [i for i, size in enumerate(want) if size != ONE]
     while inputs and outputs:
         ins, outs = [inputs.pop(0)], [outputs.pop(0)]
-        while (a := _product(have, ins)) != (b := _product(want, outs)):
+        while (a := product(have[i] for i in ins)) != (b := product(want[i] for i in outs)):
             if inputs and b.divide(a) is not None:
                 ins.append(inputs.pop(0))
             elif outputs and a.divide(b) is not None:
@@ -75,13 +75,6 @@ def _regrouped(have: Sequence[Size], want: Sequence[Size], index: Index) -> Inde
         for i, position in zip(ins, _split([have[i] for i in ins], at), strict=True):
             source[i] = position
     return tuple(source)
-
-
-def _product(sizes: Sequence[Size], dims: Sequence[int]) -> Size:
-    result = ONE
-    for i in dims:
-        result = result * sizes[i]
-    return result
 
 
 def _strides(sizes: Sequence[Size]) -> list[int] | None:
@@ -97,7 +90,7 @@ def _joined(sizes: Sequence[Size], index: Sequence[Affine | None]) -> Affine | N
     if len(index) == 1 or strides is None:
         return index[0] if len(index) == 1 else None
     terms = [None if position is None else position * n for position, n in zip(index, strides, strict=True)]
-    return None if None in terms else total(term for term in terms if term is not None)
+    return None if None in terms else sum((term for term in terms if term is not None), ZERO)
 
 
 def _split(sizes: Sequence[Size], position: Affine | None) -> list[Affine | None]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from math import prod
 
 import onnx_ir as ir
 import sympy
 
 from attnforge.export.graphs.build import Builder, constant, typed
+from attnforge.export.graphs.nodes import VIEWS, input_of, is_op
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _FUNCTIONS = frozenset({"floor", "max", "min", "Max", "Min", "Mod"})
@@ -25,9 +26,6 @@ _FUNCTIONS = frozenset({"floor", "max", "min", "Max", "Min", "Mod"})
 
 _UNKNOWN: dict[int, ir.SymbolicDim] = {}
 """Unknown dims that have a symbol, which are kept: the next dim could have the id of one that is gone."""
-
-VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
-"""Operators that move numbers without changing, adding or dropping any."""
 
 
 class LayoutError(Exception):
@@ -52,7 +50,7 @@ class Size:
         if isinstance(dim, int):
             return cls(dim)
         if dim.value:
-            return _parsed(dim.value)
+            return _factored(dim.value)
         _UNKNOWN[id(dim)] = dim
         return cls(1, (f"unknown{id(dim)}",))
 
@@ -90,15 +88,25 @@ class Size:
 ONE = Size()
 
 
-@cache
-def _parsed(text: str) -> Size:
-    """The size of an expression such as `4*batch*((tokens**2)//tokens)`, where all symbols are positive."""
+def parsed(text: str) -> tuple[sympy.Expr, list[str]]:
+    """An expression such as `4*batch*((tokens**2)//tokens)` with symbols `s0`, `s1`, … for its names, and the names.
+
+    Raises:
+        ValueError: its grammar is unknown; onnx_ir's parser refuses whatever is no arithmetic, which sympy's would run.
+    """
     names = sorted(set(_NAME.findall(text)) - _FUNCTIONS)
     symbols = {f"s{i}": sympy.Symbol(f"s{i}", integer=True, positive=True) for i in range(len(names))}
     by_name = dict(zip(names, symbols, strict=True))
+    simple = ir.SymbolicDim(_NAME.sub(lambda m: by_name.get(m[0], m[0]), text)).simplify().value
+    return sympy.sympify(simple, locals=symbols), names
+
+
+@cache
+def _factored(text: str) -> Size:
+    """The size that an expression is, where all symbols are positive."""
     try:
-        simple = ir.SymbolicDim(_NAME.sub(lambda m: by_name.get(m[0], m[0]), text)).simplify().value
-        factor, powers = sympy.factor_list(sympy.sympify(simple, locals=symbols))
+        expression, names = parsed(text)
+        factor, powers = sympy.factor_list(expression)
     except (ValueError, sympy.PolynomialError):
         return Size(1, (text,))  # an expression of unknown grammar equals itself alone
     if not factor.is_Integer:
@@ -158,10 +166,16 @@ class Layout:
         return [axis for dim in self.dims for axis in dim]
 
     def sizes(self) -> list[Size]:
-        return [_product(dim) for dim in self.dims]
+        return [product(axis.size for axis in dim) for dim in self.dims]
 
     def __len__(self) -> int:
         return len(self._dims)
+
+    def with_dim(self, i: int, dim: Dims) -> Layout:
+        """The layout with another dim in the place of one."""
+        dims = self.dims
+        dims[i] = dim
+        return Layout(dims)
 
     def permuted(self, perm: Sequence[int]) -> Layout:
         dims = self.dims
@@ -218,11 +232,9 @@ def sizes_of(value: ir.Value) -> list[Size]:
     return [Size.of(dim) for dim in value.shape]
 
 
-def _product(axes: Iterable[Axis]) -> Size:
-    size = ONE
-    for axis in axes:
-        size = size * axis.size
-    return size
+def product(sizes: Iterable[Size]) -> Size:
+    """The size of a dim that is as long as several together."""
+    return prod(sizes, start=ONE)
 
 
 def _permutation(node: ir.Node, rank: int) -> list[int]:
@@ -232,12 +244,10 @@ def _permutation(node: ir.Node, rank: int) -> list[int]:
 
 def before_view(node: ir.Node, after: Layout) -> Layout:
     """The layout of a view's input, given its output's."""
-    source = node.inputs[0]
-    assert source is not None
     if node.op_type == "Transpose":
         perm = _permutation(node, len(after))
         return after.permuted([perm.index(i) for i in range(len(perm))])
-    return after.regrouped(sizes_of(source))
+    return after.regrouped(sizes_of(input_of(node)))
 
 
 def after_view(node: ir.Node, before: Layout) -> Layout:
@@ -253,9 +263,7 @@ def before_expand(node: ir.Node, after: Layout) -> Layout:
     Raises:
         LayoutError: it repeats along a dim of dynamic size, which the input does not tell.
     """
-    source = node.inputs[0]
-    assert source is not None
-    sizes = sizes_of(source)
+    sizes = sizes_of(input_of(node))
     kept = after.dims[len(after) - len(sizes) :]
     before = Layout(() if size == ONE else dim for size, dim in zip(sizes, kept, strict=True))
     if any(not axis.size.is_static for axis in set(after.axes) - set(before.axes)):
@@ -264,11 +272,11 @@ def before_expand(node: ir.Node, after: Layout) -> Layout:
 
 
 def is_expand(node: ir.Node) -> bool:
-    return node.domain == "" and node.op_type == "Expand"
+    return is_op(node, "Expand")
 
 
 def is_view(node: ir.Node | None) -> bool:
-    return node is not None and node.domain == "" and node.op_type in VIEWS
+    return is_op(node, *VIEWS)
 
 
 def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
@@ -279,13 +287,11 @@ def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
     """
     furthest = value, layout
     while (node := value.producer()) is not None and (is_view(node) or is_expand(node)):
-        source = node.inputs[0]
-        assert source is not None
         try:
             layout = before_expand(node, layout) if is_expand(node) else before_view(node, layout)
         except LayoutError:
             break
-        value = source
+        value = input_of(node)
         if all(axis.size.is_static or _holder(axis, layout) is not None for axis in layout.axes):
             furthest = value, layout
     return furthest
@@ -373,7 +379,6 @@ def _step(op: Builder, sized: Sequence[Sized], value: ir.Value, here: Layout, th
         result = op.Squeeze(value, constant(op, _inserted(b, a)))
     else:
         result = op.Reshape(value, _shape(op, b, sized, reshape_from=a))
-    assert value.dtype is not None
     return typed(result, value.dtype, [size.dim() for size in there.sizes()])
 
 
@@ -403,7 +408,7 @@ def _shape(op: Builder, dims: list[Dims], sized: Sequence[Sized], reshape_from: 
     """
     entries: list[int | Dims] = []
     for i, dim in enumerate(dims):
-        size = _product(dim)
+        size = product(axis.size for axis in dim)
         if size.is_static:
             entries.append(size.factor)
         elif reshape_from is not None and i < len(reshape_from) and reshape_from[i] == dim:
@@ -438,10 +443,7 @@ def _dynamic_size(op: Builder, dim: Dims, sized: Sequence[Sized]) -> ir.Value:
         factors.append(size if divisor == 1 else op.Div(size, constant(op, [divisor])))
     if static != 1:
         factors.append(constant(op, [static]))
-    size = factors[0]
-    for factor in factors[1:]:
-        size = op.Mul(size, factor)
-    return size
+    return reduce(op.Mul, factors)
 
 
 def _holder(axis: Axis, layout: Layout) -> int | None:

@@ -16,11 +16,12 @@ from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.indices import START, Index, broadcast, pieces, places_of
 from attnforge.export.attention.layout import Size
 from attnforge.export.attention.mask_reader import BOOL, INT64, Reader
-from attnforge.export.attention.moves import MOVES, rank_of
+from attnforge.export.attention.moves import MOVES
 from attnforge.export.attention.operands import scalar
 from attnforge.export.attention.truth import ALWAYS, at_least_zero
 from attnforge.export.attention.visibility import scores_index
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
+from attnforge.export.graphs.nodes import input_of, is_op, optional_input, rank_of
 
 Cut = Callable[[Builder, ir.Value], ir.Value]
 """Brings a tensor `(B or 1, H or 1, n_q or 1, n_k or 1)` to blocks: a Slice of the last two dims, say, or a Reshape of
@@ -59,9 +60,7 @@ def mask_at_blocks(op: Builder, node: ir.Node, cut: Cut) -> ir.Value | None:
     Raises:
         NotByBlocks: the mask would have to be computed for all pairs.
     """
-    mask = node.inputs[3] if len(node.inputs) > 3 else None
-    query, key = node.inputs[:2]
-    assert query is not None and key is not None
+    query, key, mask = input_of(node, 0), input_of(node, 1), optional_input(node, 3)
     return None if mask is None else _Blocks(op, query, key, cut).at(mask, scores_index(mask, query, key))
 
 
@@ -75,9 +74,7 @@ def mask_by_key(op: Builder, node: ir.Node, is_triangle: bool = False) -> ir.Val
     Raises:
         NotByBlocks: it is not proved to be the same for every query.
     """
-    mask = node.inputs[3] if len(node.inputs) > 3 else None
-    query, key = node.inputs[:2]
-    assert query is not None and key is not None
+    query, key, mask = input_of(node, 0), input_of(node, 1), optional_input(node, 3)
     return None if mask is None else _ByKey(op, query, key, is_triangle).at(mask, scores_index(mask, query, key))
 
 
@@ -141,13 +138,13 @@ class _Blocks:
             return self.cut(self._on_four_dims(value, index))
         if node is None or ir.convenience.get_const_tensor(value) is not None:
             return self.cut(self._on_four_dims(value, index))
-        if node.domain == "" and node.op_type in ELEMENTWISE:
+        if is_op(node, *ELEMENTWISE):
             return self._again(node, index)
-        if node.domain == "" and node.op_type in MOVES:
+        if is_op(node, *MOVES):
             return self._moved(node, index)
-        if node.domain == "" and node.op_type == "Trilu":
+        if is_op(node, "Trilu"):
             return self._triangle(node, index)
-        if node.domain == "" and node.op_type == "Concat":
+        if is_op(node, "Concat"):
             return self._joined(node, index)
         raise NotByBlocks(f"{value.name!r} is computed for all pairs by {node.op_type}")
 
@@ -160,7 +157,6 @@ class _Blocks:
     def _like(self, result: ir.Value, dtype: ir.DataType | None, *operands: ir.Value) -> ir.Value:
         """A result with its type, and the shape that operands of one rank broadcast to."""
         dims = [next((dim for dim in column if dim != 1), 1) for column in zip(*map(dims_of, operands), strict=True)]
-        assert dtype is not None
         return typed(result, dtype, dims)
 
     # --- operators
@@ -183,7 +179,7 @@ class _Blocks:
         return self.at(source, before)
 
     def _triangle(self, node: ir.Node, index: Index) -> ir.Value:
-        k = node.inputs[1] if len(node.inputs) > 1 else None
+        k = optional_input(node, 1)
         offset = START if k is None else self.reader.position(k, (START,) * rank_of(k))
         row, column = index[-2:]
         if offset is None or row is None or column is None:
@@ -238,10 +234,8 @@ class _Blocks:
         perm = [i for i, place in enumerate(placed) if place is None] + [placed.index(place) for place in order]
         if perm != sorted(perm):
             dims = dims_of(value)
-            assert value.dtype is not None
             value = typed(op.Transpose(value, perm=perm), value.dtype, [dims[i] for i in perm])
         dims, dtype = dims_of(value)[len(perm) - len(order) :], value.dtype
-        assert dtype is not None
         if extra := len(perm) - len(order):
             value = typed(op.Squeeze(value, constant(op, list(range(extra)))), dtype, dims)
         if missing := [i for i, place in enumerate(PLACES) if place not in order]:
@@ -263,7 +257,6 @@ class _Blocks:
             at, dim = self._inside(self._along_place(position, place), dims[axis]), self.whole[place]
         if in_memory:
             raise NotByBlocks(f"{value.name!r} would be copied for all pairs")
-        assert value.dtype is not None
         return typed(op.Gather(value, at, axis=axis), value.dtype, [*dims[:axis], dim, *dims[axis + 1 :]])
 
     def _inside(self, at: ir.Value, dim: int | ir.SymbolicDim) -> ir.Value:

@@ -9,6 +9,7 @@ wrong: it may be any number, and True or False anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, reduce
 
 import numpy as np
 import onnx_ir as ir
@@ -29,9 +30,10 @@ from attnforge.export.attention.mask_numbers import (
     constant,
     where,
 )
-from attnforge.export.attention.moves import MOVES, rank_of
+from attnforge.export.attention.moves import MOVES
 from attnforge.export.attention.operands import same_value, scalar
 from attnforge.export.attention.truth import ALWAYS, NEVER, Largest, Truth, at_least_zero, kind_of, unknown
+from attnforge.export.graphs.nodes import input_of, is_op, maker_of, optional_input, rank_of
 
 Known = Truth | Number
 MOST_DEPTH = 150
@@ -132,8 +134,8 @@ def _moved(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 
 def _cast(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    source, target = node.inputs[0], node.outputs[0].dtype
-    assert source is not None and source.dtype is not None
+    source, target = input_of(node), node.outputs[0].dtype
+    assert source.dtype is not None
     if target is None or target == BOOL:
         return reader.truth(source, index) if target == BOOL else None
     number = reader.number(source, index)
@@ -181,16 +183,18 @@ def _is_counted(x: Affine) -> bool:
 
 def _elementwise(op_type: str) -> Handler:
     def handler(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-        first, *others = (reader.number(x, broadcast(x, node.outputs[0], index)) for x in node.inputs)
-        for other in others:
-            first = reader.arithmetic.compute(op_type, first, other)
-        return _held(first, node.outputs[0].dtype)
+        numbers = _operands(reader, node, index)
+        return _held(reduce(partial(reader.arithmetic.compute, op_type), numbers), node.outputs[0].dtype)
 
     return handler
 
 
+def _operands(reader: Reader, node: ir.Node, index: Index) -> list[Number]:
+    return [reader.number(x, broadcast(x, node.outputs[0], index)) for x in node.inputs]
+
+
 def _div(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    a, b = (reader.number(x, broadcast(x, node.outputs[0], index)) for x in node.inputs)
+    a, b = _operands(reader, node, index)
     dtype = node.outputs[0].dtype
     is_float = dtype is not None and dtype.is_floating_point()
     return _held(reader.arithmetic.compute("Ratio" if is_float else "Div", a, b), dtype)
@@ -213,14 +217,14 @@ def _subtraction(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 def _floored(node: ir.Node) -> ir.Node | None:
     """The Div of whole numbers that a Sub rounds down, as torch's exporter writes `//`: `a / b` minus one where
     `(a < 0) == (b > 0)` and `a % b` is not 0."""
-    quotient, cast_ = (value.producer() if value is not None else None for value in node.inputs)
-    offset = _input(cast_, "Cast", 0)
-    signs, remainder = _input(offset, "And", 0), _input(_input(offset, "And", 1), "Cast", 0)
-    below, above = _input(signs, "Equal", 0), _input(signs, "Equal", 1)
-    if quotient is None or quotient.op_type != "Div" or remainder is None or below is None:
+    quotient, cast_ = (maker_of(value) for value in node.inputs)
+    offset = _maker(cast_, "Cast", 0)
+    signs, remainder = _maker(offset, "And", 0), _maker(_maker(offset, "And", 1), "Cast", 0)
+    below, above = _maker(signs, "Equal", 0), _maker(signs, "Equal", 1)
+    if not (is_op(quotient, "Div") and is_op(remainder, "Mod") and is_op(below, "Less")):
         return None
     a, b = quotient.inputs
-    if a is None or a.dtype not in (INT32, INT64) or remainder.op_type != "Mod" or below.op_type != "Less":
+    if a is None or a.dtype not in (INT32, INT64):
         return None
     same = same_value(remainder.inputs[0], a) and same_value(remainder.inputs[1], b) and same_value(below.inputs[0], a)
     positive = scalar(b) is not None and (scalar(b) or 0) > 0
@@ -228,20 +232,16 @@ def _floored(node: ir.Node) -> ir.Node | None:
     return quotient if same and positive and is_true and scalar(below.inputs[1]) == 0 else None
 
 
-def _input(node: ir.Node | None, op_type: str, i: int) -> ir.Node | None:
+def _maker(node: ir.Node | None, op_type: str, i: int) -> ir.Node | None:
     """The node that computes an input of a node of this type."""
-    if node is None or node.op_type != op_type or node.inputs[i] is None:
-        return None
-    value = node.inputs[i]
-    return value.producer() if value is not None else None
+    return maker_of(node.inputs[i]) if is_op(node, op_type) else None
 
 
 def _floor(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     """Of a quotient of whole numbers, or of a whole number."""
-    division = node.inputs[0].producer() if node.inputs[0] is not None else None
-    if division is not None and division.op_type == "Div" and node.outputs[0].dtype in COUNTING:
-        a, b = (reader.number(x, broadcast(x, division.outputs[0], index)) for x in division.inputs)
-        return reader.arithmetic.floored(a, b)
+    division = maker_of(node.inputs[0])
+    if is_op(division, "Div") and node.outputs[0].dtype in COUNTING:
+        return reader.arithmetic.floored(*_operands(reader, division, index))
     return apply(lambda leaf: leaf if isinstance(leaf, Whole) else UNKNOWN, reader.number(node.inputs[0], index))
 
 
@@ -275,15 +275,10 @@ def _compared(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     arithmetic, kind = reader.arithmetic, kind_of(places_of(index))
     if node.op_type == "Equal":
         return arithmetic.equal(left, right, kind)
-    if node.op_type in ("Less", "Greater"):
-        return ~(
-            arithmetic.at_least(left, right, kind) if node.op_type == "Less" else arithmetic.at_least(right, left, kind)
-        )
-    return (
-        arithmetic.at_least(right, left, kind)
-        if node.op_type == "LessOrEqual"
-        else arithmetic.at_least(left, right, kind)
-    )
+    if node.op_type in ("Greater", "LessOrEqual"):
+        left, right = right, left
+    at_least = arithmetic.at_least(left, right, kind)
+    return ~at_least if node.op_type in ("Less", "Greater") else at_least
 
 
 def _logical(reader: Reader, node: ir.Node, index: Index) -> Known | None:
@@ -298,21 +293,11 @@ def _not(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 
 def _where(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    condition, yes, no = ((x, broadcast(x, node.outputs[0], index)) for x in node.inputs)
-    return _chosen(reader, reader.truth(*condition), yes, no, node.outputs[0].dtype)
-
-
-def _chosen(
-    reader: Reader,
-    condition: Truth,
-    yes: tuple[ir.Value | None, Index],
-    no: tuple[ir.Value | None, Index],
-    dtype: ir.DataType | None,
-) -> Known:
-    """One of two values; the other is not read where it is never chosen."""
-    if condition.constant is not None:
+    chooses, yes, no = ((x, broadcast(x, node.outputs[0], index)) for x in node.inputs)
+    condition = reader.truth(*chooses)
+    if condition.constant is not None:  # the other one is not read
         return reader.read(*(yes if condition.constant else no))
-    if dtype == BOOL:
+    if node.outputs[0].dtype == BOOL:
         return where(condition, reader.truth(*yes), reader.truth(*no))
     return choose(condition, reader.number(*yes), reader.number(*no))
 
@@ -349,7 +334,7 @@ def _shape(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 
 def _trilu(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    k = node.inputs[1] if len(node.inputs) > 1 else None
+    k = optional_input(node, 1)
     offset = Affine() if k is None else reader.position(k, (Affine(),) * rank_of(k))
     row, column = index[-2:]
     if offset is None or row is None or column is None:

@@ -16,11 +16,9 @@ from attnforge.export.attention.operands import NotAttention, Operand, same_valu
 from attnforge.export.attention.walk_back import Bias, Fill, ScoreSteps, Sink
 from attnforge.export.attention.walk_forward import WeightSteps, Zeroing
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
+from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, optional_input
 
 BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
-
-REPEATS = ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze")
-"""Operators whose results have no other numbers than their first inputs."""
 
 NEGLIGIBLE = -9.9e3
 """A score below which a softmax gives a key no weight, where another key has an ordinary score. People write -1e4,
@@ -40,9 +38,12 @@ def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps
     """
     fills = scores.fills
     all_infinite = all(fill.number == -np.inf for fill in fills)
+    left: list[Zeroing] = []
     for zeroing in weights.zeroing:
         excluded = any(_same_keys(zeroing, fill) for fill in fills)
-        if excluded and len(scores.masking) == 1 and fills[0].number <= NEGLIGIBLE:
+        if not zeroing.by_key:
+            left.append(zeroing)
+        elif excluded and len(scores.masking) == 1 and fills[0].number <= NEGLIGIBLE:
             if fills[0].number != -np.inf or not zeroing.nan_stays:
                 weights = replace(weights, nan_rows_zeroed=True)
             fills = [replace(fills[0], number=-np.inf)]
@@ -50,10 +51,10 @@ def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps
             all_infinite = True
         elif excluded and all_infinite:  # a finite number that another mask puts there would count again
             if not zeroing.nan_stays:  # what another step silences stays NaN
-                weights = replace(weights, kept_with_keys=(*weights.kept_with_keys, zeroing))
+                left.append(zeroing)
         else:
             raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
-    return scores, _settle_rows(scores, weights)
+    return scores, _settle_rows(scores, replace(weights, zeroing=tuple(left)))
 
 
 def _settle_rows(scores: ScoreSteps, weights: WeightSteps) -> WeightSteps:
@@ -63,59 +64,46 @@ def _settle_rows(scores: ScoreSteps, weights: WeightSteps) -> WeightSteps:
     fill = scores.masking[0]
     if not isinstance(fill, Fill) or fill.number != -np.inf:
         return weights
-    kept = tuple(rows for rows in weights.kept_rows if not _zeroes_rows_without_keys(rows, False, fill))
-    zeroed = tuple(rows for rows in weights.zeroed_rows if not _zeroes_rows_without_keys(rows, True, fill))
-    if len(kept) + len(zeroed) < len(weights.kept_rows) + len(weights.zeroed_rows):
-        weights = replace(weights, kept_rows=kept, zeroed_rows=zeroed, nan_rows_zeroed=True)
-    return weights
+    left = tuple(zeroing for zeroing in weights.zeroing if not _zeroes_rows_without_keys(zeroing, fill))
+    return weights if left == weights.zeroing else replace(weights, zeroing=left, nan_rows_zeroed=True)
 
 
-def _zeroes_rows_without_keys(rows: Operand, where_true: bool, fill: Fill) -> bool:
-    """Whether a condition, by which queries get zeros where it is `where_true`, is computed to be so for exactly those
-    whose keys `fill` excludes: as the maximum of what it leaves, or the minimum of what it excludes."""
-    condition, negated = without_not(rows)
-    reduction = _before_casts(condition.value).producer()
-    if reduction is None or reduction.domain != "" or reduction.op_type not in ("ReduceMax", "ReduceMin"):
+def _zeroes_rows_without_keys(rows: Zeroing, fill: Fill) -> bool:
+    """Whether a condition, by which queries get zeros, is computed to say so for exactly those whose keys `fill`
+    excludes: as the maximum of what it leaves, or the minimum of what it excludes."""
+    reduction = _before_casts(rows.condition.value).producer()
+    if rows.by_key or not is_op(reduction, "ReduceMax", "ReduceMin"):
         return False
-    if reduction.inputs[0] is None or len(reduction.inputs) < 2 or reduction.attributes.get_int("keepdims", 1) != 1:
+    axes = constant_of(optional_input(reduction, 1))
+    if axes is None or axes.size != 1 or reduction.attributes.get_int("keepdims", 1) != 1:
         return False
-    axes = ir.convenience.get_const_tensor(reduction.inputs[1]) if reduction.inputs[1] is not None else None
-    if axes is None or axes.size != 1:
-        return False
-    counted = reduction.inputs[0]
+    counted = input_of(reduction)
     inner, inner_negated = without_not(
         Operand(counted if counted.dtype == BOOL else _before_casts(counted), fill.condition.layout)
     )
-    before, before_negated = without_not(fill.condition)
-    if not same_value(inner.value, before.value):
+    if not same_value(inner.value, fill.condition.value):
         return False
-    dims = list(fill.condition.layout.dims)
-    dims[int(axes.numpy().reshape(()))] = ()
-    is_of_left = inner_negated == (before_negated ^ fill.inverted)
     is_any = reduction.op_type == "ReduceMax"
-    says_none = (where_true ^ negated) != is_any
-    return is_of_left == is_any and says_none and dims == list(rows.layout.dims)
+    is_of_left, says_none = inner_negated == fill.inverted, rows.inverted != is_any
+    dims = fill.condition.layout.with_dim(int(axes.item()), ()).dims
+    return is_of_left == is_any and says_none and dims == rows.condition.layout.dims
 
 
 def _before_casts(value: ir.Value) -> ir.Value:
     """The value that was cast; of a condition that was cast to numbers, the condition."""
-    while True:
-        node = value.producer()
-        if node is None or node.domain != "" or node.op_type != "Cast" or node.inputs[0] is None:
-            return value
-        value = node.inputs[0]
+    while is_op(node := value.producer(), "Cast"):
+        value = input_of(node)
         if value.dtype == BOOL:
-            return value
+            break
+    return value
 
 
 def _same_keys(zeroing: Zeroing, fill: Fill) -> bool:
     """Whether both exclude the same keys."""
-    behind, behind_negated = without_not(zeroing.condition)
-    before, before_negated = without_not(fill.condition)
     return (
-        same_value(behind.value, before.value)
-        and behind.layout.dims == before.layout.dims
-        and (behind_negated ^ zeroing.inverted) == (before_negated ^ fill.inverted)
+        zeroing.inverted == fill.inverted
+        and zeroing.condition.layout.dims == fill.condition.layout.dims
+        and same_value(zeroing.condition.value, fill.condition.value)
     )
 
 
@@ -147,7 +135,7 @@ def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
     masking = [step for step in scores.masking if not _is_idle(step)]
     fills = [step for step in masking if isinstance(step, Fill)]
     if len(fills) == len(masking) and all(fill.number == -np.inf for fill in fills):
-        conditions = (allowed(writer, fill.condition, fill.inverted) for fill in reversed(fills))
+        conditions = (allowed(writer, fill) for fill in reversed(fills))
         return all_of(op, conditions) if fills else None
     mask: ir.Value | None = None
     for step in reversed(masking):
@@ -155,7 +143,7 @@ def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
             bias = _bias(writer, step)
             mask = bias if mask is None else broadcast_like(_step(op, "Add", [mask, bias], "bias"), mask, bias)
         else:
-            kept = allowed(writer, step.condition, step.inverted)
+            kept = allowed(writer, step)
             before = constant(op, np.zeros((1, 1, 1, 1)), dtype) if mask is None else mask
             number = constant(op, representable(step.number, dtype), dtype)
             mask = broadcast_like(_step(op, "Where", [kept, before, number], "fill"), before, kept)
@@ -166,8 +154,7 @@ def _is_idle(step: Bias | Fill) -> bool:
     """Whether a step changes no score."""
     if isinstance(step, Bias):
         return step.floor <= 0 and masks_nothing(step.operand.value, attends=False)
-    condition, negated = without_not(step.condition)
-    return masks_nothing(condition.value, attends=negated == step.inverted)
+    return masks_nothing(step.condition.value, attends=not step.inverted)
 
 
 def masks_nothing(mask: ir.Value, *, attends: bool) -> bool:
@@ -182,10 +169,8 @@ def masks_nothing(mask: ir.Value, *, attends: bool) -> bool:
     value: ir.Value | None = mask
     while value is not None and (node := value.producer()) is not None and node.op_type in REPEATS:
         value = node.inputs[0]
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    if tensor is None:
-        return False
-    return bool(np.all(tensor.numpy().astype(bool) == attends))
+    numbers = constant_of(value)
+    return numbers is not None and bool(np.all(numbers.astype(bool) == attends))
 
 
 def all_of(op: Builder, conditions: Iterable[ir.Value]) -> ir.Value:
@@ -193,10 +178,10 @@ def all_of(op: Builder, conditions: Iterable[ir.Value]) -> ir.Value:
     return reduce(lambda a, b: broadcast_like(op.And(a, b), a, b), conditions)
 
 
-def allowed(writer: SiteWriter, condition: Operand, inverted: bool) -> ir.Value:
+def allowed(writer: SiteWriter, step: Fill | Zeroing) -> ir.Value:
     """A condition on the dims of the scores, True where it lets a query attend to a key."""
-    value = cast(writer.op, writer.broadcastable(condition, *SCORES), BOOL)
-    return like(writer.op.Not(value), value) if inverted else value
+    value = cast(writer.op, writer.broadcastable(step.condition, *SCORES), BOOL)
+    return like(writer.op.Not(value), value) if step.inverted else value
 
 
 def any_key(op: Builder, mask: ir.Value) -> ir.Value:
@@ -247,7 +232,6 @@ def with_zeros(op: Builder, x: ir.Value, sink: Sink) -> ir.Value:
     pads = [0] * 8
     pads[2 if sink.first else 6] = sink.count
     shape = [*dims_of(x)[:2], sink.joint.size.dim(), dims_of(x)[3]]
-    assert x.dtype is not None
     return typed(op.Pad(x, constant(op, pads)), x.dtype, shape)
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from attnforge.export.attention.affine import Affine, never_negative
 from attnforge.export.attention.indices import START, Elements, Index, broadcast, known, reshaped, sliced
 from attnforge.export.attention.truth import Largest
+from attnforge.export.graphs.nodes import optional_input, rank_of
 
 
 class Positions(Protocol):
@@ -61,7 +62,7 @@ def _squeeze(at: Positions, node: ir.Node, index: Index) -> Index | None:
 
 
 def _slice(at: Positions, node: ir.Node, index: Index) -> Index | None:
-    inputs = [node.inputs[i] if len(node.inputs) > i else None for i in (1, 3, 4)]
+    inputs = [optional_input(node, i) for i in (1, 3, 4)]
     starts, axes, steps = (at.elements(value) for value in inputs)
     if any(value is not None and numbers is None for value, numbers in zip(inputs, (starts, axes, steps), strict=True)):
         return None
@@ -93,10 +94,6 @@ def _from_start(at: Positions, position: Affine | None, data: ir.Value | None, a
     if position.constant is None or data is None or data.shape is None:
         return None
     return position + Affine.dim(data.shape[axis])
-
-
-def rank_of(value: ir.Value | None) -> int:
-    return len(value.shape) if value is not None and value.shape is not None else 0
 
 
 MOVES: dict[str, Callable[[Positions, ir.Node, Index], Index | None]] = {

@@ -8,16 +8,8 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import (
-    ONE,
-    Axis,
-    Dims,
-    Layout,
-    before_views,
-    is_expand,
-    is_view,
-    sizes_of,
-)
+from attnforge.export.attention.layout import ONE, Axis, Dims, Layout, before_views, is_expand, is_view, sizes_of
+from attnforge.export.graphs.nodes import input_of, is_op, optional_input
 
 
 class NotAttention(Exception):
@@ -82,7 +74,7 @@ def scalar(value: ir.Value | None) -> float | None:
 
 def factor_of(node: ir.Node) -> tuple[float, ir.Value] | None:
     """The finite number by which a Mul or Div multiplies, and the value that it multiplies; None for other nodes."""
-    if node.domain != "" or node.op_type not in ("Mul", "Div"):
+    if not is_op(node, "Mul", "Div"):
         return None
     left, right = node.inputs
     if left is not None and (number := scalar(right)) and np.isfinite(number):
@@ -105,13 +97,11 @@ def strip_factors(operand: Operand) -> tuple[float, Operand]:
         operand = Operand(factor[1], operand.layout)
 
 
-def without_not(operand: Operand) -> tuple[Operand, bool]:
-    """The condition before any Not, and whether there was an odd number of them."""
-    node, negated = operand.value.producer(), False
-    while node is not None and node.domain == "" and node.op_type == "Not" and node.inputs[0] is not None:
-        operand, negated = Operand(node.inputs[0], operand.layout), not negated
-        node = operand.value.producer()
-    return operand, negated
+def without_not(operand: Operand, inverted: bool = False) -> tuple[Operand, bool]:
+    """The condition before any Not, and whether it is inverted with them."""
+    while is_op(node := operand.value.producer(), "Not"):
+        operand, inverted = Operand(input_of(node), operand.layout), not inverted
+    return operand, inverted
 
 
 def same_value(a: ir.Value | None, b: ir.Value | None, depth: int = 8) -> bool:
@@ -191,6 +181,6 @@ def check_dropout(node: ir.Node) -> None:
     Raises:
         NotAttention: the Dropout is in training mode, or may be.
     """
-    training = node.inputs[2] if len(node.inputs) > 2 else None
+    training = optional_input(node, 2)
     if training is not None and scalar(training) != 0:
         raise NotAttention("a Dropout that is in training mode, or may be")

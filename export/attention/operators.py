@@ -22,6 +22,7 @@ from attnforge.export.attention.layout import ONE, Size, sizes_of
 from attnforge.export.attention.masking import all_of, masks_nothing
 from attnforge.export.attention.operands import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.nodes import optional_input
 
 BOOL, INT32, INT64 = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64
 CONTRIB = "com.microsoft"
@@ -63,15 +64,14 @@ class Reading:
 
 def is_standard(node: ir.Node) -> bool:
     """Whether an Attention node is canonical as it stands, but for its scale."""
-    inputs = [*node.inputs, *[None] * 7]
-    query, key, value, mask = inputs[:4]
+    query, key, value, mask, *others = _inputs(node, 7)
     is_causal = node.attributes.get_int("is_causal", 0)
     return (
         node.domain == ""
         and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in (query, key, value))
         and _is_whole(mask, key)
         and not (mask is not None and is_causal)
-        and all(v is None for v in inputs[4:])
+        and all(v is None for v in others)
         and not any(_is_used(output) for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
     )
@@ -221,7 +221,6 @@ def _packed_attention(op: Builder, node: ir.Node) -> Reading:
     total = sizes_of(weights)[1]
     widths = list(node.attributes.get_ints("qkv_hidden_sizes") or [total.factor // 3] * 3)
     projected = op.MatMul(x, weights)
-    assert x.dtype is not None
     typed(projected, x.dtype, [*dims_of(x)[:2], total.dim()])
     if bias is not None:
         projected = like(op.Add(projected, bias), projected)
@@ -274,7 +273,7 @@ READERS: dict[tuple[str, str], Callable[[Builder, ir.Node], Reading]] = {
 
 def _inputs(node: ir.Node, count: int) -> list[Any]:
     """The inputs of a node, None for each that is left out."""
-    return [*node.inputs, *[None] * count][:count]
+    return [optional_input(node, i) for i in range(count)]
 
 
 def _integer(node: ir.Node, name: str) -> int:
@@ -310,7 +309,6 @@ def _split(op: Builder, x: ir.Value, heads: int) -> ir.Value:
     head = sizes_of(x)[2].divide(Size(heads))
     if head is None or not head.is_static:
         raise NotAttention(f"{x.name!r} does not divide into {heads} heads")
-    assert x.dtype is not None
     apart = op.Reshape(x, constant(op, [0, 0, heads, head.factor]))
     typed(apart, x.dtype, [batch, tokens, heads, head.factor])
     return typed(op.Transpose(apart, perm=[0, 2, 1, 3]), x.dtype, [batch, heads, tokens, head.factor])
@@ -320,7 +318,6 @@ def _merged(op: Builder, x: ir.Value) -> ir.Value:
     """`(B, H, n, d)` as `(B, n, H·d)`."""
     batch, heads, tokens, size = dims_of(x)
     width = sizes_of(x)[1] * sizes_of(x)[3]
-    assert x.dtype is not None
     beside = typed(op.Transpose(x, perm=[0, 2, 1, 3]), x.dtype, [batch, tokens, heads, size])
     return typed(op.Reshape(beside, constant(op, [0, 0, width.factor])), x.dtype, [batch, tokens, width.dim()])
 
@@ -330,7 +327,6 @@ def _unstacked(op: Builder, x: ir.Value, count: int, bias: ir.Value | None, head
     batch, tokens, _, _, size = dims_of(x)
     if bias is not None:
         raise NotAttention("a MultiHeadAttention on a stacked query, key and value with a bias")
-    assert x.dtype is not None
     parts = []
     for i in range(count):
         part = typed(op.Gather(x, constant(op, i), axis=3), x.dtype, [batch, tokens, heads, size])
@@ -349,7 +345,6 @@ def _unpacked(op: Builder, x: ir.Value, heads: int, shared: int) -> list[ir.Valu
 def _parts(op: Builder, x: ir.Value, widths: list[int]) -> list[ir.Value]:
     """`(B, n, sum of widths)` as tensors `(B, n, width)`."""
     parts = op.op_multi_out("Split", [x, constant(op, widths)], {"axis": -1}, num_outputs=len(widths))
-    assert x.dtype is not None
     return [typed(part, x.dtype, [*dims_of(x)[:2], width]) for part, width in zip(parts, widths, strict=True)]
 
 
@@ -359,7 +354,6 @@ def _biased(op: Builder, x: ir.Value, bias: ir.Value | None, start: Size, width:
         return x
     first = start.factor if start.is_static else 0
     part = op.Slice(bias, constant(op, [first]), constant(op, [first + width.factor]), constant(op, [0]))
-    assert x.dtype is not None
     return like(op.Add(x, typed(part, x.dtype, [width.factor])), x)
 
 
@@ -389,7 +383,6 @@ def _after_past(op: Builder, node: ir.Node, output: int, past: ir.Value | None, 
     else:
         tokens = ir.SymbolicDim(f"{past_size.dim()} + {size.dim()}")
     joined = op.Concat(past, now, axis=2)
-    assert now.dtype is not None
     return typed(joined, now.dtype, [*dims_of(now)[:2], tokens, dims_of(now)[3]])
 
 
@@ -402,7 +395,6 @@ def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
     sizes = sizes_of(mask)
     if len(sizes) < 4:
         missing = list(range(4 - len(sizes)))
-        assert mask.dtype is not None
         mask = typed(op.Unsqueeze(mask, constant(op, missing)), mask.dtype, [*[1] * len(missing), *dims_of(mask)])
     have, want = sizes_of(mask)[3], sizes_of(key)[2]
     if have in (want, ONE):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import onnx_ir as ir
 
 from attnforge.bundle import TensorSpec
-from attnforge.export.attention.layout import VIEWS
+from attnforge.export.graphs.nodes import VIEWS
 
 INDICES = (ir.DataType.INT64, ir.DataType.INT32)
 """Types of indices."""

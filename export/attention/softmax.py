@@ -10,8 +10,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
-from attnforge.export.attention.layout import VIEWS
 from attnforge.export.graphs.build import insert, like, replace_value
+from attnforge.export.graphs.nodes import VIEWS, constant_of, input_of, is_op, maker_of, optional_input
 
 _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
 """Operators that may stand between a softmax and a guard against its NaN."""
@@ -21,7 +21,7 @@ def restore_softmax(model: ir.Model) -> PassResult:
     """Rewrite every hand-written softmax of `model`, in place."""
     modified = False
     for node in list(model.graph):
-        if node.domain == "" and node.op_type in ("Div", "Exp"):
+        if is_op(node, "Div", "Exp"):
             modified |= _restore(model.graph, node)
     return PassResult(model, modified)
 
@@ -34,7 +34,7 @@ def _restore(graph: ir.Graph, node: ir.Node) -> bool:
     if scores is not None:
         replace_value(node.outputs[0], _softmax(graph, node, *scores))
         return True
-    product = node.inputs[0].producer() if node.op_type == "Div" and node.inputs[0] is not None else None
+    product = maker_of(node.inputs[0]) if node.op_type == "Div" else None
     if product is None or (late := _divided_late(node, product)) is None:
         return False
     product.replace_input_with(0, _softmax(graph, product, *late))
@@ -67,7 +67,7 @@ def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
 def _is_shifted(scores: ir.Value, axis: int) -> bool:
     """Whether the scores' own maximum is subtracted from them, so that no quotient is 0/0."""
     node = scores.producer()
-    if node is None or node.domain != "" or node.op_type != "Sub":
+    if not is_op(node, "Sub"):
         return False
     largest = _maker(node.inputs[1])
     return (
@@ -89,14 +89,13 @@ def _is_guarded(weights: ir.Value) -> bool:
 
 def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
     """The same for an Exp: of a LogSoftmax, or of scores minus the logarithm of the sum of their exponentials."""
-    log = exp.inputs[0].producer() if exp.inputs[0] is not None else None
-    if log is None or log.domain != "" or log.op_type not in ("LogSoftmax", "Sub"):
+    log = maker_of(exp.inputs[0])
+    if not is_op(log, "LogSoftmax", "Sub"):
         return None
-    source = log.inputs[0]
-    assert source is not None
+    source = input_of(log)
     if log.op_type == "LogSoftmax":
         return source, log.attributes.get_int("axis", -1)
-    total = log.inputs[1].producer() if log.inputs[1] is not None else None
+    total = maker_of(log.inputs[1])
     if total is None or total.op_type != "ReduceLogSumExp" or total.inputs[0] is not source:
         return None
     axis = _one_axis(total)
@@ -105,11 +104,8 @@ def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
 
 def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None:
     """The same for a Div of a product of exponentials and values by the sum of the exponentials."""
-    exp = product.inputs[0].producer() if product.inputs and product.inputs[0] is not None else None
-    total = _maker(div.inputs[1])
-    if product.domain != "" or product.op_type != "MatMul" or len(product.outputs[0].uses()) != 1:
-        return None
-    if product.outputs[0].is_graph_output():
+    exp, total = maker_of(optional_input(product, 0)), _maker(div.inputs[1])
+    if not is_op(product, "MatMul") or len(product.outputs[0].uses()) != 1 or product.outputs[0].is_graph_output():
         return None
     if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
         return None
@@ -132,16 +128,14 @@ def before_casts(value: ir.Value | None) -> ir.Value | None:
 
 def _maker(value: ir.Value | None) -> ir.Node | None:
     """The node that made `value`, casts aside."""
-    source = before_casts(value)
-    return source.producer() if source is not None else None
+    return maker_of(before_casts(value))
 
 
 def _one_axis(node: ir.Node) -> int | None:
     """The axis of a reduction over one axis that keeps it as a dim of size 1; None for other reductions."""
-    axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
-    source = node.inputs[0]
+    axes, source = constant_of(optional_input(node, 1)), node.inputs[0]
     if axes is None or axes.size != 1 or node.attributes.get_int("keepdims", 1) != 1:
         return None
     if source is None or source.shape is None:
         return None
-    return int(axes.numpy().reshape(())) % len(source.shape)
+    return int(axes.item()) % len(source.shape)

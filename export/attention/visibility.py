@@ -24,6 +24,7 @@ from attnforge.export.attention.mask_reader import Reader
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.attention.regions import ALL, Region, Regions, visible
 from attnforge.export.attention.truth import ALWAYS, NEVER, Kind, Largest, Truth, at_least_zero, unknown
+from attnforge.export.graphs.nodes import input_of, optional_input
 
 Silent = Literal["never", "empty", "mean"]
 
@@ -105,9 +106,8 @@ def visibility(node: ir.Node) -> Visibility:
     Args:
         node: as :mod:`.canonical` has it.
     """
-    query, key = node.inputs[:2]
-    mask = node.inputs[3] if len(node.inputs) > 3 else None
-    assert query is not None and query.shape is not None and key is not None and key.shape is not None
+    query, key, mask = input_of(node, 0), input_of(node, 1), optional_input(node, 3)
+    assert query.shape is not None and key.shape is not None
     n_q, n_k = Affine.dim(query.shape[2]), Affine.dim(key.shape[2])
     reader = Reader({Place.QUERY: n_q - 1, Place.KEY: n_k - 1})
     own = at_least_zero(QUERY - KEY, reader.largest) if node.attributes.get_int("is_causal", 0) else ALWAYS

@@ -38,8 +38,10 @@ from attnforge.export.attention.operands import (
     is_zero_or_one,
     only_user,
     scalar,
+    without_not,
 )
 from attnforge.export.attention.softmax import before_casts
+from attnforge.export.graphs.nodes import VIEWS, input_of, inputs_of, is_op
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Fill:
     """A number that replaces the scores where the condition is False, or True if `inverted`.
 
     Attributes:
+        condition: before any Not.
         multiplied: the scores are multiplied by zero instead, so that infinite scores become NaN.
     """
 
@@ -167,15 +170,15 @@ def walk_to_product(at: Position, steps: ScoreSteps | None = None) -> Scores | E
             steps = replace(steps, path=(*steps.path, node.op_type))
             if is_product(node):
                 return _from_product(node, at, steps)
-            if node.domain == "" and node.op_type == "Concat":
+            if is_op(node, "Concat"):
                 return _from_concat(node, at, steps)
-            if node.domain == "" and node.op_type in ("Add", "Sub"):
+            if is_op(node, "Add", "Sub"):
                 shift = _shift_by_maximum(node, at, steps)
                 if shift is None:
                     return _from_sum(node, at, steps)
-                at = replace(at, value=_first_input(node), also_used_by=at.also_used_by | shift)
+                at = replace(at, value=input_of(node), also_used_by=at.also_used_by | shift)
             elif is_view(node):
-                at = replace(at, value=_first_input(node), layout=before_view(node, at.layout))
+                at = replace(at, value=input_of(node), layout=before_view(node, at.layout))
             else:
                 at, steps = _past(node, at, steps)
     except (NotAttention, LayoutError) as error:
@@ -188,12 +191,6 @@ def both_computed(scores: Scores | Ended) -> bool:
     operands = scores.operands if isinstance(scores, Ended) else (scores.query, scores.key)
     sources = [before_views(operand.value, operand.layout)[0] for operand in operands]
     return bool(sources) and not any(ir.convenience.get_const_tensor(source) is not None for source in sources)
-
-
-def _first_input(node: ir.Node) -> ir.Value:
-    source = node.inputs[0]
-    assert source is not None
-    return source
 
 
 # --- handlers: one operator each, which keeps the shape of the scores -------------------------------------------------
@@ -225,8 +222,7 @@ def _before(node: ir.Node, at: Position, source: ir.Value) -> Position:
 def _scale(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     if factor := factor_of(node):
         return factor[1], replace(steps, scale=steps.scale * factor[0])
-    left, right = node.inputs
-    assert left is not None and right is not None
+    left, right = inputs_of(node)
     # The scores are the larger side, for the tensor that scales them is the same for all keys; a mask may be as large.
     if node.op_type == "Div" or (sizes_of(left) == at.layout.sizes() and not is_zero_or_one(left)):
         source, by = left, right
@@ -244,14 +240,14 @@ def _scale(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, Sc
 
 
 def _negative(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
-    return _first_input(node), replace(steps, scale=-steps.scale)
+    return input_of(node), replace(steps, scale=-steps.scale)
 
 
 def _tanh(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     """`a·tanh(b·s)` is a soft cap of `a` on scores scaled by `a·b`."""
     if steps.softcap or steps.tensor_scales or steps.scale <= 0:
         raise NotAttention("a Tanh on the scores that is no soft cap")
-    return _first_input(node), replace(steps, softcap=steps.scale)
+    return input_of(node), replace(steps, softcap=steps.scale)
 
 
 def _floor(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
@@ -269,8 +265,7 @@ def _floor(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, Sc
 
 
 def _where(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
-    condition, if_true, if_false = node.inputs
-    assert condition is not None and if_true is not None and if_false is not None
+    condition, if_true, if_false = inputs_of(node)
     _check_not_multiplied(steps)
     if steps.softcap or steps.tensor_scales or steps.scale <= 0:
         raise NotAttention("masked scores are scaled by a tensor or a negative number, or capped, behind the mask")
@@ -279,7 +274,7 @@ def _where(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, Sc
             if not number < np.inf:
                 raise NotAttention(f"Where puts {number} in the place of scores, which makes NaN of every row it meets")
             number = max(number * steps.scale, steps.floor)
-            fill = Fill(aligned(condition, at.layout), inverted, number)
+            fill = Fill(*without_not(aligned(condition, at.layout), inverted), number)
             return source, replace(steps, masking=(*steps.masking, fill))
     raise NotAttention("Where chooses between two tensors of scores")
 
@@ -292,7 +287,7 @@ def _check_not_multiplied(steps: ScoreSteps) -> None:
 
 
 def _cast(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
-    source = _first_input(node)
+    source = input_of(node)
     if source.dtype is None or not source.dtype.is_floating_point():
         raise NotAttention(f"the scores are cast from {source.dtype}")
     return source, steps
@@ -300,7 +295,7 @@ def _cast(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, Sco
 
 def _dropout(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     check_dropout(node)
-    return _first_input(node), steps
+    return input_of(node), steps
 
 
 _HANDLERS: dict[str, Handler] = {
@@ -322,8 +317,7 @@ def _shift_by_maximum(node: ir.Node, at: Position, steps: ScoreSteps) -> frozens
     A finite number that replaces scores behind the shift would stand elsewhere among them without it, so then the shift
     counts.
     """
-    left, right = node.inputs
-    assert left is not None and right is not None
+    left, right = inputs_of(node)
     finite = any(fill.number != -np.inf for fill in steps.fills)
     if node.op_type != "Sub" or steps.softcap or finite or steps.sink is not None:
         return None
@@ -337,16 +331,17 @@ def _shift_by_maximum(node: ir.Node, at: Position, steps: ScoreSteps) -> frozens
     value: ir.Value | None = right
     while value is not None and value is not before_casts(left):
         maker = value.producer()
-        if maker is None or maker.domain != "" or not (is_view(maker) or maker.op_type in ("ReduceMax", "Cast")):
+        if not is_op(maker, *VIEWS, "ReduceMax", "Cast"):
             return None
         nodes.append(maker)
         value = maker.inputs[0]
     if not any(maker.op_type == "ReduceMax" for maker in nodes):
         return None
-    while left is not None and left is not value:  # casts that the scores themselves go through
-        maker = left.producer()
+    scores: ir.Value | None = left
+    while scores is not None and scores is not value:  # casts that the scores themselves go through
+        maker = scores.producer()
         nodes = [node for node in nodes if node is not maker]
-        left = maker.inputs[0] if maker is not None else None
+        scores = maker.inputs[0] if maker is not None else None
     return frozenset(nodes)
 
 
@@ -355,8 +350,7 @@ def _shift_by_maximum(node: ir.Node, at: Position, steps: ScoreSteps) -> frozens
 
 def _from_sum(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:
     """Scores on one side of an Add or Sub, a bias on the other. Only walking back from each tells which is which."""
-    left, right = node.inputs
-    assert left is not None and right is not None
+    left, right = inputs_of(node)
     _check_not_multiplied(steps)
     if steps.softcap:
         raise NotAttention("a bias is added to the scores under a soft cap")
@@ -394,25 +388,19 @@ def _from_concat(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | End
         raise NotAttention("scores are masked, capped or scaled by a tensor together with the sinks beside them")
     reasons = []
     for i in (0, 1):
-        source, column = node.inputs[i], node.inputs[1 - i]
-        assert source is not None and column is not None
+        source, column = input_of(node, i), input_of(node, 1 - i)
         count = sizes_of(column)[axis]
         if not count.is_static:
             reasons.append(f"{column.name!r} has a dynamic number of sinks")
             continue
         keys, sinks = Axis(sizes_of(source)[axis]), Axis(count)
-        operand = Operand(*before_views(column, _with_dim(at.layout, axis, (sinks,) if count != ONE else ())))
+        operand = Operand(*before_views(column, at.layout.with_dim(axis, (sinks,) if count != ONE else ())))
         sink = Sink(operand, steps.scale, count.factor, i == 1, at.softmax_axis, keys)
-        scores = walk_to_product(Position(source, _with_dim(at.layout, axis, (keys,)), keys), replace(steps, sink=sink))
+        scores = walk_to_product(Position(source, at.layout.with_dim(axis, (keys,)), keys), replace(steps, sink=sink))
         if isinstance(scores, Scores):
             return scores
         reasons.append(scores.reason)
     raise NotAttention("no part of Concat is an inner product of a query and a key: " + "; ".join(reasons))
-
-
-def _with_dim(layout: Layout, axis: int, dim: Dims) -> Layout:
-    dims = layout.dims
-    return Layout([*dims[:axis], dim, *dims[axis + 1 :]])
 
 
 def _from_product(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:

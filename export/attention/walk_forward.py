@@ -26,8 +26,10 @@ from attnforge.export.attention.operands import (
     factor_of,
     only_user,
     scalar,
+    without_not,
 )
 from attnforge.export.attention.walk_back import Ended, Sink
+from attnforge.export.graphs.nodes import constant_of, inputs_of, is_op, optional_input
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,15 @@ class Zeroing:
     """Weights replaced by zero behind the softmax where the condition is False, or True if `inverted`.
 
     Attributes:
+        condition: before any Not.
+        by_key: whether it differs by key; else a query gets zeros as a whole.
         nan_stays: the weights are multiplied by zero, which leaves NaN as it is.
     """
 
     condition: Operand
     inverted: bool
-    nan_stays: bool
+    by_key: bool
+    nan_stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,7 @@ class WeightSteps:
     """What a graph does to the attention weights between the softmax and the product with the values.
 
     Attributes:
-        kept_rows: boolean tensors, the same for all keys; a query whose number is False gets zeros.
-        zeroed_rows: the same, but a query whose number is True gets zeros.
-        zeroing: conditions that differ by key.
-        kept_with_keys: conditions that zero a query's result where they exclude all of its keys.
+        zeroing: the one nearest to the softmax first.
         nan_rows_zeroed: a query without keys gets zeros instead of NaN.
         sink: attention sinks that are still to be cut off.
         path: the operators as written, the one nearest to the softmax first.
@@ -59,10 +61,7 @@ class WeightSteps:
 
     scale: float = 1.0
     tensor_scales: tuple[TensorScale, ...] = ()
-    kept_rows: tuple[Operand, ...] = ()
-    zeroed_rows: tuple[Operand, ...] = ()
     zeroing: tuple[Zeroing, ...] = ()
-    kept_with_keys: tuple[Zeroing, ...] = ()
     nan_rows_zeroed: bool = False
     sink: Sink | None = None
     path: tuple[str, ...] = ()
@@ -171,7 +170,7 @@ def _past(node: ir.Node, at: Position, steps: WeightSteps) -> tuple[Position, We
     result = node.outputs[0]
     if is_view(node):
         return Position(result, after_view(node, at.layout), at.softmax_axis), steps
-    if node.domain == "" and node.op_type == "Slice":
+    if is_op(node, "Slice"):
         keys, layout = _without_sinks(node, at, steps.sink)
         return Position(result, layout, keys), replace(steps, sink=None)
     handler = _HANDLERS.get(node.op_type) if node.domain == "" else None
@@ -184,27 +183,22 @@ def _past(node: ir.Node, at: Position, steps: WeightSteps) -> tuple[Position, We
 
 
 def _where(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
-    condition, if_true, if_false = node.inputs
-    assert condition is not None
+    condition, if_true, if_false = inputs_of(node)
     kept = if_true is at.value and scalar(if_false) == 0.0
     zeroed = if_false is at.value and scalar(if_true) == 0.0
     if not (kept or zeroed):
         raise NotAttention("Where replaces attention weights by something else than zeros")
-    rows = aligned(condition, at.layout)
-    if set(rows.layout.axes) & set(at.keys):
-        return replace(steps, zeroing=(*steps.zeroing, Zeroing(rows, zeroed, nan_stays=False)))
-    if kept:
-        return replace(steps, kept_rows=(*steps.kept_rows, rows))
-    return replace(steps, zeroed_rows=(*steps.zeroed_rows, rows))
+    where, inverted = without_not(aligned(condition, at.layout), inverted=not kept)
+    by_key = not set(where.layout.axes).isdisjoint(at.keys)
+    return replace(steps, zeroing=(*steps.zeroing, Zeroing(where, inverted, by_key)))
 
 
 def _scale(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
     """A factor; a tensor that is the same for all keys; or a condition that was cast to ones and zeros."""
     if factor := factor_of(node):
         return replace(steps, scale=steps.scale * factor[0])
-    left, right = node.inputs
+    left, right = inputs_of(node)
     other = right if left is at.value else left
-    assert other is not None
     if not np.isfinite(scalar(other) or 0.0):
         raise NotAttention("the attention weights are multiplied by an infinite number")
     by = aligned(other, at.layout)
@@ -214,10 +208,10 @@ def _scale(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
         tensor_scale = TensorScale(by, "Mul" if node.op_type == "Mul" else "Div")
         return replace(steps, tensor_scales=(*steps.tensor_scales, tensor_scale))
     cast = other.producer()
-    condition = cast.inputs[0] if cast is not None and cast.domain == "" and cast.op_type == "Cast" else None
+    condition = cast.inputs[0] if is_op(cast, "Cast") else None
     if node.op_type == "Div" or condition is None or condition.dtype != ir.DataType.BOOL:
         raise NotAttention("the attention weights are multiplied by a tensor, so they no longer sum to one")
-    zeroing = Zeroing(aligned(condition, at.layout), False, nan_stays=True)
+    zeroing = Zeroing(*without_not(aligned(condition, at.layout)), by_key=True, nan_stays=True)
     return replace(steps, zeroing=(*steps.zeroing, zeroing))
 
 
@@ -246,8 +240,7 @@ _HANDLERS: dict[str, Callable[[ir.Node, Position, WeightSteps], WeightSteps]] = 
 
 def _without_sinks(node: ir.Node, at: Position, sink: Sink | None) -> tuple[Axis, Layout]:
     """The axis of the keys alone, and the layout behind a Slice that cuts off the attention sinks."""
-    constants = [ir.convenience.get_const_tensor(v) if v is not None else None for v in node.inputs[1:]]
-    starts, _, axes, step = [*constants, None, None][:4]
+    starts, axes, step = (constant_of(optional_input(node, i)) for i in (1, 3, 4))
     sizes = sizes_of(node.outputs[0])
     dims = at.layout.dims
     axis = dims.index((sink.joint,)) if sink is not None and (sink.joint,) in dims else None
@@ -257,17 +250,17 @@ def _without_sinks(node: ir.Node, at: Position, sink: Sink | None) -> tuple[Axis
         raise NotAttention(
             "the attention weights are sliced before they meet the values, by steps that are not constant"
         )
-    start, wanted = int(starts.numpy().reshape(())), sink.count if sink.first else 0
+    start, wanted = int(starts.item()), sink.count if sink.first else 0
     joint = sink.joint.size
     from_end = start < 0 and joint.is_static and start + joint.factor == wanted
     if (
-        int(axes.numpy().reshape(())) % len(sizes) != axis
+        int(axes.item()) % len(sizes) != axis
         or not (start == wanted or from_end)
-        or (step is not None and int(step.numpy().reshape(())) != 1)
+        or (step is not None and int(step.item()) != 1)
         or sizes[axis] != sink.keys.size
     ):
         raise NotAttention("the attention weights are sliced before they meet the values")
-    return sink.keys, Layout([*dims[:axis], (sink.keys,), *dims[axis + 1 :]])
+    return sink.keys, at.layout.with_dim(axis, (sink.keys,))
 
 
 # --- guards against a softmax over nothing ----------------------------------------------------------------------------

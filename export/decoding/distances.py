@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
 from math import inf
 
 import ml_dtypes
@@ -31,6 +32,7 @@ from attnforge.export.attention.moves import MOVES
 from attnforge.export.attention.truth import ALWAYS, NEVER, Truth, at_least_zero
 from attnforge.export.attention.visibility import Visibility, scores_index
 from attnforge.export.graphs.build import dims_of
+from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.lowering.attention import Slopes
 
 PAIR = (Place.QUERY, Place.KEY)
@@ -132,8 +134,7 @@ def slopes_of(node: ir.Node, symbol: str, places: int) -> tuple[Visibility, Slop
         NotByDistance: that is not proved.
         TooFewPlaces: it is, up to fewer places.
     """
-    query, key, mask = node.inputs[0], node.inputs[1], node.inputs[3]
-    assert query is not None and key is not None and mask is not None
+    query, key, mask = (input_of(node, i) for i in (0, 1, 3))
     heads = dims_of(query)[1]
     if not isinstance(heads, int):
         raise NotByDistance("the number of heads is dynamic")
@@ -257,10 +258,8 @@ class _Lines(Reader):
         known = [line for line in lines if line is not None]
         if len(known) < len(lines):
             return None
-        first, *others = ([(ALWAYS, line)] for line in known)
-        for other in others:
-            first = self.extreme(first, other, 1.0 if leaf.is_largest else -1.0)
-        return first
+        cases: list[Cases] = [[(ALWAYS, line)] for line in known]
+        return reduce(partial(self.extreme, sign=1.0 if leaf.is_largest else -1.0), cases)
 
     def _of_expression(self, x: Affine) -> Line | None:
         """A whole number as a line; None where it depends on more than heads, queries, keys and the count of tokens."""
@@ -428,7 +427,7 @@ def _moved(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 def _slice(reader: _Lines, node: ir.Node, index: Index) -> Cases:
     """From a start that may depend on the count of tokens, and within the dim however many there are."""
-    given = [node.inputs[i] if len(node.inputs) > i else None for i in (1, 3, 4)]
+    given = [optional_input(node, i) for i in (1, 3, 4)]
     starts, axes, steps = (reader.elements(value) for value in given)
     source, result = node.inputs[0], list(index)
     unknown = any(v is not None and numbers is None for v, numbers in zip(given, (starts, axes, steps), strict=True))
@@ -468,47 +467,38 @@ def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 def _cast(reader: _Lines, node: ir.Node, index: Index) -> Cases:
     """To a type of numbers with fractions: what it rounds is rounding."""
-    target = node.outputs[0].dtype
-    if target is None or not target.is_floating_point():
-        raise NotByDistance(f"{node.outputs[0].name!r} is rounded to whole numbers")
+    _check_fractions(node)
     return reader.at(node.inputs[0], index)
 
 
-def _add(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    first, *others = reader.operands(node, index)
-    for other in others:
-        first = _pairs(Line.__add__, first, other)
-    return first
-
-
-def _sub(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    a, b = reader.operands(node, index)
-    return _pairs(Line.__sub__, a, b)
-
-
-def _mul(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    def product(a: Line, b: Line) -> Line:
-        if (number := b.number) is not None:
-            return a * number
-        if (number := a.number) is not None:
-            return b * number
-        raise NotByDistance("it multiplies two numbers that differ by place")
-
-    a, b = reader.operands(node, index)
-    return _pairs(product, a, b)
-
-
-def _div(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    def ratio(a: Line, b: Line) -> Line:
-        if (number := b.number) is None or not number.all():
-            raise NotByDistance("it divides by a number that differs by place")
-        return a * (1 / number)
-
+def _check_fractions(node: ir.Node) -> None:
     dtype = node.outputs[0].dtype
     if dtype is None or not dtype.is_floating_point():
         raise NotByDistance(f"{node.outputs[0].name!r} is rounded to whole numbers")
-    a, b = reader.operands(node, index)
-    return _pairs(ratio, a, b)
+
+
+def _joined(function: Callable[[Line, Line], Line]) -> Handler:
+    """A function of two numbers, of all operands one after the other."""
+    return lambda reader, node, index: reduce(partial(_pairs, function), reader.operands(node, index))
+
+
+def _product(a: Line, b: Line) -> Line:
+    if (number := b.number) is not None:
+        return a * number
+    if (number := a.number) is not None:
+        return b * number
+    raise NotByDistance("it multiplies two numbers that differ by place")
+
+
+def _ratio(a: Line, b: Line) -> Line:
+    if (number := b.number) is None or not number.all():
+        raise NotByDistance("it divides by a number that differs by place")
+    return a * (1 / number)
+
+
+def _div(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    _check_fractions(node)
+    return _joined(_ratio)(reader, node, index)
 
 
 def _neg(reader: _Lines, node: ir.Node, index: Index) -> Cases:
@@ -533,13 +523,7 @@ def _clip(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 
 def _extreme(sign: float) -> Handler:
-    def handler(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-        first, *others = reader.operands(node, index)
-        for other in others:
-            first = reader.extreme(first, other, sign)
-        return first
-
-    return handler
+    return lambda reader, node, index: reduce(partial(reader.extreme, sign=sign), reader.operands(node, index))
 
 
 def _where(reader: _Lines, node: ir.Node, index: Index) -> Cases:
@@ -553,17 +537,17 @@ def _where(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(MOVES, _moved),
     "Abs": _abs,
-    "Add": _add,
+    "Add": _joined(Line.__add__),
     "Cast": _cast,
     "Clip": _clip,
     "Div": _div,
     "Max": _extreme(1.0),
     "Min": _extreme(-1.0),
-    "Mul": _mul,
+    "Mul": _joined(_product),
     "Neg": _neg,
     "Relu": _relu,
     "Slice": _slice,
-    "Sub": _sub,
+    "Sub": _joined(Line.__sub__),
     "Tile": _tile,
     "Where": _where,
 }

@@ -25,14 +25,16 @@ from attnforge.bundle import NEXT, CacheSpec, Decoding, DimSpec, Range, TensorSp
 from attnforge.errors import UsageError
 from attnforge.export.attention.canonical import PLACES
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import Axis, Layout, Size, rearrange
+from attnforge.export.attention.emit import shared_heads
+from attnforge.export.attention.layout import Layout, Size, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
 from attnforge.export.attention.visibility import Visibility, visibility
 from attnforge.export.decoding.distances import NotByDistance, TooFewPlaces, slopes_of
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
-from attnforge.export.graphs.build import Builder, constant, insert, typed
+from attnforge.export.graphs.build import Builder, constant, insert, like, typed
+from attnforge.export.graphs.nodes import numpy_type
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.lowering.attention import Attention, Seen, Slopes, attentions
 from attnforge.export.lowering.band import Band, band_of, is_triangle
@@ -112,8 +114,7 @@ def with_cache(
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[mask])
         a.node.metadata_props.update(mask[0].metadata)
-        specs = (_spec(written, tokens) for written in (keys, values))
-        caches.append(CacheSpec(site=site.name, key=next(specs), value=next(specs), window=mask[0].window))
+        caches.append(CacheSpec(site=site.name, key=keys.spec, value=values.spec, window=mask[0].window))
     graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
     model.ir_version = max(model.ir_version, 11)
     ids = index_range(tokens.value)
@@ -167,9 +168,7 @@ def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
             f"{open_[0].name} is {open_[0].text()}; a decoder with a cache has no dynamic dims behind the tokens"
         )
     for output in outputs:
-        if output.dims[:2] != spec.dims[:2] and [_text(d) for d in output.dims[:2]] != [
-            _text(d) for d in spec.dims[:2]
-        ]:
+        if [_text(dim) for dim in output.dims[:2]] != [_text(dim) for dim in spec.dims[:2]]:
             raise UsageError(
                 f"output {output.name} is {output.text()}; a decoder with a cache answers for every token: "
                 "(batch, tokens, …)"
@@ -278,15 +277,7 @@ def _mask(graph: ir.Graph, positions: ir.Value, seen: Seen, dtype: ir.DataType, 
     what is added to its score."""
     after = positions.producer()
     assert after is not None
-
-    def build(op: Builder) -> ir.Value:
-        return step_mask(op, positions, seen, places, dtype)
-
-    return insert(graph, after, build, after=True, stem=stem)
-
-
-def _copied(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
-    return dim if isinstance(dim, int) else ir.SymbolicDim(dim.value)
+    return insert(graph, after, lambda op: step_mask(op, positions, seen, places, dtype), after=True, stem=stem)
 
 
 @dataclass(frozen=True)
@@ -294,12 +285,11 @@ class _Written:
     """A cache of keys or values.
 
     Attributes:
-        before, after: without and with the new tokens, `(batch, key heads, places, size)`.
-        read: what attention reads of it: the same, or where it is int8, restored.
+        spec: of the manifest, `(batch, key heads, places, size)`.
+        read: what attention reads of it with the new tokens: the cache itself, or where it is int8, restored.
     """
 
-    before: ir.Value
-    after: ir.Value
+    spec: TensorSpec
     read: ir.Value
 
 
@@ -314,29 +304,22 @@ def _cached(
         _, count, *_ = layout.sizes()
         if not (count.is_static and size.is_static):
             raise UsageError(f"{a.node.name} has heads of a dynamic size, so its cache has none")
-        dims = [_dim(tokens.batch), count.factor, places, size.factor]
+        dims = count.factor, places, size.factor
         rounded = InInt8.before(operand.value) if operand.layout.dims == layout.dims else None
         before = ir.Value(name=_unused(graph, f"{what}_cache.{number}"))
-        graph.inputs.append(typed(before, a.dtype if rounded is None else INT8, dims))
+        graph.inputs.append(typed(before, a.dtype if rounded is None else INT8, [_dim(tokens.batch), *dims]))
         write = partial(_write, a=a, kept=(operand, layout), rounded=rounded, before=before, past=past)
         after = insert(graph, a.node, write, stem=f"{a.node.name}/{what}")
         after.name = f"{before.name}{NEXT}"
         graph.outputs.append(after)
+        spec = TensorSpec(name=str(before.name), dtype=numpy_type(before).name, dims=[tokens.batch, *dims])
         read = after
         if rounded is not None:
             restore = partial(rounded.restored, stored=after)
             read = insert(graph, a.node, restore, stem=f"{a.node.name}/{what} restored")
-        result.append(_Written(before, after, read))
+        result.append(_Written(spec, read))
     keys, values = result
     return keys, values
-
-
-def _own_heads(a: Attention) -> tuple[Axis, ...]:
-    """The heads that keys and values have before they are repeated for groups of queries."""
-    heads = a.layout("H_kv").axes
-    present = [axis in a.key.layout.axes or axis in a.value.layout.axes for axis in heads]
-    own = sum(present)
-    return tuple(heads[:own] if all(present[:own]) else heads)
 
 
 def _write(
@@ -345,25 +328,15 @@ def _write(
     """The cache with the new tokens."""
     operand, layout = kept
     new = rearrange(op, operand.value, operand.layout, layout, a.sized) if rounded is None else rounded.stored
-    assert before.dtype is not None
-    after = op.op("TensorScatter", [before, new, past], {"axis": 2})
-    return typed(after, before.dtype, [_copied(dim) for dim in before.shape or ()])
+    return like(op.op("TensorScatter", [before, new, past], {"axis": 2}), before)
 
 
 def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layout]]:
     """Keys and values of a site, each with its layout in a cache, `(batch, key heads, tokens, size)`. What several
     heads share is held once: the heads are those of the tensors before they are repeated."""
-    heads = _own_heads(a)
+    heads = shared_heads(tuple(a.layout("H_kv").axes), a.key.layout, a.value.layout)
     key, value = (
         (operand, Layout([*a.layout("B").dims, heads, *a.layout("n_k", size).dims]))
         for operand, size in ((a.key, "d_k"), (a.value, "d_v"))
     )
     return key, value
-
-
-def _spec(written: _Written, tokens: _Tokens) -> TensorSpec:
-    """The manifest's record of a cache."""
-    before = written.before
-    assert before.shape is not None and before.dtype is not None
-    dims = [tokens.batch, *(int(dim) for dim in list(before.shape)[1:] if isinstance(dim, int))]
-    return TensorSpec(name=str(before.name), dtype=before.dtype.numpy().name, dims=dims)

@@ -16,9 +16,10 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.errors import UsageError, first_line
-from attnforge.export.decoding.tokens import BY_ELEMENT, Kinds, is_count_as_shape, token_axes
+from attnforge.export.decoding.tokens import Kinds, is_count_as_shape, token_axes
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, typed
 from attnforge.export.graphs.execute import at_own_precision
+from attnforge.export.graphs.nodes import BY_ELEMENT, inputs_of, numpy_type, rank_of
 
 Dim = int | ir.SymbolicDim
 """The size of an axis."""
@@ -62,7 +63,7 @@ def look_up_positions(
     reads = [
         _Read(value, node, index)
         for node in model.graph
-        if any(value in kinds.by_token for value in node.inputs if value is not None)
+        if any(value in kinds.by_token for value in inputs_of(node))
         for index, value in enumerate(node.inputs)
         if value is not None and value in kinds.by_count and not is_count_as_shape(node, index)
     ]
@@ -73,8 +74,7 @@ def look_up_positions(
                 f"{read.node.op_type} ({read.node.name}) reads a value that depends on the number of tokens and is not "
                 "one for each token, so it changes with every step; deploy the model without cache_tokens"
             )
-    assert ids.shape is not None
-    batch = ids.shape[0]
+    batch = dims_of(ids)[0]
     tables = _stored(model.graph, _tables(model, values, tokens, ids, places))
     looked_up: dict[tuple[ir.Value, tuple[int, ...], int], ir.Value] = {}
     for read in reads:
@@ -91,20 +91,18 @@ def _tables(
     """Every value for all places of one sample, places first."""
     if not values:
         return {}
-    names = [str(value.name) for value in values]
-    run = at_own_precision(model, names)
+    run = at_own_precision(model, [str(value.name) for value in values])
+    batch, *_ = dims = dims_of(ids)
 
     def at(count: int) -> list[Array]:
-        assert ids.dtype is not None and ids.shape is not None
-        samples = ids.shape[0] if isinstance(ids.shape[0], int) else 1
-        shape = [samples, count, *(int(dim) for dim in ids.shape[2:] if isinstance(dim, int))]
+        shape = [_static(batch), count, *(dim for dim in dims[2:] if isinstance(dim, int))]
         try:
-            found = run({str(ids.name): np.zeros(shape, ids.dtype.numpy())})
+            found = run({str(ids.name): np.zeros(shape, numpy_type(ids))})
         except Exception as error:  # a table of positions that ends, in ONNX Runtime's words
             raise NotByPlace(
                 f"the model has no positions for {count} tokens: {first_line(error)}; give a smaller cache_tokens"
             ) from error
-        return [_places_first(found[str(value.name)], value, tokens, ids.shape[0]) for value in values]
+        return [_places_first(found[str(value.name)], value, tokens, batch) for value in values]
 
     whole, fewer = at(places), at(max(places // 2, 1))
     for value, table, part in zip(values, whole, fewer, strict=True):
@@ -117,11 +115,7 @@ def _tables(
                 f"{value.name} gives a place another number when there are more tokens, so earlier keys would change "
                 "with every step; deploy the model without cache_tokens"
             )
-    kept = {}
-    for value, table in zip(values, whole, strict=True):
-        assert value.dtype is not None
-        kept[value] = table.astype(value.dtype.numpy())
-    return kept
+    return {value: table.astype(numpy_type(value)) for value, table in zip(values, whole, strict=True)}
 
 
 def _places_first(array: Array, value: ir.Value, tokens: str, batch: Dim) -> Array:
@@ -133,8 +127,7 @@ def _places_first(array: Array, value: ir.Value, tokens: str, batch: Dim) -> Arr
 
 def _has_batch(value: ir.Value, tokens: str, batch: Dim) -> bool:
     """Whether the first axis is that of samples, of which a table has one."""
-    assert value.shape is not None
-    return token_axes(value, tokens)[0] > 0 and value.shape[0] in (1, batch)
+    return token_axes(value, tokens)[0] > 0 and dims_of(value)[0] in (1, batch)
 
 
 def _rank_for(read: _Read, tokens: str, batch: Dim) -> int:
@@ -144,10 +137,9 @@ def _rank_for(read: _Read, tokens: str, batch: Dim) -> int:
         NotByPlace: the reader does not broadcast.
     """
     value, (output, *_) = read.value, read.node.outputs
-    assert value.shape is not None
-    rank = len(value.shape)
-    if read.node.op_type in BY_ELEMENT and output.shape is not None and len(output.shape) > rank:
-        return len(output.shape)
+    rank = rank_of(value)
+    if read.node.op_type in BY_ELEMENT and rank_of(output) > rank:
+        return rank_of(output)
     if _has_batch(value, tokens, batch):
         return rank
     raise NotByPlace(
@@ -172,8 +164,7 @@ def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value,
 def _arrangement(read: _Read, tokens: str, rank: int) -> tuple[int, tuple[int, ...]]:
     """The axis of the tokens in a value of a rank, and the sizes of the axes that are neither theirs nor that of
     samples."""
-    assert read.value.shape is not None
-    own = list(read.value.shape)
+    own = dims_of(read.value)
     axis = token_axes(read.value, tokens)[0] + rank - len(own)
     dims = [1] * (rank - len(own)) + own
     return axis, tuple(_static(dim) for i, dim in enumerate(dims) if i not in (0, axis))
@@ -205,11 +196,8 @@ def _looked_up(graph: ir.Graph, table: ir.Value, sizes: Sequence[int], axis: int
             return typed(op.Unsqueeze(rows, constant(op, ones)), dtype, dims) if ones else rows
         shape = op.Shape(positions)
         apart = op.Reshape(rows, op.Concat(shape, constant(op, list(sizes)), axis=0) if sizes else shape)
-        return typed(
-            op.Transpose(apart, perm=[0, *(1 if i == axis else 2 + others.index(i) for i in range(1, rank))]),
-            dtype,
-            dims,
-        )
+        perm = [0, *(1 if i == axis else 2 + others.index(i) for i in range(1, rank))]
+        return typed(op.Transpose(apart, perm=perm), dtype, dims)
 
     return insert(graph, after, build, after=True, stem=f"{table.name}/at positions/{axis} of {rank}")
 

@@ -15,20 +15,7 @@ import onnx_ir as ir
 from attnforge.errors import UsageError
 from attnforge.export.attention.layout import Size
 from attnforge.export.attention.roles import SHAPE_INPUTS
-
-BY_ELEMENT = frozenset((
-    "Abs", "Add", "And", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike", "Ceil", "Celu",
-    "Clip", "Cos", "Cosh", "DequantizeLinear", "Div", "Elu", "Equal", "Erf", "Exp", "Expand", "Floor", "Gelu",
-    "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Less",
-    "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow",
-    "QuantizeLinear", "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus",
-    "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor",
-))  # fmt: skip
-"""Operators whose every number depends on those in the same place."""
-
-VIEWS = frozenset((
-    "Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze",
-))  # fmt: skip
+from attnforge.export.graphs.nodes import BY_ELEMENT, VIEWS, constant_of, input_of, inputs_of, optional_input, rank_of
 
 ALONG_AXES = frozenset((
     "ArgMax", "ArgMin", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
@@ -36,9 +23,7 @@ ALONG_AXES = frozenset((
 ))  # fmt: skip
 """Operators that join the numbers along some axes."""
 
-TO_THE_END = frozenset((
-    "LayerNormalization", "RMSNormalization",
-))  # fmt: skip
+TO_THE_END = ("LayerNormalization", "RMSNormalization")
 """Operators that join all axes from one on."""
 
 
@@ -68,7 +53,7 @@ def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
     """
     kinds = Kinds(set(graph.inputs))
     for node in graph:
-        given = [value for value in node.inputs if value is not None]
+        given = inputs_of(node)
         if node.op_type in ("Shape", "Size") and node.domain == "":
             if given[0] in kinds.by_count or has_tokens(given[0], tokens):
                 kinds.by_count.update(node.outputs)
@@ -110,7 +95,7 @@ def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[s
     """
     attending = set(sites)
     for node in graph:
-        if node.name in attending or not any(value in kinds.by_token for value in node.inputs if value is not None):
+        if node.name in attending or not any(value in kinds.by_token for value in inputs_of(node)):
             continue
         if (reason := _why_mixing(node, kinds, tokens)) is not None:
             raise NotByToken(
@@ -123,9 +108,8 @@ def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
     """Why a node that reads tokens may mix them; None where it does not."""
     if node.op_type in ("Shape", "Size"):
         return None
-    source = node.inputs[0]
-    assert source is not None
-    rank = len(source.shape) if source.shape is not None else 0
+    source = input_of(node)
+    rank = rank_of(source)
     at = set(token_axes(source, tokens))
     if node.domain != "":
         return f"of the domain {node.domain!r} is not known to treat tokens apart"
@@ -148,40 +132,32 @@ def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
 
 def _why_product(node: ir.Node, tokens: str) -> str | None:
     """A product sums over the last axis of its first operand."""
-    first = node.inputs[0]
-    assert first is not None
-    rank = len(first.shape) if first.shape is not None else 0
+    first = input_of(node)
     is_transposed = node.attributes.get_int("transA", 0) if node.op_type == "Gemm" else 0
-    summed = 0 if is_transposed else rank - 1
+    summed = 0 if is_transposed else rank_of(first) - 1
     return "sums over the tokens" if summed in token_axes(first, tokens) else None
 
 
 def _why_gather(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
     """A lookup of rows by token treats tokens apart; one among tokens chooses some of them."""
-    table = node.inputs[0]
-    assert table is not None
-    rank = len(table.shape) if table.shape is not None else 0
-    axis = node.attributes.get_int("axis", 0) or 0
-    if table in kinds.by_token and axis % max(rank, 1) in token_axes(table, tokens):
+    table = input_of(node)
+    axis = node.attributes.get_int("axis", 0) % max(rank_of(table), 1)
+    if table in kinds.by_token and axis in token_axes(table, tokens):
         return "chooses among the tokens"
     return None
 
 
-def _of_attribute(name: str, default: int) -> Callable[[ir.Node, int], list[int] | None]:
-    def axes(node: ir.Node, rank: int) -> list[int]:
-        attribute = node.attributes.get(name)
-        return [default if attribute is None else attribute.as_int()]
-
-    return axes
+def _of_axis(default: int) -> Callable[[ir.Node, int], list[int] | None]:
+    return lambda node, rank: [node.attributes.get_int("axis", default)]
 
 
 def _of_input(index: int) -> Callable[[ir.Node, int], list[int] | None]:
     def axes(node: ir.Node, rank: int) -> list[int] | None:
-        value = node.inputs[index] if len(node.inputs) > index else None
+        value = optional_input(node, index)
         if value is None:
             return list(range(rank))
-        tensor = ir.convenience.get_const_tensor(value)
-        return None if tensor is None else [int(axis) for axis in tensor.numpy().reshape(-1)]
+        numbers = constant_of(value)
+        return None if numbers is None else [int(axis) for axis in numbers.reshape(-1)]
 
     return axes
 
@@ -192,9 +168,8 @@ def _to_the_end(node: ir.Node, rank: int) -> list[int]:
 
 _AXES: dict[str, Callable[[ir.Node, int], list[int] | None]] = {
     **{name: _of_input(1) for name in ALONG_AXES - {"ArgMax", "ArgMin"}},
-    **{name: _of_attribute("axis", 0) for name in ("ArgMax", "ArgMin", "Concat", "GatherElements", "ScatterElements")},
-    **{name: _of_attribute("axis", -1) for name in ("Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK")},
-    "Split": _of_attribute("axis", 0),
+    **dict.fromkeys(("ArgMax", "ArgMin", "Concat", "GatherElements", "ScatterElements", "Split"), _of_axis(0)),
+    **dict.fromkeys(("Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK"), _of_axis(-1)),
     "CumSum": _of_input(1),
     "Slice": _of_input(3),
     "Pad": _of_input(3),

@@ -8,7 +8,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import NEXT, Bundle, Decoding
 from attnforge.export.attention.canonical import SLOPES, WINDOW
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
+from attnforge.export.graphs.nodes import input_of, numpy_type
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering.attention import writer_of
@@ -45,13 +46,12 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
         value = inputs[name]
 
         def empty(op: Builder, value: ir.Value = value) -> ir.Value:
-            dtype, dims = value.dtype, dims_of(value)
-            assert dtype is not None
+            dims = dims_of(value)
             shape = op.Shape(tokens, start=0, end=1)
             if len(dims) > 1:
                 shape = op.Concat(shape, constant(op, [int(dim) for dim in dims[1:] if isinstance(dim, int)]), axis=0)
-            zero = ir.tensor(np.zeros(1, dtype.numpy()), dtype=dtype)
-            return typed(op.ConstantOfShape(shape, value=zero), dtype, dims)
+            zero = ir.tensor(np.zeros(1, numpy_type(value)), dtype=value.dtype)
+            return like(op.ConstantOfShape(shape, value=zero), value)
 
         new = insert(graph, graph[0], empty, stem=f"without past/{name}")
         ir.convenience.replace_all_uses_with(value, new)
@@ -69,19 +69,15 @@ def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
         node.metadata_props.pop(name, None)
     for index in (1, 2):
         read = node.inputs[index]
-        new = writer_of(read).inputs[1]
-        assert new is not None
+        new = input_of(writer_of(read), 1)
         rounded = InInt8.of_stored(new, read)
         if rounded is not None:
             new = insert(graph, node, rounded.restored, stem=f"{node.name}/without past/{index}")
         node.replace_input_with(index, new)
-    mask, query = node.inputs[3], node.inputs[0]
-    assert mask is not None and query is not None and mask.dtype is not None
-    dims = dims_of(mask)
+    mask, query = input_of(node, 3), input_of(node)
 
     def first(op: Builder) -> ir.Value:
-        assert mask.dtype is not None
         part = op.Slice(mask, constant(op, [0]), op.Shape(query, start=2, end=3), constant(op, [3]))
-        return typed(part, mask.dtype, [*dims[:3], dims_of(query)[2]])
+        return typed(part, mask.dtype, [*dims_of(mask)[:3], dims_of(query)[2]])
 
     node.replace_input_with(3, insert(graph, node, first, stem=f"{node.name}/mask without past"))

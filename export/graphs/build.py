@@ -41,11 +41,12 @@ def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
 
 
-def typed(value: ir.Value, dtype: ir.DataType, dims: Iterable[int | ir.SymbolicDim]) -> ir.Value:
-    """Set the type and the shape of `value`, and return it.
+def typed(value: ir.Value, dtype: ir.DataType | None, dims: Iterable[int | ir.SymbolicDim]) -> ir.Value:
+    """Set the type, which has to be known, and the shape of `value`, and return it.
 
     Both objects are new: two values that shared one would change together.
     """
+    assert dtype is not None
     value.type, value.shape = ir.TensorType(dtype), ir.Shape(dims)
     return value
 
@@ -58,15 +59,12 @@ def dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
 
 def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
     """Set on `value` the shape of `other`, and `dtype`, by default the type of `other`; return `value`."""
-    dtype = other.dtype if dtype is None else dtype
-    assert dtype is not None
-    return typed(value, dtype, dims_of(other))
+    return typed(value, other.dtype if dtype is None else dtype, dims_of(other))
 
 
 def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
     """Set on `value` the type of `first` and the shape to which `first` and `second`, both of one rank, broadcast."""
     assert first.shape is not None and second.shape is not None
-    assert first.dtype is not None
     return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
 
 

@@ -21,6 +21,7 @@ from onnx_ir.passes import PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.graphs.build import Builder, constant, insert
+from attnforge.export.graphs.nodes import inputs_of, optional_input, rank_of
 from attnforge.export.graphs.rotary import turn_before_attention
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 
@@ -167,7 +168,7 @@ def _erf(op: Builder, node: ir.Node) -> list[ir.Value]:
 def _gelu(op: Builder, node: ir.Node) -> list[ir.Value]:
     """Gelu, FastGelu and BiasGelu: a bias may be added to the input."""
     x = _input(node, 0)
-    if (bias := _optional(node, 1)) is not None:
+    if (bias := optional_input(node, 1)) is not None:
         x = op.Add(x, bias)
     if node.op_type == "FastGelu" or node.attributes.get_string("approximate", "none") == "tanh":
         cubic = op.Add(x, op.Mul(_number(op, 0.044715), op.Mul(x, op.Mul(x, x))))
@@ -189,7 +190,7 @@ def _hard_swish(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
-    inputs = [v for v in node.inputs if v is not None]
+    inputs = inputs_of(node)
     return [op.Div(op.Sum(*inputs), _number(op, len(inputs)))]
 
 
@@ -198,7 +199,7 @@ def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 def _conv(op: Builder, node: ir.Node) -> list[ir.Value]:
     """A product of the kernel with the pixels under each of its positions, laid side by side."""
-    x, weight, bias = _input(node, 0), _input(node, 1), _optional(node, 2)
+    x, weight, bias = _input(node, 0), _input(node, 1), optional_input(node, 2)
     if weight.shape is None or not weight.shape.is_static():
         raise NoDoublePath("its kernel has no fixed size")
     out_channels, in_channels, *kernel = weight.shape.numpy()
@@ -251,7 +252,7 @@ def _skip_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
     """`LayerNorm(x + skip + bias)`; the simplified one divides by the root of the mean square alone."""
     simplified = node.op_type == "SkipSimplifiedLayerNormalization"
     total = op.Add(_input(node, 0), _input(node, 1))
-    if (bias := _optional(node, 3 if simplified else 4)) is not None:
+    if (bias := optional_input(node, 3 if simplified else 4)) is not None:
         total = op.Add(total, bias)
     epsilon = node.attributes.get_float("epsilon", 1e-5) or 0.0
     if any(output.uses() for output in node.outputs[1:3]):
@@ -261,16 +262,15 @@ def _skip_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
             total, _input(node, 2), epsilon=epsilon, axis=-1, stash_type=DOUBLE.value
         )
     else:
-        normal = _layer_norm(op, total, _input(node, 2), _optional(node, 3), epsilon)
+        normal = _layer_norm(op, total, _input(node, 2), optional_input(node, 3), epsilon)
     return [normal, normal, normal, total]
 
 
 def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
     words = op.Gather(_input(node, 2), _input(node, 0))
-    places, segments, mask = _optional(node, 8), _optional(node, 1), _optional(node, 7)
+    places, segments, mask = optional_input(node, 8), optional_input(node, 1), optional_input(node, 7)
     if places is None:
-        length = op.Gather(op.Shape(_input(node, 0)), constant(op, 1))
-        places = op.Range(constant(op, 0), length, constant(op, 1))
+        places = _numbered(op, _input(node, 0), 1)
     total = op.Add(words, op.Gather(_input(node, 3), places))
     if segments is not None:
         total = op.Add(total, op.Gather(_input(node, 4), segments))
@@ -293,11 +293,11 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
         query, key, value = (_apart(op, v, h) for v, h in ((query, heads), (key, shared), (value, shared)))
     else:
         heads, shared = (int(v.shape[1]) if v.shape is not None else 0 for v in (query, key))  # type: ignore[arg-type]
-    mask, past_key, past_value = (_optional(node, i) for i in (3, 4, 5))
+    mask, past_key, past_value = (optional_input(node, i) for i in (3, 4, 5))
     causal, softcap = node.attributes.get_int("is_causal", 0), node.attributes.get_float("softcap", 0.0)
     left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
     near = _in_window(op, query, key, left, 0 if causal else right)
-    if (past_key is not None and near) or (softcap and (mask is not None or near)) or _optional(node, 6):
+    if (past_key is not None and near) or (softcap and (mask is not None or near)) or optional_input(node, 6):
         raise NoDoublePath("a causal flag or a window with a past, a soft cap with a mask, or lengths of its own")
     if past_key is not None and past_value is not None:
         key, value = op.Concat(past_key, key, axis=2), op.Concat(past_value, value, axis=2)
@@ -322,8 +322,8 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     """com.microsoft MultiHeadAttention on separate query, key and value."""
-    query, key, value, bias = _input(node, 0), _optional(node, 1), _optional(node, 2), _optional(node, 3)
-    if key is None or value is None or any(_optional(node, i) for i in (6, 7, 8, 9)):
+    query, key, value, bias = _input(node, 0), optional_input(node, 1), optional_input(node, 2), optional_input(node, 3)
+    if key is None or value is None or any(optional_input(node, i) for i in (6, 7, 8, 9)):
         raise NoDoublePath("packed operands or a past")
     heads = node.attributes.get_int("num_heads") or 1
     four = key.shape is not None and len(key.shape) == 4
@@ -337,7 +337,7 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     query = _apart(op, query, heads)
     if not four:
         key, value = _apart(op, key, heads), _apart(op, value, heads)
-    return [_microsoft(op, node, query, key, value, _optional(node, 4), _optional(node, 5))]
+    return [_microsoft(op, node, query, key, value, optional_input(node, 4), optional_input(node, 5))]
 
 
 def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
@@ -346,9 +346,9 @@ def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     keys as the longest sample has."""
     attributes, lengths = node.attributes, _input(node, 5)
     special = attributes.get_int("do_rotary", 0) or attributes.get_int("smooth_softmax", 0)
-    past = [value for i in (3, 4) if (value := _optional(node, i)) is not None]
-    bias = _optional(node, 10)
-    others = [i for i in range(7, len(node.inputs)) if _optional(node, i) not in (None, bias)]
+    past = [value for i in (3, 4) if (value := optional_input(node, i)) is not None]
+    bias = optional_input(node, 10)
+    others = [i for i in range(7, len(node.inputs)) if optional_input(node, i) not in (None, bias)]
     if others or special or len(past) == 1 or (bias is not None and not past):
         raise NoDoublePath("a rotation, a sink, a bias without a past, or a past of keys alone")
     heads, shared = attributes.get_int("num_heads") or 1, attributes.get_int("kv_num_heads") or 1
@@ -368,9 +368,8 @@ def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     if bias is not None:
         scores = op.Add(scores, bias)
     last, first = (op.Reshape(x, constant(op, [-1, 1, 1, 1])) for x in (last, first))
-    columns = op.Range(constant(op, 0), op.Gather(op.Shape(key), constant(op, 2)), constant(op, 1))
-    numbers = op.Range(constant(op, 0), op.Squeeze(count, constant(op, [0])), constant(op, 1))
-    own = op.Add(first, op.Reshape(numbers, constant(op, [1, 1, -1, 1])))  # key of each query
+    columns = _numbered(op, key, 2)
+    own = op.Add(first, op.Reshape(_numbered(op, query, 2), constant(op, [1, 1, -1, 1])))  # key of each query
     seen = op.And(op.LessOrEqual(columns, own), op.LessOrEqual(columns, last))
     if (window := attributes.get_int("local_window_size", -1) or -1) > 0:
         seen = op.And(seen, op.Greater(columns, op.Sub(own, constant(op, window))))
@@ -388,9 +387,9 @@ def _repeated(op: Builder, operands: Sequence[ir.Value], heads: int, shared: int
 
 def _packed_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     """com.microsoft Attention: the projections of query, key and value are its own."""
-    if any(_optional(node, i) for i in (4, 6)) or node.attributes.get_int("do_rotary") == 1:
+    if any(optional_input(node, i) for i in (4, 6)) or node.attributes.get_int("do_rotary") == 1:
         raise NoDoublePath("a past, or a rotation")
-    weight, bias, heads = _input(node, 1), _optional(node, 2), node.attributes.get_int("num_heads") or 1
+    weight, bias, heads = _input(node, 1), optional_input(node, 2), node.attributes.get_int("num_heads") or 1
     if weight.shape is None or not isinstance(weight.shape[1], int):
         raise NoDoublePath("weights of a size that is not known")
     widths = list(node.attributes.get_ints("qkv_hidden_sizes") or [weight.shape[1] // 3] * 3)
@@ -402,7 +401,7 @@ def _packed_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
         op.Slice(product, constant(op, [a]), constant(op, [b]), constant(op, [2])) for a, b in itertools.pairwise(ends)
     ]
     query, key, value = (_apart(op, part, heads) for part in parts)
-    return [_microsoft(op, node, query, key, value, _optional(node, 3), _optional(node, 5))]
+    return [_microsoft(op, node, query, key, value, optional_input(node, 3), optional_input(node, 5))]
 
 
 def _microsoft(
@@ -429,12 +428,10 @@ def _microsoft(
 
 def _kept_keys(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
     """`mask`, which tells the keys that count, or how many do, as a condition on the scores."""
-    rank = len(mask.shape) if mask.shape is not None else 0
+    rank = rank_of(mask)
     if rank == 1:
-        length = op.Gather(op.Shape(key), constant(op, 2))
-        places = op.Range(constant(op, 0), length, constant(op, 1))
         count = op.Reshape(op.Cast(mask, to=ir.DataType.INT64.value), constant(op, [-1, 1, 1, 1]))
-        return op.Less(places, count)
+        return op.Less(_numbered(op, key, 2), count)
     if rank not in (2, 3):
         raise NoDoublePath("a mask on 1, 2 or 3 dims is known")
     kept = op.Greater(op.Cast(mask, to=ir.DataType.INT64.value), constant(op, 0))
@@ -452,12 +449,14 @@ def _scores(op: Builder, query: ir.Value, key: ir.Value, scale: float | None) ->
 
 def _in_window(op: Builder, query: ir.Value, key: ir.Value, left: int, right: int) -> list[ir.Value]:
     """Conditions on the scores: a key is at most so many in front of the query, and so many behind; -1 for any."""
-    rows, columns = (
-        op.Range(constant(op, 0), op.Gather(op.Shape(v), constant(op, 2)), constant(op, 1)) for v in (query, key)
-    )
-    ahead = op.Sub(columns, op.Unsqueeze(rows, constant(op, [1])))
+    ahead = op.Sub(_numbered(op, key, 2), op.Unsqueeze(_numbered(op, query, 2), constant(op, [1])))
     conditions = [op.GreaterOrEqual(ahead, constant(op, -left))] if left >= 0 else []
     return conditions + ([op.LessOrEqual(ahead, constant(op, right))] if right >= 0 else [])
+
+
+def _numbered(op: Builder, x: ir.Value, axis: int) -> ir.Value:
+    """`0, 1, …`, as long as an axis of `x`."""
+    return op.Range(constant(op, 0), op.Gather(op.Shape(x), constant(op, axis)), constant(op, 1))
 
 
 def _apart(op: Builder, x: ir.Value, heads: int) -> ir.Value:
@@ -471,15 +470,10 @@ def _joined(op: Builder, x: ir.Value) -> ir.Value:
 
 
 def _input(node: ir.Node, i: int) -> ir.Value:
-    value = _optional(node, i)
+    value = optional_input(node, i)
     if value is None:
         raise NoDoublePath(f"input {i} is missing")
     return value
-
-
-def _optional(node: ir.Node, i: int) -> ir.Value | None:
-    inputs: Sequence[ir.Value | None] = node.inputs
-    return inputs[i] if i < len(inputs) else None
 
 
 _WRITTEN_OUT: dict[tuple[str, str], Write] = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
-import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, like
+from attnforge.export.graphs.nodes import constant_of, input_of, is_op, maker_of, optional_input
 
 FP8, MOST_FP8 = ir.DataType.FLOAT8E4M3FN, 448
 """E4M3, and its largest number."""
@@ -38,23 +39,20 @@ class Between:
     @property
     def stored(self) -> ir.Value:
         """The weight as it is stored."""
-        assert self.weight.inputs[0] is not None
-        return self.weight.inputs[0]
+        return input_of(self.weight)
 
     @classmethod
     def of(cls, node: ir.Node) -> Between | None:
         """The Q/DQ around a node; None of a node that has none."""
-        if node.op_type != "MatMul" or node.domain != "":
+        if not is_op(node, "MatMul"):
             return None
-        dequantise, weight = (value.producer() if value is not None else None for value in node.inputs)
-        if weight is None or not _is(weight, "DequantizeLinear"):
+        dequantise, weight = (maker_of(value) for value in node.inputs)
+        if not is_op(weight, "DequantizeLinear") or not input_of(weight).is_initializer():
             return None
-        if weight.inputs[0] is None or not weight.inputs[0].is_initializer():
-            return None
-        if dequantise is None or not _is(dequantise, "DequantizeLinear"):
+        if not is_op(dequantise, "DequantizeLinear"):
             return cls(node, weight, None, None)
-        quantise = dequantise.inputs[0].producer() if dequantise.inputs[0] is not None else None
-        return cls(node, weight, quantise, dequantise) if _is(quantise, "QuantizeLinear") else None
+        quantise = maker_of(dequantise.inputs[0])
+        return cls(node, weight, quantise, dequantise) if is_op(quantise, "QuantizeLinear") else None
 
 
 def products_between(model: ir.Model, dtype: ir.DataType | None = None) -> list[Between]:
@@ -89,16 +87,14 @@ class Lookup:
         """The DQ before a lookup; None of a node that is none, or of a table that is not in 8 bits."""
         if not is_lookup(node):
             return None
-        data, index = node.inputs
-        dequantise = data.producer() if data is not None else None
-        if not _is(dequantise, "DequantizeLinear") or index is None:
+        dequantise = maker_of(node.inputs[0])
+        if not is_op(dequantise, "DequantizeLinear"):
             return None
-        assert dequantise is not None
         table, scale, *rest = dequantise.inputs
         by_row = dequantise.attributes.get_int("axis", 1) == 0 and not rest
         if table is None or scale is None or not table.is_initializer() or not by_row:
             return None
-        return cls(node, table, scale, index)
+        return cls(node, table, scale, input_of(node, 1))
 
 
 def lookups_in_8_bits(model: ir.Model) -> list[Lookup]:
@@ -111,16 +107,15 @@ def before_fp8(*values: ir.Value) -> tuple[list[ir.Value], tuple[float, ...]] | 
     sources, scales = [], []
     for value in values:
         dequantise = value.producer()
-        narrow = dequantise.inputs[0] if dequantise is not None and _is(dequantise, "DequantizeLinear") else None
+        narrow = dequantise.inputs[0] if is_op(dequantise, "DequantizeLinear") else None
         quantise = narrow.producer() if narrow is not None and narrow.dtype == FP8 else None
-        if quantise is None or not _is(quantise, "QuantizeLinear"):
+        if not is_op(quantise, "QuantizeLinear"):
             return None
-        source, scale = quantise.inputs[:2]
-        number = ir.convenience.get_const_tensor(scale) if scale is not None else None
-        if source is None or number is None or number.size != 1:
+        number = constant_of(quantise.inputs[1])
+        if number is None or number.size != 1:
             return None
-        sources.append(source)
-        scales.append(float(number.numpy().item()))
+        sources.append(input_of(quantise))
+        scales.append(float(number.item()))
     return sources, tuple(scales)
 
 
@@ -175,14 +170,14 @@ class InInt8:
             stored: the numbers.
             restored: numbers that were restored by the same scale, of as many tokens or of others.
         """
-        quantise = stored.producer() if stored is not None else None
-        if stored is None or quantise is None or not _is(quantise, "QuantizeLinear"):
+        quantise = maker_of(stored)
+        if stored is None or not is_op(quantise, "QuantizeLinear"):
             return None
-        divided = quantise.inputs[0].producer() if quantise.inputs[0] is not None else None
-        if divided is None or not _is_marked(divided) or divided.inputs[0] is None or restored is None:
+        divided, multiplied = maker_of(quantise.inputs[0]), maker_of(restored)
+        if not _is_marked(divided) or multiplied is None:
             return None
-        scale = _number(restored.producer(), 1)
-        return cls(divided.inputs[0], stored, scale) if scale is not None else None
+        scale = constant_of(optional_input(multiplied, 1))
+        return cls(input_of(divided), stored, scale) if scale is not None else None
 
 
 def _multiplied(op: Builder, value: ir.Value, factor: Array) -> ir.Value:
@@ -190,27 +185,20 @@ def _multiplied(op: Builder, value: ir.Value, factor: Array) -> ir.Value:
     return like(op.op("Mul", [value, constant(op, factor, FLOAT)], metadata_props=metadata), value)
 
 
-def _is_marked(node: ir.Node | None) -> bool:
-    return _is(node, "Mul") and node is not None and CACHE_IN_INT8 in node.metadata_props
+def _is_marked(node: ir.Node | None) -> TypeGuard[ir.Node]:
+    return is_op(node, "Mul") and CACHE_IN_INT8 in node.metadata_props
 
 
 def stored_before(value: ir.Value) -> ir.Value | None:
     """The int8 numbers that a value is restored from, as :meth:`InInt8.restored` does; None where it is not."""
     scaled = value.producer()
-    if scaled is None or not _is_marked(scaled) or scaled.inputs[0] is None or _number(scaled, 1) is None:
+    if not _is_marked(scaled) or constant_of(scaled.inputs[1]) is None:
         return None
-    wide = scaled.inputs[0].producer()
-    if wide is None or not _is(wide, "DequantizeLinear"):
+    wide = maker_of(scaled.inputs[0])
+    if not is_op(wide, "DequantizeLinear"):
         return None
-    stored = wide.inputs[0]
-    return stored if stored is not None and stored.dtype == INT8 and not stored.is_initializer() else None
-
-
-def _number(node: ir.Node | None, which: int) -> Array | None:
-    """A constant input."""
-    value = node.inputs[which] if node is not None else None
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return None if tensor is None else np.asarray(tensor.numpy())
+    stored = input_of(wide)
+    return stored if stored.dtype == INT8 and not stored.is_initializer() else None
 
 
 def in_int8(op: Builder, x: ir.Value, scale: float) -> ir.Value:
@@ -226,16 +214,11 @@ def rounding_of(softmax: str) -> str:
 
 def is_of_fp8(node: ir.Node) -> bool:
     """Whether a node rounds to fp8 or reads it."""
-    narrow = (
-        [*node.outputs] if _is(node, "QuantizeLinear") else node.inputs[:1] if _is(node, "DequantizeLinear") else []
-    )
-    return any(value is not None and value.dtype == FP8 for value in narrow)
+    if is_op(node, "QuantizeLinear"):
+        return node.outputs[0].dtype == FP8
+    return is_op(node, "DequantizeLinear") and input_of(node).dtype == FP8
 
 
 def is_lookup(node: ir.Node) -> bool:
     """Whether a node reads rows of a table by their number."""
-    return _is(node, "Gather") and node.attributes.get_int("axis", 0) == 0
-
-
-def _is(node: ir.Node | None, op_type: str) -> bool:
-    return node is not None and node.domain == "" and node.op_type == op_type
+    return is_op(node, "Gather") and node.attributes.get_int("axis", 0) == 0

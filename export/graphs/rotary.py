@@ -8,6 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
 from attnforge.export.graphs.build import Builder, constant, insert, like
+from attnforge.export.graphs.nodes import input_of, optional_input
 
 INT64 = ir.DataType.INT64
 
@@ -27,7 +28,7 @@ def turn_before_attention(model: ir.Model) -> PassResult:
         modified = True
         places = insert(graph, node, lambda op, node=node: _places(op, node), stem=f"{node.name}/places")  # type: ignore[misc]
         for i, heads in enumerate(("num_heads", "kv_num_heads")):
-            build = partial(_turned, node=node, x=_input(node, i), places=places, heads=heads)
+            build = partial(_turned, node=node, x=input_of(node, i), places=places, heads=heads)
             node.replace_input_with(i, insert(graph, node, build, stem=f"{node.name}/turned/{heads}"))
         node.resize_inputs(7)
         for name in ("do_rotary", "rotary_interleaved"):
@@ -41,22 +42,16 @@ def _turned(op: Builder, node: ir.Node, x: ir.Value, places: ir.Value, heads: st
         "num_heads": node.attributes.get_int(heads) or 1,
         "interleaved": node.attributes.get_int("rotary_interleaved", 0) or 0,
     }
-    return like(op.op("RotaryEmbedding", [x, _input(node, 7), _input(node, 8), places], attributes), x)
+    return like(op.op("RotaryEmbedding", [x, input_of(node, 7), input_of(node, 8), places], attributes), x)
 
 
 def _places(op: Builder, node: ir.Node) -> ir.Value:
     """`(batch, tokens)`, int64: where the operator turns tokens. They follow those that the cache has, and in a first
     prompt, whose samples may have fewer tokens than there are columns, they count from 0."""
-    if len(node.inputs) > 9 and (given := node.inputs[9]) is not None:
+    if (given := optional_input(node, 9)) is not None:
         return given
-    count = op.Shape(_input(node, 0), start=1, end=2)
-    ends = op.Add(op.Cast(_input(node, 5), to=INT64.value), constant(op, [1]))
+    count = op.Shape(input_of(node), start=1, end=2)
+    ends = op.Add(op.Cast(input_of(node, 5), to=INT64.value), constant(op, [1]))
     first = op.Unsqueeze(op.Max(op.Sub(ends, count), constant(op, [0])), constant(op, [1]))
     following = op.Range(constant(op, 0), op.Squeeze(count, constant(op, [0])), constant(op, 1))
     return op.Add(first, following)
-
-
-def _input(node: ir.Node, i: int) -> ir.Value:
-    value = node.inputs[i]
-    assert value is not None
-    return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -42,7 +41,8 @@ def save(model: ir.Model, file: Path, limit: int = LIMIT) -> None:
 
 
 def _bytes_of_weights(model: ir.Model) -> int:
-    return sum(value.const_value.nbytes for value in _weights(model) if value.const_value is not None)
+    weights = model.graph.initializers.values()
+    return sum(value.const_value.nbytes for value in weights if value.const_value is not None)
 
 
 class Shelf:
@@ -84,7 +84,7 @@ class Shelf:
         weights.touch()
         with weights.open("r+b") as stream:  # not for appending, which the kernel's own copying refuses
             stream.seek(0, os.SEEK_END)
-            for value in _weights(model):
+            for value in model.graph.initializers.values():
                 tensor = value.const_value
                 if tensor is None or tensor.nbytes < _SMALL:
                     continue
@@ -97,7 +97,7 @@ class Shelf:
 
     def share(self, model: ir.Model) -> None:
         """Let those weights of `model` that the data file holds be that file's, so that they leave memory."""
-        for value in _weights(model):
+        for value in model.graph.initializers.values():
             if value.const_value is not None:
                 value.const_value = self._shelved.get(value.const_value, value.const_value)
 
@@ -133,10 +133,6 @@ class Shelf:
         return ir.ExternalTensor(
             file, offset, tensor.nbytes, tensor.dtype, shape=shape, name=tensor.name or "", base_dir=self._folder
         )
-
-
-def _weights(model: ir.Model) -> Iterator[ir.Value]:
-    yield from model.graph.initializers.values()
 
 
 def load_graph(bundle: Bundle, name: str) -> ir.Model:

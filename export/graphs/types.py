@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
 from attnforge.arrays import Array
+from attnforge.export.graphs.nodes import inputs_of, is_op
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -159,7 +160,7 @@ def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
     kept: set[ir.Value] = set()
     for node in graph:
         seeds = [node.inputs[i] for i in _FLOAT32_INPUTS.get((node.domain, node.op_type), ()) if i < len(node.inputs)]
-        if node.op_type == "Cast" and node.domain == "" and ir.DataType(node.attributes.get_int("to", 1)).is_integer():
+        if is_op(node, "Cast") and ir.DataType(node.attributes.get_int("to", 1)).is_integer():
             seeds.append(node.inputs[0])
         cone = _ancestors([v for v in seeds if v is not None and v.dtype == FLOAT])
         users = {use.node for value in cone for use in value.uses()} - {node}
@@ -177,7 +178,7 @@ def _ancestors(values: list[ir.Value]) -> set[ir.Value]:
         if value.dtype == FLOAT and value not in cone:
             cone.add(value)
             if (node := value.producer()) is not None:
-                values += [v for v in node.inputs if v is not None]
+                values += inputs_of(node)
     return cone
 
 

@@ -11,8 +11,8 @@ from collections.abc import Collection
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
-from attnforge.export.attention.layout import VIEWS
 from attnforge.export.graphs.build import like
+from attnforge.export.graphs.nodes import VIEWS
 from attnforge.export.graphs.types import FLOAT, kept_in_fp32, retyped
 
 MOVERS = VIEWS | {"Slice", "Split", "Expand", "Tile", "Pad", "Gather", "GatherElements", "Concat"}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import VIEWS
 from attnforge.export.diagnosis.causes import Blame, blame
 from attnforge.export.diagnosis.stages import module_of, written_out
 from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.nodes import VIEWS
 from attnforge.export.precision.emulation import held_by_fused_kernels
 from attnforge.export.precision.trials import Assignment, Trials
 from attnforge.export.tensorrt.build import site_of
