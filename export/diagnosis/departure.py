@@ -26,7 +26,7 @@ from attnforge.errors import CaptureError
 from attnforge.export.diagnosis.rewrites import SAME, region_of
 from attnforge.export.diagnosis.stages import line_of, module_of
 from attnforge.export.diagnosis.trace import error_of
-from attnforge.export.flops import Uncountable, shape_at
+from attnforge.export.flops import Uncountable, run_cost, shape_at
 from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.parts import values_of
@@ -35,7 +35,7 @@ from attnforge.export.sources.torch_module import Captured
 from attnforge.export.sources.widened import Float64
 from attnforge.memory import available
 from attnforge.numbers import scientific
-from attnforge.runtime.cases import at, cases, make_inputs, sizes_at
+from attnforge.runtime.cases import CHEAP, at, cases, make_inputs, sizes_at
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 
@@ -65,10 +65,12 @@ def departure(source: Captured) -> Wrong | None:
 
 
 def _small(source: Captured) -> Case:
-    """A case of small sizes, each another one, so that no softmax is over one score and no two axes are alike."""
-    low, high = (sizes_at(source.inputs, bound) for bound in ("min", "max"))
+    """A case of small sizes, each another one, so that no softmax is over one score and no two axes are alike; of the
+    smallest where these cost as much as the example."""
+    low, opt, high = (sizes_at(source.inputs, bound) for bound in ("min", "opt", "max"))
     sizes = {s: min(max(size, low[s]), high[s]) for size, s in zip(count(3, 2), low, strict=False)}
-    return at(source.inputs, sizes)
+    cost = run_cost(source.model)
+    return at(source.inputs, sizes if cost(sizes) < max(cost(opt), CHEAP) else low)
 
 
 def _has_room(model: ir.Model, case: Case) -> bool:
