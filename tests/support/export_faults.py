@@ -116,6 +116,8 @@ def round_a_constant(model: ir.Model, rng: random.Random) -> list[str]:
     found = []
     for value in values:
         numbers = _constant(value)
+        if re.search(r"key\w*\.bias$", str(value.name)):  # moves all scores of a query alike, which changes nothing
+            continue
         if numbers is not None and numbers.size and value.uses():
             rounded = torch.from_numpy(np.array(numbers)).bfloat16().float().numpy()
             if np.linalg.norm(rounded - numbers) > 1e-3 * np.linalg.norm(numbers):
@@ -268,6 +270,8 @@ def main(count: int = 200) -> int:
         if not verdict.is_good:
             counts["bad"] += 1
             print(f"{seed}: {verdict}", flush=True)
+        if seed % 20 == 19:
+            print(f"{seed + 1} tried: {dict(counts)}", flush=True)
     print(dict(counts))
     return int(counts["bad"] + counts["failed"] > 0)
 
