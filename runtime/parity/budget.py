@@ -66,8 +66,8 @@ FAR_OFF = 10
 """How many floors eager may be off before its precision is said to drift."""
 
 UNPROVED = 0.1
-"""Relative error of eager on ordinary inputs beyond which nothing is proved, unless another limit was asked for: a
-backend might err by twice as much. `docs/concepts/parity.md` has what eager errs by on real models."""
+"""Relative error of eager, in the median of ordinary cases, beyond which nothing is proved, unless another limit was
+asked for: a backend might err by twice as much. `docs/concepts/parity.md` has what eager errs by on ordinary models."""
 
 HANDFUL = 16
 """Outputs of fewer numbers than this may be near zero by chance, and eager right by chance."""
