@@ -8,6 +8,7 @@ This is einops (https://einops.rocks), with axes found instead of named.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Size:
     @property
     def names(self) -> frozenset[str]:
         """The names in its symbols."""
-        return frozenset(name for symbol in self.symbols for name in _NAME.findall(symbol))
+        return frozenset(name for symbol in self.symbols for name in _NAME.findall(symbol)) - _FUNCTIONS
 
     def __mul__(self, other: Size) -> Size:
         return Size(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
@@ -95,10 +96,14 @@ def parsed(text: str) -> tuple[sympy.Expr, list[str]]:
         ValueError: its grammar is unknown; onnx_ir's parser refuses whatever is no arithmetic, which sympy's would run.
     """
     names = sorted(set(_NAME.findall(text)) - _FUNCTIONS)
-    symbols = {f"s{i}": sympy.Symbol(f"s{i}", integer=True, positive=True) for i in range(len(names))}
+    symbols = {f"s{i}": _symbol(i) for i in range(len(names))}
     by_name = dict(zip(names, symbols, strict=True))
     simple = ir.SymbolicDim(_NAME.sub(lambda m: by_name.get(m[0], m[0]), text)).simplify().value
     return sympy.sympify(simple, locals=symbols), names
+
+
+def _symbol(i: int) -> sympy.Symbol:
+    return sympy.Symbol(f"s{i}", integer=True, positive=True)
 
 
 @cache
@@ -116,6 +121,27 @@ def _factored(text: str) -> Size:
         return re.sub(r"\bs(\d+)\b", lambda m: names[int(m[1])], str(base))
 
     return Size(int(factor), tuple(sorted(named(base) for base, power in powers for _ in range(power))))
+
+
+@cache
+def is_size_of(size: Size, other: Size) -> bool:
+    """Whether a dim of `size` that broadcasts against one of `other` has `other`'s size: never 1 where that is larger.
+
+    A name of its own may be 1 at run time, so this is false of it. An expression of the names in `other`, such as
+    `128 - Max(0, 128 - n)` against `n`, is tried at some thousand sizes.
+    """
+    if size == other:
+        return True
+    if size.is_static or size.names != other.names:
+        return False
+    try:
+        (have, names), (want, _) = parsed(str(size.dim())), parsed(str(other.dim()))
+        numbers = sympy.lambdify([_symbol(i) for i in range(len(names))], [have, want], "math")
+        most = int(4096 ** (1 / len(names)))
+        tried = [numbers(*sizes) for sizes in itertools.product(range(1, most + 1), repeat=len(names))]
+    except (ValueError, ArithmeticError):
+        return False
+    return all(one != 1 or all_of == 1 for one, all_of in tried)
 
 
 @dataclass(eq=False)

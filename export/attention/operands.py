@@ -8,7 +8,17 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import ONE, Axis, Dims, Layout, before_views, is_expand, is_view, sizes_of
+from attnforge.export.attention.layout import (
+    ONE,
+    Axis,
+    Dims,
+    Layout,
+    before_views,
+    is_expand,
+    is_size_of,
+    is_view,
+    sizes_of,
+)
 from attnforge.export.graphs.nodes import input_of, is_op, optional_input
 
 
@@ -151,8 +161,7 @@ def aligned(value: ir.Value, layout: Layout) -> Operand:
     if len(sizes) > len(layout):
         raise NotAttention(f"{value.name!r} has more dims than the scores it is combined with")
     dims, full = layout.dims[len(layout) - len(sizes) :], layout.sizes()[len(layout) - len(sizes) :]
-    # A dynamic size of another name may be 1 at run time, or the scores' may: then it is no axis of theirs.
-    if any(have not in (ONE, want) for have, want in zip(sizes, full, strict=True)):
+    if not all(have == ONE or is_size_of(have, want) for have, want in zip(sizes, full, strict=True)):
         raise NotAttention(f"{value.name!r} does not broadcast to the scores it is combined with")
     return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
 

@@ -62,15 +62,21 @@ def test_a_mask_as_large_as_the_scores_multiplies_them_on_either_side(product: s
     assert isinstance(fill, Fill) and fill.multiplied and fill.number == 0 and scores.query.value.name == "q"
 
 
-@pytest.mark.parametrize(("rows", "is_site"), [("n", True), ("1", True), ("m", False)])
+@pytest.mark.parametrize(
+    ("rows", "is_site"), [("n", True), ("1", True), ("m", False), ("last", True), ("seventh", False)]
+)
 def test_a_dim_of_another_name_may_be_one(rows: str, is_site: bool) -> None:
-    """A bias of `m` rows is valid with one row and with as many as there are queries; attention takes no either."""
+    """A bias of `m` rows is valid with one row and with as many as there are queries; attention takes no either. The
+    rows that MPT cuts from its table, 128 - max(0, 128 - n), are as many as there are queries wherever it is valid.
+    """
     graph = ir.from_onnx_text(
         '<ir_version: 10, opset_import: ["" : 23]>\n'
         f"g (float[2,4,n,8] q, float[2,4,8,k] key, float[2,4,k,8] v, float[{rows},k] bias) => (float[2,4,n,8] y) "
         "<float[2,4,n,k] s, float[2,4,n,k] t, float[2,4,n,k] w> "
         "{ s = MatMul(q, key) t = Add(s, bias) w = Softmax<axis = -1>(t) y = MatMul(w, v) }"
     )
+    if expression := {"last": "128 - Max(0, 128 - n)", "seventh": "Mod(n, 7)"}.get(rows):
+        graph.graph.inputs[3].shape = ir.Shape([ir.SymbolicDim(expression), "k"])
     (site,) = canonicalize(graph).sites
     assert (site.node is not None) is is_site
     assert is_site or "does not broadcast to the scores" in str(site.reason)
