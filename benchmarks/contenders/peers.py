@@ -32,9 +32,10 @@ from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.sources.named import check_trusted, rebuild
 from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.torch_module import capture
+from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision, precision_named
 from attnforge.quiet import quiet
-from attnforge.runtime.backends.eager import as_written, at_precision, doubled, named_outputs, run, torch_dtype
+from attnforge.runtime.backends.eager import as_written, at_precision, named_outputs, run, torch_dtype
 
 
 @dataclass
@@ -414,7 +415,7 @@ def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict
         return {name: tuple(a.astype(np.float64).reshape(-1) for a in (low[name], truth[name])) for name in low}  # type: ignore[misc]
     copied = at_precision(module, precision)
     eager = run(copied, feeds, torch_dtype(precision))
-    exact = run(doubled(copied), feeds, torch.float64)
+    exact = Float64(copied)(feeds)
 
     def flat(name: str, tensor: torch.Tensor) -> Array:
         return to_numpy(name, tensor.double()).astype(np.float64).reshape(-1)

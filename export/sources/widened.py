@@ -84,7 +84,8 @@ class Float64:
                 self._module, self._parameters = doubled(self._module), None
         if peaks is not None:
             peaks.clear()
-        with _wide_by_default():
+        # The fused kernel reads a mask in float32 beside a query in float64 as float64 (torch 2.13).
+        with _wide_by_default(), sdpa_kernel(SDPBackend.MATH):
             return run(self._module, inputs, torch.float64)
 
 
@@ -246,10 +247,12 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
     """Scaled dot-product attention of (B, H, n, d), some rows of queries at a time, as torch's own code has it without
-    a fused kernel. Causal rows see the keys so far alone."""
+    a fused kernel. Causal rows see the keys so far alone. In memory, heads stand behind queries, as they do in the
+    fused kernel's output, of which programs take views."""
     queries, keys = query.shape[-2], key.shape[-2]
     rows = max(SCORES * queries // max(query.shape[:-1].numel() * keys, 1), 1)
-    grouped, blocks = query.shape[1] != key.shape[1], []
+    grouped = query.shape[1] != key.shape[1]
+    attended = query.new_empty(query.shape[0], queries, query.shape[1], value.shape[-1]).transpose(1, 2)
     for start in reversed(range(0, queries, rows)):  # each fits where a larger one was
         end = min(start + rows, queries)
         seen = min(end, keys) if is_causal else keys
@@ -260,5 +263,7 @@ def _attention(
             part = mask[..., start:end, :]
         block = query[..., start:end, :], key[..., :seen, :], value[..., :seen, :]
         with sdpa_kernel(SDPBackend.MATH):
-            blocks.append(nn.functional.scaled_dot_product_attention(*block, part, scale=scale, enable_gqa=grouped))
-    return torch.cat(blocks[::-1], dim=-2)
+            attended[..., start:end, :] = nn.functional.scaled_dot_product_attention(
+                *block, part, scale=scale, enable_gqa=grouped
+            )
+    return attended

@@ -85,6 +85,33 @@ def test_a_script_has_its_weights_doubled() -> None:
     assert torch.equal(exact(inputs)["output"], expected) and torch.equal(exact(inputs)["output"], expected)
 
 
+class MaskedAttention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, torch.arange(k.shape[2], dtype=torch.float32))
+
+
+def test_a_mask_in_float32_is_read_as_such_in_a_script() -> None:
+    """torch's fused kernel takes a mask in float32 beside queries in float64, and reads it as float64."""
+    q, k, v = (random(2, 3, n, 8).numpy() for n in (5, 7, 7))
+    scripted = torch.jit.script(MaskedAttention().eval())
+    exact = Float64(scripted)({"q": q, "k": k, "v": v})["output"]
+    weights = (torch.from_numpy(q).double() @ torch.from_numpy(k).double().mT / 8**0.5 + torch.arange(7)).softmax(-1)
+    assert torch.allclose(exact, weights @ torch.from_numpy(v).double(), rtol=1e-12, atol=1e-12)
+
+
+class AsRows(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).view(*q.shape[::2], -1)
+
+
+def test_attention_lies_in_memory_as_in_the_fused_kernels_output() -> None:
+    """So that a program which views it, as torch.export writes, is widened too and not doubled."""
+    q, k, v = (random(2, 3, n, 8) for n in (5, 7, 7))
+    exact = Float64(AsRows().eval())
+    answer = exact({"q": q.numpy(), "k": k.numpy(), "v": v.numpy()})["output"]
+    assert exact._parameters is not None and answer.shape == (2, 5, 24)
+
+
 class Attention(nn.Module):
     def __init__(self, is_causal: bool, mask: Tensor | None) -> None:
         super().__init__()
