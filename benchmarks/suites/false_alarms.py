@@ -101,11 +101,13 @@ class Outcome:
     Attributes:
         recipe: the recipe.
         refused: why it was not deployed; None where it was.
+        wrong: why deploy would have refused it as wrong, which is a false alarm as well; None where it would not.
         comparisons: one for every output of every case, by what ran: `onnxruntime` or `tensorrt, emulated`.
     """
 
     recipe: Recipe
     refused: str | None = None
+    wrong: str | None = None
     comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
 
     @property
@@ -115,12 +117,16 @@ class Outcome:
         return any("does not hold this model" in (c.reason or "") for c in every)
 
     @property
-    def rejected(self) -> dict[str, list[Comparison]]:
-        """The comparisons that failed, by what ran; those of a model that is not held do not count."""
+    def rejected(self) -> dict[str, list[str]]:
+        """What was said of comparisons that failed, by what ran; that of a model that is not held does not count."""
         if self.not_held:
             return {}
-        failed = {what: [c for c in cs if not c.passed] for what, cs in self.comparisons.items()}
-        return {what: comparisons for what, comparisons in failed.items() if comparisons}
+        failed = {
+            what: [f"{c.case}/{c.output}: {c.reason}" for c in comparisons if not c.passed]
+            for what, comparisons in self.comparisons.items()
+        }
+        failed["deploy"] = [self.wrong] if self.wrong is not None else []
+        return {what: reasons for what, reasons in failed.items() if reasons}
 
     def text(self) -> str:
         name = f"{self.recipe.seed} {self.recipe.kind} {self.recipe.precision}"
@@ -129,7 +135,7 @@ class Outcome:
         if self.not_held:
             return f"{name}: not held"
         margins = ", ".join(f"{what} {max(map(margin, cs), default=0.0):.2f}" for what, cs in self.comparisons.items())
-        reasons = "; ".join(f"{c.case}/{c.output}: {c.reason}" for cs in self.rejected.values() for c in cs)
+        reasons = "; ".join(reason for reasons in self.rejected.values() for reason in reasons)
         return f"{name}: {margins}" + (f"; REJECTED {asdict(self.recipe)}: {reasons}" if reasons else "")
 
 
@@ -147,11 +153,12 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
             bundle = attnforge.deploy(
                 module, args, Path(folder) / "b", shapes, recipe.precision, ["onnxruntime"], recipe.kind,
                 tune=False, cache=False, max_error=MAX_ERROR if recipe.precision == "int8" else None,
-                cache_tokens=places_of(recipe),
+                cache_tokens=places_of(recipe), keep_wrong=True,
             )  # fmt: skip
         except AttnforgeError as error:
             outcome.refused = str(error)
             return outcome
+        outcome.wrong = None if bundle.manifest.wrong is None else bundle.manifest.wrong.text()
         report = attnforge.verify(bundle, ["onnxruntime-cpu"])
         outcome.comparisons["onnxruntime"] = report.backends["onnxruntime-cpu"].comparisons
         if precision_named(recipe.precision).is_low and bundle.manifest.decoding is None:
@@ -218,13 +225,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             for what, by_precision in margins.items()
         },
         "rejected": [
-            {
-                **asdict(outcome.recipe),
-                "what": what,
-                "cases": [f"{c.case}/{c.output}: {c.reason}" for c in comparisons],
-            }
+            {**asdict(outcome.recipe), "what": what, "cases": reasons}
             for outcome in outcomes
-            for what, comparisons in outcome.rejected.items()
+            for what, reasons in outcome.rejected.items()
         ],
         "not_held": [asdict(outcome.recipe) for outcome in outcomes if outcome.not_held],
         "refused": [{**asdict(o.recipe), "why": o.refused} for o in outcomes if o.refused is not None],
