@@ -36,7 +36,7 @@ from attnforge.report.render import markdown_table
 from attnforge.report.verify_page import write_page
 from attnforge.runtime.backends.registry import BACKENDS, fused_by
 from attnforge.runtime.parity.verify import BackendReport, Report
-from attnforge.runtime.turns import medians
+from attnforge.runtime.race import medians
 
 console = Console(highlight=False)
 TITLES = ("backend", "fused", "error", "budget", "accuracy", "as eager", "median\nms", "plan\nMB")

@@ -25,8 +25,8 @@ from attnforge.runtime.backends.registry import BACKENDS, libraries_of, why_unav
 from attnforge.runtime.backends.whole_sequences import as_model
 from attnforge.runtime.parity.verify import hold, stored_inputs
 from attnforge.runtime.preference import fastest_first
+from attnforge.runtime.race import ALIKE, FEWEST_ROUNDS, LONG, medians, seconds_of
 from attnforge.runtime.session import Session, load
-from attnforge.runtime.turns import ALIKE, FEWEST_ROUNDS, LONG, medians, seconds_of
 
 ROUNDS = 16
 """How often every backend, and every setting, is timed."""
@@ -145,9 +145,9 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
     """The settings with which ONNX Runtime's CPU session runs the bundle's model fastest on this machine: its threads,
     whether they spin, and whether it keeps memory between runs.
 
-    Settings matter to runs that are shorter than :data:`~attnforge.runtime.turns.LONG`; longer ones keep the defaults.
+    Settings matter to runs that are shorter than :data:`~attnforge.runtime.race.LONG`; longer ones keep the defaults.
     A setting that is not ONNX Runtime's default has to win twice, the second time by
-    :data:`~attnforge.runtime.turns.ALIKE`, and must not lose by as much at the largest sizes, for which there has to be
+    :data:`~attnforge.runtime.race.ALIKE`, and must not lose by as much at the largest sizes, for which there has to be
     time.
 
     A small model is also written as ONNX Runtime's optimizer leaves it, so that no load has to optimise it again.

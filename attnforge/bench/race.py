@@ -32,8 +32,8 @@ from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_no
 from attnforge.runtime.parity.budget import budget_precision
 from attnforge.runtime.parity.verify import References, hold
 from attnforge.runtime.preference import chosen_here
+from attnforge.runtime.race import race
 from attnforge.runtime.session import RUNS_TO_WARM
-from attnforge.runtime.turns import race
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Latency, throughput, memory and starts of a bundle's backends and of its peers, side by side in one run.
 
-Machines drift, so only ratios within a run mean anything (:mod:`attnforge.runtime.turns`). Every contender is held to
+Machines drift, so only ratios within a run mean anything (:mod:`attnforge.runtime.race`). Every contender is held to
 the parity budget before it is timed, on the very inputs that are timed: a wrong answer has no time. Ours, and peers
 that are as fast, are then held to it in every reference case of the bundle.
 """

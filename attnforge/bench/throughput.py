@@ -15,8 +15,8 @@ from attnforge.bench.results import Interval, Throughput
 from attnforge.bundle import Case
 from attnforge.errors import InputError, first_line
 from attnforge.runtime import cases as reference
+from attnforge.runtime.race import in_turns, seconds_of
 from attnforge.runtime.session import RUNS_TO_WARM
-from attnforge.runtime.turns import in_turns, seconds_of
 
 THROUGHPUT_PEERS = ("onnxruntime-plain", "eager")
 """Peers whose throughput is measured too; that of the others is close to their latency's inverse."""

@@ -15,7 +15,7 @@ the yardstick eager at the precision. torch computes both on the device, one sam
 one sample fit where those of a batch would not; up to :data:`~.models.PLACES` numbers of the output, drawn at random,
 are compared.
 
-Contenders take turns (:func:`attnforge.runtime.turns.in_turns`). Each call is timed twice. On the device: between CUDA
+Contenders take turns (:func:`attnforge.runtime.race.in_turns`). Each call is timed twice. On the device: between CUDA
 events around it, while the device is kept busy until all of the call is enqueued, so that no gap is counted in which
 the device waits for Python. End to end: by the clock, until the stream is done.
 """

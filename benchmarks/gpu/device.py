@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnforge.arrays import to_numpy
 from attnforge.precision import Precision
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_here
-from attnforge.runtime.turns import seconds_of
+from attnforge.runtime.race import seconds_of
 from benchmarks.gpu.running import GpuRun
 from benchmarks.gpu.steps import Item, why_broken
 

@@ -15,8 +15,8 @@ import numpy as np
 from attnforge.bench.interval import latency_of, ratio_of
 from attnforge.bench.results import Latency
 from attnforge.bundle import Bundle
+from attnforge.runtime.race import in_turns
 from attnforge.runtime.session import Session, load
-from attnforge.runtime.turns import in_turns
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.models import Truth
 from benchmarks.gpu.running import attempt, device_lost

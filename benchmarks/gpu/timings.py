@@ -16,8 +16,8 @@ from attnforge.arrays import to_numpy
 from attnforge.bench.limits import best_rate
 from attnforge.bundle import FLAVOURS, Bundle
 from attnforge.precision import precision_named
+from attnforge.runtime.race import seconds_of
 from attnforge.runtime.session import load
-from attnforge.runtime.turns import seconds_of
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.models import (
     Large,

@@ -34,7 +34,7 @@ from attnforge.machine import processors
 from attnforge.model.registry import Example
 from attnforge.report.render import markdown_table
 from attnforge.runtime.parity.budget import relative_error
-from attnforge.runtime.turns import race
+from attnforge.runtime.race import race
 from benchmarks.publish import RESULTS, show, where, write_figures
 from benchmarks.suites.published import SENTENCES, Published
 from tests.support.huggingface import minilm

@@ -26,7 +26,7 @@ from attnforge.bundle import Bundle
 from attnforge.model.registry import build_model
 from attnforge.report.render import markdown_table
 from attnforge.runtime import cases as reference
-from attnforge.runtime.turns import in_turns, seconds_of
+from attnforge.runtime.race import in_turns, seconds_of
 from benchmarks.publish import RESULTS, show, where, write_figures
 
 COMMAND = "python -m benchmarks.suites.overhead"

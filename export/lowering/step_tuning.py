@@ -31,7 +31,7 @@ from attnforge.export.lowering.tuning import (
     agreeing,
     evaluated,
 )
-from attnforge.runtime.turns import ALIKE, medians
+from attnforge.runtime.race import ALIKE, medians
 
 INT64 = ir.DataType.INT64
 

@@ -32,7 +32,7 @@ from attnforge.export.lowering.products import last_step
 from attnforge.numbers import scientific
 from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error
-from attnforge.runtime.turns import ALIKE, medians
+from attnforge.runtime.race import ALIKE, medians
 
 BOOL = ir.DataType.BOOL
 

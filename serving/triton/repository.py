@@ -27,8 +27,8 @@ from attnforge.files import rename_new
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
+from attnforge.runtime.race import medians, seconds_of
 from attnforge.runtime.session import Session, load
-from attnforge.runtime.turns import medians, seconds_of
 from attnforge.serving.batching import batch_of, is_open, why_not_apart
 from attnforge.serving.triton import configuration
 from attnforge.serving.triton.configuration import Message, Word

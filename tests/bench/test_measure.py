@@ -38,7 +38,7 @@ from attnforge.cli import main
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
-from attnforge.runtime import turns
+from attnforge.runtime import race as kernel
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity import verify
 from attnforge.runtime.parity.verify import stored_inputs
@@ -433,7 +433,7 @@ def planted(
 
     monkeypatch.setitem(PEERS, "eager", Peer("planted", module=open_it, **of))
     monkeypatch.setitem(PEERS, "eager-sdpa", Peer("planted", module=lambda job, stack: loaded(bundle, stack)))
-    whole = turns.race
+    whole = kernel.race
 
     def raced(*given: Any, **more: Any) -> Any:
         happened.append("race")

@@ -20,7 +20,7 @@ from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity import verify
 from attnforge.runtime.preference import by_preference, fastest_first
-from attnforge.runtime.turns import medians
+from attnforge.runtime.race import medians
 from tests.support.bundles import example_of, rewrite
 from tests.support.decoders import DeployDecoder
 

@@ -51,7 +51,7 @@ from attnforge.runtime.backends.whole_sequences import STEPPING
 from attnforge.runtime.decoding.decoder import Step
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.parity.budget import budget_precision, judge
-from attnforge.runtime.turns import in_turns, seconds_of
+from attnforge.runtime.race import in_turns, seconds_of
 from attnforge.scratch import temporary_folder
 
 ROUNDS, OPENINGS = 20, 3

@@ -18,7 +18,7 @@ from attnforge.bench.limits import FEWEST_RUNS, Ceilings, best_rate
 from attnforge.errors import UnavailableError, UnknownNameError, UsageError
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.backends.openvino import CAPABILITIES
-from attnforge.runtime.turns import seconds_of
+from attnforge.runtime.race import seconds_of
 
 PRODUCT_SIZES = (256, 512, 1024, 2048)
 """Rows of the square matrices. The smaller ones tell whether there is time for the next."""

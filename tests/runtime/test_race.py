@@ -7,15 +7,15 @@ from collections import Counter
 
 import pytest
 
-from attnforge.runtime import turns
+from attnforge.runtime import race
 
 
 def test_contenders_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "LONG", 0.0)  # no call but the timed one
-    monkeypatch.setattr(turns, "MOST_CALLS", 1)
+    monkeypatch.setattr(race, "LONG", 0.0)  # no call but the timed one
+    monkeypatch.setattr(race, "MOST_CALLS", 1)
     said: list[str] = []
     names = ["a", "b", "c"]
-    times = turns.race({name: lambda name=name: said.append(name) for name in names}, 12)  # type: ignore[misc]
+    times = race.race({name: lambda name=name: said.append(name) for name in names}, 12)  # type: ignore[misc]
     order = said[len(names) :]  # the first of each only tells how long it takes
     rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert len(rounds) == 12 and all(sorted(names_of_round) == names for names_of_round in rounds)
@@ -26,15 +26,15 @@ def test_contenders_take_turns_in_an_order_that_changes(monkeypatch: pytest.Monk
 def test_another_race_has_other_orders() -> None:
     def orders(seed: int) -> list[str]:
         said: list[str] = []
-        turns.race({name: lambda name=name: said.append(name) for name in "abc"}, 4, seed=seed)  # type: ignore[misc]
+        race.race({name: lambda name=name: said.append(name) for name in "abc"}, 4, seed=seed)  # type: ignore[misc]
         return said
 
     assert orders(0) == orders(0) != orders(1)
 
 
 def test_what_is_quick_runs_several_times_a_turn_and_each_call_is_timed() -> None:
-    times = turns.race({"quick": lambda: None, "slow": lambda: time.sleep(0.03)}, 3)
-    assert [len(one) for one in times["quick"]] == [turns.MOST_CALLS] * 3
+    times = race.race({"quick": lambda: None, "slow": lambda: time.sleep(0.03)}, 3)
+    assert [len(one) for one in times["quick"]] == [race.MOST_CALLS] * 3
     assert [len(one) for one in times["slow"]] == [1] * 3
     assert all(ms >= 30 for one in times["slow"] for ms in one)
 
@@ -49,11 +49,11 @@ def test_what_is_quick_runs_several_times_a_turn_and_each_call_is_timed() -> Non
     ],
 )
 def test_who_is_nearly_as_quick_is_as_warm(seconds: list[float], warmed: float) -> None:
-    assert turns.longest_warmed_up(seconds) == warmed == turns.longest_warmed_up(reversed(seconds))
+    assert race.longest_warmed_up(seconds) == warmed == race.longest_warmed_up(reversed(seconds))
 
 
 def test_an_untimed_call_comes_before_the_timed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "LONG", 0.01)
+    monkeypatch.setattr(race, "LONG", 0.01)
     calls: Counter[str] = Counter()
     takes = {"quick": 0.003, "slow": 0.03}
 
@@ -61,13 +61,13 @@ def test_an_untimed_call_comes_before_the_timed_ones(monkeypatch: pytest.MonkeyP
         calls[name] += 1
         time.sleep(takes[name])
 
-    times = turns.race({name: lambda name=name: run(name) for name in takes}, 4)  # type: ignore[misc]
+    times = race.race({name: lambda name=name: run(name) for name in takes}, 4)  # type: ignore[misc]
     timed = {name: sum(map(len, rounds)) for name, rounds in times.items()}
     assert {name: calls[name] - timed[name] for name in takes} == {"quick": 2 + 4, "slow": 1}
 
 
 def test_a_race_has_at_least_three_rounds_however_little_time_there_is() -> None:
-    assert len(turns.race({"a": lambda: time.sleep(0.01)}, 50, 0.0)["a"]) == turns.FEWEST_ROUNDS
+    assert len(race.race({"a": lambda: time.sleep(0.01)}, 50, 0.0)["a"]) == race.FEWEST_ROUNDS
 
 
 def test_a_turn_keeps_what_it_returns_and_rounds_pair() -> None:
@@ -77,12 +77,12 @@ def test_a_turn_keeps_what_it_returns_and_rounds_pair() -> None:
         order.append(name)
         return name, len(order)
 
-    results = turns.in_turns({name: lambda name=name: turn(name) for name in "abc"}, 5, settle=0.0)  # type: ignore[misc]
+    results = race.in_turns({name: lambda name=name: turn(name) for name in "abc"}, 5, settle=0.0)  # type: ignore[misc]
     for name in "abc":
         assert [result[0] for result in results[name]] == [name] * 5
         assert [(place - 1) // 3 for _, place in results[name]] == list(range(5))
 
 
 def test_turns_end_after_the_fewest_rounds_where_time_is_up() -> None:
-    assert len(turns.in_turns({"a": lambda: 1}, 50, 0.0, fewest=7, settle=0.001)["a"]) == 7
-    assert turns.in_turns({}, 50) == {}
+    assert len(race.in_turns({"a": lambda: 1}, 50, 0.0, fewest=7, settle=0.001)["a"]) == 7
+    assert race.in_turns({}, 50) == {}
