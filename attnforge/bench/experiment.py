@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
+from attnforge.bench.results import Environment, Run
 from attnforge.bundle import Bundle, Case
-from attnforge.errors import UsageError
+from attnforge.errors import UnknownNameError, UsageError
+from attnforge.machine import this_machine, tool_versions
 from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.registry import BACKENDS
 from attnforge.runtime.inputs import shapes_of
+from attnforge.runtime.options import check_threads
+
+ROUNDS = 20
+"""How often every contender has a turn, where that is not asked for."""
+
+R = TypeVar("R", bound=Run)
 
 Progress = Callable[[str], None]
 """Called with the name of each stage as it starts."""
@@ -54,12 +67,25 @@ class Experiment:
         openings = min(self.openings, self.rounds)
         return [self.rounds // openings + (i < self.rounds % openings) for i in range(openings)]
 
-    def check(self) -> None:
-        """Check that the bundles are of one model, each at another precision.
+    def check(self, peers: Collection[str], threads: int | None) -> None:
+        """Check what was asked for.
+
+        Args:
+            peers: names of those that there are.
+            threads: as they were asked for.
 
         Raises:
-            UsageError: they are not.
+            UnknownNameError: no such backend or peer.
+            UsageError: fewer than one round, opening or thread, or bundles that are not of one model, each at another
+                precision.
         """
+        for kind, names, known in (("backend", self.backends or (), BACKENDS), ("peer", self.against, tuple(peers))):
+            if unknown := [name for name in names if name not in known]:
+                raise UnknownNameError(kind, unknown[0], known)
+        for count, what in ((self.rounds, "rounds"), (self.openings, "openings")):
+            if count < 1:
+                raise UsageError(f"{count} {what} were asked for; give 1 or more")
+        check_threads(threads)
         forms = [[(spec.name, spec.dims) for spec in bundle.manifest.inputs] for bundle in self.bundles]
         precisions = [bundle.manifest.precision for bundle in self.bundles]
         if not forms or any(form != forms[0] for form in forms) or len(set(precisions)) < len(precisions):
@@ -67,6 +93,11 @@ class Experiment:
                 f"the bundles are {', '.join(map(repr, self.bundles))}; give one, or several of one model, each at "
                 "another precision"
             )
+
+
+def default_openings(openings: int | None, quick: bool) -> int:
+    """How often every contender is opened, where that is not asked for: 3 times, in a quick run once."""
+    return (1 if quick else 3) if openings is None else openings
 
 
 def case_at(bundle: Bundle, sizes: Mapping[str, int]) -> Case:
@@ -91,3 +122,33 @@ def case_at(bundle: Bundle, sizes: Mapping[str, int]) -> Case:
         for name in {name for spread in spreads for name in spread}
     }
     return at
+
+
+def environment(threads: int) -> Environment:
+    """The machine and how busy it is.
+
+    Args:
+        threads: of every CPU contender.
+    """
+    governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    try:
+        told = governor.read_text(encoding="ascii").strip()
+    except OSError:
+        told = "the system does not tell"
+    return Environment(
+        machine=this_machine(), versions=tool_versions(), threads=threads, governor=told, load_before=load_now()
+    )
+
+
+def load_now() -> float | None:
+    """Processes that ran or waited over the last minute, where the system tells."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.getloadavg()[0]
+    return None
+
+
+def finished(results: R, start: float) -> R:
+    """The results, with the seconds since `start` and how busy the machine is now."""
+    results.environment.load_after = load_now()
+    results.seconds = round(time.perf_counter() - start, 1)
+    return results

@@ -78,6 +78,12 @@ def ratio_of(rounds_a: Rounds, rounds_b: Rounds, openings: Sequence[int] = ()) -
     return _widened(ratio, lacking(openings, rounds_a, rounds_b))
 
 
+def per_second(milliseconds: Interval, count: int = 1) -> Interval:
+    """What is done in a second, where `count` together take so many milliseconds."""
+    per = 1e3 * count
+    return Interval(value=per / milliseconds.value, low=per / milliseconds.high, high=per / milliseconds.low)
+
+
 def fit_of(sizes: Sequence[float], values: Sequence[float | None]) -> Fit | None:
     """The exponent of the law that `values` follow over `sizes`, which are positive and differ.
 

@@ -279,20 +279,30 @@ class Environment(Record):
     load_after: float | None = None
 
 
-class Results(Record):
-    """All figures of one run of the benchmark.
+class Run(Record):
+    """What is said of every run.
 
     Attributes:
-        command: that measures them again.
-        seconds: that the run took.
-        left_out: parts that were not measured, and why.
+        command: that measures its figures again.
+        created: when it began.
+        seconds: that it took.
     """
 
-    schema_version: Annotated[int, Field(strict=True)] = RESULTS_VERSION
+    schema_version: Annotated[int, Field(strict=True)]
     command: str
     created: str
     seconds: float
     environment: Environment
+
+
+class Results(Run):
+    """All figures of one run of the benchmark.
+
+    Attributes:
+        left_out: parts that were not measured, and why.
+    """
+
+    schema_version: Annotated[int, Field(strict=True)] = RESULTS_VERSION
     ceilings: Ceilings | None = None
     models: list[Model]
     growth: list[Growth] = []
@@ -326,7 +336,7 @@ def read(file: str | os.PathLike[str]) -> Results:
         ) from None
 
 
-def write(results: Results, file: str | os.PathLike[str]) -> None:
+def write(results: Run, file: str | os.PathLike[str]) -> None:
     """Write results, numbers to five digits, whole or not at all."""
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -7,48 +7,75 @@ that are as fast, are then held to it in every reference case of the bundle.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
+from attnforge.bench.calls import Caller, Calls, Yardstick, callers, check_all_cases
+from attnforge.bench.contenders.engines import Runner
 from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.contenders.registry import ON_GPU as GPU_PEERS
 from attnforge.bench.contenders.registry import PEERS, expanded, peers_here
-from attnforge.bench.experiment import Experiment, Progress, case_at
+from attnforge.bench.decoding.results import DecodingResults
+from attnforge.bench.decoding.run import benchmark_decoding
+from attnforge.bench.experiment import ROUNDS, Experiment, Progress, case_at, default_openings, environment
+from attnforge.bench.experiment import finished as finished
 from attnforge.bench.interval import latency_of, ratio_of
 from attnforge.bench.limits import Ceilings, limit_seconds
 from attnforge.bench.limits.ceilings import measure_ceilings
 from attnforge.bench.limits.work import work_of
-from attnforge.bench.race import Entry, Raced, Yardstick, check_all_cases, run_race
-from attnforge.bench.results import Contender, Deployed, Environment, Model, Results, Throughput
+from attnforge.bench.race import Raced, run_race
+from attnforge.bench.results import Contender, Deployed, Model, Results, Throughput
 from attnforge.bench.starts import measure_starts_and_memory
 from attnforge.bench.throughput import throughputs
 from attnforge.bundle import CANONICAL, FLAVOURS, OPENVINO, WEIGHTS, Bundle, Case, Trusted, open_bundle
-from attnforge.errors import UnknownNameError, UsageError
+from attnforge.errors import UsageError
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
-from attnforge.machine import processors, this_machine, tool_versions
+from attnforge.machine import processors
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.openvino import graph_of
-from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_unasked
-from attnforge.runtime.options import check_threads
+from attnforge.runtime.backends.registry import ON_GPU, why_not_unasked
 from attnforge.runtime.preference import by_preference
 from attnforge.scratch import temporary_folder
 
-ROUNDS, OPENINGS = 20, 3
+Bundles = str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle]
+Sizes = Mapping[str, int] | Sequence[Mapping[str, int]] | None
+
+
+@overload
+def benchmark(
+    bundle: Bundles, backends: Sequence[str] | None = None, against: Sequence[str] = (), *, sizes: Sizes = None,
+    decode: Literal[False] = False, contexts: None = None, prompts: None = None, batch: None = None,
+    rounds: int = ROUNDS, openings: int | None = None, threads: int | None = None, module: Any = None,
+    quick: bool = False, trust_source: bool = False, trusted: Trusted = None, command: str = ...,
+    progress: Progress = ...,
+) -> Results: ...  # fmt: skip
+
+
+@overload
+def benchmark(
+    bundle: Bundles, backends: Sequence[str] | None = None, against: Sequence[str] = (), *, sizes: None = None,
+    decode: Literal[True], contexts: Sequence[int] | None = None, prompts: Sequence[int] | None = None,
+    batch: int | None = None, rounds: int = ROUNDS, openings: int | None = None, threads: int | None = None,
+    module: Any = None, quick: bool = False, trust_source: bool = False, trusted: Trusted = None, command: str = ...,
+    progress: Progress = ...,
+) -> DecodingResults: ...  # fmt: skip
 
 
 def benchmark(
-    bundle: str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle],
+    bundle: Bundles,
     backends: Sequence[str] | None = None,
     against: Sequence[str] = (),
     *,
-    sizes: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
+    sizes: Sizes = None,
+    decode: bool = False,
+    contexts: Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
+    batch: int | None = None,
     rounds: int = ROUNDS,
     openings: int | None = None,
     threads: int | None = None,
@@ -58,7 +85,7 @@ def benchmark(
     trusted: Trusted = None,
     command: str = "attnforge.benchmark(…)",
     progress: Progress = lambda stage: None,
-) -> Results:
+) -> Results | DecodingResults:
     """Measure a bundle's backends, and peers where asked, side by side.
 
     Args:
@@ -68,6 +95,10 @@ def benchmark(
             torch need the module.
         sizes: of the dynamic dims, by symbol; or a sequence of such, each measured for itself. By default the
             example's.
+        decode: of one bundle that was deployed with `cache_tokens`: measure how it decodes, and return
+            :class:`~attnforge.bench.decoding.results.DecodingResults`.
+        contexts, prompts, batch: of `decode`, as :func:`~attnforge.bench.decoding.run.benchmark_decoding` explains
+            them.
         rounds: how often every contender has a turn.
         openings: how often every contender is opened anew. The rounds are shared out among the openings, so there are
             no more openings than rounds. By default 3; in a quick run 1, whose intervals do not tell how openings
@@ -92,31 +123,26 @@ def benchmark(
         BundleError: a bundle is not whole, or was altered.
     """
     paths = [bundle] if isinstance(bundle, str | os.PathLike | Bundle) else list(bundle)
+    if decode:
+        if sizes is not None or len(paths) != 1:
+            raise UsageError("decode=True measures one bundle at a time, by contexts, prompts and batch; give no sizes")
+        return benchmark_decoding(
+            paths[0], backends, against, contexts=contexts, prompts=prompts, batch=1 if batch is None else batch,
+            rounds=rounds, openings=openings, threads=threads, module=module, quick=quick, trust_source=trust_source,
+            trusted=trusted, command=command, progress=progress,
+        )  # fmt: skip
+    for name, given in (("contexts", contexts), ("prompts", prompts), ("batch", batch)):
+        if given is not None:
+            raise UsageError(f"{name} means nothing without decode=True")
     bundles = [open_bundle(path, lazily=True, trusted=trusted) for path in paths]
     against = expanded(against, lambda: peers_here({opened.manifest.precision for opened in bundles}))
-    for kind, names, known in (("backend", backends or (), BACKENDS), ("peer", against, tuple(PEERS))):
-        if unknown := [name for name in names if name not in known]:
-            raise UnknownNameError(kind, unknown[0], known)
-    if openings is None:
-        openings = 1 if quick else OPENINGS
-    for count, what in ((rounds, "rounds"), (openings, "openings")):
-        if count < 1:
-            raise UsageError(f"{count} {what} were asked for; give 1 or more")
-    check_threads(threads)
     start = time.perf_counter()
     experiment = Experiment(
-        bundles,
-        backends,
-        against,
-        rounds,
-        threads or processors(),
-        module,
-        openings=openings,
-        trust_source=trust_source,
-        progress=progress,
-    )
+        bundles, backends, against, rounds, threads or processors(), module,
+        openings=default_openings(openings, quick), trust_source=trust_source, progress=progress,
+    )  # fmt: skip
     experiment.throughput = experiment.starts = experiment.memory = experiment.cases = not quick
-    experiment.check()
+    experiment.check(PEERS, threads)
     for opened in bundles if against and module is None else ():
         check_trusted(opened.manifest.source, trust_source)
     every_sizes = [sizes or {}] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
@@ -149,13 +175,6 @@ def new_results(command: str, threads: int, progress: Progress, with_ceilings: b
     )
 
 
-def finished(results: Results, start: float) -> Results:
-    """The results, with the seconds since `start` and how busy the machine is now."""
-    results.environment.load_after = load_now()
-    results.seconds = round(time.perf_counter() - start, 1)
-    return results
-
-
 def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings | None) -> Model:
     """Every contender on one model at one set of sizes.
 
@@ -169,7 +188,9 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         folder = stack.enter_context(temporary_folder())
         with_threads(experiment.threads, stack)  # closing a contender restores torch's threads, so set them out here
         yardsticks = [Yardstick(bundle, sizes, experiment, folder) for bundle in experiment.bundles]
-        raced = run_race(experiment, yardsticks, f"{manifest.name}{_at(case)}", stack)
+        calls, skipped = Calls("check", f"{manifest.name}{_at(case)}", yardsticks), dict[str, str]()
+        entries = (entry for yardstick in yardsticks for entry in callers(experiment, yardstick, skipped))
+        raced = run_race(experiment, entries, [calls], skipped, stack)
         rates = throughputs(experiment, raced.entries, case) if experiment.throughput else {}
         contenders = [_contender(entry, raced, rates.get(entry.key, [])) for entry in raced.entries]
         _compare(experiment, contenders)
@@ -192,19 +213,19 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
     return model
 
 
-def _contender(entry: Entry, raced: Raced, rates: list[Throughput]) -> Contender:
+def _contender(entry: Caller, raced: Raced[Runner], rates: list[Throughput]) -> Contender:
     if not entry.ours and PEERS[entry.name].compiles and len(raced.openings) > 1:
         entry.notes.append(
             "what is compiled was opened once, for it takes long: its interval does not tell how openings differ"
         )
     return Contender(
         name=entry.name,
-        precision=entry.precision,
+        precision=entry.job.precision.name,
         ours=entry.ours,
         what=entry.what,
         error=entry.error,
         budget=entry.budget,
-        latency=latency_of(raced.rounds[entry.key], raced.openings),
+        latency=latency_of(raced.times[0][entry.key], raced.openings),
         throughput=rates,
         size_mb=_size_mb(entry),
         notes=entry.notes,
@@ -227,7 +248,7 @@ def _compare(experiment: Experiment, contenders: Sequence[Contender]) -> None:
             contender.ratio = ratio_of(contender.latency.rounds, best.latency.rounds, best.latency.openings)
 
 
-def _size_mb(entry: Entry) -> float | None:
+def _size_mb(entry: Caller) -> float | None:
     """MB of the files that a contender is made of; None for a peer in torch."""
     bundle, manifest = entry.job.bundle, entry.job.bundle.manifest
     record = manifest.targets.get(entry.name)
@@ -267,29 +288,6 @@ def _deployed(bundle: Bundle) -> Deployed:
         seconds=manifest.seconds,
         size_mb=sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file()) / 1e6,
     )
-
-
-def environment(threads: int) -> Environment:
-    """The machine and how busy it is.
-
-    Args:
-        threads: of every CPU contender.
-    """
-    governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    try:
-        told = governor.read_text(encoding="ascii").strip()
-    except OSError:
-        told = "the system does not tell"
-    return Environment(
-        machine=this_machine(), versions=tool_versions(), threads=threads, governor=told, load_before=load_now()
-    )
-
-
-def load_now() -> float | None:
-    """Processes that ran or waited over the last minute, where the system tells."""
-    with contextlib.suppress(OSError, AttributeError):
-        return os.getloadavg()[0]
-    return None
 
 
 def _at(case: Case) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnforge.bench import alone
+from attnforge.bench.calls import Caller
 from attnforge.bench.contenders.registry import PEERS
 from attnforge.bench.experiment import Experiment
-from attnforge.bench.race import Entry
 from attnforge.bench.results import Cold, Contender
 from attnforge.bundle import Case
 
@@ -33,7 +33,7 @@ class _Subject:
     """Of its start, where that tells its memory too."""
 
 
-def measure_starts_and_memory(experiment: Experiment, pairs: Sequence[tuple[Entry, Contender]], case: Case) -> None:
+def measure_starts_and_memory(experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]], case: Case) -> None:
     """Measure starts, one after another, and then memory, two processes at a time, which do not disturb each other."""
     if not (experiment.starts or experiment.memory):
         return
@@ -47,7 +47,7 @@ def measure_starts_and_memory(experiment: Experiment, pairs: Sequence[tuple[Entr
         _measure_memory(subjects)
 
 
-def _subjects(experiment: Experiment, pairs: Sequence[tuple[Entry, Contender]], case: Case) -> Iterator[_Subject]:
+def _subjects(experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]], case: Case) -> Iterator[_Subject]:
     """The contenders to be measured; one that no process can run gets a note that says why."""
     for entry, contender in pairs:
         if entry.ours or experiment.fresh_peers is None or entry.name in experiment.fresh_peers:
@@ -98,7 +98,7 @@ def _noted(contender: Contender, what: str) -> Iterator[None]:
         contender.notes.append(f"its {what} is not measured: {error}")
 
 
-def _order(experiment: Experiment, entry: Entry, case: Case) -> alone.Order | str:
+def _order(experiment: Experiment, entry: Caller, case: Case) -> alone.Order | str:
     """What a process has to be told to run a contender, or why none can."""
     peer = PEERS.get(entry.name) if not entry.ours else None
     bundle = entry.job.bundle

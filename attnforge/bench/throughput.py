@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from attnforge.bench.calls import Caller
 from attnforge.bench.experiment import Experiment, case_at
-from attnforge.bench.interval import latency_of
-from attnforge.bench.race import Entry
-from attnforge.bench.results import Interval, Throughput
+from attnforge.bench.interval import latency_of, per_second
+from attnforge.bench.results import Throughput
 from attnforge.bundle import Case
 from attnforge.errors import InputError, first_line
 from attnforge.runtime import cases as reference
@@ -30,7 +31,7 @@ BURST = 0.1
 """Seconds that a turn takes, about."""
 
 
-def throughputs(experiment: Experiment, entries: Sequence[Entry], case: Case) -> dict[str, list[Throughput]]:
+def throughputs(experiment: Experiment, entries: Sequence[Caller], case: Case) -> dict[str, list[Throughput]]:
     """Throughput by contender: over batches with one caller, and over callers at the sizes of `case`."""
     experiment.progress("measure throughput")
     batches = []
@@ -40,8 +41,7 @@ def throughputs(experiment: Experiment, entries: Sequence[Entry], case: Case) ->
             batches.append(batch)
     points = [(n, 1) for n in batches] or [(case.sizes.get(BATCH, 1), 1)]
     points += [(case.sizes.get(BATCH, 1), n) for n in CALLERS if n > 1]
-    runs: dict[str, Callable[[], Any]] = {}
-    places: dict[str, tuple[Entry, int, int]] = {}
+    loads: list[Load] = []
     for entry in entries:
         if not entry.ours and entry.name not in THROUGHPUT_PEERS:
             continue
@@ -50,42 +50,48 @@ def throughputs(experiment: Experiment, entries: Sequence[Entry], case: Case) ->
                 continue  # peers are opened for one caller
             sizes = {**case.sizes, BATCH: batch} if BATCH in case.sizes else case.sizes
             at_batch = Case(name="throughput", sizes=sizes, kind="normal", seed=1)
-            feeds = reference.make_inputs(at_batch, entry.job.bundle.manifest.inputs, {})
+            run = partial(entry.opened, reference.make_inputs(at_batch, entry.job.bundle.manifest.inputs, {}))
             try:
                 for _ in range(RUNS_TO_WARM):
-                    entry.runner(feeds)
+                    run()
             except Exception as error:  # the rest is measured all the same
                 entry.notes.append(f"no throughput at batch {batch}: {first_line(error)}")
-                continue
-            key = f"{entry.key}, {batch}, {callers}"
-            runs[key], places[key] = partial(entry.runner, feeds), (entry, batch, callers)
-    rates = bursts(runs, {key: at[2] for key, at in places.items()}, {key: at[1] for key, at in places.items()})
+            else:
+                loads.append(Load(entry.key, run, batch, callers))
     by_contender: dict[str, list[Throughput]] = {}
-    for key, (entry, batch, callers) in places.items():
-        rate = latency_of([[1e3 / per_second] for per_second in rates[key]]).median  # seconds of a thousand samples
-        interval = Interval(value=1e3 / rate.value, low=1e3 / rate.high, high=1e3 / rate.low)
-        throughput = Throughput(batch=batch, callers=callers, per_second=interval)
-        by_contender.setdefault(entry.key, []).append(throughput)
+    for load, rates in zip(loads, bursts(loads), strict=True):
+        throughput = Throughput(batch=load.batch, callers=load.callers, per_second=per_second(latency_of(rates).median))
+        by_contender.setdefault(load.key, []).append(throughput)
     return by_contender
 
 
-def bursts(
-    runs: Mapping[str, Callable[[], Any]], callers: Mapping[str, int], samples: Mapping[str, int], rounds: int = 4
-) -> dict[str, list[float]]:
-    """Samples a second of every round, by contender.
+@dataclass(frozen=True)
+class Load:
+    """Calls of a contender by several callers at once.
 
-    Args:
-        runs: one call of each contender.
-        callers: how many threads call each at once.
-        samples: of one call of each.
+    Attributes:
+        key: of the contender.
+        run: one call.
+        batch: samples of a call.
+        callers: threads that call at once.
     """
 
-    def turn(name: str) -> float:
-        calls = max(1, int(BURST / lasting[name] / callers[name]))
-        return samples[name] * callers[name] * calls / _together(runs[name], callers[name], calls)
+    key: str
+    run: Callable[[], Any]
+    batch: int
+    callers: int
 
-    lasting = {name: min(seconds_of(run) for _ in range(2)) for name, run in runs.items()}
-    return in_turns({name: partial(turn, name) for name in runs}, rounds)
+    def milliseconds(self, lasting: float) -> list[float]:
+        """Milliseconds a sample in a burst; a call takes `lasting` seconds, about."""
+        calls = max(1, int(BURST / lasting / self.callers))
+        return [1e3 * _together(self.run, self.callers, calls) / (self.batch * self.callers * calls)]
+
+
+def bursts(loads: Sequence[Load], rounds: int = 4) -> list[list[list[float]]]:
+    """Milliseconds a sample in every round, of each load."""
+    lasting = [min(seconds_of(load.run) for _ in range(2)) for load in loads]
+    turns = {str(i): partial(load.milliseconds, lasting[i]) for i, load in enumerate(loads)}
+    return list(in_turns(turns, rounds).values())
 
 
 def _together(run: Callable[[], Any], callers: int, calls: int) -> float:

@@ -24,7 +24,7 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bench import alone, limits, race, throughput
+from attnforge.bench import alone, calls, limits, throughput
 from attnforge.bench import results as found
 from attnforge.bench import run as bench
 from attnforge.bench.contenders.peers import Peer, PeerJob, using_sdpa
@@ -117,9 +117,9 @@ def test_callers_call_at_once() -> None:
         with lock:
             at_once -= 1
 
-    rates = throughput.bursts({"a": call}, {"a": 3}, {"a": 5}, rounds=2)
+    (rounds,) = throughput.bursts([throughput.Load("a", call, batch=5, callers=3)], rounds=2)
     assert most == 3
-    assert len(rates["a"]) == 2 and all(0 < rate <= 3 * 5 / 0.02 for rate in rates["a"])
+    assert len(rounds) == 2 and all(ms >= 20 / (3 * 5) for (ms,) in rounds)
 
 
 # --- parity first -----------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def held_to_all(
     def raced(runs: dict[str, Any], rounds: int, *given: Any, **options: Any) -> dict[str, list[list[float]]]:
         return {key: [[peers if key.partition(" ")[0] in PEERS else 1.0]] * rounds for key in runs}
 
-    monkeypatch.setattr(race, "race", raced)
+    monkeypatch.setattr(calls, "race", raced)
     experiment = Experiment(bundles, ["onnxruntime-cpu"], against, 1, 1, throughput=False, starts=False, memory=False)
     experiment.cases = cases
     return bench.measure(experiment, sizes or {}, None).contenders
@@ -226,7 +226,7 @@ def test_who_is_as_fast_as_what_is_picked_is_held(
         )  # fmt: skip
         entries.append((SimpleNamespace(job="the job"), one))
     of = SimpleNamespace(job="the job", in_every_case=lambda entry: found.Cases(held=2, of=2))
-    race.check_all_cases(Experiment([bundle], None, [], 1, 1), [of], entries)  # type: ignore[list-item,arg-type]
+    calls.check_all_cases(Experiment([bundle], None, [], 1, 1), [of], entries)  # type: ignore[list-item,arg-type]
     assert [one.cases is not None for _, one in entries] == [True, True, held]
 
 
@@ -252,7 +252,7 @@ def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pyt
         is_planted = backend != "eager" and len(given[1]) > 1  # not in the one case that is timed
         return report.model_copy(update={"passed": False, "reason": "planted"}) if is_planted else report
 
-    monkeypatch.setattr(race, "hold", hold)
+    monkeypatch.setattr(calls, "hold", hold)
     ours, peer = held_to_all([bundle], ["eager"], monkeypatch, peers=1.1)
     assert ours.wrong_in == "planted" and peer.cases is not None and peer.wrong_in is None
 
@@ -439,7 +439,7 @@ def planted(
         happened.append("race")
         return whole(*given, **more)
 
-    monkeypatch.setattr(race, "race", raced)
+    monkeypatch.setattr(calls, "race", raced)
     return happened
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from attnforge.bench.results import Environment, Interval, Latency, to_five_digits
+from attnforge.bench.results import Interval, Latency, Run
+from attnforge.bench.results import write as write
 from attnforge.errors import UsageError
-from attnforge.files import write_whole
 from attnforge.records import Record
 
 DECODING_RESULTS_VERSION = 2
@@ -93,12 +93,10 @@ class DecodingContender(Record):
         return next((step for step in self.steps if step.context == context), None)
 
 
-class DecodingResults(Record):
+class DecodingResults(Run):
     """All figures of one run of `bench --decode`.
 
     Attributes:
-        command: that measures them again.
-        seconds: that the run took.
         model: the bundle's name.
         source: name and options that make the model again.
         batch: samples that are decoded at once.
@@ -113,10 +111,6 @@ class DecodingResults(Record):
     """
 
     schema_version: Annotated[int, Field(strict=True)] = DECODING_RESULTS_VERSION
-    command: str
-    created: str
-    seconds: float
-    environment: Environment
     model: str
     precision: str
     source: str
@@ -153,10 +147,3 @@ def read(file: str | os.PathLike[str]) -> DecodingResults:
         raise UsageError(
             f"{os.fspath(file)} holds no results of decoding ({reason}); write some with attnforge bench --decode --out"
         ) from None
-
-
-def write(results: DecodingResults, file: str | os.PathLike[str]) -> None:
-    """Write results, numbers to five digits, whole or not at all."""
-    target = Path(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, f"{json.dumps(to_five_digits(results.model_dump(mode='json')), indent=1)}\n".encode())

@@ -1,0 +1,172 @@
+"""Calls of a bundle's model on the same inputs, by its backends and its peers: what they are checked against, and how
+they are timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from attnforge.arrays import Array, is_floating
+from attnforge.bench.contenders.engines import Runner, open_backend, why_no_products
+from attnforge.bench.contenders.peers import PeerJob, expected
+from attnforge.bench.contenders.registry import PEERS
+from attnforge.bench.experiment import Experiment, case_at
+from attnforge.bench.race import Entry, Times, Workload, backends_of
+from attnforge.bench.results import Cases, Contender
+from attnforge.bundle import CANONICAL, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle
+from attnforge.errors import BundleError, first_line
+from attnforge.export.decoding.whole import whole_graph
+from attnforge.export.diagnosis.stages import sites_of, written_out
+from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.reference import kept
+from attnforge.precision import precision_named
+from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
+from attnforge.runtime.parity.budget import budget_precision
+from attnforge.runtime.parity.verify import References, hold
+from attnforge.runtime.preference import chosen_here
+from attnforge.runtime.race import race
+from attnforge.runtime.session import RUNS_TO_WARM
+
+Caller = Entry[Runner]
+"""A contender that is called on inputs."""
+
+
+class Yardstick:
+    """What contenders at one bundle's precision are held to: outputs that the bundle holds, or else the module gives.
+
+    Attributes:
+        case: that is timed.
+        job: what peers are opened for.
+    """
+
+    def __init__(self, bundle: Bundle, sizes: Mapping[str, int], experiment: Experiment, folder: Path) -> None:
+        manifest = bundle.manifest
+        self.bundle, self.case = bundle, case_at(bundle, sizes)
+        case = self.case
+        feeds = reference.make_inputs(case, manifest.inputs, {})
+        self.job = PeerJob(bundle, feeds, experiment.threads, folder, experiment.module, experiment.trust_source)
+        for needed in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if experiment.cases else ():
+            bundle.file(needed)  # fails before anything is timed where the file is missing or altered
+        if any(case.name == stored.name for stored in manifest.cases):
+            self._outputs: Mapping[str, Array] = bundle.tensors(REFERENCE_OUTPUTS)
+            return
+        precisions = {budget_precision(manifest, name).name for name in BACKENDS} | {manifest.precision}
+        self._outputs = {}
+        for name in precisions:
+            at = precision_named(name if manifest.eager_precision == manifest.precision else manifest.eager_precision)
+            answers = expected(self.job.module, at, feeds)
+            if manifest.quantised is not None:  # eager is the same Q/DQ
+                again = as_it_is(written_out(whole_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
+                answers = {output: (again[output].reshape(-1), exact) for output, (_, exact) in answers.items()}
+            for output, (eager, exact) in answers.items():
+                is_own = name == manifest.precision  # a bundle that chose its precisions is compared with fp32
+                self._outputs |= kept(eager, case, reference.key(case, output, "eager" if is_own else name))
+                self._outputs |= kept(exact, case, reference.key(case, output, "float64")) if is_own else {}
+
+    def why_wrong(self, entry: Caller) -> str | None:
+        """Why a contender's answer to the timed inputs is wrong, or None; its error is kept in the entry.
+
+        It runs before that, ours as often as a session takes to prepare for sizes that come again, so that the answer
+        is of the code that is timed.
+        """
+        for _ in range(RUNS_TO_WARM - 1 if entry.ours else 1):
+            entry.opened(self.job.feeds)
+        references = References({}, self._outputs)
+        run = partial(self._answer, entry)
+        report = hold(self.bundle, entry.name, run, [self.case], references)
+        entry.keep(report.error, report.budget)
+        return next((f"{failure.output}: {failure.reason}" for failure in report.failures), report.reason)
+
+    def in_every_case(self, entry: Caller) -> Cases:
+        """How a contender does in the bundle's reference cases, at sizes that it was made for."""
+        every = self.bundle.manifest.cases
+        any_sizes = entry.ours or PEERS[entry.name].any_sizes
+        cases = [case for case in every if any_sizes or case.sizes == self.case.sizes]
+        begun: list[str] = []
+
+        def run(feeds: dict[str, Array]) -> dict[str, Array]:
+            begun.append(cases[len(begun)].name)
+            return self._answer(entry, feeds)
+
+        try:
+            wrong = hold(self.bundle, entry.name, run, cases).missed if cases else None
+        except BundleError:
+            raise
+        except Exception as error:  # a contender that fails is a result
+            wrong = f"{begun[-1] if begun else 'all'}, where it fails: {first_line(error)}"
+        return Cases(held=len(begun), of=len(every), wrong=wrong)
+
+    def _answer(self, entry: Caller, feeds: dict[str, Array]) -> dict[str, Array]:
+        """The outputs in the model's dtypes: OpenVINO answers a 16-bit model's inputs in fp32."""
+        outputs = entry.opened(feeds)
+        if entry.ours:
+            return outputs
+        own = {spec.name: spec.dtype for spec in self.bundle.manifest.outputs}
+        return {n: a.astype(own[n]) if a.dtype.name != own[n] and is_floating(a) else a for n, a in outputs.items()}
+
+
+@dataclass
+class Calls(Workload[Runner]):
+    """Calls on the inputs of the yardsticks, of which there is one for each bundle."""
+
+    yardsticks: Sequence[Yardstick]
+
+    def why_wrong(self, entry: Caller) -> str | None:
+        """As :meth:`Yardstick.why_wrong`."""
+        return next(yardstick for yardstick in self.yardsticks if yardstick.job is entry.job).why_wrong(entry)
+
+    def time(self, entries: Mapping[str, Caller], rounds: int, seconds: float, seed: int) -> Times:
+        """Milliseconds of every call."""
+        return race({key: partial(e.opened, e.job.feeds) for key, e in entries.items()}, rounds, seconds, seed=seed)
+
+
+def callers(experiment: Experiment, yardstick: Yardstick, skipped: dict[str, str]) -> Iterator[Caller]:
+    """The contenders at a bundle's precision; the reasons of those that cannot run go to `skipped`.
+
+    Raises:
+        UnavailableError: a backend that was asked for by name cannot run here.
+    """
+    job, precision = yardstick.job, yardstick.job.precision.name
+    chosen = chosen_here(job.bundle) if experiment.backends is None else None
+
+    def refused(name: str) -> str | None:
+        """Why `auto` never loads a backend."""
+        return chosen.dropped.get(name) if chosen is not None and name in WITHOUT_TARGET else None
+
+    for name, reason in backends_of(experiment, job.bundle, BACKENDS, refused):
+        if reason is None:
+            what, opener = f"the bundle on {name}", partial(open_backend, name, job)
+            yield Entry(job, name, f"{name} {precision}", True, what, opener)
+        else:
+            skipped[f"{name} {precision}"] = reason
+    for name in experiment.against:
+        peer = PEERS[name]
+        if peer.engine == "onnxruntime" and (reason := why_no_products(precision)) is not None:
+            skipped[f"{name} {precision}"] = reason
+        else:
+            yield Entry(job, name, f"{name} {precision}", False, peer.what, partial(peer.open, job), peer.compiles)
+
+
+def check_all_cases(
+    experiment: Experiment, yardsticks: Sequence[Yardstick], pairs: Sequence[tuple[Caller, Contender]]
+) -> None:
+    """Hold ours to all of a bundle's reference cases, then every peer that is as fast as our fastest right one, or as
+    the picked one where that is slower: a peer that is faster, and wrong elsewhere, is no better choice."""
+    for yardstick in yardsticks:
+        of_bundle = [(entry, contender) for entry, contender in pairs if entry.job is yardstick.job]
+        _check_cases(experiment, yardstick, [pair for pair in of_bundle if pair[1].ours])
+        right = [contender for _, contender in of_bundle if contender.ours and contender.wrong_in is None]
+        fastest = min((contender.latency.median.value for contender in right), default=math.inf)
+        enough = max([fastest, *(contender.latency.median.value for contender in right if contender.picked)])
+        peers = [pair for pair in of_bundle if not pair[1].ours and pair[1].latency.median.value <= enough]
+        _check_cases(experiment, yardstick, peers)
+
+
+def _check_cases(experiment: Experiment, yardstick: Yardstick, pairs: Sequence[tuple[Caller, Contender]]) -> None:
+    for entry, contender in pairs:
+        experiment.progress(f"check {contender.key} in every case")
+        contender.cases = yardstick.in_every_case(entry)
