@@ -23,7 +23,6 @@ from attnforge.runtime.parity.metrics import accuracy
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
 from tests.support.broken import DIM, TOKENS, Attention
-from tests.support.tiers import share
 
 
 class Function(nn.Module):
@@ -64,9 +63,8 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn, 3)) for turn, name in enumerate(AWKWARD)])
+@pytest.mark.parametrize("name", AWKWARD)
 def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_path: Path) -> None:
     function, more = AWKWARD[name]
     bundle = deployed(function, tmp_path / "b", precision, *more)
@@ -153,7 +151,6 @@ class Remembers(nn.Module):
         return (y @ y.mT + (kept if isinstance(kept, Tensor) else kept.tensor)).softmax(-1) @ y
 
 
-@pytest.mark.drawn("grad")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_module_that_was_called_before_is_deployed(grad: bool, precision: str, tmp_path: Path) -> None:

@@ -114,7 +114,6 @@ def test_a_product_with_weights_of_4_bits_is_what_the_formulas_say(
     assert relative_error(lowered, wanted) < 1e-2
 
 
-@pytest.mark.drawn("has_data")
 @pytest.mark.parametrize("precision", ["fp8", "int4"])
 @pytest.mark.parametrize("has_data", [True, False])
 def test_a_deployment_is_verified_on_every_backend_here(tmp_path: Path, precision: str, has_data: bool) -> None:
@@ -135,7 +134,6 @@ def test_a_deployment_is_verified_on_every_backend_here(tmp_path: Path, precisio
     assert head + products < size < head + 1.5 * products  # the scales, biases and norms of a model this small
 
 
-@pytest.mark.drawn("capability")
 @pytest.mark.parametrize("capability", ["SM89", "SM120"])
 @pytest.mark.parametrize("precision", ["fp8", "int4"])
 def test_tensorrt_reads_numbers_as_stored_beside_fused_attention(
