@@ -36,6 +36,17 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
+QUICK = (
+    "golden/", "export/attention/test_constant_masks.py", "export/attention/test_layout.py",
+    "export/attention/test_mask_blocks.py", "export/attention/test_operators.py", "export/attention/test_regions.py",
+    "export/attention/test_visibility_properties.py", "export/attention/test_walks.py", "export/graphs/",
+    "export/sources/test_widened.py", "front/test_machine.py", "model/test_attention.py", "model/test_general.py",
+    "model/test_identities.py", "model/test_patch.py", "model/test_refusals.py", "model/test_slips.py",
+    "model/test_transformer.py", "model/test_worked_example.py", "runtime/test_turns.py",
+    "serving/test_open_inference.py",
+)  # fmt: skip
+"""Files and folders of `make quick`, which exports and deploys nothing: all other tests are marked `slow`."""
+
 CLUSTER = ExitStack()
 """The Ray cluster, while one runs."""
 
@@ -45,7 +56,10 @@ LAST_OF_RAY = pytest.StashKey[str]()
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    quick = tuple(f"tests/{path}" for path in QUICK)
     for item in items:
+        if not item.nodeid.startswith(quick):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is not None:
             continue
         if isinstance(item, pytest.Function) and "registered" in item.fixturenames and hasattr(item, "callspec"):
