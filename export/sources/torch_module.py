@@ -162,7 +162,7 @@ def _kept_registry() -> Iterator[None]:
         yield
         return
     kept = staticmethod(partial(_registry, ONNXRegistry.from_torchlib))
-    ONNXRegistry.from_torchlib = kept  # type: ignore[method-assign, assignment]
+    ONNXRegistry.from_torchlib = kept  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -29,8 +29,8 @@ class Attention(nn.Module):
         self.norm, self.packed, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        split = self.packed(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(*split, is_causal=self.is_causal)
+        query, key, value = self.packed(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         added: Tensor = x + self.out(attended.transpose(1, 2).flatten(-2))
         return added
 
