@@ -23,6 +23,7 @@ from attnforge.runtime.parity.metrics import accuracy
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
 from tests.support.broken import DIM, TOKENS, Attention
+from tests.support.pairs import pairs
 
 
 class Function(nn.Module):
@@ -63,9 +64,9 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "auto"])
-@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize(("name", "precision"), pairs([*AWKWARD], ["fp32", "auto"]))
 def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_path: Path) -> None:
+    """Each in fp32 or in `auto`, which exports fp32 first; what `auto` chooses is for `precision/test_auto.py`."""
     function, more = AWKWARD[name]
     bundle = deployed(function, tmp_path / "b", precision, *more)
     assert attnforge.verify(bundle).passed

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch._dynamo.config
 from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
 
@@ -35,6 +36,9 @@ settings.register_profile(
     "thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False, phases=list(Phase)
 )
 settings.load_profile("ci")
+
+# Torch's cache of fake tensors pays for models of many layers, and is a tenth of a small one's export.
+torch._dynamo.config.fake_tensor_cache_enabled = False
 
 QUICK = (
     "golden/", "export/attention/test_constant_masks.py", "export/attention/test_layout.py",
