@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 import attnforge
-from attnforge.benchmarks.suites.eight_bits import sentences, tokenized
-from attnforge.benchmarks.suites.huggingface import minilm
 from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
+from benchmarks.suites.eight_bits import sentences, tokenized
+from tests.support.huggingface import minilm
 
 CALIBRATING, TRIED = 16, 208
 
