@@ -102,6 +102,7 @@ def furthest(stepper: Stepper, ids: Array, truth: Array) -> float:
 def test_every_contender_answers_as_the_model_without_a_cache(
     of: str, name: str, batch: int, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With one sample or two, in turn: `attnforge bench --decode` checks each contender at the batch that it times."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # its C++ takes half a minute
     bundle: Bundle = request.getfixturevalue(of)
     job = job_of(bundle, batch, tmp_path)
