@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -169,9 +170,15 @@ def _kept_registry() -> Iterator[None]:
         ONNXRegistry.from_torchlib = from_torchlib  # type: ignore[method-assign]
 
 
-@cache
 def _registry(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
-    """What torch makes of its table for a version of the opset."""
+    """A copy of the table for a version of the opset, since whoever exports with operators of their own adds to it."""
+    registry = copy(_made_once(make, *args, **kwargs))
+    registry.functions = {operator: [*known] for operator, known in registry.functions.items()}
+    return registry
+
+
+@cache
+def _made_once(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
     return make(*args, **kwargs)
 
 
