@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from attnforge.cli import printing
+from attnforge.cli.answers import Answer
 from attnforge.cli.options import Json
-from attnforge.cli.terminal import answer
 
 
-def models(as_json: Json = False) -> None:
+def models(as_json: Json = False) -> Answer:
     """List the registered models and their options.
 
     Example: `attnforge models`
@@ -24,10 +24,10 @@ def models(as_json: Json = False) -> None:
         }
         for name, model in MODELS.items()
     }
-    answer(as_json, listing, lambda: printing.print_models(listing))
+    return Answer(listing, lambda: printing.print_models(listing))
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(as_json: Json = False) -> Answer:
     """Say what this machine can build and run, and what to install for the rest.
 
     Example: `attnforge doctor`
@@ -35,4 +35,4 @@ def doctor(as_json: Json = False) -> None:
     from attnforge.doctor import examine
 
     report = examine()
-    answer(as_json, report, lambda: printing.print_examination(report))
+    return Answer(report, lambda: printing.print_examination(report))

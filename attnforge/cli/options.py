@@ -67,6 +67,18 @@ def sizes(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in values.items()}
 
 
+def whole_numbers(text: str, flag: str) -> list[int]:
+    """Whole numbers, given with commas between them, as `1,2,3`.
+
+    Raises:
+        UsageError: one is none; the message names the flag.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if wrong := [part for part in parts if not part.isdecimal() or len(part) > 18]:
+        raise UsageError(f"{flag} has {wrong[0][:40]!r}; give whole numbers with commas between them, as 1,2,3")
+    return [int(part) for part in parts]
+
+
 def archives(paths: Iterable[Path]) -> list[Path]:
     """Files of real inputs: those named, and all `.npz` of the folders named, in the order of their names.
 
