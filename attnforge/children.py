@@ -45,8 +45,7 @@ def environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def end_with_parent() -> None:
     """Let Linux end this process with the one that started it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 _PR_SET_PDEATHSIG = 1

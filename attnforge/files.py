@@ -35,9 +35,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(file.relative_to(folder).as_posix() for file in files)
 
 
-_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_BY_FOLDER = os.open in os.supports_dir_fd
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_regular(file: Path, *, follow: bool = False) -> BufferedReader:
@@ -50,7 +48,7 @@ def open_regular(file: Path, *, follow: bool = False) -> BufferedReader:
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
-    return _regular(os.open(file, _FLAGS | (0 if follow else _NO_LINK)), file)
+    return _regular(os.open(file, _FLAGS | (0 if follow else os.O_NOFOLLOW)), file)
 
 
 def open_inside(folder: Path, name: str) -> BufferedReader:
@@ -64,17 +62,13 @@ def open_inside(folder: Path, name: str) -> BufferedReader:
         OSError: it cannot be opened, is no regular file, or a part of the way is a link.
     """
     *way, last = PurePosixPath(name).parts
-    if not _BY_FOLDER:  # Windows
-        if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
-        return open_regular(folder / name)
     here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in way:
-            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | _NO_LINK, dir_fd=here)
+            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=here)
             os.close(here)
             here = below
-        return _regular(os.open(last, _FLAGS | _NO_LINK, dir_fd=here), folder / name)
+        return _regular(os.open(last, _FLAGS | os.O_NOFOLLOW, dir_fd=here), folder / name)
     finally:
         os.close(here)
 
@@ -88,9 +82,7 @@ def _regular(number: int, file: Path) -> BufferedReader:
 
 def is_own(about: os.stat_result) -> bool:
     """Whether a file or folder is the user's, or root's, and nobody else may write to it."""
-    return os.name != "posix" or (
-        about.st_uid in (os.getuid(), 0) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    )
+    return about.st_uid in (os.getuid(), 0) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 Identity = tuple[int, ...]

@@ -7,7 +7,7 @@ of this user's whose name says that it is temporary, and that nobody holds, is s
 
 from __future__ import annotations
 
-import importlib
+import fcntl
 import os
 import shutil
 import stat
@@ -15,13 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-fcntl: Any
-try:
-    fcntl = importlib.import_module("fcntl")
-except ImportError:  # Windows, where nothing is swept
-    fcntl = None
 
 
 class Scratch:
@@ -83,8 +76,6 @@ def sweep(parent: Path, prefix: str, suffix: str) -> None:
         parent: folder that they are in.
         prefix, suffix: of their names.
     """
-    if fcntl is None:
-        return
     with suppress(OSError):
         with os.scandir(parent) as entries:
             names = [e.name for e in entries if e.name.startswith(prefix) and e.name.endswith(suffix)]
@@ -141,15 +132,12 @@ def hold(number: int) -> None:
     Args:
         number: of the open file.
     """
-    if fcntl is not None:
-        with suppress(OSError):
-            fcntl.flock(number, fcntl.LOCK_EX)
+    with suppress(OSError):
+        fcntl.flock(number, fcntl.LOCK_EX)
 
 
 def _lock(path: Path, wait: bool) -> int | None:
     """An open file that holds a lock on a file or folder; None where that cannot be had."""
-    if fcntl is None:
-        return None
     try:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

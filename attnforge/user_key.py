@@ -52,6 +52,6 @@ def _key() -> bytes:
     with open_regular(file) as stream:
         about = os.fstat(stream.fileno())
         key = stream.read(LENGTH + 1)
-    if len(key) != LENGTH or not is_own(about) or (os.name == "posix" and about.st_mode & 0o077):
+    if len(key) != LENGTH or not is_own(about) or about.st_mode & 0o077:
         raise OSError(errno.EPERM, "it is not for this user alone; delete it", str(file))
     return key

@@ -138,7 +138,6 @@ def test_a_damaged_entry_is_dropped(tmp_path: Path, damage: str) -> None:
     assert cache.get(ABOUT) is None and not entry.exists()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="rights to write are POSIX's")
 def test_an_entry_that_others_may_write_to_is_not_read(tmp_path: Path) -> None:
     cache = DeployCache(tmp_path / "cache")
     cache.put(ABOUT, {"bytes": b"content"})
