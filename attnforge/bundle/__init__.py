@@ -1,6 +1,16 @@
-"""The bundle: a folder that holds a deployed model (:mod:`.store`), and the manifest beside it (:mod:`.schema`)."""
+"""The bundle: a folder that holds a deployed model (:mod:`.reading`, :mod:`.output`), and the manifest in it
+(:mod:`.schema`)."""
 
 from attnforge.bundle.fields import MOST_THREADS as MOST_THREADS
+from attnforge.bundle.output import check_place as check_place
+from attnforge.bundle.output import place_of as place_of
+from attnforge.bundle.output import sign as sign
+from attnforge.bundle.output import write_manifest as write_manifest
+from attnforge.bundle.output import writing as writing
+from attnforge.bundle.reading import Bundle as Bundle
+from attnforge.bundle.reading import open_bundle as open_bundle
+from attnforge.bundle.reading import unlisted_text as unlisted_text
+from attnforge.bundle.reading import used as used
 from attnforge.bundle.schema import CANONICAL as CANONICAL
 from attnforge.bundle.schema import FLAVOURS as FLAVOURS
 from attnforge.bundle.schema import MANIFEST as MANIFEST
@@ -37,17 +47,8 @@ from attnforge.bundle.schema import TensorSpec as TensorSpec
 from attnforge.bundle.schema import Tuning as Tuning
 from attnforge.bundle.schema import Wrong as Wrong
 from attnforge.bundle.schema import graph_tensors as graph_tensors
-from attnforge.bundle.store import TRUSTED as TRUSTED
-from attnforge.bundle.store import Bundle as Bundle
-from attnforge.bundle.store import Trusted as Trusted
-from attnforge.bundle.store import check_place as check_place
-from attnforge.bundle.store import open_bundle as open_bundle
-from attnforge.bundle.store import place_of as place_of
-from attnforge.bundle.store import sign as sign
-from attnforge.bundle.store import unlisted_text as unlisted_text
-from attnforge.bundle.store import used as used
-from attnforge.bundle.store import write_manifest as write_manifest
-from attnforge.bundle.store import writing as writing
+from attnforge.bundle.trust import TRUSTED as TRUSTED
+from attnforge.bundle.trust import Trusted as Trusted
 from attnforge.certificate import Certificate as Certificate
 from attnforge.certificate import SiteRecord as SiteRecord
 from attnforge.certificate import SiteTarget as SiteTarget

@@ -53,7 +53,7 @@ def test_a_folder_that_appears_at_the_last_instant_is_left_alone(
         new.mkdir()
         rename_new(old, new)
 
-    monkeypatch.setattr("attnforge.bundle.store.rename_new", late)
+    monkeypatch.setattr("attnforge.bundle.output.rename_new", late)
     with pytest.raises(UsageError, match="appeared while its bundle was made"), writing(out, False) as folder:
         fill(folder, copy)
     assert list(out.iterdir()) == []
