@@ -37,7 +37,7 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/mypy -p attnforge -p tests
+	$(BIN)/mypy -p attnforge -p benchmarks -p tests
 
 # The documentation as a site in build/site, which is read without a network; a warning is an error.
 docs: .venv/ready
@@ -45,26 +45,26 @@ docs: .venv/ready
 
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready
-	$(BIN)/python -m attnforge.benchmarks.suites.suite $(if $(OLD),--compare $(OLD))
-	$(BIN)/python -m attnforge.benchmarks.suites.pages
+	$(BIN)/python -m benchmarks.suites.suite $(if $(OLD),--compare $(OLD))
+	$(BIN)/python -m benchmarks.suites.pages
 
 # What the suite leaves out: who fuses what, what the passes cost, what a Session adds.
 bench-others: .venv/ready
-	$(BIN)/python -m attnforge.benchmarks.suites.fusion
-	$(BIN)/python -m attnforge.benchmarks.suites.scaling
-	$(BIN)/python -m attnforge.benchmarks.suites.overhead
-	$(BIN)/python -m attnforge.benchmarks.suites.pages
+	$(BIN)/python -m benchmarks.suites.fusion
+	$(BIN)/python -m benchmarks.suites.scaling
+	$(BIN)/python -m benchmarks.suites.overhead
+	$(BIN)/python -m benchmarks.suites.pages
 
 # On a machine with a GPU: its tests, parity and latency of every backend; without one it exits with 3.
 gpu: .venv/ready
-	@$(BIN)/python -m attnforge.benchmarks.gpu
+	@$(BIN)/python -m benchmarks.gpu
 
 # A Triton server beside the environment, for models of `attnforge package --for triton`, and how to start it.
 triton: .venv/ready
-	@$(BIN)/python -m attnforge.benchmarks.triton.server
+	@$(BIN)/python -m benchmarks.triton.server
 
 .venv/triton: | .venv/ready
-	$(BIN)/python -m attnforge.benchmarks.triton.server >/dev/null
+	$(BIN)/python -m benchmarks.triton.server >/dev/null
 
 wheel: .venv/ready
 	rm -rf build/lib build/wheel && $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from attnforge.version import __version__
 
 if TYPE_CHECKING:
-    from attnforge.benchmarks.measure.bench import benchmark
+    from attnforge.bench.run import benchmark
     from attnforge.bundle import Bundle, Trusted, sign
     from attnforge.export.deploy import deploy
     from attnforge.export.diagnosis.diagnose import diagnose
@@ -33,7 +33,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime 1.29 and lat
 _HOME = {
     "Bundle": "attnforge.bundle",
     "Session": "attnforge.runtime.session",
-    "benchmark": "attnforge.benchmarks.measure.bench",
+    "benchmark": "attnforge.bench.run",
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",
     "sign": "attnforge.bundle",

@@ -25,7 +25,6 @@ from torch import Tensor
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.benchmarks.publish import markdown_table
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import UnavailableError
 from attnforge.files import write_whole
@@ -33,6 +32,7 @@ from attnforge.input_files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.report import render
+from attnforge.report.render import markdown_table
 from attnforge.report.verify_page import write_page
 from attnforge.runtime.backends.registry import BACKENDS, fused_by
 from attnforge.runtime.parity.verify import BackendReport, Report

@@ -143,7 +143,7 @@ def _code() -> str:
     makes one imports."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(Path(__file__).parent, followlinks=True):
-        folders[:] = sorted(set(folders) - {"benchmarks", "cli", "report", "serving", "__pycache__"})
+        folders[:] = sorted(set(folders) - {"bench", "cli", "report", "serving", "__pycache__"})
         for name in sorted(files):
             if name.endswith(".py"):
                 digest.update(name.encode() + Path(folder, name).read_bytes())

@@ -1,1 +1,1 @@
-"""Measuring: ratios taken side by side, in one run."""
+"""The laboratory: what measures attnforge itself, from a checkout. It is no part of the package."""

@@ -1,9 +1,9 @@
-"""What every benchmark of the project's own figures shares: the machine, the results file, and tables in Markdown."""
+"""What every benchmark of the project's own figures shares: the machine and the results file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,6 @@ def where(figures: dict[str, Any]) -> str:
     """On which machine figures were measured, and the command that measures them again."""
     about = figures["machine"]
     return f"{about['processor']}, {about['threads']} threads; `{figures['command']}`"
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], words: int | None = None) -> str:
-    """A table in Markdown.
-
-    Args:
-        header: heading of every column.
-        rows: cells of every row; a bar in one is escaped, and lines are joined.
-        words: how many of the first columns are text, the others being numbers that are aligned right; None for all.
-    """
-    numbers = 0 if words is None else len(header) - words
-    rule = "|" + "---|" * (len(header) - numbers) + "---:|" * numbers
-    lines = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
-    head, *body = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([head, rule, *body])
 
 
 def write_figures(command: str, threads: int, results: Path, **measured: Any) -> None:

@@ -1,24 +1,16 @@
-"""Trains the patch-attention classifier on scikit-learn's handwritten digits, on a CPU, in about a minute.
-
-``python -m attnforge.model.digits --out FILE`` writes the weights as safetensors and prints the held-out accuracy. The
-file that ships with the package, ``weights/patch-attention-digits.safetensors``, is this command's.
+"""scikit-learn's handwritten digits, and how they are split.
 
 Data: UCI Optical Recognition of Handwritten Digits, by way of ``sklearn.datasets.load_digits``: 1,797 images of 8×8.
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnforge.errors import UnavailableError
-from attnforge.model.patch import PatchAttentionClassifier
 
 
 class DigitsSplit(NamedTuple):
@@ -45,61 +37,3 @@ def load_digits_split(seed: int = 0) -> DigitsSplit:
     train, test = train_test_split(rows, test_size=0.25, random_state=seed, stratify=labels)
     targets = torch.tensor(labels, dtype=torch.int64)
     return DigitsSplit(images[train], targets[train], images[test], targets[test])
-
-
-def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Every image (N, 1, 8, 8) moved by -1, 0 or 1 pixels along each axis, with zeros moved in."""
-    padded = F.pad(images, (1, 1, 1, 1)).squeeze(1)  # (N, 10, 10)
-    top, left = torch.randint(0, 3, (2, len(images), 1, 1), generator=generator)
-    steps = torch.arange(images.shape[-1])
-    samples = torch.arange(len(images))[:, None, None]
-    return padded[samples, top + steps[:, None], left + steps].unsqueeze(1)
-
-
-def train(split: DigitsSplit, epochs: int = 150, batch_size: int = 64, seed: int = 0) -> PatchAttentionClassifier:
-    """A classifier fitted with AdamW, a one-cycle learning rate, label smoothing and random shifts; eval mode."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        model = PatchAttentionClassifier()
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    steps = -(-len(split.train_labels) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=epochs * steps)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(split.train_labels), generator=generator).chunk(steps):
-            logits = model(shifted(split.train_images[rows], generator))
-            loss = F.cross_entropy(logits, split.train_labels[rows], label_smoothing=0.05)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-    return model.eval()
-
-
-def accuracy(model: PatchAttentionClassifier, images: Tensor, labels: Tensor) -> float:
-    """The share of images whose highest logit is their label's."""
-    with torch.inference_mode():
-        return float((model(images).argmax(-1) == labels).double().mean())
-
-
-def training_options(module: str, description: str, epochs: int) -> argparse.Namespace:
-    """The options `out`, `epochs` and `seed` of the command line that trains a model."""
-    parser = argparse.ArgumentParser(prog=f"python -m attnforge.model.{module}", description=description)
-    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
-    parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the shuffling; the split is fixed")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """The command line: trains, prints the accuracies, and writes the weights."""
-    options = training_options("digits", "Train the digits classifier.", epochs=150)
-    split = load_digits_split()
-    model = train(split, epochs=options.epochs, seed=options.seed)
-    for name, images, labels in ("train", split.train_images, split.train_labels), ("held-out", *split[2:]):
-        print(f"{name} accuracy {accuracy(model, images, labels):.4f} on {len(labels)} images")
-    save_file(model.state_dict(), options.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,8 +18,8 @@ from attnforge.cli.terminal import say, say_path, stages_shown
 from attnforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnforge.benchmarks.measure.decoding_results import DecodingResults
-    from attnforge.benchmarks.measure.results import Results
+    from attnforge.bench.decoding.results import DecodingResults
+    from attnforge.bench.results import Results
 
 
 def bench(
@@ -111,7 +111,7 @@ def bench(
         no = {"--shapes": shapes, "--html": html, "--plots": plots, "--compare": old}
         _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
         options.check_unwritten(out_file, force)
-        from attnforge.benchmarks.measure.decoding import benchmark_decoding
+        from attnforge.bench.decoding.run import benchmark_decoding
 
         with stages_shown(as_json) as progress:
             decoded = benchmark_decoding(
@@ -121,10 +121,10 @@ def bench(
             )  # fmt: skip
         return _decoded(decoded, out_file)
     _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
-    from attnforge.benchmarks.measure import results as files
-    from attnforge.benchmarks.measure.compare import compare
-    from attnforge.benchmarks.report.bench_page import write_page
-    from attnforge.benchmarks.report.plots import save_plots
+    from attnforge.bench import results as files
+    from attnforge.bench.compare import compare
+    from attnforge.bench.page import write_page
+    from attnforge.bench.plots import save_plots
     from attnforge.files import check_writable
     from attnforge.report.render import check_page
 
@@ -185,8 +185,8 @@ def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
 
 def _decoded(results: DecodingResults, out_file: Path | None) -> Answer:
     """Write what was measured; it does not hold where a backend of the bundle's is wrong, or none was timed."""
-    from attnforge.benchmarks.contenders.decoding.registry import DECODING_PEERS
-    from attnforge.benchmarks.measure import decoding_results as files
+    from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
+    from attnforge.bench.decoding import results as files
 
     if out_file is not None:
         files.write(results, out_file)

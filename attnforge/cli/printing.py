@@ -13,8 +13,8 @@ from attnforge.report.render import by_reason, error, interval, percent, rounded
 from attnforge.version import __version__
 
 if TYPE_CHECKING:
-    from attnforge.benchmarks.measure.decoding_results import DecodingContender, DecodingResults
-    from attnforge.benchmarks.measure.results import Contender, Model, Results
+    from attnforge.bench.decoding.results import DecodingContender, DecodingResults
+    from attnforge.bench.results import Contender, Model, Results
     from attnforge.bundle import (
         Bundle,
         Certificate,

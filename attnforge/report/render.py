@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,21 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "sizes": sizes_text,
 }
 """The formats, as the templates name them."""
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], words: int | None = None) -> str:
+    """A table in Markdown.
+
+    Args:
+        header: heading of every column.
+        rows: cells of every row; a bar in one is escaped, and lines are joined.
+        words: how many of the first columns are text, the others being numbers that are aligned right; None for all.
+    """
+    numbers = 0 if words is None else len(header) - words
+    rule = "|" + "---|" * (len(header) - numbers) + "---:|" * numbers
+    lines = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, rule, *body])
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------

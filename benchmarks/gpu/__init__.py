@@ -1,6 +1,6 @@
 """Everything that needs a GPU, proven and measured by one command.
 
-`python -m attnforge.benchmarks.gpu` writes `benchmarks/results/gpu.json`, and `gpu.md` beside it, a page made from the
+`python -m benchmarks.gpu` writes `benchmarks/results/gpu.json`, and `gpu.md` beside it, a page made from the
 figures alone. Without a CUDA device it says so in one line and exits with 3. It exits with 1 where an answer of
 attnforge was outside the parity budget or a test that needs a GPU failed, and with 0 otherwise: no time, and no failure
 to run at all, decides the exit code.
@@ -12,7 +12,7 @@ leaves the device unusable, is recorded too, and the step goes on after it in a 
 A wrong answer has no time: every contender is held to the parity budget on the very inputs that it is timed on. Small
 models are held to the reference cases of their bundles. For large models the truth is the same weights in float64, and
 the yardstick eager at the precision. torch computes both on the device, one sample at a time, because the n² scores of
-one sample fit where those of a batch would not; up to :data:`~.large.PLACES` numbers of the output, drawn at random,
+one sample fit where those of a batch would not; up to :data:`~.models.PLACES` numbers of the output, drawn at random,
 are compared.
 
 Contenders take turns (:func:`attnforge.runtime.turns.in_turns`). Each call is timed twice. On the device: between CUDA

@@ -17,16 +17,16 @@ from typing import Annotated
 
 import typer
 
-from attnforge.benchmarks.gpu.conclusions import failed_tests, wrong_answers
-from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.environment import environment, tests
-from attnforge.benchmarks.gpu.parity import parity, parity_of
-from attnforge.benchmarks.gpu.processes import TAKE, supervise
-from attnforge.benchmarks.gpu.running import GpuRun, Task, read, step, write
-from attnforge.benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
-from attnforge.benchmarks.gpu.timings import attention, ceilings, latency, overhead
-from attnforge.benchmarks.publish import RESULTS
 from attnforge.machine import compute_capability, cuda_devices, cuda_driver, device_name, tool_versions, versions
+from benchmarks.gpu.conclusions import failed_tests, wrong_answers
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.environment import environment, tests
+from benchmarks.gpu.parity import parity, parity_of
+from benchmarks.gpu.processes import TAKE, supervise
+from benchmarks.gpu.running import GpuRun, Task, read, step, write
+from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
+from benchmarks.gpu.timings import attention, ceilings, latency, overhead
+from benchmarks.publish import RESULTS
 
 NO_DEVICE = 3
 """Exit code without a CUDA device."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from attnforge.benchmarks.gpu.second_opinion import opinion_of
-from attnforge.benchmarks.gpu.steps import (
+from attnforge.bundle import FLAVOURS
+from attnforge.errors import first_line
+from attnforge.report.render import by_reason
+from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET
+from benchmarks.gpu.second_opinion import opinion_of
+from benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
     FATAL,
@@ -19,11 +23,7 @@ from attnforge.benchmarks.gpu.steps import (
     Step,
     is_ours,
 )
-from attnforge.benchmarks.suites.claims import Verdict, verdict
-from attnforge.bundle import FLAVOURS
-from attnforge.errors import first_line
-from attnforge.report.render import by_reason
-from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET
+from benchmarks.suites.claims import Verdict, verdict
 
 
 def wrong_answers(results: GpuResults) -> list[str]:

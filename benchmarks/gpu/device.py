@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnforge.arrays import to_numpy
-from attnforge.benchmarks.gpu.running import GpuRun
-from attnforge.benchmarks.gpu.steps import Item, why_broken
 from attnforge.precision import Precision
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_here
 from attnforge.runtime.turns import seconds_of
+from benchmarks.gpu.running import GpuRun
+from benchmarks.gpu.steps import Item, why_broken
 
 if TYPE_CHECKING:
     from torch import Tensor

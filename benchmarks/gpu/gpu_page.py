@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attnforge.benchmarks.gpu.steps import COMPILE, EAGER, FATAL, FLASH, SHARES, WHOLE, GpuResults, Item, Step, worked
-from attnforge.benchmarks.measure.results import Latency
-from attnforge.benchmarks.publish import markdown_table
+from attnforge.bench.results import Latency
 from attnforge.errors import first_line
-from attnforge.report.render import NOTHING, error, fixed, grouped
+from attnforge.report.render import NOTHING, error, fixed, grouped, markdown_table
 from attnforge.runtime.backends.registry import BACKENDS
+from benchmarks.gpu.steps import COMPILE, EAGER, FATAL, FLASH, SHARES, WHOLE, GpuResults, Item, Step, worked
 
 TIMES = (
     "Milliseconds as p50 / p90 / p99. On the device: between CUDA events, the device kept busy until all is enqueued. "

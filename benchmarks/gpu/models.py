@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.running import attempt
-from attnforge.benchmarks.gpu.steps import HEADS, PATCH, WIDTH, Item, ParityCheck, capabilities
 from attnforge.bundle import FLAVOURS, Bundle, Case, Manifest, Source, TensorSpec, write_manifest
 from attnforge.machine import compute_capability, tool_versions
 from attnforge.precision import Precision, precision_named
 from attnforge.progress import Silent, Steps
 from attnforge.runtime.parity.budget import judge
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.running import attempt
+from benchmarks.gpu.steps import HEADS, PATCH, WIDTH, Item, ParityCheck, capabilities
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,12 +10,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.models import patch_attention, targets_of
-from attnforge.benchmarks.gpu.processes import supervise
-from attnforge.benchmarks.gpu.running import NO_TIME, UNDER_WAY, OutOfTime, Task, attempt, device_lost, read, write
-from attnforge.benchmarks.gpu.second_opinion import opinion_of, second_opinion
-from attnforge.benchmarks.gpu.steps import (
+from attnforge.bundle import FLAVOURS, Bundle
+from attnforge.errors import UnavailableError
+from attnforge.precision import precision_named
+from attnforge.runtime.backends.registry import why_unavailable
+from attnforge.runtime.parity.verify import BackendReport, hold
+from attnforge.runtime.session import load
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.models import patch_attention, targets_of
+from benchmarks.gpu.processes import supervise
+from benchmarks.gpu.running import NO_TIME, UNDER_WAY, OutOfTime, Task, attempt, device_lost, read, write
+from benchmarks.gpu.second_opinion import opinion_of, second_opinion
+from benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
     WHOLE,
@@ -26,12 +32,6 @@ from attnforge.benchmarks.gpu.steps import (
     Step,
     capabilities,
 )
-from attnforge.bundle import FLAVOURS, Bundle
-from attnforge.errors import UnavailableError
-from attnforge.precision import precision_named
-from attnforge.runtime.backends.registry import why_unavailable
-from attnforge.runtime.parity.verify import BackendReport, hold
-from attnforge.runtime.session import load
 
 if TYPE_CHECKING:
     from attnforge.model.registry import Example
@@ -172,7 +172,7 @@ def _ask_polygraphy(device: Device, bundle: Bundle, flavour: str, item: Item) ->
 
 def _verify_torch(device: Device, model: str, precision: str, item: Item) -> None:
     """Eager and torch.compile on the device, held to the same budget on the same cases."""
-    from attnforge.benchmarks.contenders.peers import torch_runner
+    from attnforge.bench.contenders.peers import torch_runner
     from attnforge.runtime.backends.eager import at_precision
 
     if not device.peers:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from attnforge.benchmarks.gpu.running import LEAST, LOST, NO_TIME, UNDER_WAY, read, shortened, tail, write
-from attnforge.benchmarks.gpu.steps import FATAL, WHOLE, Item, Settings, Step
-from attnforge.children import command as child_command
+from benchmarks.gpu.running import LEAST, LOST, NO_TIME, UNDER_WAY, read, shortened, tail, write
+from benchmarks.gpu.steps import FATAL, WHOLE, Item, Settings, Step
 
 TAKE = "--take"
 RESTARTS, GRACE = 6, 20.0
@@ -49,7 +49,7 @@ def supervise(settings: Settings, name: str, group: bool = True) -> None:
 
 def _in_process(settings: Settings, name: str, log: Path, group: bool) -> int | None:
     """Exit code of a step's process; None where it was killed because the time was over."""
-    command = child_command("attnforge.benchmarks.gpu", TAKE, name, settings.model_dump_json())
+    command = [sys.executable, "-m", "benchmarks.gpu", TAKE, name, settings.model_dump_json()]
     threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
     with log.open("ab") as stream:
         stream.truncate(0)

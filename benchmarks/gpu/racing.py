@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.models import Truth
-from attnforge.benchmarks.gpu.running import attempt, device_lost
-from attnforge.benchmarks.gpu.steps import COMPILE, EAGER, FLASH, Item, Timing, is_ours
-from attnforge.benchmarks.measure.results import Latency
-from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
+from attnforge.bench.interval import latency_of, ratio_of
+from attnforge.bench.results import Latency
 from attnforge.bundle import Bundle
 from attnforge.runtime.session import Session, load
 from attnforge.runtime.turns import in_turns
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.models import Truth
+from benchmarks.gpu.running import attempt, device_lost
+from benchmarks.gpu.steps import COMPILE, EAGER, FLASH, Item, Timing, is_ours
 
 WARM_UP, ROUNDS, LEAST_ROUNDS = 6, 200, 5
 

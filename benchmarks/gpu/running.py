@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnforge.benchmarks.gpu.conclusions import claims
-from attnforge.benchmarks.gpu.gpu_page import page
-from attnforge.benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, Step
 from attnforge.files import write_whole
 from attnforge.machine import cuda_devices
+from benchmarks.gpu.conclusions import claims
+from benchmarks.gpu.gpu_page import page
+from benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, Step
 
 LOST = 75
 """Exit code of a process that lost its device."""

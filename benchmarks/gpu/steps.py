@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from attnforge.benchmarks.measure.results import Interval, Latency
-from attnforge.benchmarks.suites.claims import Verdict
+from attnforge.bench.results import Interval, Latency
 from attnforge.bundle import PORTABLE
 from attnforge.errors import first_line
 from attnforge.records import Record
 from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
+from benchmarks.suites.claims import Verdict
 
-COMMAND = "python -m attnforge.benchmarks.gpu"
+COMMAND = "python -m benchmarks.gpu"
 
 WHOLE, FATAL = "all of it", "its process"
 """Keys of failures: of a task that raised, and of a task that killed its process."""

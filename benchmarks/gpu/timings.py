@@ -13,8 +13,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from attnforge.arrays import to_numpy
-from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.models import (
+from attnforge.bench.limits import best_rate
+from attnforge.bundle import FLAVOURS, Bundle
+from attnforge.precision import precision_named
+from attnforge.runtime.session import load
+from attnforge.runtime.turns import seconds_of
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.models import (
     Large,
     PatchPoint,
     StaticShapes,
@@ -24,9 +29,9 @@ from attnforge.benchmarks.gpu.models import (
     targets_of,
     truth_of,
 )
-from attnforge.benchmarks.gpu.racing import OpenContender, Ways, in_session, mib, race
-from attnforge.benchmarks.gpu.running import LEAST, Task
-from attnforge.benchmarks.gpu.steps import (
+from benchmarks.gpu.racing import OpenContender, Ways, in_session, mib, race
+from benchmarks.gpu.running import LEAST, Task
+from benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
     FLASH,
@@ -40,11 +45,6 @@ from attnforge.benchmarks.gpu.steps import (
     ParityCheck,
     is_ours,
 )  # fmt: skip
-from attnforge.benchmarks.measure.limits import best_rate
-from attnforge.bundle import FLAVOURS, Bundle
-from attnforge.precision import precision_named
-from attnforge.runtime.session import load
-from attnforge.runtime.turns import seconds_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -123,7 +123,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from attnforge.benchmarks.measure.work import work_of
+    from attnforge.bench.limits.work import work_of
     from attnforge.model.attention import attention as written_out
 
     torch, precision = device.torch, precision_named("fp16")
@@ -201,7 +201,7 @@ def _latency(device: Device, point: PatchPoint, item: Item) -> None:
 
 def peers_of(device: Device, module: nn.Module, images: Tensor, point: PatchPoint) -> Ways:
     """torch's ways of running the same module on the same images."""
-    from attnforge.benchmarks.contenders.peers import using_sdpa
+    from attnforge.bench.contenders.peers import using_sdpa
 
     torch = device.torch
     torch.compiler.reset()  # else it would stop compiling after some sizes

@@ -10,8 +10,8 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.load import Load, is_right
 from attnforge.errors import first_line
+from benchmarks.load import Load, is_right
 
 PATIENCE = 120.0
 """Seconds that a client waits for an answer, and goes on asking for one."""

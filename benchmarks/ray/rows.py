@@ -12,9 +12,9 @@ import numpy as np
 import ray.data
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.ray.tiles import Rows, call_of, images_of
 from attnforge.serving.ray.handle import Handle
 from attnforge.serving.ray.predictor import Predictor
+from benchmarks.ray.tiles import Rows, call_of, images_of
 
 BLOCK = 10
 """Calls that one block of rows makes. Ray hands out blocks; of files as small as these it reads all into one, which one

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from attnforge.benchmarks.measure.results import Growth, Interval, Model, Results
-from attnforge.benchmarks.measure.statistics import ratio_of
-from attnforge.benchmarks.publish import markdown_table
+from attnforge.bench.interval import ratio_of
+from attnforge.bench.results import Growth, Interval, Model, Results
+from attnforge.report.render import markdown_table
 
 MIB_AT_MOST, TOKENS = 64, 12544
 EXPONENT_AT_MOST = 1.1

@@ -1,6 +1,6 @@
 """A decoder of about 100 million parameters, token by token, against every other way to decode it, held to limits.
 
-`python -m attnforge.benchmarks.suites.decoding` deploys a Llama with random weights and a cache of 2,048 tokens, and
+`python -m benchmarks.suites.decoding` deploys a Llama with random weights and a cache of 2,048 tokens, and
 times steps behind 128 and 1,024 tokens of context. It writes `benchmarks/results/decoding.json`, and ends with 1 where
 a limit is broken or the bundle's answer is wrong.
 """
@@ -17,19 +17,19 @@ import typer
 from rich.console import Console
 
 import attnforge
-from attnforge.benchmarks.measure import decoding_results as files
-from attnforge.benchmarks.measure.decoding import benchmark_decoding
-from attnforge.benchmarks.measure.decoding_results import DecodingContender, DecodingResults, StepTime
-from attnforge.benchmarks.measure.statistics import ratio_of
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show
-from attnforge.benchmarks.suites.claims import MeasuredClaim
-from attnforge.benchmarks.suites.published import Published
+from attnforge.bench.decoding import results as files
+from attnforge.bench.decoding.results import DecodingContender, DecodingResults, StepTime
+from attnforge.bench.decoding.run import benchmark_decoding
+from attnforge.bench.interval import ratio_of
 from attnforge.bundle import Bundle
 from attnforge.export.sources.named import build
 from attnforge.records import Interval
-from attnforge.report.render import NOTHING, error, fixed, percent, places, with_interval
+from attnforge.report.render import NOTHING, error, fixed, markdown_table, percent, places, with_interval
+from benchmarks.publish import RESULTS, show
+from benchmarks.suites.claims import MeasuredClaim
+from benchmarks.suites.published import Published
 
-COMMAND = "python -m attnforge.benchmarks.suites.decoding"
+COMMAND = "python -m benchmarks.suites.decoding"
 FILE = RESULTS / "decoding.json"
 
 SIZES: Mapping[str, Any] = {

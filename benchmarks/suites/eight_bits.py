@@ -1,6 +1,6 @@
 """Models in 8 bits beside the same in fp32 and bf16, and beside what others quantise, in one run.
 
-`python -m attnforge.benchmarks.suites.eight_bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
+`python -m benchmarks.suites.eight_bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
 quantise it, holds all to the same gate on sentences that calibrated nothing, and times all in turns. It
 writes `benchmarks/results/eight_bits.json`, and ends with 1 where a limit is broken.
 """
@@ -22,23 +22,24 @@ from rich.console import Console
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.benchmarks.contenders.engines import ENGINES
-from attnforge.benchmarks.contenders.peers import PeerJob
-from attnforge.benchmarks.contenders.quantised import QUANTISED
-from attnforge.benchmarks.measure.statistics import latency_of, ratio_of
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
-from attnforge.benchmarks.suites.huggingface import minilm
-from attnforge.benchmarks.suites.published import SENTENCES, Published
+from attnforge.bench.contenders.engines import ENGINES
+from attnforge.bench.contenders.peers import PeerJob
+from attnforge.bench.contenders.quantised import QUANTISED
+from attnforge.bench.interval import latency_of, ratio_of
 from attnforge.bundle import WEIGHTS, Bundle
 from attnforge.errors import first_line
 from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
 from attnforge.machine import processors
 from attnforge.model.registry import Example
+from attnforge.report.render import markdown_table
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.turns import race
+from benchmarks.publish import RESULTS, show, where, write_figures
+from benchmarks.suites.published import SENTENCES, Published
+from tests.support.huggingface import minilm
 
-COMMAND = "python -m attnforge.benchmarks.suites.eight_bits"
+COMMAND = "python -m benchmarks.suites.eight_bits"
 FILE = RESULTS / "eight_bits.json"
 
 TOKENS, BATCH = 128, 8

@@ -1,11 +1,11 @@
 """How often `verify` rejects what is right: models drawn at random, deployed, and held to the budget.
 
-`python -m attnforge.benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json`. Models are drawn
-twice: usual ones (:mod:`attnforge.benchmarks.suites.random_models`), and ones whose inputs are hostile
-(:mod:`attnforge.benchmarks.suites.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
+`python -m benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json`. Models are drawn
+twice: usual ones (:mod:`tests.support.random_models`), and ones whose inputs are hostile
+(:mod:`tests.support.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
 model the plan of TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
 `--draw int8` puts the products of the usual models in 8 bits, and writes `benchmarks/results/false_alarms_int8.json`.
-`--draw decoder` deploys random decoders (:mod:`attnforge.benchmarks.suites.random_decoders`) with a cache, holds them
+`--draw decoder` deploys random decoders (:mod:`tests.support.random_decoders`) with a cache, holds them
 to the budget in every order of their tokens, and writes `benchmarks/results/false_alarms_decoder.json`.
 
 A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
@@ -29,10 +29,6 @@ from rich.console import Console
 
 import attnforge
 from attnforge.arrays import is_floating
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
-from attnforge.benchmarks.suites.hostile_models import draw_hostile, make_hostile
-from attnforge.benchmarks.suites.random_decoders import draw_decoder, make_decoder, places_of
-from attnforge.benchmarks.suites.random_models import Recipe, draw, make
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
@@ -42,12 +38,17 @@ from attnforge.export.precision.emulation import emulate
 from attnforge.export.tensorrt.build import Plan, build
 from attnforge.model.registry import Example
 from attnforge.precision import PRECISIONS, precision_named
+from attnforge.report.render import markdown_table
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import stored_inputs
+from benchmarks.publish import RESULTS, show, write_figures
+from tests.support.hostile_models import draw_hostile, make_hostile
+from tests.support.random_decoders import draw_decoder, make_decoder, places_of
+from tests.support.random_models import Recipe, draw, make
 
-COMMAND = "python -m attnforge.benchmarks.suites.false_alarms"
+COMMAND = "python -m benchmarks.suites.false_alarms"
 
 MAX_ERROR = 0.9
 """What quantising may cost a random model: whether the deployment is the quantised model is asked here, not whether

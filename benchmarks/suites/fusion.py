@@ -1,6 +1,6 @@
 """How many attention sites are fused: by attnforge, by others' optimisers, and by TensorRT-RTX alone.
 
-`python -m attnforge.benchmarks.suites.fusion` writes `benchmarks/results/fusion_coverage.json`. Every model is exported
+`python -m benchmarks.suites.fusion` writes `benchmarks/results/fusion_coverage.json`. Every model is exported
 anew for each column: for attnforge and for TensorRT-RTX alone by torch.export at opset 23 in fp16; for ONNX Runtime's
 optimisers in fp32 by torch.export at opset 18; and for `onnxruntime.transformers.optimizer`, which was written for the
 graphs of the older exporter, by TorchScript at opset 17 as well. That optimizer is tried as every kind of model that it
@@ -20,15 +20,13 @@ import torch
 import typer
 from rich.console import Console
 
-from attnforge.benchmarks.contenders.peers import (
+from attnforge.bench.contenders.peers import (
     export_at_18,
     export_by_torchscript,
     fused_operators,
     ort_fusions,
     transformers_optimizer,
 )
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
-from attnforge.benchmarks.suites.huggingface import build, minilm, variants
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -38,8 +36,11 @@ from attnforge.export.tensorrt import build as engine
 from attnforge.machine import tool_versions, versions
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
+from attnforge.report.render import markdown_table
+from benchmarks.publish import RESULTS, show, write_figures
+from tests.support.huggingface import build, minilm, variants
 
-COMMAND = "python -m attnforge.benchmarks.suites.fusion"
+COMMAND = "python -m benchmarks.suites.fusion"
 COLUMNS = {
     "canonical": "attnforge: canonical",
     "tensorrt_rtx": "attnforge: TensorRT-RTX kernels",

@@ -1,6 +1,6 @@
 """What TensorRT-RTX compiles of models whose masks hide most: every site fused, and no more scores than are needed.
 
-`python -m attnforge.benchmarks.suites.mask_plans` builds fp16 plans of whole models of 4,096 tokens, needs no GPU, and
+`python -m benchmarks.suites.mask_plans` builds fp16 plans of whole models of 4,096 tokens, needs no GPU, and
 writes `benchmarks/results/mask_plans.json`. Kernels are counted in plans of dynamic and of static tokens, scores by the
 shapes of the layers' tensors in those of static ones. It ends with 1 where a limit is broken.
 """
@@ -17,9 +17,6 @@ import onnx_ir as ir
 import typer
 from rich.console import Console
 
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
-from attnforge.benchmarks.suites.masks import SUBJECTS
-from attnforge.benchmarks.suites.published import Published
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.attention.visibility import visibility
 from attnforge.export.flops import shape_at
@@ -30,8 +27,12 @@ from attnforge.export.tensorrt.build import Plan, build
 from attnforge.machine import processors
 from attnforge.model.registry import Example
 from attnforge.precision import precision_named
+from attnforge.report.render import markdown_table
+from benchmarks.publish import RESULTS, show, where, write_figures
+from benchmarks.suites.masks import SUBJECTS
+from benchmarks.suites.published import Published
 
-COMMAND = "python -m attnforge.benchmarks.suites.mask_plans"
+COMMAND = "python -m benchmarks.suites.mask_plans"
 FILE = RESULTS / "mask_plans.json"
 
 TOKENS = 4096

@@ -1,6 +1,6 @@
 """Attention of which a mask hides most, against every other way to run it, held to limits.
 
-`python -m attnforge.benchmarks.suites.masks` measures attention without weights, to the last 256 tokens and causal,
+`python -m benchmarks.suites.masks` measures attention without weights, to the last 256 tokens and causal,
 over 1,024 to 16,384 tokens, and whole models of 4,096 tokens. It writes `benchmarks/results/masks.json`, and ends with
 1 where a limit is broken.
 """
@@ -21,20 +21,21 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import attnforge
-from attnforge.benchmarks.measure import results as files
-from attnforge.benchmarks.measure.bench import finished, measure, new_results
-from attnforge.benchmarks.measure.experiment import Experiment
-from attnforge.benchmarks.measure.results import Growth, Model, Results
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show
-from attnforge.benchmarks.report.tables import growth_table
-from attnforge.benchmarks.suites.published import Published
-from attnforge.benchmarks.suites.suite import measured_growth
+from attnforge.bench import results as files
+from attnforge.bench.experiment import Experiment
+from attnforge.bench.results import Growth, Model, Results
+from attnforge.bench.run import finished, measure, new_results
+from attnforge.bench.tables import growth_table
 from attnforge.bundle import Bundle
 from attnforge.export.sources.named import build
 from attnforge.machine import processors
 from attnforge.model.registry import Example
+from attnforge.report.render import markdown_table
+from benchmarks.publish import RESULTS, show
+from benchmarks.suites.published import Published
+from benchmarks.suites.suite import measured_growth
 
-COMMAND = "python -m attnforge.benchmarks.suites.masks"
+COMMAND = "python -m benchmarks.suites.masks"
 FILE = RESULTS / "masks.json"
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
@@ -147,7 +148,7 @@ class Subject:
 _WHOLE = {"batch": 1, "tokens": EXAMPLE, "max_tokens": EXAMPLE, "dynamic": "tokens"}
 _OTHERS = ("eager", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 
-_HERE = "attnforge.benchmarks.suites.masks"
+_HERE = "benchmarks.suites.masks"
 SUBJECTS = (
     Subject(f"{_HERE}:window", {EXAMPLE: 0.30}, {EXAMPLE: PEERS}, exponents=(1.15, 1.1)),
     Subject(

@@ -1,6 +1,6 @@
 """What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
 
-`python -m attnforge.benchmarks.suites.overhead` writes `benchmarks/results/overhead.json`. Bare is
+`python -m benchmarks.suites.overhead` writes `benchmarks/results/overhead.json`. Bare is
 `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks nor allocates nor
 binds anything. The Session does all three at every call.
 """
@@ -22,13 +22,14 @@ from torch import nn
 from torch.export import Dim
 
 import attnforge
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
 from attnforge.bundle import Bundle
 from attnforge.model.registry import build_model
+from attnforge.report.render import markdown_table
 from attnforge.runtime import cases as reference
 from attnforge.runtime.turns import in_turns, seconds_of
+from benchmarks.publish import RESULTS, show, where, write_figures
 
-COMMAND = "python -m attnforge.benchmarks.suites.overhead"
+COMMAND = "python -m benchmarks.suites.overhead"
 
 
 def main(

@@ -1,6 +1,6 @@
 """The tables of README.md and docs/ that are made of results files.
 
-`python -m attnforge.benchmarks.suites.pages` writes them anew from the files, and measures nothing; benchmarks write
+`python -m benchmarks.suites.pages` writes them anew from the files, and measures nothing; benchmarks write
 the files.
 """
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import typer
 
-from attnforge.benchmarks.measure import results
-from attnforge.benchmarks.publish import RESULTS
-from attnforge.benchmarks.suites import (
+from attnforge.bench import results
+from attnforge.files import write_whole
+from benchmarks.publish import RESULTS
+from benchmarks.suites import (
     decoding,
     deploy_costs,
     eight_bits,
@@ -30,7 +31,6 @@ from attnforge.benchmarks.suites import (
     triton_load,
     triton_models,
 )
-from attnforge.files import write_whole
 
 README, RESULTS_PAGE, FAULTS_PAGE, TRITON_PAGE, RAY_PAGE = PAGES = tuple(
     Path(name)

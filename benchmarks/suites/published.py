@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from attnforge.benchmarks.suites.huggingface import minilm
+from tests.support.huggingface import minilm
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A Ray cluster of this machine: rows through two actors beside two plain processes, an actor and a replica that are
 killed, and bundles that nobody signed.
 
-`python -m attnforge.benchmarks.suites.ray_load` writes `benchmarks/results/ray_load.json`. The rows are tiles of
+`python -m benchmarks.suites.ray_load` writes `benchmarks/results/ray_load.json`. The rows are tiles of
 scikit-learn's photographs in Parquet; both sides read them, and predict the same batches with one thread a process, in
 turns. All outputs are compared with those of one Session to the bit, and all numbers of rows with those that were
 written. It exits with 1 where a row or a request is lost or wrong; times decide nothing.
@@ -25,22 +25,23 @@ from rich.console import Console
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.benchmarks.load import Load
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
-from attnforge.benchmarks.ray.cluster import descendants, killing, local_cluster
-from attnforge.benchmarks.ray.load import press
-from attnforge.benchmarks.ray.rows import busy_after, in_actors
-from attnforge.benchmarks.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
 from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import first_line
 from attnforge.machine import processors
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
+from attnforge.report.render import markdown_table
 from attnforge.scratch import temporary_folder
 from attnforge.serving.batching import APART
 from attnforge.serving.ray import Handle
+from benchmarks.load import Load
+from benchmarks.publish import RESULTS, show, where, write_figures
+from benchmarks.ray.cluster import descendants, killing, local_cluster
+from benchmarks.ray.load import press
+from benchmarks.ray.rows import busy_after, in_actors
+from benchmarks.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
 
-COMMAND = "python -m attnforge.benchmarks.suites.ray_load"
+COMMAND = "python -m benchmarks.suites.ray_load"
 MODEL = "vit"
 SAMPLES = 64
 ACTORS = 2

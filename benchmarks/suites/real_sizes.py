@@ -1,6 +1,6 @@
 """Hugging Face models at their published sizes: what deploying each costs beside torch's plain export.
 
-`python -m attnforge.benchmarks.real_sizes` measures every model of :mod:`.published`, and how cost grows with a
+`python -m benchmarks.suites.real_sizes` measures every model of :mod:`.published`, and how cost grows with a
 BERT's depth and width, and writes `benchmarks/results/real_sizes.json`. Every step of every model is a process of its
 own, with a limit of time and of memory; a step that fails is a row with its reason. Results are written after every
 model, and models that are in the results file are kept: a run that was ended goes on where it was.
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -23,15 +24,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from attnforge.benchmarks.measure.statistics import fit_of
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
-from attnforge.benchmarks.suites.published import GROWTH, PUBLISHED, Published
-from attnforge.benchmarks.suites.real_sizes_steps import Order
-from attnforge.children import command as child_command
+from attnforge.bench.interval import fit_of
 from attnforge.export.measuring import MEASURING
 from attnforge.machine import processors, tool_versions, versions
+from attnforge.report.render import markdown_table
+from benchmarks.publish import RESULTS, show, write_figures
+from benchmarks.suites.published import GROWTH, PUBLISHED, Published
+from benchmarks.suites.real_sizes_steps import Order
 
-COMMAND = "python -m attnforge.benchmarks.real_sizes"
+COMMAND = "python -m benchmarks.suites.real_sizes"
 GIB = 2**30
 LEAST_GROWN = 3
 """Models that an exponent is fitted to, at the least."""
@@ -104,7 +105,7 @@ def in_a_process(order: Order, seconds: float, memory: float) -> dict[str, Any]:
     """
     answer, begun, why = Path(order.answer), time.perf_counter(), None
     answer.unlink(missing_ok=True)
-    command = child_command("attnforge.benchmarks.suites.real_sizes_steps")
+    command = [sys.executable, "-m", "benchmarks.suites.real_sizes_steps"]
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True

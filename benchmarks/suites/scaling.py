@@ -1,6 +1,6 @@
 """How long canonicalising and lowering takes, over the number of layers.
 
-`python -m attnforge.benchmarks.suites.scaling` writes `benchmarks/results/scaling.json`. The time of torch's export,
+`python -m benchmarks.suites.scaling` writes `benchmarks/results/scaling.json`. The time of torch's export,
 which comes before, is shown beside it.
 """
 
@@ -16,15 +16,16 @@ import onnx_ir as ir
 import torch
 import typer
 
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, write_figures
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
+from attnforge.report.render import markdown_table
+from benchmarks.publish import RESULTS, show, write_figures
 
-COMMAND = "python -m attnforge.benchmarks.suites.scaling"
+COMMAND = "python -m benchmarks.suites.scaling"
 LAYERS = (6, 12, 24, 48)
 
 

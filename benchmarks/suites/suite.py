@@ -1,6 +1,6 @@
 """The standard suite: what `make bench` runs, on the CPU at hand.
 
-`python -m attnforge.benchmarks.suites.suite` writes `benchmarks/results/suite.json`, a page and pictures. `--results`
+`python -m benchmarks.suites.suite` writes `benchmarks/results/suite.json`, a page and pictures. `--results`
 names another file, of another machine, say. `--compare OLD.json` says what moved since an earlier run and exits with 1
 where something got worse.
 """
@@ -21,23 +21,24 @@ import typer
 from rich.console import Console
 
 import attnforge
-from attnforge.benchmarks.contenders.registry import peers_here
-from attnforge.benchmarks.measure import results as files
-from attnforge.benchmarks.measure.bench import finished, measure, new_results
-from attnforge.benchmarks.measure.compare import compare
-from attnforge.benchmarks.measure.experiment import Experiment
-from attnforge.benchmarks.measure.results import Growth, Model, Results, Series
-from attnforge.benchmarks.measure.statistics import fit_of
-from attnforge.benchmarks.publish import RESULTS, markdown_table
-from attnforge.benchmarks.report.bench_page import write_page
-from attnforge.benchmarks.report.plots import save_plots
-from attnforge.benchmarks.report.tables import growth_table, table
-from attnforge.benchmarks.suites import claims
+from attnforge.bench import results as files
+from attnforge.bench.compare import compare
+from attnforge.bench.contenders.registry import peers_here
+from attnforge.bench.experiment import Experiment
+from attnforge.bench.interval import fit_of
+from attnforge.bench.page import write_page
+from attnforge.bench.plots import save_plots
+from attnforge.bench.results import Growth, Model, Results, Series
+from attnforge.bench.run import finished, measure, new_results
+from attnforge.bench.tables import growth_table, table
 from attnforge.bundle import Bundle, Source
 from attnforge.machine import processors
 from attnforge.model.registry import build_model
+from attnforge.report.render import markdown_table
+from benchmarks.publish import RESULTS
+from benchmarks.suites import claims
 
-COMMAND = "python -m attnforge.benchmarks.suites.suite"
+COMMAND = "python -m benchmarks.suites.suite"
 SUITE = RESULTS / "suite.json"
 
 

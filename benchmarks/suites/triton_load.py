@@ -1,6 +1,6 @@
 """A Triton server under load: requests joined and one a call, a server that is killed, a bundle that is altered.
 
-`python -m attnforge.benchmarks.suites.triton_load` writes `benchmarks/results/triton_load.json`. Thirty-two clients ask
+`python -m benchmarks.suites.triton_load` writes `benchmarks/results/triton_load.json`. Thirty-two clients ask
 for the classes of scanned digits, one image a request, of a model whose requests Triton joins and of the same model
 with one request a call, in turns on one server. Every answer is compared with that of a Session. It exits with 1 where
 a request is lost or answered wrongly; times decide nothing.
@@ -22,22 +22,23 @@ from rich.console import Console
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.benchmarks.load import Load
-from attnforge.benchmarks.publish import RESULTS, markdown_table, show, where, write_figures
-from attnforge.benchmarks.triton.client import client_of
-from attnforge.benchmarks.triton.load import press
-from attnforge.benchmarks.triton.server import WHEEL, Server, unpack
 from attnforge.machine import processors
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
+from attnforge.report.render import markdown_table
 from attnforge.scratch import temporary_folder
 from attnforge.serving.batching import APART
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
+from benchmarks.load import Load
+from benchmarks.publish import RESULTS, show, where, write_figures
+from benchmarks.triton.client import client_of
+from benchmarks.triton.load import press
+from benchmarks.triton.server import WHEEL, Server, unpack
 
-COMMAND = "python -m attnforge.benchmarks.suites.triton_load"
+COMMAND = "python -m benchmarks.suites.triton_load"
 MODEL = "patch-attention-digits"
 ALONE, JOINED = "one request a call", "requests joined"
 NAMES = {ALONE: "alone", JOINED: "joined"}

@@ -10,9 +10,9 @@ import tritonclient.grpc
 import tritonclient.http
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.triton.server import Server
 from attnforge.runtime.parity.verify import Run
 from attnforge.serving.open_inference import DATATYPES
+from benchmarks.triton.server import Server
 
 PROTOCOLS: dict[str, Any] = {"http": tritonclient.http, "grpc": tritonclient.grpc}
 """The modules of tritonclient, which have the same names in them."""

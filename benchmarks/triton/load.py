@@ -17,10 +17,10 @@ from typing import Any
 import tritonclient.http
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.load import Load, is_right
-from attnforge.benchmarks.triton.client import PATIENCE, inputs_of
-from attnforge.benchmarks.triton.server import Server
 from attnforge.errors import first_line
+from benchmarks.load import Load, is_right
+from benchmarks.triton.client import PATIENCE, inputs_of
+from benchmarks.triton.server import Server
 
 AGAIN = 0.05
 """Seconds until a client asks again that got no answer."""

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from attnforge.benchmarks.measure.limits import Ceilings, Work, limit_seconds
-from attnforge.benchmarks.measure.results import (
+from attnforge.bench import plots
+from attnforge.bench.limits import Ceilings, Work, limit_seconds
+from attnforge.bench.page import write_page
+from attnforge.bench.results import (
     Cases,
     Cold,
     Contender,
@@ -32,9 +34,7 @@ from attnforge.benchmarks.measure.results import (
     Series,
     Throughput,
 )
-from attnforge.benchmarks.report import plots
-from attnforge.benchmarks.report.bench_page import write_page
-from attnforge.benchmarks.report.tables import growth_table, table
+from attnforge.bench.tables import growth_table, table
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.machine import Machine
 from tests.support.html_pages import Parsed

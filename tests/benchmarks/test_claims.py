@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attnforge.benchmarks.measure.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
-from attnforge.benchmarks.measure.statistics import fit_of, latency_of
-from attnforge.benchmarks.suites import claims
+from attnforge.bench.interval import fit_of, latency_of
+from attnforge.bench.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.machine import this_machine
+from benchmarks.suites import claims
 
 
 def contender(name: str, precision: str, ms: float, ours: bool = False, picked: bool = False) -> Contender:

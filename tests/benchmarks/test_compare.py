@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from attnforge.arrays import Array
-from attnforge.benchmarks.measure import results
-from attnforge.benchmarks.measure.compare import TOLERANCE, Differences, Move, compare
-from attnforge.benchmarks.measure.results import (
+from attnforge.bench import results
+from attnforge.bench.compare import TOLERANCE, Differences, Move, compare
+from attnforge.bench.interval import draws, fit_of, latency_of, ratio_of, resampled_medians
+from attnforge.bench.results import (
     Cases,
     Cold,
     Contender,
@@ -27,7 +28,6 @@ from attnforge.benchmarks.measure.results import (
     Results,
     Series,
 )
-from attnforge.benchmarks.measure.statistics import draws, fit_of, latency_of, ratio_of, resampled_medians
 from attnforge.errors import UsageError
 from attnforge.machine import Machine
 
@@ -63,7 +63,7 @@ def test_a_resample_is_whole_rounds(calls: tuple[int, ...]) -> None:
 def test_many_calls_are_resampled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = np.random.default_rng(0).lognormal(0, 0.1, (9, 7)).tolist()
     whole = resampled_medians(rounds, draws(9))
-    monkeypatch.setattr("attnforge.benchmarks.measure.statistics.BLOCK", 1000)
+    monkeypatch.setattr("attnforge.bench.interval.BLOCK", 1000)
     assert (resampled_medians(rounds, draws(9)) == whole).all()
 
 
@@ -416,7 +416,7 @@ def test_without_peers_all_of_a_change_counts() -> None:
 def test_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = run(model([contender("b"), contender("eager")])), [contender("b", [[12.0]] * 8), contender("eager")]
     assert compare(before, run(model(after))).regressions
-    monkeypatch.setattr("attnforge.benchmarks.measure.compare.TOLERANCE", 0.2)
+    monkeypatch.setattr("attnforge.bench.compare.TOLERANCE", 0.2)
     assert not compare(before, run(model(after))).moved
 
 

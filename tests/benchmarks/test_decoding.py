@@ -17,19 +17,20 @@ from typer.testing import CliRunner
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.benchmarks.contenders.decoding import in_onnxruntime, registry
-from attnforge.benchmarks.contenders.decoding.registry import DECODING_PEERS, DecodingPeer
-from attnforge.benchmarks.contenders.decoding.stepper import DecodingJob, Ours, Stepper
-from attnforge.benchmarks.contenders.peers import expected
-from attnforge.benchmarks.measure import decoding, decoding_results
-from attnforge.benchmarks.measure.decoding import benchmark_decoding
-from attnforge.benchmarks.measure.decoding_results import DecodingResults
-from attnforge.benchmarks.suites import decoding as suite
+from attnforge.bench.contenders.decoding import in_onnxruntime, registry
+from attnforge.bench.contenders.decoding.registry import DECODING_PEERS, DecodingPeer
+from attnforge.bench.contenders.decoding.stepper import DecodingJob, Ours, Stepper
+from attnforge.bench.contenders.peers import expected
+from attnforge.bench.decoding import results as decoding_results
+from attnforge.bench.decoding import run as decoding
+from attnforge.bench.decoding.results import DecodingResults
+from attnforge.bench.decoding.run import benchmark_decoding
 from attnforge.bundle import CANONICAL, Bundle, Source
 from attnforge.cli import app
 from attnforge.errors import UnavailableError, UnknownNameError, UntrustedError, UsageError
 from attnforge.export.graphs.saving import load_graph
 from attnforge.model.registry import build_model
+from benchmarks.suites import decoding as suite
 
 pytestmark = pytest.mark.xdist_group("measure")
 

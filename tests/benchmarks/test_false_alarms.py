@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from attnforge.benchmarks.suites.false_alarms import (
+from attnforge.bundle import Case
+from attnforge.model.registry import Example
+from attnforge.precision import precision_named
+from attnforge.runtime.decoding.schedules import SCHEDULES
+from attnforge.runtime.parity.budget import judge
+from attnforge.runtime.parity.comparison import Comparison
+from benchmarks.suites.false_alarms import (
     DRAWS,
     Outcome,
     draw_in_8_bits,
@@ -20,15 +26,9 @@ from attnforge.benchmarks.suites.false_alarms import (
     tried,
     write_outcomes,
 )
-from attnforge.benchmarks.suites.hostile_models import HOSTILE, draw_hostile, make_hostile
-from attnforge.benchmarks.suites.random_decoders import draw_decoder, make_decoder
-from attnforge.benchmarks.suites.random_models import KINDS, PRECISIONS, Recipe, draw
-from attnforge.bundle import Case
-from attnforge.model.registry import Example
-from attnforge.precision import precision_named
-from attnforge.runtime.decoding.schedules import SCHEDULES
-from attnforge.runtime.parity.budget import judge
-from attnforge.runtime.parity.comparison import Comparison
+from tests.support.hostile_models import HOSTILE, draw_hostile, make_hostile
+from tests.support.random_decoders import draw_decoder, make_decoder
+from tests.support.random_models import KINDS, PRECISIONS, Recipe, draw
 from tests.support.tiers import share
 
 SEEDS = (1001, 1005, 1007, 1009, 1010, 1011, 1012, 1015)

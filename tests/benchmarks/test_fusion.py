@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from attnforge.benchmarks.contenders.peers import (
+from attnforge.bench.contenders.peers import (
     export_by_torchscript,
     fused_operators,
     transformers_optimizer,
     widths_of,
 )
-from attnforge.benchmarks.suites import fusion
-from attnforge.benchmarks.suites.huggingface import build
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
+from benchmarks.suites import fusion
+from tests.support.huggingface import build
 
 
 def test_a_torchscript_export_keeps_names_and_dynamic_dims(tmp_path: Path) -> None:

@@ -16,8 +16,13 @@ import pytest
 import torch
 import typer
 
-from attnforge.benchmarks.gpu import __main__ as command
-from attnforge.benchmarks.gpu import (
+from attnforge.bench.results import Interval, Latency
+from attnforge.bundle import MANIFEST, Case
+from attnforge.errors import RunError
+from attnforge.machine import cuda_devices
+from attnforge.precision import precision_named
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import (
     conclusions,
     environment,
     gpu_page,
@@ -28,10 +33,10 @@ from attnforge.benchmarks.gpu import (
     running,
     timings,
 )
-from attnforge.benchmarks.gpu.device import Device
-from attnforge.benchmarks.gpu.running import LOST, GpuRun, OutOfTime, read, step, write
-from attnforge.benchmarks.gpu.second_opinion import judged
-from attnforge.benchmarks.gpu.steps import (
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.running import LOST, GpuRun, OutOfTime, read, step, write
+from benchmarks.gpu.second_opinion import judged
+from benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
     FATAL,
@@ -46,11 +51,6 @@ from attnforge.benchmarks.gpu.steps import (
     capabilities,
     why_broken,
 )
-from attnforge.benchmarks.measure.results import Interval, Latency
-from attnforge.bundle import MANIFEST, Case
-from attnforge.errors import RunError
-from attnforge.machine import cuda_devices
-from attnforge.precision import precision_named
 from tests.support.bundles import DeploySmall
 
 without_gpu = pytest.mark.skipif(cuda_devices() > 0, reason="there is a CUDA device")
@@ -97,7 +97,7 @@ def passed(error: float = 2e-4, reason: str | None = None) -> ParityCheck:
 
 @without_gpu
 def test_without_a_device_it_says_so_in_one_line(tmp_path: Path) -> None:
-    words = [sys.executable, "-X", "importtime", "-m", "attnforge.benchmarks.gpu", "--out", str(tmp_path / "out")]
+    words = [sys.executable, "-X", "importtime", "-m", "benchmarks.gpu", "--out", str(tmp_path / "out")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, len(lines), done.stdout) == (command.NO_DEVICE, 1, "")
@@ -172,7 +172,7 @@ def test_what_a_process_before_this_one_did_is_not_done_again(run: GpuRun) -> No
 
 LOUD = r"""
 import os
-from attnforge.benchmarks.gpu.running import attempt
+from benchmarks.gpu.running import attempt
 
 def load():
     os.write(2, b"libcublas.so.13: cannot open\n")
@@ -441,7 +441,7 @@ def results() -> GpuResults:
     times = {"tensorrt_rtx": timing(0.7, 0.6, flash=(0.6, 0.4)), FLASH: timing(0.6, 0.4)}
     attention = {"12544 tokens": Item(values=alone, timings=times)}
     return GpuResults(
-        command="python -m attnforge.benchmarks.gpu --seconds 100",
+        command="python -m benchmarks.gpu --seconds 100",
         date="2026-11-20T00:00:00+00:00",
         machine={"device": "NVIDIA H200", "CUDA of the driver": "13.0", "torch": "2.11.0"},
         steps={
@@ -544,7 +544,7 @@ def test_the_page_is_made_of_the_figures_alone(tmp_path: Path) -> None:
     assert text == gpu_page.page(kept)
     for said in (
         "NVIDIA H200; CUDA of the driver 13.0, torch 2.11.0",
-        "`python -m attnforge.benchmarks.gpu --seconds 100`",
+        "`python -m benchmarks.gpu --seconds 100`",
         "| tensorrt_rtx, portable | does not work | load: UnavailableError: built for other compute capabilities |",
         "| tensorrt_rtx, CURRENT | works |",
         "| vit, fp16 | 2e-4 / 1e-3 | 2e-4 / 1e-3 | **failed** |",

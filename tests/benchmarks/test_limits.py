@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnforge.benchmarks.measure import ceilings as measuring
-from attnforge.benchmarks.measure.ceilings import LIBRARIES, measure_ceilings
-from attnforge.benchmarks.measure.limits import Ceilings, Work, limit_seconds
-from attnforge.benchmarks.measure.work import SOFTMAX, work_of
+from attnforge.bench.limits import Ceilings, Work, limit_seconds
+from attnforge.bench.limits import ceilings as measuring
+from attnforge.bench.limits.ceilings import LIBRARIES, measure_ceilings
+from attnforge.bench.limits.work import SOFTMAX, work_of
 from attnforge.bundle import CANONICAL
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.export.attention.canonicalize import canonicalize

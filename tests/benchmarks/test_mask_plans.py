@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from attnforge.benchmarks.suites import mask_plans
-from attnforge.benchmarks.suites.mask_plans import MODELS, Attended, attended_in
-from attnforge.benchmarks.suites.published import Published
+from benchmarks.suites import mask_plans
+from benchmarks.suites.mask_plans import MODELS, Attended, attended_in
+from benchmarks.suites.published import Published
 
 pytest.importorskip("tensorrt_rtx")
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from attnforge.benchmarks.contenders.peers import PeerJob
-from attnforge.benchmarks.contenders.registry import PEERS
-from attnforge.benchmarks.measure.results import Fit, Growth, Results, Series
-from attnforge.benchmarks.suites import masks
+from attnforge.bench.contenders.peers import PeerJob
+from attnforge.bench.contenders.registry import PEERS
+from attnforge.bench.results import Fit, Growth, Results, Series
 from attnforge.errors import UnavailableError
 from attnforge.records import Interval
+from benchmarks.suites import masks
 
 
 def contender(name: str, ratio: float | None, *, ours: bool = False, wrong: str | None = None) -> dict[str, Any]:

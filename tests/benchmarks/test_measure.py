@@ -24,15 +24,15 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.benchmarks.contenders.peers import Peer, PeerJob, using_sdpa
-from attnforge.benchmarks.contenders.quantised import QUANTISED
-from attnforge.benchmarks.contenders.registry import ON_GPU, PEERS, expanded, peers_here
-from attnforge.benchmarks.measure import bench, ceilings, fresh, limits, race, throughput
-from attnforge.benchmarks.measure import results as found
-from attnforge.benchmarks.measure.experiment import Experiment, case_at
-from attnforge.benchmarks.measure.statistics import latency_of
-from attnforge.benchmarks.publish import RESULTS
-from attnforge.benchmarks.suites import pages, suite
+from attnforge.bench import alone, limits, race, throughput
+from attnforge.bench import results as found
+from attnforge.bench import run as bench
+from attnforge.bench.contenders.peers import Peer, PeerJob, using_sdpa
+from attnforge.bench.contenders.quantised import QUANTISED
+from attnforge.bench.contenders.registry import ON_GPU, PEERS, expanded, peers_here
+from attnforge.bench.experiment import Experiment, case_at
+from attnforge.bench.interval import latency_of
+from attnforge.bench.limits import ceilings
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
 from attnforge.cli import main
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
@@ -42,6 +42,8 @@ from attnforge.runtime import turns
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity import verify
 from attnforge.runtime.parity.verify import stored_inputs
+from benchmarks.publish import RESULTS
+from benchmarks.suites import pages, suite
 from tests.support.bundles import rewrite
 from tests.support.tiers import share
 
@@ -582,12 +584,12 @@ def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path
 # --- processes of their own -------------------------------------------------------------------------------------------
 
 
-def order(deployed: Bundle, folder: Path, **changes: Any) -> fresh.Order:
+def order(deployed: Bundle, folder: Path, **changes: Any) -> alone.Order:
     given = {
         "bundle": str(deployed.path), "contender": "onnxruntime-cpu", "engine": "backend", "file": None,
         "sizes": {"batch": 1, "tokens": 4}, "threads": 1, "folder": str(folder), "any_sizes": True, "warm": True,
     }  # fmt: skip
-    return fresh.Order(**{**given, **changes})
+    return alone.Order(**{**given, **changes})
 
 
 @share(0)
@@ -598,8 +600,8 @@ def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
     source = Source(kind="registered", name="patch-attention", options=options)
     made = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, source=source)
     sizes = {"rows": 40, "cols": 40}
-    ours = fresh.measured(order(made, tmp_path, sizes=sizes)).memory
-    eager = fresh.measured(order(made, tmp_path, sizes=sizes, contender="eager", engine="torch")).memory
+    ours = alone.measured(order(made, tmp_path, sizes=sizes)).memory
+    eager = alone.measured(order(made, tmp_path, sizes=sizes, contender="eager", engine="torch")).memory
     if ours is None or eager is None:
         pytest.skip("the system does not tell how much memory a process has")
     assert ours.peak_mib - ours.loaded_mib < 25
@@ -607,7 +609,7 @@ def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
     assert ours.loaded_mib < eager.loaded_mib  # which has torch
 
 
-def loaded_in(run: fresh.FreshRun, seconds: float) -> fresh.FreshRun:
+def loaded_in(run: alone.FreshRun, seconds: float) -> alone.FreshRun:
     return run.model_copy(update={"cold": run.cold.model_copy(update={"load_s": seconds})})
 
 
@@ -617,8 +619,8 @@ def test_what_takes_long_to_load_is_loaded_twice(
 ) -> None:
     """And the lesser time is taken. A model of other sizes too is loaded anew for its memory; one of fixed sizes only
     where loading takes long."""
-    real, seconds = fresh.measured, [4.0, 2.0, 0.1, 0.2]
-    monkeypatch.setattr(fresh, "measured", lambda order: loaded_in(real(order), seconds.pop(0)))
+    real, seconds = alone.measured, [4.0, 2.0, 0.1, 0.2]
+    monkeypatch.setattr(alone, "measured", lambda order: loaded_in(real(order), seconds.pop(0)))
     made = fixed if is_fixed else linear[1]
     experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
     for least, left in ((2.0, 2), (0.1, 1 if is_fixed else 0)):
@@ -628,15 +630,15 @@ def test_what_takes_long_to_load_is_loaded_twice(
 
 
 def test_a_second_load_that_fails_costs_nothing(fixed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = fresh.measured, Counter[str]()
+    real, calls = alone.measured, Counter[str]()
 
-    def measured(order: fresh.Order) -> fresh.FreshRun:
+    def measured(order: alone.Order) -> alone.FreshRun:
         calls["processes"] += 1
         if calls["processes"] > 1:
-            raise fresh.FailedError("planted")
+            raise alone.FailedError("planted")
         return loaded_in(real(order), 4.0)
 
-    monkeypatch.setattr(fresh, "measured", measured)
+    monkeypatch.setattr(alone, "measured", measured)
     experiment = Experiment([fixed], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
     (one,) = bench.measure(experiment, {}, None).contenders
     assert one.cold is not None and one.cold.load_s == 4.0 and one.memory is not None and one.notes == []
@@ -644,16 +646,16 @@ def test_a_second_load_that_fails_costs_nothing(fixed: Bundle, monkeypatch: pyte
 
 
 def test_a_process_that_fails_says_why(bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(fresh.FailedError, match="no bundle"):
-        fresh.measured(order(bundle, tmp_path, bundle=str(tmp_path)))
+    with pytest.raises(alone.FailedError, match="no bundle"):
+        alone.measured(order(bundle, tmp_path, bundle=str(tmp_path)))
 
 
 def test_a_process_that_takes_too_long_is_ended(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fresh, "TIMEOUT", 0.01)
-    with pytest.raises(fresh.FailedError, match="took more than"):
-        fresh.measured(order(bundle, tmp_path))
+    monkeypatch.setattr(alone, "TIMEOUT", 0.01)
+    with pytest.raises(alone.FailedError, match="took more than"):
+        alone.measured(order(bundle, tmp_path))
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import attnforge
-from attnforge.benchmarks.contenders.peers import PeerJob
-from attnforge.benchmarks.contenders.quantised import QUANTISED
+from attnforge.bench.contenders.peers import PeerJob
+from attnforge.bench.contenders.quantised import QUANTISED
 from attnforge.bundle import Bundle
 from attnforge.errors import UnavailableError
 from attnforge.runtime import cases as reference

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import attnforge
-from attnforge.benchmarks.measure import fresh
+from attnforge.bench import alone
 from attnforge.bundle import Manifest, Source
 from attnforge.children import command, environment
 from attnforge.errors import UntrustedError
@@ -90,7 +90,7 @@ def booby_trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", ["attnforge.export.tensorrt.process", "attnforge.benchmarks.measure.fresh"])
+@pytest.mark.parametrize("module", ["attnforge.export.tensorrt.process", "attnforge.bench.alone"])
 def test_children_import_nothing_from_the_current_folder(booby_trapped: Path, module: str) -> None:
     done = subprocess.run(command(module), input="", capture_output=True, text=True, env=environment(), timeout=120)
     assert "EOF while parsing" in done.stderr or "Expecting value" in done.stderr, done.stderr  # it got so far
@@ -109,11 +109,11 @@ def test_a_paths_variable_that_names_the_current_folder_is_no_way_in(
 
 
 def test_a_fresh_process_stands_in_a_folder_of_its_own(booby_trapped: Path, copy: Path) -> None:
-    order = fresh.Order(
+    order = alone.Order(
         bundle=str(copy), contender="onnxruntime-cpu", engine="backend", file=None, sizes={}, threads=1,
         folder=str(booby_trapped), any_sizes=True, warm=False,
     )  # fmt: skip
-    assert fresh.measured(order).cold.first_s > 0
+    assert alone.measured(order).cold.first_s > 0
     assert not (booby_trapped / "ran").exists()
 
 

@@ -20,9 +20,10 @@ from onnx import numpy_helper
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from attnforge.benchmarks.measure import bench as measure
-from attnforge.benchmarks.measure import ceilings, throughput
-from attnforge.benchmarks.measure.results import read
+from attnforge.bench import run as measure
+from attnforge.bench import throughput
+from attnforge.bench.limits import ceilings
+from attnforge.bench.results import read
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, write_manifest
 from attnforge.cli import main, out
 from attnforge.export.deploy import deploy

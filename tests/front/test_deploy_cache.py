@@ -190,7 +190,7 @@ def test_the_key_is_of_the_code_that_decides_an_entry(monkeypatch: pytest.Monkey
     deploy_cache._code.__wrapped__()
     rooms = {file.partition("/attnforge/")[2].partition("/")[0] for file in read}
     assert {"bundle", "export", "model", "runtime", "files.py"} <= rooms
-    assert not {"benchmarks", "cli", "report", "serving"} & rooms
+    assert not {"bench", "cli", "report", "serving"} & rooms
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:

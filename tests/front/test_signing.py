@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 import attnforge
-from attnforge.benchmarks.measure import fresh
+from attnforge.bench import alone
 from attnforge.bundle import MANIFEST, SIGNATURE, TRUSTED, Bundle, output, reading, sign
 from attnforge.cli import main
 from attnforge.errors import BundleError, SignatureError, UnavailableError, UsageError
@@ -299,14 +299,14 @@ def test_without_the_library_nothing_is_accepted(signed: Path, key: Path, monkey
 
 def test_a_process_of_a_benchmark_asks_for_the_signature_again(signed: Path, key: Path) -> None:
     other = new_key(key.with_name("other.key")).with_suffix(".pub")
-    order = fresh.Order(
+    order = alone.Order(
         bundle=str(signed), contender="onnxruntime-cpu", engine="backend", file=None, threads=1, any_sizes=True,
         sizes=Bundle(signed).manifest.cases[0].sizes, folder=str(signed.parent), warm=False,
         trusted=[str(key.with_suffix(".pub"))],
     )  # fmt: skip
-    assert fresh.measured(order).cold.first_s > 0
-    with pytest.raises(fresh.FailedError, match="signed by another key"):
-        fresh.measured(order.model_copy(update={"trusted": [str(other)]}))
+    assert alone.measured(order).cold.first_s > 0
+    with pytest.raises(alone.FailedError, match="signed by another key"):
+        alone.measured(order.model_copy(update={"trusted": [str(other)]}))
 
 
 # --- signing, and what becomes of signed bundles ----------------------------------------------------------------------

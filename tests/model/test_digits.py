@@ -8,26 +8,25 @@ import pytest
 import torch
 
 from attnforge.errors import UnavailableError
-from attnforge.model import (
-    PatchAttentionClassifier,
-    build_model,
-    digits,
-)
+from attnforge.model import MODELS, PatchAttentionClassifier, build_model
+from attnforge.model.digits import load_digits_split
+from benchmarks.training import digits
 
 
 def test_digits_are_classified() -> None:
     pytest.importorskip("sklearn")
-    split = digits.load_digits_split()
+    split = load_digits_split()
     module = build_model("patch-attention-digits").module
     assert isinstance(module, PatchAttentionClassifier)
     assert digits.accuracy(module, split.test_images, split.test_labels) >= 0.975
     assert digits.accuracy(module, split.test_images.flip(-1), split.test_labels) < 0.8  # where the pixels are matters
-    assert (Path(digits.__file__).parent / "weights" / "patch-attention-digits.safetensors").stat().st_size < 1_000_000
+    weights = MODELS["patch-attention-digits"].weights
+    assert weights is not None and weights.stat().st_size < 1_000_000
 
 
 def test_digits_split_is_fixed_disjoint_and_stratified() -> None:
     pytest.importorskip("sklearn")
-    split, again = digits.load_digits_split(), digits.load_digits_split()
+    split, again = load_digits_split(), load_digits_split()
     assert all(torch.equal(a, b) for a, b in zip(split, again, strict=True))
     assert split.train_images.shape == (1347, 1, 8, 8)
     assert split.test_images.shape == (450, 1, 8, 8)
@@ -69,4 +68,4 @@ def test_training_command_writes_weights_that_load(
 def test_digits_without_scikit_learn_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(UnavailableError, match="pip install scikit-learn"):
-        digits.load_digits_split()
+        load_digits_split()

@@ -32,7 +32,7 @@ disallow_untyped_calls = False
 ignore_missing_imports = True
 [mypy-cuda.*]
 ignore_errors = True
-[mypy-torch.*,sympy.*,onnx.*,onnxscript.*,onnx_ir.*,rich.*,attnforge.export.*,attnforge.model.*,attnforge.benchmarks.*]
+[mypy-torch.*,sympy.*,onnx.*,onnxscript.*,onnx_ir.*,rich.*,attnforge.export.*,attnforge.model.*,attnforge.bench.*]
 follow_imports = skip
 """
 

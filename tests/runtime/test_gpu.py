@@ -17,12 +17,12 @@ from torch import Tensor
 import attnforge
 from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.benchmarks.gpu.second_opinion import second_opinion
 from attnforge.bundle import FLAVOURS, Bundle, Manifest
 from attnforge.errors import BundleError, InputError, UnavailableError
 from attnforge.runtime.backends.registry import ON_GPU
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
+from benchmarks.gpu.second_opinion import second_opinion
 from tests.support.bundles import rewrite, small_example
 from tests.support.bundles import small_inputs as arrays
 

@@ -24,14 +24,14 @@ from ray import serve
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.benchmarks.load import Load
-from attnforge.benchmarks.ray.cluster import descendants, killing
-from attnforge.benchmarks.ray.load import press
-from attnforge.benchmarks.ray.rows import busy_after, in_actors
-from attnforge.benchmarks.ray.tiles import batches_of, outcome_of, write_tiles
 from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import InputError
 from attnforge.serving.ray import Handle, PredictorDeployment
+from benchmarks.load import Load
+from benchmarks.ray.cluster import descendants, killing
+from benchmarks.ray.load import press
+from benchmarks.ray.rows import busy_after, in_actors
+from benchmarks.ray.tiles import batches_of, outcome_of, write_tiles
 from tests.support.bundles import Deploy
 from tests.support.keys import new_key
 from tests.support.tiers import share

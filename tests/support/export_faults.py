@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 import attnforge
-from attnforge.benchmarks.suites.random_models import draw, make
 from attnforge.errors import AttnforgeError, CaptureError, UnavailableError, WrongError
 from attnforge.export.sources import source
 from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import Example
+from tests.support.random_models import draw, make
 
 FLOAT = ir.DataType.FLOAT
 

@@ -21,14 +21,15 @@ from polygraphy.logger import G_LOGGER
 from polygraphy.tools import main as polygraphy_main
 
 import attnforge
-from attnforge.benchmarks.publish import RESULTS, markdown_table, where, write_figures
-from attnforge.benchmarks.suites.pages import put
 from attnforge.bundle import Bundle
 from attnforge.model.registry import MODELS
+from attnforge.report.render import markdown_table
 from attnforge.runtime.parity.results import verify_results
 from attnforge.runtime.parity.verify import BackendReport
 from attnforge.scratch import temporary_folder
 from attnforge.serving.polygraphy.folder import BUDGET, BUNDLE, FLOAT64, INPUTS, package
+from benchmarks.publish import RESULTS, where, write_figures
+from benchmarks.suites.pages import put
 from tests.support.bundles import example_of
 from tests.support.faults.bench import Bench, verified
 from tests.support.faults.catalogue import FAULTS

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import attnforge
-from attnforge.benchmarks.suites.eight_bits import sentences, tokenized
-from attnforge.benchmarks.suites.huggingface import minilm
 from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
+from benchmarks.suites.eight_bits import sentences, tokenized
+from tests.support.huggingface import minilm
 from tests.support.tiers import DRAW, share
 
 CALIBRATING, TRIED = 16, 208 if DRAW is None else 48

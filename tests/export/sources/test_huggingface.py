@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from attnforge.arrays import to_numpy
-from attnforge.benchmarks.suites.huggingface import build, minilm, variants
 from attnforge.errors import UsageError
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.deploy import deploy
@@ -28,6 +27,7 @@ from attnforge.runtime.cases import cases, make_inputs
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.verify import verify
 from attnforge.runtime.session import load
+from tests.support.huggingface import build, minilm, variants
 from tests.support.tiers import share
 
 FP32 = precision_named("fp32")

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import attnforge
-from attnforge.benchmarks.suites.random_decoders import CausalModel
 from attnforge.bundle import Bundle
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.lowering import onnxruntime as lowering
 from attnforge.export.lowering import openvino, tensorrt
 from attnforge.export.targets import onnxruntime as target
 from attnforge.model import Example, MultiHeadAttention, build_model
+from tests.support.random_decoders import CausalModel
 
 PRECISIONS = {
     "encoder": ("fp32", "fp16", "bf16"),

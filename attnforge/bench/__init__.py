@@ -1,0 +1,1 @@
+"""Measuring: ratios taken side by side, in one run."""

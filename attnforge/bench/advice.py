@@ -1,0 +1,174 @@
+"""What a benchmark says to ship, of one model at each precision, and what else there is to know before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from attnforge.bench.results import Contender, Deployed, Model, precisions
+from attnforge.report.render import milliseconds, rounded
+
+USUAL = ("onnxruntime-plain", "eager")
+"""The peers that people would run otherwise; a backend is compared with the first of them that was timed."""
+
+SHORT = 45
+"""Characters up to which a sentence says what a peer is, instead of its name."""
+
+
+@dataclass
+class Advice:
+    """What to ship of one model at one precision.
+
+    Attributes:
+        ship: the backend; None where none of ours kept its budget.
+        usual: how many times as fast as the usual peer `ship` is, and what that peer is.
+        best: the same of the fastest peer that is not known to be wrong, where it is another peer and not faster.
+        warnings: what to know before shipping it; a difference that may be chance is no warning.
+        notes: what else there is to know.
+        deployed: the bundle that it comes from.
+        base: the model's first precision; None at that one.
+        gain: how many times as fast as at `base` it is.
+    """
+
+    precision: str
+    ship: Contender | None
+    usual: tuple[float, str] | None = None
+    best: tuple[float, str] | None = None
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    deployed: Deployed | None = None
+    base: str | None = None
+    gain: float | None = None
+
+    @property
+    def deploy_seconds(self) -> float | None:
+        return sum(self.deployed.seconds.values()) if self.deployed is not None and self.deployed.seconds else None
+
+    @property
+    def costs(self) -> str:
+        """In words, with a dash for what was not measured."""
+        assert self.ship is not None
+        cold, memory = self.ship.cold, self.ship.memory
+        return (
+            f"{rounded(cold.load_s if cold else None, 2)}\N{NO-BREAK SPACE}s to load, "
+            f"{rounded(memory.peak_mib if memory else None)}\N{NO-BREAK SPACE}MiB, "
+            f"{rounded(self.ship.size_mb, 2)}\N{NO-BREAK SPACE}MB on disk, "
+            f"deploys in {rounded(self.deploy_seconds, 2)}\N{NO-BREAK SPACE}s"
+        )
+
+
+def advice_on(model: Model) -> list[Advice]:
+    """An advice for every precision that was deployed or timed."""
+    names = precisions([*(d.precision for d in model.deployed), *(c.precision for c in model.contenders)])
+    every = [_advice(model, name) for name in names]
+    base = next((advice for advice in every if advice.ship is not None), None)
+    for advice in every:
+        if advice.ship is not None and base is not None and base.ship is not None and advice is not base:
+            advice.base = base.precision
+            advice.gain = base.ship.latency.median.value / advice.ship.latency.median.value
+    return every
+
+
+def _advice(model: Model, precision: str) -> Advice:
+    timed = [c for c in model.contenders if c.precision == precision and c.error <= c.budget]
+    timed.sort(key=lambda contender: contender.latency.median.value)
+    deployed = next((bundle for bundle in model.deployed if bundle.precision == precision), None)
+    ship = _to_ship(timed)
+    advice = Advice(precision, ship, deployed=deployed)
+    if ship is None:
+        advice.warnings = [f"Not {c.name}: it is wrong in {c.wrong_in}." for c in timed if c.ours]
+        return advice
+    advice.usual = _against_usual(timed, ship)
+    advice.best = _against_best(timed, ship)
+    _add_ours(advice, timed, ship)
+    _add_peers(advice, timed, ship)
+    _add_wrong(advice, timed, ship)
+    return advice
+
+
+def _to_ship(timed: Sequence[Contender]) -> Contender | None:
+    """The fastest of ours that is right, or the picked one where the two cannot be told apart."""
+    ours = [contender for contender in timed if contender.ours and contender.wrong_in is None]
+    if not ours:
+        return None
+    fastest = ours[0]
+    picked = (c for c in ours if c.picked and c.latency.median.low <= fastest.latency.median.high)
+    return next(picked, fastest)
+
+
+def _against_usual(timed: Sequence[Contender], ship: Contender) -> tuple[float, str] | None:
+    peer = next((contender for name in USUAL for contender in timed if contender.name == name), None)
+    if peer is None:
+        return None
+    wrong = ", which is wrong in another case" if peer.wrong_in is not None else ""
+    return _times(peer, ship), f"{peer.what if len(peer.what) <= SHORT else peer.name}{wrong}"
+
+
+def _against_best(timed: Sequence[Contender], ship: Contender) -> tuple[float, str] | None:
+    peers = [contender for contender in timed if not contender.ours]
+    best = next((peer for peer in peers if peer.wrong_in is None), None)
+    usual = next((peer for name in USUAL for peer in timed if peer.name == name), None)
+    if best is None or best is usual or _is_faster(best, ship):
+        return None
+    known = " not known to be wrong" if best.latency.median.value > peers[0].latency.median.value else ""
+    return _times(best, ship), f"{best.name}, the fastest peer{known}"
+
+
+def _add_ours(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
+    """Say that `auto` picks another of ours, and that another is faster."""
+    picked = next((contender for contender in timed if contender.ours and contender.picked), None)
+    if picked is not None and picked is not ship:
+        how = f"at {_timed(picked)}" if picked.wrong_in is None else f"which is wrong in {picked.wrong_in}"
+        advice.warnings.append(f'backend="auto" picks {picked.name}, {how}: name {ship.name} when you load the bundle.')
+    fastest = next(contender for contender in timed if contender.ours and contender.wrong_in is None)
+    if _is_faster(fastest, ship):
+        advice.warnings.append(f"{fastest.name} is a little faster: {_timed(fastest)}, {_speed(fastest, ship)}.")
+    elif fastest is not ship:
+        advice.notes.append(f"{fastest.name} takes {_timed(fastest)}, which may be chance.")
+
+
+def _add_peers(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
+    """Say which peers are faster and right."""
+    right = [contender for contender in timed if not contender.ours and contender.wrong_in is None]
+    faster = [peer for peer in right if _is_faster(peer, ship)]
+    if not faster:
+        return
+    first, *others = faster
+    speed = _speed(first, ship) + (f", {first.partly}" if first.partly is not None else "")
+    verb = "is" if len(others) == 1 else "are"
+    more = f"; so {verb} {' and '.join(peer.name for peer in others)}" if others else ""
+    advice.warnings.append(f"A peer is faster: {first.name} takes {_timed(first)}, {speed}{more}.")
+
+
+def _add_wrong(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
+    """Say why contenders that are as fast are no choice; a warning has said it of what `auto` picks."""
+    for contender in timed:
+        as_fast = contender.latency.median.value <= ship.latency.median.value
+        warned = contender.ours and contender.picked
+        if contender.wrong_in is not None and as_fast and not warned:
+            advice.notes.append(
+                f"Not {contender.name}, {_speed(contender, ship)}: it is wrong in {contender.wrong_in}."
+            )
+
+
+def _times(other: Contender, ship: Contender) -> float:
+    """How many times as fast as another contender `ship` is."""
+    if ship.picked and other.ratio is not None:
+        return other.ratio.value
+    return other.latency.median.value / ship.latency.median.value
+
+
+def _is_faster(other: Contender, ship: Contender) -> bool:
+    """Whether another contender is faster than `ship` beyond doubt: by the ratio, whose rounds pair, where there is
+    one, else by the times alone."""
+    if ship.picked and other.ratio is not None:
+        return other.ratio.high < 1
+    return other.latency.median.high < ship.latency.median.low
+
+
+def _speed(other: Contender, ship: Contender) -> str:
+    return f"{1 / _times(other, ship):.2f}× as fast"
+
+
+def _timed(contender: Contender) -> str:
+    return milliseconds(contender.latency.median)

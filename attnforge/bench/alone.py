@@ -1,0 +1,165 @@
+"""What only a process of its own can tell: how long a start takes, and how much memory a run takes.
+
+`python -m attnforge.bench.alone` reads an :class:`Order` from its standard input and prints a
+:class:`FreshRun`. In one process a contender would hide behind what another has imported, allocated or compiled.
+"""
+
+from __future__ import annotations
+
+import time
+
+BEGUN = time.perf_counter()  # before all other imports, which count
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from attnforge.arrays import Array
+from attnforge.bench.contenders.engines import ENGINES, Runner, Setup, open_backend
+from attnforge.bench.results import Cold, MemoryUse
+from attnforge.bundle import Bundle, DimSpec
+from attnforge.children import command, end_with_parent, environment
+from attnforge.memory import peak, reset_peak
+from attnforge.records import Record
+from attnforge.runtime import cases as reference
+from attnforge.scratch import temporary_folder
+
+TIMEOUT = 300
+"""Seconds that a process may take."""
+
+
+class Order(Record):
+    """What a process is told to run.
+
+    Attributes:
+        contender: name of a backend of the bundle, or of a peer.
+        sizes: of the dynamic dims.
+        engine: what runs the peer's file, `torch` for what needs the module, or `backend` for the bundle's own.
+        file: that the engine runs.
+        folder: where peers find their files.
+        any_sizes: whether it runs at other sizes than these.
+        trust_source: whether what the manifest names may be imported, opened and run.
+        stands: where the caller stands, beside whose own files a callable is looked for.
+        trusted: public keys, one of which must have signed the bundle; none where no signature is asked for.
+        warm: run at the least sizes first, so that what the run at `sizes` adds is its own.
+    """
+
+    bundle: str
+    contender: str
+    engine: str
+    file: str | None
+    sizes: dict[str, int]
+    threads: int
+    folder: str
+    any_sizes: bool
+    warm: bool
+    trust_source: bool = False
+    stands: str = "."
+    trusted: list[str] = []
+
+
+class FreshRun(Record):
+    """What a process measured; `memory` is None where the system does not tell (Linux does)."""
+
+    cold: Cold
+    memory: MemoryUse | None
+
+
+class FailedError(Exception):
+    """A process that failed or took too long; the message says how."""
+
+
+def measured(order: Order) -> FreshRun:
+    """Run `order` in a process of its own.
+
+    Raises:
+        FailedError: it failed, or took too long.
+    """
+    try:
+        with temporary_folder() as folder:
+            done = subprocess.run(
+                command("attnforge.bench.alone"), input=order.model_dump_json(), capture_output=True,
+                text=True, timeout=TIMEOUT, check=False, cwd=folder, env=environment(),
+            )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise FailedError(f"its process took more than {TIMEOUT} s") from error
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise FailedError(last[0] if last else f"its process ended with {done.returncode}")
+    try:
+        return FreshRun.model_validate_json(lines[-1])
+    except ValidationError as error:
+        raise FailedError(f"its process answered {lines[-1]!r}") from error
+
+
+# --- in that process --------------------------------------------------------------------------------------------------
+
+
+def _main(order: Order) -> FreshRun:
+    libraries = {"backend": LIBRARIES.get(order.contender, "onnxruntime")}
+    importlib.import_module(libraries.get(order.engine, order.engine.partition("-")[0]))
+    if order.engine == "torch":
+        importlib.import_module("attnforge.bench.contenders.peers")
+    imported = time.perf_counter()
+    bundle = Bundle(order.bundle, lazily=True, trusted=order.trusted or False)
+    feeds, least = _inputs(bundle, order.sizes), _inputs(bundle, _least(bundle))
+    prepared = time.perf_counter()
+    with ExitStack() as stack:
+        run = _open(order, Setup(bundle, feeds, order.threads), stack)
+        loaded = time.perf_counter()
+        if order.warm and order.any_sizes:
+            run(least)
+        most, begins_anew, before = peak(), reset_peak(), peak()  # a peak that begins anew is what is in memory now
+        begun = time.perf_counter()
+        run(feeds)
+        first = time.perf_counter()
+        if order.warm and order.engine == "backend":
+            run(feeds)  # what is prepared for sizes that come again
+        extra = peak() - before
+    memory = None
+    if begins_anew:
+        loaded_mib, extra_mib = before / 2**20, extra / 2**20
+        peak_mib = max(most / 2**20, loaded_mib + extra_mib)
+        memory = MemoryUse(loaded_mib=loaded_mib, peak_mib=peak_mib, extra_mib=extra_mib)
+    cold = Cold(import_s=imported - BEGUN, load_s=loaded - prepared, first_s=first - begun)
+    return FreshRun(cold=cold, memory=memory)
+
+
+LIBRARIES = {"openvino": "openvino", "tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
+"""The library that a backend imports first; the other backends import ONNX Runtime."""
+
+
+def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
+    if order.engine == "backend":
+        return open_backend(order.contender, setup, stack)
+    if order.file is not None:
+        return ENGINES[order.engine](setup, Path(order.file), stack)
+    from attnforge.bench.contenders.peers import PeerJob
+    from attnforge.bench.contenders.registry import PEERS
+
+    if order.trust_source:
+        os.chdir(order.stands)  # the current folder is on no path of imports, but the source's files may be beside it
+    job = PeerJob(setup.bundle, setup.feeds, setup.threads, Path(order.folder), trust_source=order.trust_source)
+    return PEERS[order.contender].open(job, stack)
+
+
+def _inputs(bundle: Bundle, sizes: dict[str, int]) -> dict[str, Array]:
+    inputs = bundle.manifest.inputs
+    return reference.make_inputs(reference.at(inputs, sizes), inputs, {})
+
+
+def _least(bundle: Bundle) -> dict[str, int]:
+    dims = [dim for spec in bundle.manifest.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
+    return {dim.symbol: (dim.min or 0) // dim.factor for dim in dims}
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    print(_main(Order.model_validate(json.load(sys.stdin))).model_dump_json())

@@ -1,0 +1,360 @@
+"""Peers in ONNX Runtime: the bundle's own canonical step, with the caches as others have them.
+
+- In optimum's style `past` comes in and `present` goes out, longer by the new tokens: each step copies every cache.
+  Here Concat takes the place of TensorScatter. Attention is the standard operator, or what transformers' own code
+  exports to: keys and values repeated for the heads that share them, two products and a softmax.
+- onnxruntime-genai's models have `com.microsoft::GroupQueryAttention` with `do_rotary`: the operator turns queries and
+  keys itself, and writes to caches in place.
+
+Everything else is the graph that attnforge's own lowering begins with, so a peer differs by its caches alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnforge.arrays import Array
+from attnforge.bench.contenders.decoding.stepper import DecodingJob, Stepper
+from attnforge.bench.contenders.engines import why_no_products
+from attnforge.bundle import CANONICAL, NEXT
+from attnforge.errors import UnavailableError
+from attnforge.export.attention.canonical import WINDOW
+from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, like, replace_value, typed
+from attnforge.export.graphs.saving import SHELVED, load_graph, save
+from attnforge.runtime.backends.onnxruntime import bind_host_input, host_value, session_options
+
+PAST_TOKENS, TOTAL_TOKENS = "past_tokens", "past_tokens + tokens"
+"""Symbols of the dims of caches that grow."""
+
+CONTRIB = "com.microsoft"
+INT32 = ir.DataType.INT32
+
+
+def concat(job: DecodingJob, stack: ExitStack) -> Stepper:
+    """Caches by concatenation, and the standard Attention operator."""
+    return Growing(job, _file(job, "concat", by_concatenation))
+
+
+def concat_products(job: DecodingJob, stack: ExitStack) -> Stepper:
+    """Caches by concatenation, and attention as products around a softmax."""
+
+    def change(model: ir.Model) -> None:
+        by_concatenation(model)
+        as_products(model)
+
+    return Growing(job, _file(job, "concat-products", change))
+
+
+def genai_operator(job: DecodingJob, stack: ExitStack) -> Stepper:
+    """GroupQueryAttention that turns queries and keys itself, and writes to caches in place."""
+    return InPlace(job, _file(job, "genai-operator", with_rotary_operator))
+
+
+def _file(job: DecodingJob, name: str, change: Callable[[ir.Model], None]) -> Path:
+    """The canonical step, changed, in a file that is written once.
+
+    Raises:
+        UnavailableError: ONNX Runtime's CPU has no products at this precision.
+    """
+    precision = job.precision.name
+    if precision != "fp32":
+        reason = why_no_products(precision) or "its peers are built of the fp32 graph alone"
+        raise UnavailableError(f"the bundle is in {precision}: {reason}")
+    file = job.folder / f"{name}.onnx"
+    if not file.exists():
+        model = load_graph(job.bundle, CANONICAL)
+        change(model)
+        save(model, file, SHELVED)
+    return file
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def by_concatenation(model: ir.Model) -> None:
+    """Let every cache of a canonical step grow by Concat, in place: `(batch, heads, past tokens, size)` comes in, and
+    goes out with the new tokens behind. All samples have one length."""
+    graph = model.graph
+    for node in [node for node in graph if node.op_type == "TensorScatter"]:
+        cache, new, _ = node.inputs
+        assert cache is not None and new is not None and cache.dtype is not None
+        dims = dims_of(cache)
+        cache.shape = ir.Shape([*dims[:2], ir.SymbolicDim(PAST_TOKENS), dims[3]])
+
+        def build(op: Builder, cache: ir.Value = cache, new: ir.Value = new) -> ir.Value:
+            return op.Concat(cache, new, axis=2)
+
+        longer, old = insert(graph, node, build), node.outputs[0]
+        replace_value(old, longer)
+        assert old.dtype is not None
+        typed(longer, old.dtype, [*dims_of(cache)[:2], ir.SymbolicDim(TOTAL_TOKENS), dims[3]])
+    masks: dict[ir.Value, ir.Value] = {}
+    for node in [node for node in graph if node.op_type == "Attention"]:
+        key, mask = node.inputs[1], node.inputs[3]
+        assert key is not None and mask is not None
+        if mask not in masks:  # the mask is over all places of the bundle's caches; these have as many as are filled
+            masks[mask] = _of_filled(graph, node, mask, key)
+        node.replace_input_with(3, masks[mask])
+    RemoveUnusedNodesPass()(model)
+
+
+def _of_filled(graph: ir.Graph, node: ir.Node, mask: ir.Value, key: ir.Value) -> ir.Value:
+    def build(op: Builder) -> ir.Value:
+        part = op.Slice(mask, constant(op, [0]), op.Shape(key, start=2, end=3), constant(op, [3]))
+        assert mask.dtype is not None
+        return typed(part, mask.dtype, [*dims_of(mask)[:3], ir.SymbolicDim(TOTAL_TOKENS)])
+
+    return insert(graph, node, build, stem=f"{mask.name}/filled")
+
+
+def as_products(model: ir.Model) -> None:
+    """Write Attention of a step as transformers does, in place: keys and values are repeated for the heads that share
+    them, then two products around a softmax.
+
+    Raises:
+        UnavailableError: scores have a soft cap, which this form leaves out.
+    """
+    graph = model.graph
+    biases: dict[ir.Value, ir.Value] = {}
+    for node in [node for node in graph if node.op_type == "Attention"]:
+        if node.attributes.get_float("softcap", 0.0):
+            raise UnavailableError("its scores have a soft cap, which this form of attention lacks")
+        query, mask = node.inputs[0], node.inputs[3]
+        assert query is not None and mask is not None
+        if mask not in biases:
+            biases[mask] = insert(graph, node, lambda op, m=mask: _bias(op, m), stem=f"{mask.name}/bias")  # type: ignore[misc]
+        bias = biases[mask]
+        result = insert(graph, node, lambda op, n=node, b=bias: _products(op, n, b), stem=f"{node.name}/products")  # type: ignore[misc]
+        replace_value(node.outputs[0], result)
+    RemoveUnusedNodesPass()(model)
+
+
+def _bias(op: Builder, mask: ir.Value) -> ir.Value:
+    """0 where a query may attend, and the least number where not."""
+    least = float(np.finfo(np.float32).min)
+    float32 = ir.DataType.FLOAT
+    return like(op.Where(mask, constant(op, 0.0, float32), constant(op, least, float32)), mask, float32)
+
+
+def _products(op: Builder, node: ir.Node, bias: ir.Value) -> ir.Value:
+    query, key, value = (operand for operand in node.inputs[:3])
+    assert query is not None and key is not None and value is not None and query.shape is not None
+    heads, groups, size = _heads(node)
+    scale = node.attributes.get_float("scale", 1 / math.sqrt(size))
+    assert scale is not None
+
+    def repeated(operand: ir.Value) -> ir.Value:
+        if groups == 1:
+            return operand
+        apart = op.Unsqueeze(operand, constant(op, [2]))
+        wide = op.Expand(apart, constant(op, [1, 1, groups, 1, 1]))
+        ends = [op.Shape(operand, start=i, end=i + 1) for i in (0, 2, 3)]
+        return op.Reshape(wide, op.Concat(ends[0], constant(op, [heads]), *ends[1:], axis=0))
+
+    scores = op.MatMul(query, op.Transpose(repeated(key), perm=[0, 1, 3, 2]))
+    scores = op.Add(op.Mul(scores, constant(op, scale, ir.DataType.FLOAT)), bias)
+    return op.MatMul(op.Softmax(scores, axis=-1), repeated(value))
+
+
+def _heads(node: ir.Node) -> tuple[int, int, int]:
+    """Heads of queries, how many of them share one of keys, and a head's size."""
+    query, key = node.inputs[:2]
+    assert query is not None and key is not None and query.shape is not None and key.shape is not None
+    heads, own, size = query.shape[1], key.shape[1], query.shape[3]
+    if not (isinstance(heads, int) and isinstance(own, int) and isinstance(size, int)):
+        raise UnavailableError(f"the heads of {node.name} are not known")
+    return heads, heads // own, size
+
+
+def with_rotary_operator(model: ir.Model) -> None:
+    """Let GroupQueryAttention turn queries and keys, write the caches and attend, in place.
+
+    Raises:
+        UnavailableError: queries and keys of a site are not turned by tables right before, as the operator does it; or
+            heads are not of a multiple of 16.
+    """
+    graph = model.graph
+    tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+    for node in [node for node in graph if node.op_type == "Attention"]:
+        turned = _rotary(node.inputs[0])
+        cos, sin = turned.inputs[1:3]
+        if (size := _heads(node)[2]) % 16:
+            raise UnavailableError(f"its heads are {size} wide; the operator turns heads of a multiple of 16")
+        assert cos is not None and sin is not None
+        if cos not in tables:
+            cos_table, sin_table = (
+                initializer(graph, f"genai/{len(tables)}/{name}", _table(value))
+                for name, value in (("cos", cos), ("sin", sin))
+            )
+            tables[cos] = cos_table, sin_table
+        of_node = tables[cos]
+        result = insert(graph, node, lambda op, n=node, t=of_node: _group_query(op, n, *t), stem=f"{node.name}/genai")  # type: ignore[misc]
+        replace_value(node.outputs[0], result)
+    graph.opset_imports[CONTRIB] = 1
+    RemoveUnusedNodesPass()(model)
+
+
+def _rotary(value: ir.Value | None) -> ir.Node:
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "RotaryEmbedding":
+        raise UnavailableError("its queries or keys are not turned right before attention, which the operator does")
+    interleaved, part = (node.attributes.get_int(name, 0) for name in ("interleaved", "rotary_embedding_dim"))
+    if interleaved or part:
+        raise UnavailableError("its queries and keys are turned in another way than the operator turns them")
+    return node
+
+
+def _table(value: ir.Value | None) -> Array:
+    """`(places, size / 2)`: the table that rows are looked up in for the tokens' places."""
+    while value is not None and value.const_value is None:
+        node = value.producer()
+        if node is None or node.op_type not in ("Reshape", "Gather"):
+            raise UnavailableError("the angles of its positions are computed, and not looked up")
+        value = node.inputs[0]
+    assert value is not None and value.const_value is not None
+    table: Array = value.const_value.numpy()
+    return table.reshape(-1, table.shape[-1])
+
+
+def _group_query(op: Builder, node: ir.Node, cos: ir.Value, sin: ir.Value) -> ir.Value:
+    turned = _rotary(node.inputs[0])
+    writes = [operand.producer() for operand in node.inputs[1:3] if operand is not None]
+    key_write, value_write = writes
+    if key_write is None or value_write is None or key_write.op_type != "TensorScatter":
+        raise UnavailableError(f"the caches of {node.name} are not written right before it")
+    query, new_key, new_value = turned.inputs[0], _rotary(key_write.inputs[1]).inputs[0], value_write.inputs[1]
+    past = key_write.inputs[2]
+    heads, groups, size = _heads(node)
+    own = heads // groups
+
+    def packed(rows: ir.Value | None, count: int) -> ir.Value:
+        return op.Reshape(op.Transpose(rows, perm=[0, 2, 1, 3]), constant(op, [0, 0, count * size]))
+
+    count = op.Shape(query, start=2, end=3)
+    end = op.Add(past, count)
+    last = op.Cast(op.Sub(end, constant(op, [1])), to=INT32.value)
+    total = op.Cast(op.Squeeze(op.ReduceMax(end, keepdims=1), constant(op, [0])), to=INT32.value)
+    attributes: dict[str, int | float] = {
+        "num_heads": heads,
+        "kv_num_heads": own,
+        "do_rotary": 1,
+        "scale": node.attributes.get_float("scale", 1 / math.sqrt(size)) or 0.0,
+        "softcap": node.attributes.get_float("softcap", 0.0) or 0.0,
+    }
+    if window := int(node.metadata_props.get(WINDOW, "0")):
+        attributes["local_window_size"] = window
+    operands = [packed(query, heads), packed(new_key, own), packed(new_value, own)]
+    result, next_key, next_value = op.op_multi_out(
+        "GroupQueryAttention",
+        [*operands, key_write.inputs[0], value_write.inputs[0], last, total, cos, sin],
+        attributes,
+        domain=CONTRIB,
+        num_outputs=3,
+    )
+    for old, new in ((key_write.outputs[0], next_key), (value_write.outputs[0], next_value)):
+        replace_value(old, new)
+    apart = op.Reshape(result, constant(op, [0, 0, heads, size]))
+    return op.Transpose(apart, perm=[0, 2, 1, 3])
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+class _InOnnxRuntime:
+    """A session of a step, and how many tokens every sample has."""
+
+    def __init__(self, job: DecodingJob, file: Path) -> None:
+        self._session: Any = ort.InferenceSession(
+            str(file), session_options(job.threads), providers=["CPUExecutionProvider"]
+        )
+        self._decoding, self._output, self._batch = job.decoding, job.output, job.batch
+        self._past = self._marked = 0
+        self._caches: dict[str, Any] = {}
+
+    def _bound(self, tokens: Array) -> Any:
+        """A binding of the next tokens and how many came before."""
+        binding = self._session.io_binding()
+        bind_host_input(binding, self._decoding.tokens, np.ascontiguousarray(tokens))
+        bind_host_input(binding, self._decoding.past, np.full(len(tokens), self._past, np.int64))
+        binding.bind_output(self._output, "cpu")
+        return binding
+
+
+class Growing(_InOnnxRuntime):
+    """Caches that come in and go out as values of ONNX Runtime, longer each time; no copy is made between steps."""
+
+    def __init__(self, job: DecodingJob, file: Path) -> None:
+        super().__init__(job, file)
+        self.reset()
+        self._kept = self._caches
+
+    def extend(self, tokens: Array) -> Array:
+        binding = self._bound(tokens)
+        for name, value in self._caches.items():
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_output(f"{name}{NEXT}", "cpu")
+        self._session.run_with_iobinding(binding)
+        logits, *caches = binding.get_outputs()
+        self._caches = dict(zip(self._caches, caches, strict=True))
+        self._past += tokens.shape[1]
+        last: Array = logits.numpy()[:, -1]
+        return last
+
+    def mark(self) -> None:
+        self._marked, self._kept = self._past, self._caches
+
+    def rewind(self) -> None:
+        self._past, self._caches = self._marked, self._kept
+
+    def reset(self) -> None:
+        self._past = 0
+        self._caches = {}
+        for spec in self._decoding.tensors:
+            heads, _, size = (dim for dim in spec.dims[1:] if isinstance(dim, int))
+            self._caches[spec.name] = host_value(np.zeros((self._batch, heads, 0, size), np.dtype(spec.dtype)))
+
+
+class InPlace(_InOnnxRuntime):
+    """Caches of a fixed size, each input and output in one buffer."""
+
+    def __init__(self, job: DecodingJob, file: Path) -> None:
+        super().__init__(job, file)
+        for spec in self._decoding.tensors:
+            dims = [dim for dim in spec.dims[1:] if isinstance(dim, int)]
+            self._caches[spec.name] = np.zeros((self._batch, *dims), np.dtype(spec.dtype))
+
+    def extend(self, tokens: Array) -> Array:
+        if tokens.shape[1] == 1:
+            logits = self._run(tokens, slice(None))
+        else:  # the operator takes several tokens behind earlier ones of one sample at a time
+            logits = np.concatenate([self._run(tokens[i : i + 1], slice(i, i + 1)) for i in range(self._batch)])
+        self._past += tokens.shape[1]
+        return logits
+
+    def _run(self, tokens: Array, samples: slice) -> Array:
+        binding = self._bound(tokens)
+        for name, cache in self._caches.items():
+            part = cache[samples]
+            bind_host_input(binding, name, part)
+            binding.bind_ortvalue_output(f"{name}{NEXT}", host_value(part))
+        self._session.run_with_iobinding(binding)
+        logits: Array = binding.get_outputs()[0].numpy()[:, -1]
+        return logits
+
+    def mark(self) -> None:
+        self._marked = self._past
+
+    def rewind(self) -> None:
+        self._past = self._marked
+
+    def reset(self) -> None:
+        self._past = 0

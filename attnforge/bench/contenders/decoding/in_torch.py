@@ -1,0 +1,153 @@
+"""Peers in torch: transformers' models with its static or growing cache, attnforge's own decoder with its cache, and
+the step of either through `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnforge.arrays import Array, to_numpy, to_torch
+from attnforge.bench.contenders.decoding.stepper import DecodingJob, Stepper
+from attnforge.bench.contenders.peers import with_threads
+from attnforge.errors import UnavailableError
+from attnforge.model.decoder import Decoder
+from attnforge.runtime.backends.eager import as_written
+
+
+def eager_static(job: DecodingJob, stack: ExitStack) -> Stepper:
+    """The module step by step, with a cache of the bundle's size that it writes in place."""
+    return _opened(job, stack, is_compiled=False)
+
+
+def compiled_static(job: DecodingJob, stack: ExitStack) -> Stepper:
+    """The same, its steps of one token through `torch.compile`; prompts run in eager mode."""
+    torch.compiler.reset()  # torch.compile gives up after some models
+    return _opened(job, stack, is_compiled=True)
+
+
+def eager_dynamic(job: DecodingJob, stack: ExitStack) -> Stepper:
+    """A model of transformers with the cache that its `generate` has by default, which grows by concatenation."""
+    with_threads(job.threads, stack)
+    model = _of_transformers(job.torch_module())
+    if model is None:
+        raise UnavailableError("its module is no model of transformers, whose growing cache this is")
+    return OfTransformers(model, None, is_compiled=False)
+
+
+def _opened(job: DecodingJob, stack: ExitStack, is_compiled: bool) -> Stepper:
+    with_threads(job.threads, stack)
+    module = job.torch_module()
+    if isinstance(module, Decoder):
+        return OfAttnforge(module, job.batch, job.decoding.places, is_compiled)
+    if (model := _of_transformers(module)) is not None:
+        return OfTransformers(model, job.decoding.places, is_compiled)
+    raise UnavailableError("its module has no step with a cache: it is neither transformers' nor attnforge's decoder")
+
+
+def _of_transformers(module: nn.Module) -> Any:
+    """The outermost language model of transformers in a module; None where there is none."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return None
+    return next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
+
+
+class OfTransformers:
+    """A language model of transformers with a cache of its own.
+
+    Args:
+        model: of transformers, with a head for the next token.
+        places: of a static cache; None for one that grows.
+        is_compiled: whether steps of one token run through `torch.compile`.
+    """
+
+    def __init__(self, model: Any, places: int | None, is_compiled: bool) -> None:
+        self._model, self._places = model, places
+        self._step: Callable[..., Any] = torch.compile(model.forward, dynamic=False) if is_compiled else model
+        self._marks: list[dict[str, Any]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        from transformers import DynamicCache, StaticCache
+
+        config = self._model.config
+        if self._places is None:
+            self._cache: Any = DynamicCache(config=config)
+        elif not hasattr(self, "_cache"):
+            self._cache = StaticCache(config=config, max_cache_len=self._places)
+        else:  # its memory stays: what is compiled knows its place
+            self._cache.reset()
+
+    def extend(self, tokens: Array) -> Array:
+        run = self._step if tokens.shape[1] == 1 else self._model
+        with _without_gradients():
+            result = run(
+                input_ids=to_torch(tokens), past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            )  # the head runs on the last token alone, as in its own `generate`
+        return to_numpy("logits", result.logits[:, -1])
+
+    def mark(self) -> None:
+        self._marks = [
+            {name: _kept(value, name, type(layer).__name__) for name, value in vars(layer).items()}
+            for layer in self._cache.layers
+        ]
+
+    def rewind(self) -> None:
+        for layer, mark in zip(self._cache.layers, self._marks, strict=True):
+            for name, value in mark.items():
+                now = getattr(layer, name)
+                if not isinstance(value, Tensor) or now.shape != value.shape:
+                    setattr(layer, name, value)
+                elif now is not value:
+                    now.copy_(value)
+
+
+def _kept(value: Any, name: str, layer: str) -> Any:
+    """What a mark keeps of a cache. Rows of a whole static layer behind its length are hidden, and those of a growing
+    one are never written: neither is copied."""
+    is_whole = layer in ("StaticLayer", "DynamicLayer") and name in ("keys", "values")
+    return value.clone() if isinstance(value, Tensor) and not is_whole else value
+
+
+class OfAttnforge:
+    """:class:`attnforge.model.decoder.Decoder` with its own cache, every row of one length."""
+
+    def __init__(self, module: Decoder, batch: int, places: int, is_compiled: bool) -> None:
+        places = min(places, module.sizes.max_tokens)
+        self._module, self._cache = module, module.empty_cache(batch, places)
+        self._logits: Callable[..., Tensor] | None = (
+            torch.compile(module.logits, dynamic=False) if is_compiled else None
+        )
+        self._batch = batch
+        self._past = self._marked = 0
+
+    def extend(self, tokens: Array) -> Array:
+        ids = to_torch(tokens)
+        past, count = torch.full((self._batch,), self._past), ids.shape[1]
+        with _without_gradients():
+            if self._logits is not None and count == 1:
+                logits = self._logits(ids, past[:, None], self._cache)
+            else:
+                logits = self._module.step(ids, past, self._cache)
+        self._past += count
+        return to_numpy("logits", logits[:, -1])
+
+    def mark(self) -> None:
+        self._marked = self._past
+
+    def rewind(self) -> None:
+        self._past = self._marked
+
+    def reset(self) -> None:
+        self._past = 0
+
+
+@contextmanager
+def _without_gradients() -> Iterator[None]:
+    with torch.no_grad(), as_written():
+        yield

@@ -1,0 +1,423 @@
+"""Peers: other ways to run the same weights, which a deployed model is measured against.
+
+Peers in ONNX Runtime and OpenVINO run the exporter's own graph, which is written once; those in torch run the module
+that was deployed. All have the same number of threads, and compute at the bundle's precision.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from attnforge.arrays import Array, to_numpy, to_torch
+from attnforge.bench.contenders.engines import ENGINES, Runner, Setup, wide
+from attnforge.bundle import CANONICAL, DimSpec, TensorSpec
+from attnforge.errors import UnavailableError
+from attnforge.export.graphs.saving import load_graph, save
+from attnforge.export.sources.named import check_trusted, rebuild
+from attnforge.export.sources.onnx_file import Imported, import_graph
+from attnforge.export.sources.torch_module import capture
+from attnforge.export.sources.widened import Float64
+from attnforge.precision import Precision, precision_named
+from attnforge.quiet import quiet
+from attnforge.runtime.backends.eager import as_written, at_precision, named_outputs, run, torch_dtype
+
+
+@dataclass
+class PeerJob(Setup):
+    """What peers are opened for.
+
+    Attributes:
+        folder: where their files are written, once, and other processes find them.
+        given: the module that was deployed, where the bundle does not say how to make it again.
+        trust_source: whether what the bundle's manifest names may be imported, opened and run.
+    """
+
+    folder: Path
+    given: Any = None
+    trust_source: bool = False
+    precision: Precision = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.precision = precision_named(self.bundle.manifest.precision)
+
+    @cached_property
+    def module(self) -> Any:
+        """The module, or the graph, that the bundle was deployed from.
+
+        Raises:
+            UntrustedError: the manifest names code or a file, and nobody said that it is trusted.
+            UsageError: the bundle was deployed from a module that is not given, or from a file that is gone.
+        """
+        if self.given is not None:
+            return self.given
+        manifest = self.bundle.manifest
+        if manifest.source.kind != "onnx":
+            return rebuild(manifest.source, self.trust_source).module
+        check_trusted(manifest.source, self.trust_source)
+        ranges = {name: tuple(map(int, str(text).split(":"))) for name, text in manifest.source.options.items()}
+        return import_graph(manifest.source.name, ranges, manifest.eager_precision)  # type: ignore[arg-type]
+
+    def torch_module(self, precision: Precision | None = None) -> torch.nn.Module:
+        """The module at a precision, by default the bundle's.
+
+        Raises:
+            UnavailableError: the bundle was deployed from an ONNX graph.
+        """
+        if isinstance(self.module, Imported):
+            raise UnavailableError("the bundle was deployed from an ONNX graph; there is no torch module to run")
+        return at_precision(self.module, precision or self.precision)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to run the model: a file in an engine, or torch.
+
+    Attributes:
+        what: a line about it.
+        engine: name of the engine that runs its file (:data:`ENGINES`), or `torch`.
+        file: writes its file, once; raises whatever its maker refuses the model with.
+        module: makes a runner of the module, for a peer in torch.
+        any_sizes: whether it runs at other sizes than those of the job.
+    """
+
+    what: str
+    engine: str = "torch"
+    file: Callable[[PeerJob], Path] | None = None
+    module: Callable[[PeerJob, ExitStack], Runner] | None = None
+    any_sizes: bool = True
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch compiles the module and caches the result on disk for the next process. That takes minutes, so
+        a run opens the peer once."""
+        return self.module is not None and not self.any_sizes
+
+    def open(self, job: PeerJob, stack: ExitStack) -> Runner:
+        """A runner of the model; raises whatever refuses it."""
+        if self.file is not None:
+            return ENGINES[self.engine](job, self.file(job), stack)
+        assert self.module is not None
+        return self.module(job, stack)
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def torch_runner(module: Callable[..., Any], precision: Precision, place: str = "cpu") -> Runner:
+    """Runs a module at a precision, whose floating-point inputs it gets so, on the device `place`."""
+    dtype = torch_dtype(precision)
+
+    def run_module(feeds: dict[str, Array]) -> dict[str, Array]:
+        tensors = [to_torch(array).to(place) for array in feeds.values()]
+        with torch.no_grad(), as_written():
+            result = module(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))
+        return {name: to_numpy(name, value) for name, value in named_outputs(result).items()}
+
+    return run_module
+
+
+def _open_eager(job: PeerJob, stack: ExitStack) -> Runner:
+    with_threads(job.threads, stack)
+    return torch_runner(job.torch_module(), job.precision)
+
+
+def _open_compiled(job: PeerJob, stack: ExitStack) -> Runner:
+    with_threads(job.threads, stack)
+    torch.compiler.reset()  # torch.compile gives up after some models
+    return torch_runner(torch.compile(job.torch_module(), dynamic=False), job.precision)
+
+
+def _open_flex(job: PeerJob, stack: ExitStack) -> Runner:
+    with_threads(job.threads, stack)
+    make = getattr(job.torch_module(), "with_flex_attention", None)
+    if make is None:
+        raise UnavailableError("its module has no method with_flex_attention that returns its form for flex_attention")
+    torch.compiler.reset()
+    return torch_runner(make(), job.precision)
+
+
+def _open_sdpa(job: PeerJob, stack: ExitStack) -> Runner:
+    with_threads(job.threads, stack)
+    source = job.bundle.manifest.source
+    if source.kind == "huggingface" and job.given is None:
+        options = {**source.options, "attention": "sdpa"}
+        module = rebuild(source.model_copy(update={"options": options}), job.trust_source).module
+        return torch_runner(at_precision(module, job.precision), job.precision)
+    module = job.torch_module()
+
+    def run_module(*tensors: Tensor) -> Any:
+        with using_sdpa() as calls:
+            result = module(*tensors)
+        if not calls:
+            raise UnavailableError(
+                "its attention is not this library's own, so it cannot be exchanged for torch's fused one; modules of "
+                "attnforge.model and hf: models can"
+            )
+        return result
+
+    return torch_runner(run_module, job.precision)
+
+
+@contextmanager
+def using_sdpa() -> Iterator[list[None]]:
+    """Make this library's modules compute attention with torch's `scaled_dot_product_attention`; yields a list that
+    every call appends to."""
+    written_out: Any = importlib.import_module("attnforge.model.attention")  # the package has a function of that name
+    calls: list[None] = []
+    before = written_out.attention
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *, scale: float, attn_mask: Tensor | None = None) -> Tensor:
+        calls.append(None)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
+
+    written_out.attention = fused
+    try:
+        yield calls
+    finally:
+        written_out.attention = before
+
+
+def with_threads(threads: int, stack: ExitStack) -> None:
+    """Set the number of torch's threads, until the stack closes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    stack.callback(torch.set_num_threads, before)
+
+
+def _open_torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
+    if importlib.util.find_spec("torch_tensorrt") is None:
+        raise UnavailableError("torch_tensorrt is not installed; pip install torch-tensorrt")
+    if not torch.cuda.is_available():
+        raise UnavailableError("no CUDA device")
+    compiled = torch.compile(job.torch_module().cuda(), backend="torch_tensorrt", dynamic=False)
+    return torch_runner(compiled, job.precision, "cuda")
+
+
+# --- the exporter's graph ---------------------------------------------------------------------------------------------
+
+
+def plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
+    """The exporter's graph, untouched, at the bundle's precision or a wider one, with the bundle's dynamic dims."""
+    precision = precision_named(wide_precision or job.precision.name)
+    file = job.folder / f"plain-{precision.name}.onnx"
+    if file.exists():
+        return file
+    if not isinstance(job.module, Imported):
+        feeds = job.feeds if precision == job.precision else wide(job.feeds)
+        example = [to_torch(array) for array in feeds.values()]
+        model = capture(job.module, example, _dynamic_shapes(job.bundle.manifest.inputs), precision).model
+    elif precision == job.precision:
+        model = job.module.original.model
+    else:
+        raise UnavailableError(f"the bundle was deployed from an ONNX graph of another precision than {precision.name}")
+    save(model, file)
+    return file
+
+
+def _wide_file(job: PeerJob) -> Path:
+    """The exporter's graph in fp32, for OpenVINO, which converts it to the precision that it is told."""
+    return plain_file(job, "fp32")
+
+
+def _older_file(job: PeerJob) -> Path:
+    """The exporter's graph at opset 18, the newest that the optimizers of others know."""
+    file = job.folder / f"opset18-{job.precision.name}.onnx"
+    if not file.exists():
+        module = job.torch_module()
+        tensors = tuple(to_torch(array) for array in job.feeds.values())
+        names = [spec.name for spec in job.bundle.manifest.outputs]
+        export_at_18(module, tensors, _dynamic_shapes(job.bundle.manifest.inputs), file, names)
+    return file
+
+
+def export_at_18(
+    module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path, outputs: list[str] | None = None
+) -> None:
+    """Write a module as torch's exporter writes it at opset 18."""
+    with quiet(), torch.no_grad(), as_written():
+        program = torch.onnx.export(
+            module.eval(),
+            args,
+            output_names=outputs,
+            dynamo=True,
+            opset_version=18,
+            dynamic_shapes=shapes,
+            verbose=False,
+        )
+    assert program is not None
+    program.save(str(file))
+
+
+def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path) -> None:
+    """Write a module as torch's older exporter, which traces it to TorchScript, writes it at opset 17.
+
+    Args:
+        shapes: dynamic shapes as torch.export takes them, by the input's name or in order.
+    """
+    names = list(inspect.signature(module.forward).parameters)[: len(args)]
+    by_name = shapes if isinstance(shapes, dict) else dict(zip(names, shapes or (), strict=False))
+    axes = {
+        name: {axis: f"{name}_{axis}" for axis, dim in dims.items() if dim is not None}
+        for name, dims in by_name.items()
+        if dims
+    }
+    with quiet(), torch.no_grad(), as_written():
+        torch.onnx.export(
+            module.eval(), args, str(file), input_names=names, dynamic_axes=axes, dynamo=False, opset_version=17
+        )
+
+
+def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
+    """The dynamic shapes that the bundle was deployed with, from its manifest."""
+    roots: dict[str, Any] = {}
+    for dim in (d for spec in inputs for d in spec.dims if isinstance(d, DimSpec)):
+        low, high = (bound // dim.factor for bound in (dim.min or 0, dim.max or 0))
+        roots.setdefault(dim.symbol, Dim(dim.symbol, min=low, max=high))
+    return {
+        spec.name: {
+            i: roots[dim.symbol] if dim.factor == 1 else dim.factor * roots[dim.symbol]
+            for i, dim in enumerate(spec.dims)
+            if isinstance(dim, DimSpec)
+        }
+        for spec in inputs
+    }
+
+
+# --- others' optimizers -----------------------------------------------------------------------------------------------
+
+
+def _by_optimizer(job: PeerJob) -> Path:
+    file = job.folder / f"onnxruntime-optimizer-{job.precision.name}.onnx"
+    if not file.exists():  # as an encoder alone, because every other kind takes seconds for a large model
+        of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
+        canonical = load_graph(job.bundle, CANONICAL)
+        onnx.save(transformers_optimizer(_older_file(job), canonical, ("bert" if of_text else "vit",)), file)
+    return file
+
+
+def _by_fusions(job: PeerJob) -> Path:
+    file = job.folder / f"ort-fusions-{job.precision.name}.onnx"
+    if not file.exists():
+        onnx.save(ort_fusions(_older_file(job)), file)
+    return file
+
+
+KINDS = ("bert", "gpt2", "vit", "clip", "t5", "swin")
+"""Kinds of model that ONNX Runtime's optimizer can be told to look for."""
+
+
+def transformers_optimizer(file: Path, canonical: ir.Model, kinds: Sequence[str] = KINDS) -> onnx.ModelProto:
+    """A model optimized by `onnxruntime.transformers.optimizer`: of all attempts, the one that fuses most attention.
+
+    Args:
+        file: the model.
+        canonical: the same model's canonical graph, which tells the numbers of heads and hidden sizes; the optimizer
+            does not find them itself where the batch is dynamic.
+        kinds: kinds of model to try.
+
+    Raises:
+        RuntimeError: the optimizer refuses the model as every kind.
+    """
+    from onnxruntime.transformers import optimizer
+
+    models: list[onnx.ModelProto] = []
+    with quiet():
+        for kind, (heads, hidden) in itertools.product(kinds, widths_of(canonical)):
+            with suppress(Exception):  # a kind that the model is not
+                models.append(optimizer.optimize_model(str(file), kind, heads, hidden, opt_level=0).model)
+    if not models:
+        raise RuntimeError("it refuses the model as every kind that it knows")
+    return max(models, key=fused_operators)
+
+
+def widths_of(canonical: ir.Model) -> set[tuple[int, int]]:
+    """Number of heads and width of all heads together, of every canonical Attention node where both are known; zeros,
+    which let the optimizer look for them, where none has any."""
+    widths = set()
+    for node in canonical.graph:
+        if node.op_type == "Attention":
+            query, _, value = (value.shape if value is not None else None for value in node.inputs[:3])
+            heads, head_dim = query[1] if query is not None else None, value[3] if value is not None else None
+            if isinstance(heads, int) and isinstance(head_dim, int):
+                widths.add((heads, heads * head_dim))
+    return widths or {(0, 0)}
+
+
+def ort_fusions(file: Path) -> onnx.ModelProto:
+    """A model optimized by onnxscript's `optimize_for_ort`."""
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+    with quiet():
+        result = optimize_for_ort(ir.load(file))
+    model: ir.Model = result[0] if isinstance(result, tuple) else result
+    return ir.to_proto(model)
+
+
+FUSED_OPERATORS = ("Attention", "MultiHeadAttention", "GroupQueryAttention")
+
+
+def fused_operators(model: onnx.ModelProto) -> int:
+    return sum(node.op_type in FUSED_OPERATORS for node in model.graph.node)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+FLOATING: dict[str, Peer] = {
+    "eager": Peer("the module as its author wrote it", module=_open_eager),
+    "eager-sdpa": Peer("the module with torch's fused attention", module=_open_sdpa),
+    "torch-compile": Peer(
+        "the module through torch.compile",
+        module=_open_compiled,
+        any_sizes=False,
+    ),
+    "flex-attention": Peer(
+        "the module's own form for torch's compiled flex_attention",
+        module=_open_flex,
+        any_sizes=False,
+    ),
+    "onnxruntime-plain": Peer("ONNX Runtime on the exporter's graph", "onnxruntime", plain_file),
+    "onnxruntime-optimizer": Peer(
+        "ONNX Runtime after onnxruntime.transformers.optimizer", "onnxruntime", _by_optimizer
+    ),
+    "ort-fusions": Peer("ONNX Runtime after onnxscript's ort_fusions", "onnxruntime", _by_fusions),
+    "openvino-plain": Peer("OpenVINO on the exporter's graph", "openvino", _wide_file),
+    "openvino-static": Peer("the same, compiled for these sizes alone", "openvino-static", _wide_file, any_sizes=False),
+    "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", plain_file),
+    "torch-tensorrt": Peer(
+        "the module through Torch-TensorRT",
+        module=_open_torch_tensorrt,
+        any_sizes=False,
+    ),
+}
+"""Those that compute in floating point, by name."""
+
+
+def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict[str, tuple[Array, Array]]:
+    """Every output of eager at a precision, and of the same weights in float64: flat, both as float64."""
+    if isinstance(module, Imported):
+        low, truth = module.eager(feeds), module.exact(feeds)
+        return {name: tuple(a.astype(np.float64).reshape(-1) for a in (low[name], truth[name])) for name in low}  # type: ignore[misc]
+    copied = at_precision(module, precision)
+    eager = run(copied, feeds, torch_dtype(precision))
+    exact = Float64(copied)(feeds)
+
+    def flat(name: str, tensor: torch.Tensor) -> Array:
+        return to_numpy(name, tensor.double()).astype(np.float64).reshape(-1)
+
+    return {name: (flat(name, eager[name]), flat(name, exact[name])) for name in eager}

@@ -1,0 +1,29 @@
+"""The peers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from attnforge.bench.contenders.peers import FLOATING
+from attnforge.bench.contenders.quantised import QUANTISED
+from attnforge.machine import cuda_devices
+
+PEERS = {**FLOATING, **QUANTISED}
+
+ON_GPU = ("onnxruntime-cuda-plain", "torch-tensorrt")
+
+
+def expanded(against: Iterable[str], every: Callable[[], Iterable[str]]) -> list[str]:
+    """The names of peers, each once, where `all` stands for those of `every`."""
+    names = [name for given in against for name in (every() if given == "all" else [given])]
+    return list(dict.fromkeys(names))
+
+
+def peers_here(precisions: Collection[str] = ()) -> list[str]:
+    """The peers that can run on a machine like this one: those on a GPU only where it has one, and those that quantise
+    only where a bundle of these precisions is quantised."""
+    return [
+        name
+        for name in PEERS
+        if (name not in ON_GPU or cuda_devices()) and (name not in QUANTISED or "int8" in precisions)
+    ]

@@ -1,0 +1,1 @@
+"""Measuring decoders: time to the first token, and of a step after it."""

@@ -1,0 +1,197 @@
+"""The least work that a model is: operations and bytes, counted in its canonical graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from math import ceil, prod
+
+import onnx_ir as ir
+
+from attnforge.bench.limits import Work
+from attnforge.export.attention.visibility import Unsized, visibility
+from attnforge.export.flops import PRODUCTS, Uncountable, attention_scores, product_flops, shape_at
+from attnforge.export.precision.assign import MOVERS
+
+SOFTMAX = 5
+"""Operations a score: compared for the maximum, less that, its exponential, added up, times the reciprocal."""
+
+PRECISIONS = {
+    ir.DataType.FLOAT: "fp32",
+    ir.DataType.FLOAT16: "fp16",
+    ir.DataType.BFLOAT16: "bf16",
+    ir.DataType.DOUBLE: "fp64",
+}
+
+READS_PART = ("Gather", "GatherElements", "GatherND", "Slice")
+"""Operators that read no more of their first input than they return."""
+
+FREE = MOVERS | {
+    *("Compress", "Constant", "ConstantOfShape", "DepthToSpace", "Dropout", "EyeLike", "GatherND", "NonZero"),
+    *("OneHot", "Range", "ReverseSequence", "ScatterElements", "ScatterND", "Shape", "Size", "SpaceToDepth", "Trilu"),
+}
+"""Operators that compute no floating-point numbers."""
+
+REDUCTIONS = frozenset({
+    *("ArgMax", "ArgMin", "AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool"),
+    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd"),
+    *("ReduceSum", "ReduceSumSquare", "TopK"),
+})  # fmt: skip
+
+ELEMENTWISE = frozenset({
+    *("Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BatchNormalization", "BitShift"),
+    *("BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos"),
+    *("Cosh", "CumProd", "CumSum", "DequantizeLinear", "Div", "Elu", "Equal", "Erf", "Exp", "Floor", "Gelu"),
+    *("Greater", "GreaterOrEqual", "GroupNormalization", "HardSigmoid", "HardSwish", "InstanceNormalization", "IsInf"),
+    *("IsNaN", "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual", "Log", "LpNormalization", "Max", "Mean"),
+    *("MeanVarianceNormalization", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow", "QuantizeLinear"),
+    *("RMSNormalization", "Reciprocal", "Relu", "Resize", "RotaryEmbedding", "Round", "Selu", "Shrink", "Sigmoid"),
+    *("Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu"),
+    *("Where", "Xor"),
+})  # fmt: skip
+
+
+def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
+    """Count the work of a model.
+
+    Attention counts the pairs of query and key that its causality and its mask are proved to leave
+    (:mod:`attnforge.export.attention.visibility`); what depends on data, such as padding, hides none of them.
+
+    Args:
+        model: canonical; every value has its shape.
+        sizes: of the symbolic dims.
+    """
+    graph, work = model.graph, Work()
+    floats, shares = _floats(graph), dict[Hashable, float]()
+    for node in graph:
+        try:
+            _count(work, model, node, floats, shares, sizes)
+        except Uncountable as reason:
+            work.uncounted.append(f"{node.name or node.op_type}: {reason}")
+
+    def total(values: Iterable[ir.Value], bytes_of: Callable[[ir.Value], int]) -> int:
+        size = 0
+        for value in values:
+            try:
+                size += bytes_of(value)
+            except Uncountable as reason:
+                work.uncounted.append(f"{value.name}: {reason}")
+        return size
+
+    constants = [node.outputs[0] for node in graph if node.op_type == "Constant"]
+    inputs = [v for v in graph.inputs if v.uses() and v.name not in graph.initializers]
+    work.weights = total((*graph.initializers.values(), *constants), lambda v: _read(v, graph, sizes))
+    work.inputs = total(inputs, lambda v: _bytes(v, v.dtype, sizes))
+    work.outputs = total(graph.outputs, lambda v: _bytes(v, v.dtype, sizes))
+    return work
+
+
+def _floats(graph: ir.Graph) -> set[ir.Value]:
+    """The values that hold floating-point numbers; a value without a type does where an operand of its node does."""
+    floats = {v for v in (*graph.inputs, *graph.initializers.values()) if v.dtype and v.dtype.is_floating_point()}
+    for node in graph:
+        reads_floats = any(v in floats for v in node.inputs) and node.op_type not in ("Shape", "Size")
+        for v in node.outputs:
+            if v.dtype.is_floating_point() if v.dtype is not None else reads_floats:
+                floats.add(v)
+    return floats
+
+
+def _count(
+    work: Work,
+    model: ir.Model,
+    node: ir.Node,
+    floats: Collection[ir.Value],
+    shares: dict[Hashable, float],
+    sizes: Mapping[str, int],
+) -> None:
+    """Add the operations of one node.
+
+    Args:
+        work: is added to.
+        model: of the node.
+        floats: the values that hold floating-point numbers.
+        shares: of all pairs those that a mask leaves, of the nodes so far; layers share their masks.
+        sizes: of the symbolic dims.
+
+    Raises:
+        Uncountable: they are not known; nothing was added.
+    """
+    op_type = node.op_type
+    if (why := _why_opaque(model, node)) is not None:
+        raise Uncountable(why)
+    if op_type in FREE and node.attributes.get_string("reduction", "none") == "none":
+        return
+    if op_type in REDUCTIONS | ELEMENTWISE and not any(v in floats for v in (*node.inputs, *node.outputs)):
+        return
+    if op_type == "Attention":
+        scores = _needed_scores(node, shares, sizes)
+        (*_, d_k), (*_, d_v) = (shape_at(value, sizes) for value in (node.inputs[0], node.inputs[2]))
+        _add_product(work, node, 2 * scores * (d_k + d_v))
+        work.others += SOFTMAX * scores
+        work.exponentials += scores
+    elif op_type in PRODUCTS:
+        _add_product(work, node, product_flops(node, sizes))
+    elif op_type in ("Softmax", "LogSoftmax"):
+        scores = prod(shape_at(node.outputs[0], sizes))
+        work.others += SOFTMAX * scores
+        work.exponentials += scores
+    elif op_type in REDUCTIONS:
+        work.others += prod(shape_at(node.inputs[0], sizes))
+    elif op_type in ELEMENTWISE:
+        work.others += prod(shape_at(node.outputs[0], sizes))
+    else:
+        raise Uncountable(f"no rule for {op_type}")
+
+
+def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[str, int]) -> int:
+    """How many scores an Attention node needs: those of the pairs that are not proved to be hidden.
+
+    Raises:
+        Uncountable: the node is not canonical, or a shape is not known.
+    """
+    scores = attention_scores(node, sizes)
+    if len(node.inputs) < 4 or node.inputs[3] is None:
+        return scores
+    (batch, heads, n_q, _), (_, _, n_k, _) = (shape_at(value, sizes) for value in node.inputs[:2])
+    key = node.inputs[3], node.attributes.get_int("is_causal", 0), n_q, n_k
+    if key not in shares:
+        try:
+            shares[key] = visibility(node).share(sizes)
+        except Unsized:
+            return scores
+    return batch * heads * round(shares[key] * n_q * n_k)
+
+
+def _why_opaque(model: ir.Model, node: ir.Node) -> str | None:
+    """Why the work of a node is hidden, or None."""
+    if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
+        return f"{node.op_type} holds graphs of its own"
+    if node.op_identifier() in model.functions:
+        return f"{node.op_type} is a function of the model"
+    return f"{node.domain}::{node.op_type} is no standard operator" if node.domain else None
+
+
+def _add_product(work: Work, node: ir.Node, flops: int) -> None:
+    dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
+    if dtype not in PRECISIONS:
+        raise Uncountable(f"a product of {str(dtype).lower() if dtype is not None else 'an unknown type'}")
+    work.products[PRECISIONS[dtype]] = work.products.get(PRECISIONS[dtype], 0) + flops
+
+
+def _bytes(value: ir.Value, dtype: ir.DataType | None, sizes: Mapping[str, int]) -> int:
+    if dtype is None or dtype == ir.DataType.STRING:
+        raise Uncountable("elements of no known size")
+    return ceil(prod(shape_at(value, sizes)) * dtype.bitwidth / 8)
+
+
+def _read(weight: ir.Value, graph: ir.Graph, sizes: Mapping[str, int]) -> int:
+    """Bytes of a weight that are read: all of it, or the gathered rows where it is used for nothing else."""
+    tensor = ir.convenience.get_const_tensor(weight)
+    if tensor is None:
+        raise Uncountable("an initializer without a value")
+    partial_reads = [
+        node for node, i in weight.uses() if i == 0 and node.op_type in READS_PART and node.graph is graph
+    ]  # a graph within may run any number of times
+    if len(partial_reads) < len(weight.uses()) or weight.is_graph_output():
+        return tensor.nbytes
+    return min(tensor.nbytes, sum(_bytes(node.outputs[0], tensor.dtype, sizes) for node in partial_reads))

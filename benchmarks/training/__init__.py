@@ -1,0 +1,1 @@
+"""Trains the weights that the package ships."""
