@@ -374,7 +374,7 @@ def test_a_full_disk_leaves_nothing(small: DeploySmall, tmp_path: Path, monkeypa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnforge.serving.writing.shutil.copyfileobj", full)
+    monkeypatch.setattr("attnforge.bundle.output.shutil.copyfileobj", full)
     with pytest.raises(BundleError, match=r"the disk of .* is full"):
         package([small("fp32")], tmp_path / "repository", QUICK)
     assert list(tmp_path.iterdir()) == []
