@@ -14,7 +14,8 @@ import os
 import re
 from pathlib import Path
 
-from attnforge.files import is_own, open_inside, write_whole
+from attnforge.atomic import write_whole
+from attnforge.files import is_own, open_inside
 from attnforge.user_key import LENGTH, code_of, is_made_by_user
 
 log = logging.getLogger("attnforge")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from attnforge.scratch import temporary_folder
+from attnforge.atomic import temporary_folder
 
 
 def command(module: str, *arguments: str) -> list[str]:

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from attnforge.atomic import Scratch
 from attnforge.files import is_own, open_regular, sha256
-from attnforge.scratch import Scratch
 
 log = logging.getLogger("attnforge")
 

@@ -12,8 +12,8 @@ import os
 import secrets
 from pathlib import Path
 
-from attnforge.files import is_own, open_regular, write_whole
-from attnforge.scratch import locked
+from attnforge.atomic import locked, write_whole
+from attnforge.files import is_own, open_regular
 
 LENGTH = 32
 """Bytes of a key, and of a code (HMAC-SHA256)."""

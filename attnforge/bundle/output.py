@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from attnforge.atomic import exchange, new_folder, remove, rename_new, write_whole
 from attnforge.bundle.reading import UNLISTED, Bundle, manifest_data, unlisted_text
 from attnforge.bundle.schema import MANIFEST, SIGNATURE, Manifest
 from attnforge.bundle.trust import signatures
 from attnforge.errors import BundleError, UsageError, first_line, shortened
-from attnforge.files import exchange, new_folder, open_inside, rename_new, sha256, write_whole
-from attnforge.scratch import remove
+from attnforge.files import open_inside, sha256
 
 _OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")
 """Files that file managers leave in folders, which nobody misses."""

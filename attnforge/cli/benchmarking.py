@@ -121,11 +121,11 @@ def bench(
             )  # fmt: skip
         return _decoded(decoded, out_file)
     _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
+    from attnforge.atomic import check_writable
     from attnforge.bench import results as files
     from attnforge.bench.compare import compare
     from attnforge.bench.page import write_page
     from attnforge.bench.plots import save_plots
-    from attnforge.files import check_writable
     from attnforge.report.render import check_page
 
     options.check_unwritten(out_file, force)

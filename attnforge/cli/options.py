@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from attnforge.atomic import check_writable
 from attnforge.errors import UsageError
-from attnforge.files import check_writable
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 BundleArgument = Annotated[Path, typer.Argument(help="Folder of a bundle.", show_default=False)]

@@ -17,11 +17,20 @@ from pathlib import Path
 
 import pytest
 
-from attnforge import files, scratch
+from attnforge import atomic
+from attnforge.atomic import (
+    Scratch,
+    check_writable,
+    exchange,
+    give_modes,
+    rename_new,
+    sweep,
+    temporary_folder,
+    write_whole,
+    written_whole,
+)
 from attnforge.bundle import MANIFEST, Bundle, check_place, writing
 from attnforge.errors import UsageError
-from attnforge.files import check_writable, exchange, give_modes, rename_new, write_whole, written_whole
-from attnforge.scratch import Scratch, sweep, temporary_folder
 
 IS_ROOT = os.getuid() == 0
 
@@ -136,7 +145,7 @@ def test_permissions_are_those_of_new_files(tmp_path: Path, mask: int, file: int
         with writing(tmp_path / "out", False) as made:
             (made / "reference").mkdir(0o700)
             (made / "reference/outputs.safetensors").touch(0o600)
-        assert files._umask() == mask
+        assert atomic._umask() == mask
     finally:
         os.umask(before)
     modes = [stat.S_IMODE(os.stat(tmp_path / "out" / name).st_mode) for name in ("", "reference")]
@@ -174,7 +183,7 @@ def test_where_the_system_cannot_exchange(
     if why == "no such call":
         monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
     else:
-        monkeypatch.setattr(files, "_renamed", lambda *args: False)
+        monkeypatch.setattr(atomic, "_renamed", lambda *args: False)
     assert not exchange(copy, copy)
     (tmp_path / "a").mkdir()
     with pytest.raises(FileExistsError):
@@ -229,7 +238,7 @@ def test_what_others_made_is_not_swept(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_scratch_folder_that_is_swept_before_it_is_held_is_made_again(
     opened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, times = scratch._lock, []
+    real, times = atomic._lock, []
 
     def late(path: Path, wait: bool) -> int | None:
         times.append(path)
@@ -241,7 +250,7 @@ def test_a_scratch_folder_that_is_swept_before_it_is_held_is_made_again(
             path.rmdir()
         return number
 
-    monkeypatch.setattr(scratch, "_lock", late)
+    monkeypatch.setattr(atomic, "_lock", late)
     held = Scratch(tmp_path, ".out.", ".partial")
     assert held.path.is_dir() and len(times) == 2
     held.remove()
@@ -306,7 +315,7 @@ def test_what_is_no_regular_file_is_not_replaced(special: Path) -> None:
 FULL = """
 import errno, resource, sys
 from pathlib import Path
-from attnforge.files import written_whole
+from attnforge.atomic import written_whole
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     with written_whole(Path(sys.argv[1])) as stream:

@@ -19,7 +19,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import attnforge
-from attnforge import files
+from attnforge import atomic
 from attnforge.bundle import SIGNATURE, WEIGHTS, Bundle, DimSpec, Engine, Manifest, TargetRecord, TensorSpec, sign
 from attnforge.cli import main
 from attnforge.errors import AttnforgeError, BundleError, SignatureError, UnavailableError, UnknownNameError, UsageError
@@ -347,7 +347,7 @@ def test_what_stands_there_is_left_as_it_is(standing: Path, small: DeploySmall, 
 def test_where_one_model_cannot_be_put_none_is(
     standing: Path, small: DeploySmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, real = contents(standing), files.rename_new
+    before, real = contents(standing), atomic.rename_new
 
     def fails_later(old: Path, new: Path) -> None:
         if new.name == "2":
