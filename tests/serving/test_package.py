@@ -476,7 +476,7 @@ def test_the_command_line(
     ]
     for words, code, message in (
         ((usual[0], "--for", "tritn", "--out", tmp_path / "x"), 2, "unknown form 'tritn'; known: polygraphy, triton"),
-        ((*usual[:4], tmp_path / "x", "--preferred", "8;9"), 2, "write numbers with commas"),
+        ((*usual[:4], tmp_path / "x", "--preferred", "8;9"), 2, "whole numbers with commas"),
         ((*usual[:4], tmp_path / "x", "--backend", "tensorrt"), 1, "no backend of Triton loads"),
     ):
         ended, _, err = run(capsys, monkeypatch, *words)
