@@ -1,10 +1,10 @@
-# `make demo` and `make test` set up all they need in .venv; nothing else is required than Python 3.11 or later and make.
+# `make demo` and `make test` set up what they need in .venv; nothing else is required than Python 3.11 or later and make.
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo test quick kill fuzz lint docs bench bench-others gpu triton wheel package clean
 
-demo: .venv/ready
+demo: .venv/demo
 	$(BIN)/python -m attnforge.demo --out build/demo
 
 # Bytecode is kept, whatever the environment says, for the workers and the processes that tests start.
@@ -68,11 +68,14 @@ wheel: .venv/ready
 package: wheel
 	$(BIN)/python tests/check_wheel.py build/wheel/*.whl
 
-.venv/ready: pyproject.toml
+# The demo needs three extras; everything else needs all of them, and the demo's are among those.
+.venv/demo: EXTRAS := data,openvino,report
+.venv/ready: EXTRAS := lint
+.venv/demo .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[lint]'
-	touch $@
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch .venv/demo $@
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -18,7 +18,7 @@ import pytest
 
 import attnforge
 from attnforge.bundle import Bundle
-from attnforge.deploy_cache import VARIABLE
+from attnforge.cache import VARIABLE
 from tests.support.bundles import DeploySmall
 
 TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6"))
