@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from attnforge.files import write_whole
+from attnforge.atomic import write_whole
 from attnforge.machine import this_machine, tool_versions
 
 RESULTS = Path("benchmarks/results")

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import Any, Literal, overload
 
+from attnforge.atomic import temporary_folder
 from attnforge.bench.calls import Caller, Calls, Yardstick, callers, check_all_cases
 from attnforge.bench.contenders.engines import Runner
 from attnforge.bench.contenders.peers import with_threads
@@ -40,7 +41,6 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.openvino import graph_of
 from attnforge.runtime.backends.registry import ON_GPU, why_not_unasked
 from attnforge.runtime.preference import by_preference
-from attnforge.scratch import temporary_folder
 
 Bundles = str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle]
 Sizes = Mapping[str, int] | Sequence[Mapping[str, int]] | None

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import typer
 
+from attnforge.atomic import write_whole
 from attnforge.bench import results
-from attnforge.files import write_whole
 from benchmarks.publish import RESULTS
 from benchmarks.suites import (
     decoding,

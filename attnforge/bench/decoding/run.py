@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.decoding.stepper import DecodingJob, Ours, Stepper
 from attnforge.bench.contenders.peers import expected, with_threads
@@ -48,7 +49,6 @@ from attnforge.runtime.backends.whole_sequences import STEPPING
 from attnforge.runtime.decoding.decoder import Step
 from attnforge.runtime.parity.budget import budget_precision, judge
 from attnforge.runtime.race import in_turns, seconds_of
-from attnforge.scratch import temporary_folder
 
 CONTEXTS = (128, 512, 1024)
 """Tokens before the timed steps, of which those are measured that the caches have places for."""
