@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import combinations
 from statistics import median
 
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.bench.interval import NORMAL, draws, lacking, percentiles, resampled_medians
+from attnforge.bench.interval import NORMAL, latency_of
 from attnforge.bench.results import Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.records import Record
 
@@ -273,19 +273,23 @@ def _share(contender: Contender) -> float:
 
 @dataclass(frozen=True)
 class _Changes:
-    """How the times of the contenders changed that both runs have of a model.
+    """How the times of the contenders changed that both runs have of a model, all as logarithms.
 
     Attributes:
         pairs: each contender before and now.
         logs: of now over before, (pairs,).
-        resamples: the same in each resample of the runs' openings and rounds, (pairs, RESAMPLES).
-        lacking: what these lack of the uncertainty where openings are few (:func:`lacking`), (pairs,).
+        below, above: how far the interval of a change reaches to either side, (pairs,).
     """
 
     pairs: list[tuple[Contender, Contender]]
     logs: Array
-    resamples: Array
-    lacking: Array
+    below: Array
+    above: Array
+
+    @property
+    def halves(self) -> Array:
+        """Half the width of each interval."""
+        return (self.below + self.above) / 2
 
     @property
     def peers(self) -> list[int]:
@@ -300,32 +304,26 @@ class _Changes:
 def _changes(before: Model, after: Model) -> _Changes:
     now = {contender.key: contender for contender in after.contenders}
     pairs = [(contender, now[contender.key]) for contender in before.contenders if contender.key in now]
-    old, new = (_sampled([pair[i] for pair in pairs], seed=i) for i in (0, 1))
-    return _Changes(pairs, new[0] - old[0], new[1] - old[1], new[2] + old[2])
+    old, new = (  # low, value and high, by contender
+        np.log(_steady_times([pair[i] for pair in pairs])).T for i in (0, 1)
+    )
+    (old_below, old_above), (new_below, new_above) = np.diff(old, axis=0), np.diff(new, axis=0)
+    return _Changes(pairs, new[1] - old[1], np.hypot(new_below, old_above), np.hypot(new_above, old_below))
 
 
-def _sampled(contenders: Sequence[Contender], seed: int) -> tuple[Array, Array, Array]:
-    """The logarithms of one run's medians, their resamples and what these lack, as :class:`_Changes` has them."""
-    logs, resamples, few = [], [], []
-    for contender, rounds in zip(contenders, _steadied(contenders), strict=True):
-        openings = tuple(contender.latency.openings)
-        logs.append(math.log(median(chain(*rounds))))
-        resamples.append(np.log(resampled_medians(rounds, draws(len(rounds), openings, seed))))
-        few.append(lacking(openings, rounds))
-    return np.array(logs), np.array(resamples), np.array(few)
-
-
-def _steadied(contenders: Sequence[Contender]) -> list[list[list[float]]]:
-    """The calls of each, by round, without what all of them took longer in a round: by the median of all.
-
-    That cancels in their ratios, and is no scatter of theirs. Without peers there are no ratios, and it stays.
-    """
-    calls = [contender.latency.rounds for contender in contenders]
-    if len({len(rounds) for rounds in calls}) != 1 or all(contender.ours for contender in contenders):
-        return calls
-    medians = np.array([[median(turn) for turn in rounds] for rounds in calls])  # (contenders, rounds)
-    longer = np.median(medians / np.median(medians, axis=1, keepdims=True), axis=0)
-    return [[[ms / by for ms in turn] for turn, by in zip(rounds, longer.tolist(), strict=True)] for rounds in calls]
+def _steady_times(contenders: Sequence[Contender]) -> Array:
+    """The time of each contender of a run without what all of them took longer in a round, with its interval,
+    (contenders, 3). That cancels in ratios to the peers, and is no scatter of theirs. Without peers there are no
+    ratios, and it stays, as where rounds do not pair."""
+    usual = np.ones(max((len(c.latency.rounds) for c in contenders), default=0))
+    if len({len(c.latency.rounds) for c in contenders}) == 1 and not all(c.ours for c in contenders):
+        medians = np.array([[median(calls) for calls in c.latency.rounds] for c in contenders])
+        usual = np.median(medians / np.median(medians, axis=1, keepdims=True), axis=0)
+    intervals = []
+    for latency in (contender.latency for contender in contenders):
+        rounds = [[ms / by for ms in calls] for calls, by in zip(latency.rounds, usual.tolist(), strict=False)]
+        intervals.append(latency_of(rounds, latency.openings).median)
+    return np.array([[interval.low, interval.value, interval.high] for interval in intervals]).reshape(-1, 3)
 
 
 def _spread(changes: Iterable[_Changes], usual: float) -> float:
@@ -339,9 +337,10 @@ def _spread(changes: Iterable[_Changes], usual: float) -> float:
     apart, explained, freedom = [], [], 0
     for change in changes:
         freedom += max(len(change.peers) - 1, 0)
+        scatter = (change.halves / NORMAL) ** 2
         for i, j in combinations(change.peers, 2):
             apart.append(abs(change.logs[i] - change.logs[j]))
-            explained.append(np.var(change.resamples[i] - change.resamples[j]) / 2)
+            explained.append((scatter[i] + scatter[j]) / 2)
     if not apart:
         return usual
     seen = max((float(np.median(apart)) / HALF_APART) ** 2 - float(np.median(explained)), 0.0)
@@ -351,7 +350,6 @@ def _spread(changes: Iterable[_Changes], usual: float) -> float:
 def _latencies(label: str, changes: _Changes, spread: float, notes: list[str]) -> list[Move]:
     """The contenders whose change, with all that is uncertain of it, is beyond the tolerance."""
     peers = changes.peers
-    drift: Array = np.median(changes.resamples[peers], axis=0) if peers else np.zeros(1)
     known = math.log(changes.drift) if changes.drift is not None else 0.0
     if changes.pairs and not peers:
         notes.append(f"{label}: no peer is in both runs, so the drift of the machine counts as the contenders' own")
@@ -360,20 +358,22 @@ def _latencies(label: str, changes: _Changes, spread: float, notes: list[str]) -
     if len(peers) > 1 and spread > TOLERANCE:
         notes.append(f"{label}: the peers' changes differ by {spread:.0%}, so smaller ones of ours do not show")
     moved = []
-    unknown = NORMAL * spread * math.sqrt(1 + MEDIAN_LOSS / max(len(peers), 1))
+    of_median = math.sqrt(MEDIAN_LOSS / max(len(peers), 1))
+    unknown = NORMAL * spread * math.hypot(1, of_median)
+    if peers:  # the scatter of the peers' median
+        unknown = math.hypot(unknown, of_median * float(np.median(changes.halves[peers])))
     for i, (was, now) in enumerate(changes.pairs):
         if peers == [i]:
             continue  # its change is the drift
-        log = percentiles(float(changes.logs[i]) - known, changes.resamples[i] - drift)
-        few = math.sqrt(changes.lacking[i])
-        low = log.value - math.hypot(log.value - log.low, unknown, few)
-        high = log.value + math.hypot(log.high - log.value, unknown, few)
+        log = float(changes.logs[i]) - known
+        low = log - math.hypot(changes.below[i], unknown)
+        high = log + math.hypot(changes.above[i], unknown)
         if low <= math.log1p(TOLERANCE) and high >= -math.log1p(TOLERANCE):
             continue
-        change = Interval(value=math.exp(log.value), low=math.exp(low), high=math.exp(high))
+        change = Interval(value=math.exp(log), low=math.exp(low), high=math.exp(high))
         moved.append(Move(
             model=label, contender=now.key, what="latency", unit="ms", before=was.latency.median.value,
-            after=now.latency.median.value, change=change, drift=changes.drift, regression=now.ours and log.value > 0,
+            after=now.latency.median.value, change=change, drift=changes.drift, regression=now.ours and log > 0,
         ))  # fmt: skip
     return moved
 
