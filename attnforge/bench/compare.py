@@ -2,9 +2,9 @@
 
 Machines are shared and drift, so a time says little on another day. A model's peers, the contenders that are not ours
 and are in both runs at the same precision, tell by how much the machine drifted: their median change is divided out of
-every time. A change is then uncertain for two reasons, which add in quadrature. Its openings and calls scatter; the
-bootstrap over both tells how much. And even equal code is not equally fast in two processes, because its memory lies
-elsewhere or something else runs; the spread of the peers' changes tells how much.
+every time. A change is then uncertain for two reasons, which add in quadrature. Its openings or rounds scatter; the
+intervals of both runs (:mod:`.interval`) tell how much. And even equal code is not equally fast in two processes,
+because its memory lies elsewhere or something else runs; the spread of the peers' changes tells how much.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.bench.interval import NORMAL, latency_of
+from attnforge.bench.interval import NORMAL, latency_of, reach
 from attnforge.bench.results import Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.records import Record
 
@@ -38,7 +38,7 @@ MEDIAN_LOSS = math.pi / 2
 """Variance of a median over that of the mean."""
 
 FEW_ROUNDS = 5
-"""Rounds below which the bootstrap's intervals are too narrow."""
+"""Rounds below which the intervals of a single opening are too narrow."""
 
 MEMORY_FACTOR, MEMORY_MIB = 1.1, 4.0
 SIZE_FACTOR, SIZE_MB = 1.02, 0.1
@@ -279,17 +279,14 @@ class _Changes:
         pairs: each contender before and now.
         logs: of now over before, (pairs,).
         below, above: how far the interval of a change reaches to either side, (pairs,).
+        variances: of the changes, by the scatter of openings or rounds, (pairs,).
     """
 
     pairs: list[tuple[Contender, Contender]]
     logs: Array
     below: Array
     above: Array
-
-    @property
-    def halves(self) -> Array:
-        """Half the width of each interval."""
-        return (self.below + self.above) / 2
+    variances: Array
 
     @property
     def peers(self) -> list[int]:
@@ -308,7 +305,9 @@ def _changes(before: Model, after: Model) -> _Changes:
         np.log(_steady_times([pair[i] for pair in pairs])).T for i in (0, 1)
     )
     (old_below, old_above), (new_below, new_above) = np.diff(old, axis=0), np.diff(new, axis=0)
-    return _Changes(pairs, new[1] - old[1], np.hypot(new_below, old_above), np.hypot(new_above, old_below))
+    errors = [(run[2] - run[0]) / 2 / reach(of.openings) for run, of in ((old, before), (new, after))]
+    reaches = np.hypot(new_below, old_above), np.hypot(new_above, old_below)
+    return _Changes(pairs, new[1] - old[1], *reaches, errors[0] ** 2 + errors[1] ** 2)
 
 
 def _steady_times(contenders: Sequence[Contender]) -> Array:
@@ -328,8 +327,7 @@ def _steady_times(contenders: Sequence[Contender]) -> Array:
 
 def _spread(changes: Iterable[_Changes], usual: float) -> float:
     """Standard deviation of the logarithm by which equal code differs between the runs, by how far apart the peers'
-    changes are, less what the scatter of their openings and calls explains. Of few openings the resamples explain too
-    little, so that it is rather too large.
+    changes are, less what the scatter of their openings or rounds explains.
 
     Args:
         usual: what is believed before any peers are seen.
@@ -337,10 +335,9 @@ def _spread(changes: Iterable[_Changes], usual: float) -> float:
     apart, explained, freedom = [], [], 0
     for change in changes:
         freedom += max(len(change.peers) - 1, 0)
-        scatter = (change.halves / NORMAL) ** 2
         for i, j in combinations(change.peers, 2):
             apart.append(abs(change.logs[i] - change.logs[j]))
-            explained.append((scatter[i] + scatter[j]) / 2)
+            explained.append((change.variances[i] + change.variances[j]) / 2)
     if not apart:
         return usual
     seen = max((float(np.median(apart)) / HALF_APART) ** 2 - float(np.median(explained)), 0.0)
@@ -358,10 +355,8 @@ def _latencies(label: str, changes: _Changes, spread: float, notes: list[str]) -
     if len(peers) > 1 and spread > TOLERANCE:
         notes.append(f"{label}: the peers' changes differ by {spread:.0%}, so smaller ones of ours do not show")
     moved = []
-    of_median = math.sqrt(MEDIAN_LOSS / max(len(peers), 1))
-    unknown = NORMAL * spread * math.hypot(1, of_median)
-    if peers:  # the scatter of the peers' median
-        unknown = math.hypot(unknown, of_median * float(np.median(changes.halves[peers])))
+    of_peers = float(changes.variances[peers].mean()) if peers else 0.0
+    unknown = NORMAL * math.sqrt(spread**2 + (spread**2 + of_peers) * MEDIAN_LOSS / max(len(peers), 1))
     for i, (was, now) in enumerate(changes.pairs):
         if peers == [i]:
             continue  # its change is the drift

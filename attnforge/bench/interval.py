@@ -1,11 +1,11 @@
 """Medians with their intervals, and exponents of growth.
 
-Intervals are at 95%, by the bootstrap (percentiles; Efron and Tibshirani 1993). Whole rounds are resampled, because the
-calls of a round share whatever else the machine was doing. Where contenders were opened several times, openings are
-drawn first, and then rounds of each drawn opening: a model opened twice has two speeds, which it keeps for as long as
-it is open (where its memory lies), and repetition is needed on the highest level that varies (Kalibera and Jones 2013).
-A few openings show too little of that variation, so intervals are widened for it (:func:`lacking`). The draws are
-seeded: the same data gives the same interval.
+Intervals are at 95%. Where contenders were opened several times, the logarithm of each opening's median, or ratio of
+medians, is one observation, with Student's t: a model opened twice has two speeds, which it keeps for as long as it is
+open (where its memory lies), and repetition is needed on the highest level that varies (Kalibera and Jones 2013). Of a
+single opening the interval is by the bootstrap (percentiles; Efron and Tibshirani 1993), and says what that instance
+does. Whole rounds are resampled, because the calls of a round share whatever else the machine was doing; for a ratio
+the same rounds of both. The draws are seeded: the same data gives the same interval.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from statistics import stdev
 
 import numpy as np
 
@@ -48,11 +49,10 @@ def latency_of(rounds: Rounds, openings: Sequence[int] = ()) -> Latency:
             more or fewer than `rounds`.
     """
     calls = np.concatenate(_checked(rounds))
-    resamples = resampled_medians(rounds, draws(len(rounds), tuple(openings)))
     return Latency(
         rounds=[[float(call) for call in calls_of_round] for calls_of_round in rounds],
         openings=list(openings) if len(openings) > 1 else [],
-        median=_widened(percentiles(float(np.median(calls)), resamples), lacking(openings, rounds)),
+        median=_interval(openings, rounds),
         min=float(calls.min()),
         p90=float(np.percentile(calls, 90)),
         p99=float(np.percentile(calls, 99)),
@@ -63,7 +63,7 @@ def latency_of(rounds: Rounds, openings: Sequence[int] = ()) -> Latency:
 def ratio_of(rounds_a: Rounds, rounds_b: Rounds, openings: Sequence[int] = ()) -> Interval:
     """The median of `a` over that of `b`, of contenders that took turns within each round.
 
-    The same openings and rounds are drawn for both, so what slows down both at once cancels.
+    What slows down both at once, in an opening or in a round, cancels.
 
     Args:
         rounds_a, rounds_b: as many of one as of the other.
@@ -72,10 +72,7 @@ def ratio_of(rounds_a: Rounds, rounds_b: Rounds, openings: Sequence[int] = ()) -
     Raises:
         UsageError: as :func:`latency_of`.
     """
-    a, b = (float(np.median(np.concatenate(_checked(rounds)))) for rounds in (rounds_a, rounds_b))
-    drawn = draws(len(rounds_a), tuple(openings))
-    ratio = percentiles(a / b, resampled_medians(rounds_a, drawn) / resampled_medians(rounds_b, drawn))
-    return _widened(ratio, lacking(openings, rounds_a, rounds_b))
+    return _interval(openings, rounds_a, rounds_b)
 
 
 def per_second(milliseconds: Interval, count: int = 1) -> Interval:
@@ -110,28 +107,37 @@ def fit_of(sizes: Sequence[float], values: Sequence[float | None]) -> Fit | None
     )
 
 
+def _interval(openings: Sequence[int], *contenders: Rounds) -> Interval:
+    """The median of a contender, or the first one's over the second one's."""
+
+    def ratio(first: int | None = None, end: int | None = None) -> float:
+        medians = [float(np.median(np.concatenate(_checked(rounds[first:end])))) for rounds in contenders]
+        return medians[0] / math.prod(medians[1:])
+
+    count, value = len(contenders[0]), ratio()
+    if openings and (min(openings) < 1 or sum(openings) != count):
+        raise UsageError(f"openings of {', '.join(map(str, openings))} rounds are not the {count} that there are")
+    if len(openings) < 2:
+        resamples = [resampled_medians(rounds, draws(count)) for rounds in contenders]
+        low, high = np.percentile(resamples[0] / np.prod(resamples[1:], axis=0), (2.5, 97.5))
+        return Interval(value=value, low=min(value, float(low)), high=max(value, float(high)))
+    logs = [math.log(ratio(first, end)) for first, end in pairwise(accumulate(openings, initial=0))]
+    half = reach(len(logs)) * stdev(logs) / math.sqrt(len(logs))
+    return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half))
+
+
+def reach(openings: int) -> float:
+    """How many standard errors an interval of so many openings reaches to either side."""
+    return _student(openings - 1) if openings > 1 else NORMAL
+
+
 # --- the bootstrap ----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def draws(rounds: int, openings: tuple[int, ...] = (), seed: int = 0) -> Array:
-    """How often each round is in each resample, (RESAMPLES, rounds). Data of different runs needs different seeds.
-
-    Args:
-        rounds: how many there are.
-        openings: how many of the rounds, in order, were of each opening. Each resample draws as many openings as there
-            are, and for every time that an opening is drawn, as many rounds as it has.
-        seed: of the random draws.
-    """
-    if openings and (min(openings) < 1 or sum(openings) != rounds):
-        raise UsageError(f"openings of {', '.join(map(str, openings))} rounds are not the {rounds} that there are")
-    random = np.random.default_rng(seed)
-    if len(openings) > 1:
-        times = random.multinomial(len(openings), np.full(len(openings), 1 / len(openings)), size=RESAMPLES)
-        drawn = np.hstack([random.multinomial(n * times[:, i], np.full(n, 1 / n)) for i, n in enumerate(openings)])
-    else:
-        drawn = random.multinomial(rounds, np.full(rounds, 1 / rounds), size=RESAMPLES)
-    drawn = drawn.astype(np.int32)
+def draws(rounds: int) -> Array:
+    """How often each of so many rounds is in each resample, (RESAMPLES, rounds)."""
+    drawn = np.random.default_rng(0).multinomial(rounds, np.full(rounds, 1 / rounds), size=RESAMPLES).astype(np.int32)
     drawn.flags.writeable = False  # the cache shares it
     return drawn
 
@@ -154,51 +160,6 @@ def resampled_medians(rounds: Rounds, drawn: Array) -> Array:
         lower, upper = np.count_nonzero(up_to < count, axis=1), np.count_nonzero(up_to <= count, axis=1)
         blocks.append((calls[lower] + calls[upper]) / 2)
     return np.concatenate(blocks)
-
-
-def lacking(openings: Sequence[int], *contenders: Rounds) -> float:
-    """What to add to the square of an interval's half-width where openings are few, for a median or a ratio of two
-    medians, both as logarithms.
-
-    Resamples of k openings show (k - 1)/k of the variance between openings, and a variance estimated from k numbers is
-    as often too small as Student's t with k - 1 degrees of freedom says. Both are corrected: t² takes the place of
-    NORMAL² (k - 1)/k, for the variance between openings beyond the scatter of their rounds.
-
-    In simulation, of ratios of two contenders whose openings differ by 3% and rounds by 1% (standard deviations),
-    intervals for 95% held the truth, with 3, 4 and 5 openings, 67%, 61% and 72% of the time where all rounds were drawn
-    as of one opening; 81%, 87% and 93% by the two stages' percentiles alone; and 94%, 96% and 97% with this. Two
-    openings tell next to nothing: 91%, by intervals that are four times as wide as those of four.
-
-    Args:
-        openings: as :func:`latency_of` has it; fewer than two tell nothing, and 0 is returned.
-        contenders: the rounds of one contender, or of the two whose ratio it is.
-    """
-    count, of_openings, explained = len(openings), [], 0.0
-    if count < 2:
-        return 0.0
-    for first, end in pairwise(accumulate(openings, initial=0)):
-        parts = [rounds[first:end] for rounds in contenders]
-        logs = [math.log(float(np.median(np.concatenate(_checked(part))))) for part in parts]
-        resamples = [np.log(resampled_medians(part, draws(end - first))) for part in parts]
-        of_openings.append(logs[0] - sum(logs[1:]))
-        explained += float(np.var(resamples[0] - sum(resamples[1:])))
-    between = max(float(np.var(of_openings, ddof=1)) / count - explained / count**2, 0.0)
-    return (_student(count - 1) ** 2 - NORMAL**2 * (count - 1) / count) * between
-
-
-def percentiles(value: float, resamples: Array) -> Interval:
-    """An estimate, with the interval that 95% of the resamples are in."""
-    low, high = np.percentile(resamples, (2.5, 97.5))
-    return Interval(value=value, low=min(value, float(low)), high=max(value, float(high)))
-
-
-def _widened(interval: Interval, by: float) -> Interval:
-    """An interval with `by` added to the square of its half-widths, all as logarithms."""
-    if not by:
-        return interval
-    value = interval.value
-    low, high = (math.hypot(math.log(value / end), math.sqrt(by)) for end in (interval.low, interval.high))
-    return Interval(value=value, low=value * math.exp(-low), high=value * math.exp(high))
 
 
 def _checked(rounds: Rounds) -> list[Array]:

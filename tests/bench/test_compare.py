@@ -77,7 +77,6 @@ def test_the_same_times_have_the_same_interval() -> None:
     rounds = np.random.default_rng(0).lognormal(0, 0.1, (12, 3)).tolist()
     assert latency_of(rounds) == latency_of(rounds)
     assert ratio_of(rounds, rounds[::-1]) == ratio_of(rounds, rounds[::-1])
-    assert (draws(12) != draws(12, seed=1)).any()
 
 
 @pytest.mark.parametrize("of_round", [0.0, 0.05], ids=["calls scatter", "rounds scatter"])
@@ -106,9 +105,10 @@ def test_the_ratio_lies_in_its_interval(by: float) -> None:
 
 def test_what_slows_down_both_cancels_in_a_ratio() -> None:
     rng, drawn = np.random.default_rng(3), draws(30)
+    others = np.random.default_rng(1).multinomial(30, np.full(30, 1 / 30), size=len(drawn))
     for _ in range(20):
         a, b = (one.tolist() for one in drifting(rng, 30, 0.05))
-        apart = resampled_medians(a, drawn) / resampled_medians(b, draws(30, seed=1))
+        apart = resampled_medians(a, drawn) / resampled_medians(b, others)
         assert width(ratio_of(a, b)) < 0.5 * math.log(np.percentile(apart, 97.5) / np.percentile(apart, 2.5))
 
 
@@ -137,16 +137,6 @@ def test_one_opening_is_as_before() -> None:
     assert (draws(12) == np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), size=len(draws(12)))).all()
     drawn = resampled_medians(a, draws(12)) / resampled_medians(b, draws(12))
     assert [ratio_of(a, b).low, ratio_of(a, b).high] == np.percentile(drawn, (2.5, 97.5)).tolist()
-
-
-@pytest.mark.parametrize("openings", [(4, 4), (3, 5, 2), (1, 1, 1, 1)])
-def test_a_resample_is_whole_openings(openings: tuple[int, ...]) -> None:
-    """As many as there are, and of each as many rounds as it has, once for every time that it was drawn."""
-    drawn = draws(sum(openings), openings)
-    parts = np.split(drawn, np.cumsum(openings)[:-1], axis=1)
-    times = np.stack([part.sum(axis=1) / of for part, of in zip(parts, openings, strict=True)])
-    assert (times == times.astype(int)).all() and (times.sum(axis=0) == len(openings)).all()
-    assert times.std(axis=1) == pytest.approx(math.sqrt(1 - 1 / len(openings)), rel=0.1)
 
 
 @pytest.mark.parametrize("openings", [3, 4, 5])
@@ -330,7 +320,7 @@ def test_a_tenth_slower_is_found(noise: Noise, least: float) -> None:
 def test_openings_that_differ_are_no_regression(openings: int) -> None:
     """Instances of equal code differ by 3% within a run; and of code that is a tenth slower by 1%, which is found."""
     names, slower = OURS[:8] + PEERS, {f"backend{i}": 1.1 for i in range(4)}
-    found, pairs = 0, 5
+    found, pairs = 0, 30
     for seed in range(pairs):
         noise = Noise(instances=0.03, openings=openings)
         before = measured(2 * seed, replace(noise, **EARLIER), names=names)
