@@ -196,7 +196,7 @@ def test_a_dear_reference_is_eager(own: Bundle, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decoding, "DEAR", 0)
     for at_hand in (True, False):
         monkeypatch.setattr(decoding, "is_at_hand", lambda job, at_hand=at_hand: at_hand)
-        results = benchmark_decoding(own, contexts=[4], rounds=1, threads=1, quick=True)
+        results = attnforge.benchmark(own, decode=True, contexts=[4], rounds=1, threads=1, quick=True)
         assert results.held_to == "eager" and results.contenders and not results.wrong
         assert not results.limits and not results.prompts
 
@@ -216,6 +216,10 @@ def test_what_cannot_be_measured_is_refused(own: Bundle, llama: Bundle, tmp_path
         benchmark_decoding(own, ["tensorrt"])
     with pytest.raises(UntrustedError):
         benchmark_decoding(llama, against=["eager-static"])
+    with pytest.raises(UsageError, match="one bundle at a time"):
+        attnforge.benchmark([own, llama], decode=True)
+    with pytest.raises(UsageError, match="batch means nothing without decode=True"):
+        attnforge.benchmark(own, batch=2)  # type: ignore[call-overload]
 
 
 def test_default_contexts_are_those_that_fit() -> None:
