@@ -7,7 +7,7 @@ import pytest
 from attnforge.bench.interval import fit_of, latency_of
 from attnforge.bench.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.machine import this_machine
-from benchmarks.suites import claims
+from benchmarks.experiments import claims
 
 
 def contender(name: str, precision: str, ms: float, ours: bool = False, picked: bool = False) -> Contender:

@@ -30,7 +30,7 @@ from attnforge.cli import app
 from attnforge.errors import UnavailableError, UnknownNameError, UntrustedError, UsageError
 from attnforge.export.graphs.saving import load_graph
 from attnforge.model.registry import build_model
-from benchmarks.suites import decoding as suite
+from benchmarks.experiments import decoding as suite
 
 pytestmark = pytest.mark.xdist_group("measure")
 

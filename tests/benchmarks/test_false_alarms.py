@@ -17,7 +17,7 @@ from attnforge.precision import precision_named
 from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
-from benchmarks.suites.false_alarms import (
+from benchmarks.experiments.false_alarms import (
     DRAWS,
     Outcome,
     draw_in_8_bits,

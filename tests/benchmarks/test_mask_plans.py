@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.suites import mask_plans
-from benchmarks.suites.mask_plans import MODELS, Attended, attended_in
-from benchmarks.suites.published import Published
+from benchmarks.experiments import mask_plans
+from benchmarks.experiments.mask_plans import MODELS, Attended, attended_in
+from benchmarks.published import Published
 
 pytest.importorskip("tensorrt_rtx")
 

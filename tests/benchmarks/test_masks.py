@@ -13,7 +13,7 @@ from attnforge.bench.contenders.registry import PEERS
 from attnforge.bench.results import Fit, Growth, Results, Series
 from attnforge.errors import UnavailableError
 from attnforge.records import Interval
-from benchmarks.suites import masks
+from benchmarks.experiments import masks
 
 
 def contender(name: str, ratio: float | None, *, ours: bool = False, wrong: str | None = None) -> dict[str, Any]:

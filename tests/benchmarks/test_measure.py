@@ -42,8 +42,8 @@ from attnforge.runtime import turns
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity import verify
 from attnforge.runtime.parity.verify import stored_inputs
+from benchmarks.experiments import pages, suite
 from benchmarks.publish import RESULTS
-from benchmarks.suites import pages, suite
 from tests.support.bundles import rewrite
 from tests.support.tiers import share
 

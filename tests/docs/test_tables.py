@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.suites import pages
-from benchmarks.suites.pages import FAULTS_PAGE, PAGES
+from benchmarks.experiments import pages
+from benchmarks.experiments.pages import FAULTS_PAGE, PAGES
 from tests.docs.pages import ROOT
 from tests.support import polygraphy
 from tests.support.faults import page as faults
@@ -25,6 +25,6 @@ def test_every_table_is_what_its_results_file_makes(tmp_path: Path, monkeypatch:
     polygraphy.refresh(tmp_path)
     for page in pages_of_tests:
         assert (tmp_path / page).read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
-            "run python -m benchmarks.suites.pages"
+            "run python -m benchmarks.experiments.pages"
         )
     assert {name for name, _ in places} >= {*pages.OTHERS, "summary", "claims", "growth-tokens", "growth-layers"}

@@ -28,8 +28,8 @@ from attnforge.runtime.parity.results import verify_results
 from attnforge.runtime.parity.verify import BackendReport
 from attnforge.scratch import temporary_folder
 from attnforge.serving.polygraphy.folder import BUDGET, BUNDLE, FLOAT64, INPUTS, package
+from benchmarks.experiments.pages import put
 from benchmarks.publish import RESULTS, where, write_figures
-from benchmarks.suites.pages import put
 from tests.support.bundles import example_of
 from tests.support.faults.bench import Bench, verified
 from tests.support.faults.catalogue import FAULTS

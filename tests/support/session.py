@@ -24,7 +24,7 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import cuda_devices
-from benchmarks.ray.cluster import local_cluster
+from benchmarks.servers.ray.cluster import local_cluster
 from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example

@@ -10,7 +10,7 @@ import pytest
 import attnforge
 from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
-from benchmarks.suites.eight_bits import sentences, tokenized
+from benchmarks.experiments.eight_bits import sentences, tokenized
 from tests.support.huggingface import minilm
 from tests.support.tiers import DRAW, share
 

@@ -1,6 +1,6 @@
 """The tables of README.md and docs/ that are made of results files.
 
-`python -m benchmarks.suites.pages` writes them anew from the files, and measures nothing; benchmarks write
+`python -m benchmarks.experiments.pages` writes them anew from the files, and measures nothing; benchmarks write
 the files.
 """
 
@@ -14,8 +14,7 @@ import typer
 
 from attnforge.bench import results
 from attnforge.files import write_whole
-from benchmarks.publish import RESULTS
-from benchmarks.suites import (
+from benchmarks.experiments import (
     decoding,
     deploy_costs,
     eight_bits,
@@ -31,6 +30,7 @@ from benchmarks.suites import (
     triton_load,
     triton_models,
 )
+from benchmarks.publish import RESULTS
 
 README, RESULTS_PAGE, FAULTS_PAGE, TRITON_PAGE, RAY_PAGE = PAGES = tuple(
     Path(name)

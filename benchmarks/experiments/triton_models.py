@@ -1,6 +1,6 @@
 """Every registered model and three of Hugging Face's, in fp32 and fp16, behind one real Triton server.
 
-`python -m benchmarks.suites.triton_models` deploys and packages them, waits until the server is ready with
+`python -m benchmarks.experiments.triton_models` deploys and packages them, waits until the server is ready with
 all of them, asks every reference case over HTTP and gRPC, holds the answers to the parity budget, and sends wrong
 requests, each followed by a right one. It writes `benchmarks/results/triton_models.json`, and exits with 1 where
 anything is wrong. No figure depends on the machine's speed.
@@ -29,11 +29,11 @@ from attnforge.scratch import temporary_folder
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import Packaged, package
 from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.triton.client import PROTOCOLS, asking, client_of
-from benchmarks.triton.server import WHEEL, Server, unpack
+from benchmarks.servers.triton.client import PROTOCOLS, asking, client_of
+from benchmarks.servers.triton.server import WHEEL, Server, unpack
 from tests.support import huggingface
 
-COMMAND = "python -m benchmarks.suites.triton_models"
+COMMAND = "python -m benchmarks.experiments.triton_models"
 
 SMALLER: dict[str, dict[str, Any]] = {
     "patch-attention": {"image_size": 32, "max_image_size": 64},

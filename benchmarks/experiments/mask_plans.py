@@ -1,6 +1,6 @@
 """What TensorRT-RTX compiles of models whose masks hide most: every site fused, and no more scores than are needed.
 
-`python -m benchmarks.suites.mask_plans` builds fp16 plans of whole models of 4,096 tokens, needs no GPU, and
+`python -m benchmarks.experiments.mask_plans` builds fp16 plans of whole models of 4,096 tokens, needs no GPU, and
 writes `benchmarks/results/mask_plans.json`. Kernels are counted in plans of dynamic and of static tokens, scores by the
 shapes of the layers' tensors in those of static ones. It ends with 1 where a limit is broken.
 """
@@ -28,11 +28,11 @@ from attnforge.machine import processors
 from attnforge.model.registry import Example
 from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
+from benchmarks.experiments.masks import SUBJECTS
 from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.suites.masks import SUBJECTS
-from benchmarks.suites.published import Published
+from benchmarks.published import Published
 
-COMMAND = "python -m benchmarks.suites.mask_plans"
+COMMAND = "python -m benchmarks.experiments.mask_plans"
 FILE = RESULTS / "mask_plans.json"
 
 TOKENS = 4096

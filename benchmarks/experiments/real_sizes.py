@@ -1,6 +1,6 @@
 """Hugging Face models at their published sizes: what deploying each costs beside torch's plain export.
 
-`python -m benchmarks.suites.real_sizes` measures every model of :mod:`.published`, and how cost grows with a
+`python -m benchmarks.experiments.real_sizes` measures every model of :mod:`.published`, and how cost grows with a
 BERT's depth and width, and writes `benchmarks/results/real_sizes.json`. Every step of every model is a process of its
 own, with a limit of time and of memory; a step that fails is a row with its reason. Results are written after every
 model, and models that are in the results file are kept: a run that was ended goes on where it was.
@@ -28,11 +28,11 @@ from attnforge.bench.interval import fit_of
 from attnforge.export.measuring import MEASURING
 from attnforge.machine import processors, tool_versions, versions
 from attnforge.report.render import markdown_table
+from benchmarks.experiments.real_sizes_steps import Order
 from benchmarks.publish import RESULTS, show, write_figures
-from benchmarks.suites.published import GROWTH, PUBLISHED, Published
-from benchmarks.suites.real_sizes_steps import Order
+from benchmarks.published import GROWTH, PUBLISHED, Published
 
-COMMAND = "python -m benchmarks.suites.real_sizes"
+COMMAND = "python -m benchmarks.experiments.real_sizes"
 GIB = 2**30
 LEAST_GROWN = 3
 """Models that an exponent is fitted to, at the least."""
@@ -105,7 +105,7 @@ def in_a_process(order: Order, seconds: float, memory: float) -> dict[str, Any]:
     """
     answer, begun, why = Path(order.answer), time.perf_counter(), None
     answer.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.suites.real_sizes_steps"]
+    command = [sys.executable, "-m", "benchmarks.experiments.real_sizes_steps"]
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True

@@ -1,6 +1,6 @@
 """A Triton server under load: requests joined and one a call, a server that is killed, a bundle that is altered.
 
-`python -m benchmarks.suites.triton_load` writes `benchmarks/results/triton_load.json`. Thirty-two clients ask
+`python -m benchmarks.experiments.triton_load` writes `benchmarks/results/triton_load.json`. Thirty-two clients ask
 for the classes of scanned digits, one image a request, of a model whose requests Triton joins and of the same model
 with one request a call, in turns on one server. Every answer is compared with that of a Session. It exits with 1 where
 a request is lost or answered wrongly; times decide nothing.
@@ -34,11 +34,11 @@ from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
 from benchmarks.load import Load
 from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.triton.client import client_of
-from benchmarks.triton.load import press
-from benchmarks.triton.server import WHEEL, Server, unpack
+from benchmarks.servers.triton.client import client_of
+from benchmarks.servers.triton.load import press
+from benchmarks.servers.triton.server import WHEEL, Server, unpack
 
-COMMAND = "python -m benchmarks.suites.triton_load"
+COMMAND = "python -m benchmarks.experiments.triton_load"
 MODEL = "patch-attention-digits"
 ALONE, JOINED = "one request a call", "requests joined"
 NAMES = {ALONE: "alone", JOINED: "joined"}

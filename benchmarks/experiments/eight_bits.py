@@ -1,6 +1,6 @@
 """Models in 8 bits beside the same in fp32 and bf16, and beside what others quantise, in one run.
 
-`python -m benchmarks.suites.eight_bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
+`python -m benchmarks.experiments.eight_bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
 quantise it, holds all to the same gate on sentences that calibrated nothing, and times all in turns. It
 writes `benchmarks/results/eight_bits.json`, and ends with 1 where a limit is broken.
 """
@@ -36,10 +36,10 @@ from attnforge.report.render import markdown_table
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.turns import race
 from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.suites.published import SENTENCES, Published
+from benchmarks.published import SENTENCES, Published
 from tests.support.huggingface import minilm
 
-COMMAND = "python -m benchmarks.suites.eight_bits"
+COMMAND = "python -m benchmarks.experiments.eight_bits"
 FILE = RESULTS / "eight_bits.json"
 
 TOKENS, BATCH = 128, 8

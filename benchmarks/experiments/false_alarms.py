@@ -1,6 +1,6 @@
 """How often `verify` rejects what is right: models drawn at random, deployed, and held to the budget.
 
-`python -m benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json`. Models are drawn
+`python -m benchmarks.experiments.false_alarms` writes `benchmarks/results/false_alarms.json`. Models are drawn
 twice: usual ones (:mod:`tests.support.random_models`), and ones whose inputs are hostile
 (:mod:`tests.support.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
 model the plan of TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
@@ -48,7 +48,7 @@ from tests.support.hostile_models import draw_hostile, make_hostile
 from tests.support.random_decoders import draw_decoder, make_decoder, places_of
 from tests.support.random_models import Recipe, draw, make
 
-COMMAND = "python -m benchmarks.suites.false_alarms"
+COMMAND = "python -m benchmarks.experiments.false_alarms"
 
 MAX_ERROR = 0.9
 """What quantising may cost a random model: whether the deployment is the quantised model is asked here, not whether

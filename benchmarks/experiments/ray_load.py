@@ -1,7 +1,7 @@
 """A Ray cluster of this machine: rows through two actors beside two plain processes, an actor and a replica that are
 killed, and bundles that nobody signed.
 
-`python -m benchmarks.suites.ray_load` writes `benchmarks/results/ray_load.json`. The rows are tiles of
+`python -m benchmarks.experiments.ray_load` writes `benchmarks/results/ray_load.json`. The rows are tiles of
 scikit-learn's photographs in Parquet; both sides read them, and predict the same batches with one thread a process, in
 turns. All outputs are compared with those of one Session to the bit, and all numbers of rows with those that were
 written. It exits with 1 where a row or a request is lost or wrong; times decide nothing.
@@ -36,12 +36,12 @@ from attnforge.serving.batching import APART
 from attnforge.serving.ray import Handle
 from benchmarks.load import Load
 from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.ray.cluster import descendants, killing, local_cluster
-from benchmarks.ray.load import press
-from benchmarks.ray.rows import busy_after, in_actors
-from benchmarks.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
+from benchmarks.servers.ray.cluster import descendants, killing, local_cluster
+from benchmarks.servers.ray.load import press
+from benchmarks.servers.ray.rows import busy_after, in_actors
+from benchmarks.servers.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
 
-COMMAND = "python -m benchmarks.suites.ray_load"
+COMMAND = "python -m benchmarks.experiments.ray_load"
 MODEL = "vit"
 SAMPLES = 64
 ACTORS = 2

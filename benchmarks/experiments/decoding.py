@@ -1,6 +1,6 @@
 """A decoder of about 100 million parameters, token by token, against every other way to decode it, held to limits.
 
-`python -m benchmarks.suites.decoding` deploys a Llama with random weights and a cache of 2,048 tokens, and
+`python -m benchmarks.experiments.decoding` deploys a Llama with random weights and a cache of 2,048 tokens, and
 times steps behind 128 and 1,024 tokens of context. It writes `benchmarks/results/decoding.json`, and ends with 1 where
 a limit is broken or the bundle's answer is wrong.
 """
@@ -25,11 +25,11 @@ from attnforge.bundle import Bundle
 from attnforge.export.sources.named import build
 from attnforge.records import Interval
 from attnforge.report.render import NOTHING, error, fixed, markdown_table, percent, places, with_interval
+from benchmarks.experiments.claims import MeasuredClaim
 from benchmarks.publish import RESULTS, show
-from benchmarks.suites.claims import MeasuredClaim
-from benchmarks.suites.published import Published
+from benchmarks.published import Published
 
-COMMAND = "python -m benchmarks.suites.decoding"
+COMMAND = "python -m benchmarks.experiments.decoding"
 FILE = RESULTS / "decoding.json"
 
 SIZES: Mapping[str, Any] = {

@@ -1,6 +1,6 @@
 """Attention of which a mask hides most, against every other way to run it, held to limits.
 
-`python -m benchmarks.suites.masks` measures attention without weights, to the last 256 tokens and causal,
+`python -m benchmarks.experiments.masks` measures attention without weights, to the last 256 tokens and causal,
 over 1,024 to 16,384 tokens, and whole models of 4,096 tokens. It writes `benchmarks/results/masks.json`, and ends with
 1 where a limit is broken.
 """
@@ -31,11 +31,11 @@ from attnforge.export.sources.named import build
 from attnforge.machine import processors
 from attnforge.model.registry import Example
 from attnforge.report.render import markdown_table
+from benchmarks.experiments.suite import measured_growth
 from benchmarks.publish import RESULTS, show
-from benchmarks.suites.published import Published
-from benchmarks.suites.suite import measured_growth
+from benchmarks.published import Published
 
-COMMAND = "python -m benchmarks.suites.masks"
+COMMAND = "python -m benchmarks.experiments.masks"
 FILE = RESULTS / "masks.json"
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
@@ -148,7 +148,7 @@ class Subject:
 _WHOLE = {"batch": 1, "tokens": EXAMPLE, "max_tokens": EXAMPLE, "dynamic": "tokens"}
 _OTHERS = ("eager", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 
-_HERE = "benchmarks.suites.masks"
+_HERE = "benchmarks.experiments.masks"
 SUBJECTS = (
     Subject(f"{_HERE}:window", {EXAMPLE: 0.30}, {EXAMPLE: PEERS}, exponents=(1.15, 1.1)),
     Subject(

@@ -1,6 +1,6 @@
 """How many attention sites are fused: by attnforge, by others' optimisers, and by TensorRT-RTX alone.
 
-`python -m benchmarks.suites.fusion` writes `benchmarks/results/fusion_coverage.json`. Every model is exported
+`python -m benchmarks.experiments.fusion` writes `benchmarks/results/fusion_coverage.json`. Every model is exported
 anew for each column: for attnforge and for TensorRT-RTX alone by torch.export at opset 23 in fp16; for ONNX Runtime's
 optimisers in fp32 by torch.export at opset 18; and for `onnxruntime.transformers.optimizer`, which was written for the
 graphs of the older exporter, by TorchScript at opset 17 as well. That optimizer is tried as every kind of model that it
@@ -40,7 +40,7 @@ from attnforge.report.render import markdown_table
 from benchmarks.publish import RESULTS, show, write_figures
 from tests.support.huggingface import build, minilm, variants
 
-COMMAND = "python -m benchmarks.suites.fusion"
+COMMAND = "python -m benchmarks.experiments.fusion"
 COLUMNS = {
     "canonical": "attnforge: canonical",
     "tensorrt_rtx": "attnforge: TensorRT-RTX kernels",

@@ -1,6 +1,6 @@
 """The standard suite: what `make bench` runs, on the CPU at hand.
 
-`python -m benchmarks.suites.suite` writes `benchmarks/results/suite.json`, a page and pictures. `--results`
+`python -m benchmarks.experiments.suite` writes `benchmarks/results/suite.json`, a page and pictures. `--results`
 names another file, of another machine, say. `--compare OLD.json` says what moved since an earlier run and exits with 1
 where something got worse.
 """
@@ -35,10 +35,10 @@ from attnforge.bundle import Bundle, Source
 from attnforge.machine import processors
 from attnforge.model.registry import build_model
 from attnforge.report.render import markdown_table
+from benchmarks.experiments import claims
 from benchmarks.publish import RESULTS
-from benchmarks.suites import claims
 
-COMMAND = "python -m benchmarks.suites.suite"
+COMMAND = "python -m benchmarks.experiments.suite"
 SUITE = RESULTS / "suite.json"
 
 

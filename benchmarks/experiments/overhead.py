@@ -1,6 +1,6 @@
 """What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
 
-`python -m benchmarks.suites.overhead` writes `benchmarks/results/overhead.json`. Bare is
+`python -m benchmarks.experiments.overhead` writes `benchmarks/results/overhead.json`. Bare is
 `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks nor allocates nor
 binds anything. The Session does all three at every call.
 """
@@ -29,7 +29,7 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.turns import in_turns, seconds_of
 from benchmarks.publish import RESULTS, show, where, write_figures
 
-COMMAND = "python -m benchmarks.suites.overhead"
+COMMAND = "python -m benchmarks.experiments.overhead"
 
 
 def main(

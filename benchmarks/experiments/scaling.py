@@ -1,6 +1,6 @@
 """How long canonicalising and lowering takes, over the number of layers.
 
-`python -m benchmarks.suites.scaling` writes `benchmarks/results/scaling.json`. The time of torch's export,
+`python -m benchmarks.experiments.scaling` writes `benchmarks/results/scaling.json`. The time of torch's export,
 which comes before, is shown beside it.
 """
 
@@ -25,7 +25,7 @@ from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
 from benchmarks.publish import RESULTS, show, write_figures
 
-COMMAND = "python -m benchmarks.suites.scaling"
+COMMAND = "python -m benchmarks.experiments.scaling"
 LAYERS = (6, 12, 24, 48)
 
 

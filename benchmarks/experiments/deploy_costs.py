@@ -1,6 +1,6 @@
 """What a deploy may cost, held to its limits on models of real size.
 
-`python -m benchmarks.suites.deploy_costs` measures, of every model of :data:`LIMITS`: torch's plain export,
+`python -m benchmarks.experiments.deploy_costs` measures, of every model of :data:`LIMITS`: torch's plain export,
 its opening and one comparison; a deploy with an empty cache; the same deploy again; and a verification. It writes
 `benchmarks/results/deploy_costs.json`. Every step is a process of its own, and a ratio is of two steps of one run.
 """
@@ -24,12 +24,12 @@ from attnforge.export.measuring import MEASURING
 from attnforge.machine import processors
 from attnforge.model.registry import Example
 from attnforge.report.render import markdown_table
+from benchmarks.experiments.real_sizes import GIB, in_a_process, peak_of
+from benchmarks.experiments.real_sizes_steps import Order
 from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.suites.published import PUBLISHED, Published
-from benchmarks.suites.real_sizes import GIB, in_a_process, peak_of
-from benchmarks.suites.real_sizes_steps import Order
+from benchmarks.published import PUBLISHED, Published
 
-COMMAND = "python -m benchmarks.suites.deploy_costs"
+COMMAND = "python -m benchmarks.experiments.deploy_costs"
 FILE = RESULTS / "deploy_costs.json"
 
 AGAIN = 1 / 3
@@ -114,7 +114,7 @@ LIMITS = (
     *(Limit(model, ratio=6) for model in _USUAL),
     *(Limit(model, tune=False, targets=("onnxruntime",), ratio=3) for model in _USUAL),
     Limit(_LLAMA, targets=("onnxruntime",), ratio=6, gib=13, verify_gib=8),
-    Limit("benchmarks.suites.deploy_costs:bare_causal_attention", targets=("onnxruntime",), seconds=60, gib=1.5),
+    Limit("benchmarks.experiments.deploy_costs:bare_causal_attention", targets=("onnxruntime",), seconds=60, gib=1.5),
 )
 
 
@@ -140,7 +140,7 @@ def main(
 
 
 def measured(limit: Limit) -> dict[str, Any]:
-    """What every step gave, as :func:`benchmarks.suites.real_sizes.in_a_process` has it."""
+    """What every step gave, as :func:`benchmarks.experiments.real_sizes.in_a_process` has it."""
     model = limit.model
     record: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
