@@ -45,15 +45,15 @@ docs: .venv/ready
 
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready
-	$(BIN)/python -m benchmarks.experiments.suite $(if $(OLD),--compare $(OLD))
-	$(BIN)/python -m benchmarks.experiments.pages
+	$(BIN)/python -m benchmarks run suite $(if $(OLD),--compare $(OLD))
+	$(BIN)/python -m benchmarks pages
 
 # What the suite leaves out: who fuses what, what the passes cost, what a Session adds.
 bench-others: .venv/ready
-	$(BIN)/python -m benchmarks.experiments.fusion
-	$(BIN)/python -m benchmarks.experiments.scaling
-	$(BIN)/python -m benchmarks.experiments.overhead
-	$(BIN)/python -m benchmarks.experiments.pages
+	$(BIN)/python -m benchmarks run fusion
+	$(BIN)/python -m benchmarks run scaling
+	$(BIN)/python -m benchmarks run overhead
+	$(BIN)/python -m benchmarks pages
 
 # On a machine with a GPU: its tests, parity and latency of every backend; without one it exits with 3.
 gpu: .venv/ready

@@ -1,36 +1,27 @@
 """What a deploy may cost, held to its limits on models of real size.
 
-`python -m benchmarks.experiments.deploy_costs` measures, of every model of :data:`LIMITS`: torch's plain export,
+`python -m benchmarks run deploy-costs` measures, of every model of :data:`LIMITS`: torch's plain export,
 its opening and one comparison; a deploy with an empty cache; the same deploy again; and a verification. It writes
 `benchmarks/results/deploy_costs.json`. Every step is a process of its own, and a ratio is of two steps of one run.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
-
-import torch
-import typer
-from rich.console import Console
-from torch import Tensor, nn
+from typing import Any
 
 from attnforge.export.measuring import MEASURING
-from attnforge.machine import processors
 from attnforge.model.registry import Example
 from attnforge.report.render import markdown_table
+from benchmarks.experiment import Claim, Experiment, not_held, where
+from benchmarks.experiments import masks
 from benchmarks.experiments.real_sizes import GIB, in_a_process, peak_of
 from benchmarks.experiments.real_sizes_steps import Order
-from benchmarks.publish import RESULTS, show, where, write_figures
 from benchmarks.published import PUBLISHED, Published
-
-COMMAND = "python -m benchmarks.experiments.deploy_costs"
-FILE = RESULTS / "deploy_costs.json"
 
 AGAIN = 1 / 3
 """Most time of a second tuned deploy of the same model, in the first one's; without the importing of libraries and the
@@ -80,20 +71,9 @@ class Limit:
         return " ".join([*options, *(f"--target {target}" for target in self.targets or ())]) or "default"
 
 
-class Causal(nn.Module):
-    """Causal attention without weights."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """Attention of (batch, heads, tokens, head size) tensors; the result is of the same shape."""
-        return {"out": nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)}
-
-
 def bare_causal_attention() -> Example:
     """Eight heads of 64 over 1 to 8,192 tokens, 4,096 in the example: the largest case has 537 million scores."""
-    tokens = torch.export.Dim("tokens", min=1, max=8192)
-    generator = torch.Generator().manual_seed(0)
-    inputs = tuple(torch.randn(1, 8, 4096, 64, generator=generator) for _ in range(3))
-    return Example(Causal(), inputs, {name: {2: tokens} for name in ("query", "key", "value")})
+    return masks.bare(is_window=False, most=8192)
 
 
 _LLAMA = Published(
@@ -118,28 +98,7 @@ LIMITS = (
 )
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
-    only: Annotated[list[str] | None, typer.Option(help="A model; repeat. The others keep their figures.")] = None,
-) -> None:
-    """Measure, write the figures after every model, and end with 1 where a limit is not kept."""
-    console = Console()
-    names = list(dict.fromkeys(limit.name for limit in LIMITS))
-    if unknown := [name for name in only or () if name not in names]:
-        raise typer.BadParameter(f"no model is called {unknown[0]!r}; there are {', '.join(names)}")
-    records: dict[str, Any] = {}
-    if only and results.is_file():
-        records = json.loads(results.read_text(encoding="utf-8"))["models"]
-    for limit in LIMITS:
-        if not only or limit.name in only:
-            console.print(f"{limit.title} …", style="dim", markup=False)
-            records[limit.title] = measured(limit)
-            write_figures(COMMAND, processors(), results, models=records)
-    show(results, table)
-    raise typer.Exit(any(_broken(limit, record) for limit, record in _pairs(records)))
-
-
-def measured(limit: Limit) -> dict[str, Any]:
+def measure(limit: Limit) -> dict[str, Any]:
     """What every step gave, as :func:`benchmarks.experiments.real_sizes.in_a_process` has it."""
     model = limit.model
     record: dict[str, Any] = {}
@@ -160,25 +119,36 @@ def measured(limit: Limit) -> dict[str, Any]:
     return record
 
 
-def _pairs(records: Mapping[str, Any]) -> list[tuple[Limit, dict[str, Any]]]:
+def _pairs(figures: Mapping[str, Any]) -> list[tuple[Limit, dict[str, Any]]]:
     """Every limit with what was measured of its model."""
-    return [(limit, records[limit.title]) for limit in LIMITS if limit.title in records]
+    return [(limit, record) for limit in LIMITS if (record := figures["models"].get(limit.title)) is not None]
 
 
-def _broken(limit: Limit, record: Mapping[str, Any]) -> list[str]:
-    """The limits that a model does not keep, each with what was measured."""
-    plain, deploy, verify = (record[step] for step in ("plain", "deploy", "verify"))
-    failed = [f"{step}: {record[step]['failed']}" for step in record if "failed" in record[step]]
-    if failed:
-        return failed
-    costs = {
-        "of the plain path's time": (deploy["seconds"] / plain["seconds"], limit.ratio),
-        "s": (deploy["seconds"], limit.seconds),
-        "GiB": (_gib(deploy), _most_gib(limit, record)),
-        "GiB of a verification": (_gib(verify), limit.verify_gib),
-        "of the first deploy's time, again": (_again(record), AGAIN if limit.tune else inf),
-    }
-    return [f"{cost:.2f} {name}, {most:.2f} at most" for name, (cost, most) in costs.items() if cost > most]
+def _failed(record: Mapping[str, Any]) -> list[str]:
+    return [f"{step}: {record[step]['failed']}" for step in record if "failed" in record[step]]
+
+
+def claims(figures: Mapping[str, Any]) -> Iterator[Claim]:
+    """Every cost that is limited, of deploys of which no step failed."""
+    for limit, record in _pairs(figures):
+        if not _failed(record):
+            plain, deploy, verify = (record[step] for step in ("plain", "deploy", "verify"))
+            costs = {
+                "the plain path's time": (deploy["seconds"] / plain["seconds"], limit.ratio),
+                "seconds": (deploy["seconds"], limit.seconds),
+                "GiB": (_gib(deploy), _most_gib(limit, record)),
+                "GiB of a verification": (_gib(verify), limit.verify_gib),
+                "the first deploy's time, again": (_again(record), AGAIN if limit.tune else inf),
+            }
+            for what, (cost, most) in costs.items():
+                if most != inf:
+                    yield Claim(f"{limit.title}: {what}", cost, most)
+
+
+def broken(figures: Mapping[str, Any]) -> list[str]:
+    """Steps that failed and limits that are not kept."""
+    failed = [f"{limit.title}: {reason}" for limit, record in _pairs(figures) for reason in _failed(record)]
+    return failed + not_held(claims(figures))
 
 
 def _again(record: Mapping[str, Any]) -> float:
@@ -204,13 +174,10 @@ def table(figures: dict[str, Any]) -> str:
         "model", "options", "deploy, s", "plain, s", "ratio", "at most", "GiB", "at most", "builder, GiB",
         "again, s", "stages, of the first's", "verify, GiB", "within the budget", "`auto` loads",
     )  # fmt: skip
-    rows, broken = [], []
-    for limit, record in _pairs(figures["models"]):
-        broken += [f"- {limit.title}: {reason}" for reason in _broken(limit, record)]
-        if not any("failed" in record[step] for step in record):
-            rows.append(_row(limit, record))
-    law = f"{len(figures['models'])} deploys, {len(broken) or 'no'} limits broken. {where(figures)}"
-    return "\n\n".join([markdown_table(header, rows, 2), law, *(["\n".join(broken)] if broken else [])])
+    rows = [_row(limit, record) for limit, record in _pairs(figures) if not _failed(record)]
+    lines = [f"- {line}" for line in broken(figures)]
+    law = f"{len(figures['models'])} deploys, {len(lines) or 'no'} limits broken. {where(figures)}"
+    return "\n\n".join([markdown_table(header, rows, 2), law, *(["\n".join(lines)] if lines else [])])
 
 
 def _row(limit: Limit, record: Mapping[str, Any]) -> list[str]:
@@ -234,5 +201,11 @@ def _row(limit: Limit, record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment(
+    "deploy_costs.json",
+    measure,
+    lambda figures: {"deploy-costs": table(figures)},
+    claims,
+    broken,
+    subjects={limit.title: limit for limit in LIMITS},
+)
