@@ -198,12 +198,13 @@ class Experiment:
         run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
         return run
 
-    def run(self, command: str, results: Path | None, only: Sequence[str] | None = None, **options: Any) -> None:
+    def run(self, command: str, results: Path | None, **options: Any) -> None:
         """Measure, write the figures, and print the tables.
 
         Raises:
             typer.Exit: with 1 where something is wrong.
         """
+        only = options.pop("only") if self.subjects else None
         kind = options.get(self.variant)
         results = results or RESULTS / (f"{Path(self.file).stem}_{kind}.json" if kind is not None else self.file)
         threads, code = options.get("threads") or self.threads(), 0
@@ -294,7 +295,7 @@ def where(figures: Mapping[str, Any]) -> str:
 def _write(measured: Measured, results: Path, command: str, threads: int, packages: Sequence[str] = ()) -> None:
     """Write a results file with the command, and with machine and versions where the figures have none."""
     if isinstance(measured, Results | DecodingResults):
-        measured.command = command
+        measured.command = measured.command or command
         text = json.dumps(to_five_digits(measured.model_dump(mode="json")), indent=1)
     else:
         tools = {**tool_versions(), **versions(packages)}

@@ -14,12 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-import attnforge
 from attnforge.bench.decoding.results import DecodingContender, DecodingResults, StepTime
 from attnforge.bench.decoding.run import benchmark_decoding
 from attnforge.bench.interval import ratio_of
 from attnforge.bundle import Bundle
-from attnforge.export.sources.named import build
 from attnforge.report.render import NOTHING, error, fixed, markdown_table, percent, places, with_interval
 from benchmarks.experiment import Claim, Experiment, claims_table, not_held, say, where
 from benchmarks.published import Published
@@ -47,7 +45,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         measured = benchmark_decoding(
             deployed(Path(folder)), against=["all"], contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds,
-            openings=openings, trust_source=True, progress=say,
+            openings=openings, trust_source=True, command="", progress=say,
         )  # fmt: skip
     measured.source = f"LlamaForCausalLM {' '.join(f'{name}={size}' for name, size in SIZES.items())}"
     return measured
@@ -67,15 +65,9 @@ def deployed(
         cache_tokens: that its caches hold.
         max_tokens: that one call of the model takes at most.
     """
-    say("deploy the decoder")
     options = {"inputs": "input_ids", "batch": 2, "max_batch": 2, "tokens": max_tokens // 2, "max_tokens": max_tokens}
     llama = Published("llama-100m", "decoder", "LlamaForCausalLM", sizes, options)
-    example, source = build(llama.source(folder), options, None)
-    module, args, shapes = example
-    return attnforge.deploy(
-        module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=llama.name, tune=False, cache=False,
-        source=source, cache_tokens=cache_tokens,
-    )  # fmt: skip
+    return llama.deployed(folder, tune=False, cache_tokens=cache_tokens)
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------

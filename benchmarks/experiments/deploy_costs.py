@@ -21,7 +21,7 @@ from benchmarks.experiment import Claim, Experiment, not_held, where
 from benchmarks.experiments import masks
 from benchmarks.experiments.real_sizes import GIB, in_a_process, peak_of
 from benchmarks.experiments.real_sizes_steps import Order
-from benchmarks.published import PUBLISHED, Published
+from benchmarks.published import CALLABLE, PUBLISHED, Published
 
 AGAIN = 1 / 3
 """Most time of a second tuned deploy of the same model, in the first one's; without the importing of libraries and the
@@ -36,7 +36,7 @@ class Limit:
     """The most that deploying one model may cost.
 
     Attributes:
-        model: a published one, or the name of a callable as :func:`attnforge.export.sources.named.build` takes it.
+        model: a published one, or a callable.
         tune: whether deploying measures forms and backends.
         targets: None for all that a machine without a GPU can build.
         ratio: time of a deploy, in the plain path's.
@@ -46,7 +46,7 @@ class Limit:
         verify_gib: memory of a verification.
     """
 
-    model: Published | str
+    model: Published
     tune: bool = True
     targets: tuple[str, ...] | None = None
     ratio: float = inf
@@ -55,14 +55,9 @@ class Limit:
     verify_gib: float = inf
 
     @property
-    def name(self) -> str:
-        """The model's."""
-        return self.model.name if isinstance(self.model, Published) else self.model.rpartition(":")[2]
-
-    @property
     def title(self) -> str:
         """Model and options."""
-        return f"{self.name}, {self.how}"
+        return f"{self.model.name}, {self.how}"
 
     @property
     def how(self) -> str:
@@ -84,6 +79,7 @@ _LLAMA = Published(
     },
     {"tokens": 64, "max_tokens": 64},
 )  # fmt: skip
+_BARE = Published("bare_causal_attention", CALLABLE, "benchmarks.experiments.deploy_costs:bare_causal_attention")
 _USUAL = [
     model
     for model in PUBLISHED
@@ -94,20 +90,19 @@ LIMITS = (
     *(Limit(model, ratio=6) for model in _USUAL),
     *(Limit(model, tune=False, targets=("onnxruntime",), ratio=3) for model in _USUAL),
     Limit(_LLAMA, targets=("onnxruntime",), ratio=6, gib=13, verify_gib=8),
-    Limit("benchmarks.experiments.deploy_costs:bare_causal_attention", targets=("onnxruntime",), seconds=60, gib=1.5),
+    Limit(_BARE, targets=("onnxruntime",), seconds=60, gib=1.5),
 )
 
 
 def measure(limit: Limit) -> dict[str, Any]:
     """What every step gave, as :func:`benchmarks.experiments.real_sizes.in_a_process` has it."""
-    model = limit.model
     record: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         order = Order(
             step="",
-            model=model.source(folder) if isinstance(model, Published) else model,
-            options=dict(model.options) if isinstance(model, Published) else {},
+            model=limit.model.source(folder),
+            options=dict(limit.model.options),
             bundle=str(folder / "bundle"),
             answer=str(folder / "answer.json"),
             tune=limit.tune,
@@ -185,7 +180,7 @@ def _row(limit: Limit, record: Mapping[str, Any]) -> list[str]:
     builders = [child["memory"] for name, child in deploy["children"].items() if name != MEASURING]
     most = f"{limit.seconds:.0f} s" if limit.ratio == inf else f"{limit.ratio:.0f}"
     return [
-        limit.name,
+        limit.model.name,
         limit.how,
         *(f"{step['seconds']:.1f}" for step in (deploy, plain)),
         f"{deploy['seconds'] / plain['seconds']:.2f}",

@@ -29,15 +29,16 @@ from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
 from benchmarks.experiment import Claim, Experiment, where
 from benchmarks.experiments.masks import SUBJECTS
-from benchmarks.published import Published
+from benchmarks.published import CALLABLE, Published
 
 TOKENS = 4096
 MOST_OF_NEEDED, MOST_OF_ALL = 1.3, 0.65
 """Scores of a window, of those that are needed; of causal attention, of all n²."""
 
-_MISTRAL = next(s.model for s in SUBJECTS if isinstance(s.model, Published) and s.name.startswith("Mistral"))
+_WHOLE = [subject.model for subject in SUBJECTS if subject.model.kind != CALLABLE]
+_MISTRAL = next(model for model in _WHOLE if model.name.startswith("Mistral"))
 MODELS = (
-    *(subject.model for subject in SUBJECTS if isinstance(subject.model, Published)),
+    *_WHOLE,
     replace(
         _MISTRAL,
         name="Llama, 12 layers, causal",

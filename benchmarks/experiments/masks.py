@@ -19,20 +19,17 @@ import torch
 import typer
 from torch import Tensor, nn
 
-import attnforge
 from attnforge.bench import results as files
 from attnforge.bench.experiment import Experiment as Bench
 from attnforge.bench.results import Growth, Model, Results
 from attnforge.bench.run import finished, new_results
 from attnforge.bench.run import measure as measure_bundles
 from attnforge.bench.tables import growth_table
-from attnforge.bundle import Bundle
-from attnforge.export.sources.named import build
 from attnforge.machine import processors
 from attnforge.model.registry import Example
 from benchmarks.experiment import RESULTS, Claim, Experiment, chosen_of, claims_table, say, where
 from benchmarks.experiments.suite import measured_growth
-from benchmarks.published import Published
+from benchmarks.published import CALLABLE, Published
 
 FILE = RESULTS / "masks.json"
 
@@ -124,23 +121,18 @@ class Subject:
     """What is measured, and its limits.
 
     Attributes:
-        model: a published one, or the name of a callable as :func:`attnforge.export.sources.named.build` takes it.
+        model: a published one, or a callable.
         ratios: by the number of tokens, the most of the fastest peer's time that `auto` may take.
         peers: by the number of tokens.
         exponents: the most of time and memory over tokens; None where growth is not measured.
         extra_mib: the most that a call may add at the most tokens.
     """
 
-    model: Published | str
+    model: Published
     ratios: Mapping[int, float]
     peers: Mapping[int, Sequence[str]]
     exponents: tuple[float, float] | None = None
     extra_mib: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The model's."""
-        return self.model.name if isinstance(self.model, Published) else self.model.rpartition(":")[2]
 
 
 _WHOLE = {"batch": 1, "tokens": EXAMPLE, "max_tokens": EXAMPLE, "dynamic": "tokens"}
@@ -148,9 +140,9 @@ _OTHERS = ("eager", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 
 _HERE = "benchmarks.experiments.masks"
 SUBJECTS = (
-    Subject(f"{_HERE}:window", {EXAMPLE: 0.30}, {EXAMPLE: PEERS}, exponents=(1.15, 1.1)),
+    Subject(Published("window", CALLABLE, f"{_HERE}:window"), {EXAMPLE: 0.30}, {EXAMPLE: PEERS}, exponents=(1.15, 1.1)),
     Subject(
-        f"{_HERE}:causal",
+        Published("causal", CALLABLE, f"{_HERE}:causal"),
         {EXAMPLE: 0.70, 16384: 0.65},
         {EXAMPLE: PEERS, 16384: IN_TORCH},
         exponents=(inf, 1.1),
@@ -182,15 +174,16 @@ def measure(
 ) -> Iterator[Results]:
     """The times of every subject, and how time and memory grow; all figures so far after each."""
     start = time.perf_counter()
-    chosen = chosen_of((subject.name for subject in SUBJECTS), only)
+    chosen = chosen_of((subject.model.name for subject in SUBJECTS), only)
     measured = new_results("", processors(), say, with_ceilings=False)
     if only and FILE.is_file():
         before = files.read(FILE)
+        measured.command = before.command
         measured.models = [model for model in before.models if model.name not in chosen]
         measured.growth = [growth for growth in before.growth if growth.model not in chosen]
-    for subject in (subject for subject in SUBJECTS if subject.name in chosen):
+    for subject in (subject for subject in SUBJECTS if subject.model.name in chosen):
         with tempfile.TemporaryDirectory() as folder:
-            bundle = deployed(subject, Path(folder))
+            bundle = subject.model.deployed(Path(folder))
             bench = Bench(
                 [bundle], None, (), rounds, processors(), throughput=False, starts=False, memory=False, cases=False,
                 trust_source=True, seconds=120, progress=say,
@@ -207,18 +200,6 @@ def measure(
         yield finished(measured, start)
 
 
-def deployed(subject: Subject, folder: Path) -> Bundle:
-    """The bundle of a subject, deployed as `attnforge deploy` does."""
-    say(f"deploy {subject.name}")
-    model = subject.model
-    name, options = (model.source(folder), model.options) if isinstance(model, Published) else (model, {})
-    example, source = build(name, dict(options), None)
-    module, args, shapes = example
-    return attnforge.deploy(
-        module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=subject.name, cache=False, source=source
-    )
-
-
 # --- what came out ----------------------------------------------------------------------------------------------------
 
 
@@ -227,10 +208,10 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
     measured = Results.model_validate(figures)
     for subject in SUBJECTS:
         for model in measured.models:
-            if model.name == subject.name:
+            if model.name == subject.model.name:
                 yield from _ratio(model, subject.ratios[model.sizes["tokens"]])
         for growth in measured.growth:
-            if growth.model == subject.name and subject.exponents is not None:
+            if growth.model == subject.model.name and subject.exponents is not None:
                 yield from _growth(growth, subject)
 
 
@@ -250,10 +231,10 @@ def _growth(growth: Growth, subject: Subject) -> Iterator[Claim]:
     laws = zip(("time", "memory"), (series.time, series.memory), subject.exponents, strict=True)
     for what, law, most in laws:
         if law is not None and most != inf:
-            yield Claim(f"{subject.name}: p of {what} ~ tokensᵖ", law.exponent.value, most)
+            yield Claim(f"{subject.model.name}: p of {what} ~ tokensᵖ", law.exponent.value, most)
     last = series.extra_mib[-1] if series.extra_mib else None
     if subject.extra_mib is not None and last is not None:
-        of = f"{subject.name}, {TOKENS[-1]:,} tokens"
+        of = f"{subject.model.name}, {TOKENS[-1]:,} tokens"
         yield Claim(f"{of}: MiB that a call adds", last, subject.extra_mib)
 
 

@@ -58,6 +58,18 @@ def test_figures_are_written_and_only_some_are_taken_anew(squares: Path, capsys:
     assert json.loads(squares.with_name("other.json").read_bytes())["command"].endswith("other.json")
 
 
+def test_an_option_only_of_its_own(squares: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(only: list[str] | None = None, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        yield {"models": only}
+        raise typer.Exit(1)
+
+    whole = Experiment("squares.json", chosen, lambda figures: {"squares": ""}, variant="kind")
+    monkeypatch.setattr(experiment, "experiment_of", lambda name: whole)
+    assert ended_with(["--only", "b", "--kind", "of"]) == 1
+    written = json.loads(squares.with_name("squares_of.json").read_bytes())
+    assert written["models"] == ["b"] and written["command"].endswith("overhead --only b --kind of")
+
+
 def test_a_wrong_option_or_name_is_refused(squares: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended_with(["--tims", "3"]) == 2 and ended_with(["--only", "c"]) == 2
     assert "there are a, ab" in capsys.readouterr().err
