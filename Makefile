@@ -1,27 +1,22 @@
-# `make demo` and `make test` set up all they need in .venv; nothing else is required than Python 3.11 or later and make.
+# `make demo` and `make test` set up what they need in .venv; nothing else is required than Python 3.11 or later and make.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all kill fuzz lint docs bench bench-others gpu triton wheel package clean
+.PHONY: demo test quick kill fuzz lint docs bench bench-others gpu triton wheel package clean
 
-demo: .venv/ready
+demo: .venv/demo
 	$(BIN)/python -m attnforge.demo --out build/demo
 
-# Bytecode is kept, whatever the environment says, for the workers and the sixty processes that tests start.
+# Bytecode is kept, whatever the environment says, for the workers and the processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
-# The draw of the tests, which is another one with each commit; it is printed, and DRAW=NUMBER repeats it.
-DRAW ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
-
-# Every test function but thirteen and those of one server, Ray or Triton; of large catalogues with a part of their
-# members: a fifth of the idioms and of the registered models, a quarter of the faults, for example
-# (tests/support/tiers.py). 25 draws in a row have all members, and all functions but four.
+# Every test.
 test: .venv/ready .venv/triton
-	ATTNFORGE_DRAW=$(DRAW) $(PYTEST)
-
-# All of the tests.
-test-all: .venv/ready .venv/triton
 	$(PYTEST)
+
+# Those that deploy nothing: bundles that are kept in tests/golden, graphs and formulas.
+quick: .venv/ready
+	$(PYTEST) -m "not slow"
 
 # Processes that write bundles, deploy and rebuild, killed at two hundred random moments: each time the old or the new
 # bundle is whole.
@@ -73,11 +68,14 @@ wheel: .venv/ready
 package: wheel
 	$(BIN)/python tests/check_wheel.py build/wheel/*.whl
 
-.venv/ready: pyproject.toml
+# The demo needs three extras; everything else needs all of them, and the demo's are among those.
+.venv/demo: EXTRAS := data,openvino,report
+.venv/ready: EXTRAS := lint
+.venv/demo .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[lint]'
-	touch $@
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch .venv/demo $@
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -1,7 +1,7 @@
 """Processes that attnforge starts of itself: they import nothing from the folder that the user stands in.
 
 `python -m` puts the current folder first on the path of imports, so a `json.py` that lies there would run. A child is
-started with `-P`, which leaves it out, and in a folder of its own.
+started with `-P`, which leaves it out, and in a folder of its own (:func:`attnforge.atomic.temporary_folder`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-
-from attnforge.scratch import temporary_folder
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -45,15 +42,7 @@ def environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def end_with_parent() -> None:
     """Let Linux end this process with the one that started it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 _PR_SET_PDEATHSIG = 1
-
-
-@contextmanager
-def own_folder() -> Iterator[str]:
-    """An empty folder for a child to stand in, removed where the block ends, or by a later process."""
-    with temporary_folder() as folder:
-        yield str(folder)

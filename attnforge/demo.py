@@ -25,9 +25,9 @@ from torch import Tensor
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.atomic import write_whole
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import UnavailableError
-from attnforge.files import write_whole
 from attnforge.input_files import image_to_input
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model

@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
+from attnforge.atomic import written_whole
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import InputError, first_line, shortened
-from attnforge.files import written_whole
 
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 

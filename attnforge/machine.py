@@ -76,11 +76,7 @@ def this_machine(gpus: bool = True) -> Machine:
 
 def processors() -> int:
     """How many processors this process may run on, or fewer where a container's quota is for fewer at once."""
-    try:
-        count = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        count = os.cpu_count() or 1
-    return max(1, math.ceil(min(count, cpu_quota())))
+    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota())))
 
 
 def cpu_quota(root: Path = Path("/")) -> float:

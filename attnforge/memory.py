@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,17 +14,11 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 def peak() -> int:
     """Bytes that this process had in memory at its peak, since the last :func:`reset_peak` or else since it began.
 
-    Linux tells it of the process alone (`VmHWM`). Elsewhere it is `ru_maxrss`, which never falls and which a process
-    may inherit from the one that started it, so it is an upper bound; 0 where the system has neither.
+    The kernel tells it of the process alone (`VmHWM`). Where a container hides that, it is `ru_maxrss`, which never
+    falls and which a process may inherit from the one that started it, so it is an upper bound.
     """
-    if (size := _told(_STATUS, "VmHWM:")) is not None:
-        return size
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
+    size = _told(_STATUS, "VmHWM:")
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if size is None else size
 
 
 def resident() -> int | None:

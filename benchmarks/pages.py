@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from attnforge.files import write_whole
+from attnforge.atomic import write_whole
 from benchmarks.experiment import MODULES, RESULTS, experiment_of
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import CANONICAL, Bundle, Choice, Manifest, Wrong
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.decoding.whole import whole_graph
@@ -20,7 +21,6 @@ from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, librar
 from attnforge.runtime.cases import run_of_example
 from attnforge.runtime.choose import why_dropped
 from attnforge.runtime.parity.verify import References, unproved
-from attnforge.scratch import temporary_folder
 
 CHECKING = "check backends"
 """The name of the stage."""

@@ -24,7 +24,7 @@ from attnforge.bundle import (
     write_manifest,
     writing,
 )
-from attnforge.deploy_cache import DeployCache
+from attnforge.cache import DeployCache
 from attnforge.errors import WrongError
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.attention.roles import note_roles
@@ -117,7 +117,7 @@ def deploy(
             `auto` then loads here. Without it rules choose, and the same module gives the same bundle everywhere.
         force: overwrite a bundle at `out`; the old one stays whole until the new one is.
         cache: take TensorRT plans, reference outputs and what was measured from an earlier deploy of the same model on
-            this machine, and keep them for the next one (:mod:`attnforge.deploy_cache`).
+            this machine, and keep them for the next one (:mod:`attnforge.cache`).
         source: the manifest's record of how to make the module again; by default its class or file.
         cache_tokens: make a step of a decoder of a causal model that takes `(batch, tokens, …)` alone: the bundle's
             graphs take the next tokens and a cache of this many keys and values for every attention site

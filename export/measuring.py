@@ -18,8 +18,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import Bundle, Choice, Cost, Manifest, SessionSettings, write_manifest
-from attnforge.children import command, end_with_parent, environment, own_folder
+from attnforge.children import command, end_with_parent, environment
 from attnforge.errors import BuildError
 from attnforge.memory import peak
 from attnforge.progress import Progress
@@ -76,7 +77,7 @@ def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
     start = time.perf_counter()
     target = manifest.targets.get("onnxruntime")
     left = SECONDS - sum(record.tuning.seconds for record in manifest.targets.values() if record.tuning is not None)
-    with own_folder() as cwd, tempfile.TemporaryFile("w+") as errors:
+    with temporary_folder() as cwd, tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
             command(__name__, str(folder.absolute()), str(left)),
             stdout=subprocess.PIPE, stderr=errors, text=True, cwd=cwd, env=environment(),

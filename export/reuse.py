@@ -23,7 +23,7 @@ from attnforge.bundle import (
     Manifest,
     SessionSettings,
 )
-from attnforge.deploy_cache import DeployCache
+from attnforge.cache import DeployCache
 from attnforge.export.lowering.tuning import FormChoice
 from attnforge.export.reference import Data, ReferenceModel
 from attnforge.export.tensorrt.process import Answer, Request

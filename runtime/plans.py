@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import log
 
 from attnforge.bundle import PORTABLE, Bundle, Engine, Range
+from attnforge.cache import code_of, is_made_by_user
 from attnforge.errors import InputError
-from attnforge.user_key import code_of, is_made_by_user
 
 
 def profile_for(profiles: Sequence[Mapping[str, Range]], sizes: Mapping[str, int]) -> int:

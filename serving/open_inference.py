@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attnforge.arrays import BFLOAT16, Array
+from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.errors import InputError, RunError, first_line, shortened
 
 DATATYPES = {
@@ -78,7 +78,7 @@ def document_of(model: str, outputs: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def _tensor(name: str, array: Array) -> dict[str, Any]:
-    numbers = array.astype(np.float32) if array.dtype == BFLOAT16 else array
+    numbers = without_bfloat16(array)
     if not np.isfinite(numbers).all():
         raise RunError(f"output {name!r} has NaN or infinity, which JSON cannot hold; ask by a handle of Ray Serve")
     kind = DATATYPES[array.dtype.name]

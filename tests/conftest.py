@@ -8,8 +8,6 @@ import os
 
 import pytest
 
-from tests.support.tiers import DRAW
-
 pytest_plugins = ["pytester"]
 
 os.environ["RAY_metrics_report_interval_ms"] = "1000"  # noqa: SIM112  (a test waits for them)
@@ -26,8 +24,3 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, {allowed[int(worker[2:]) % len(allowed)]})
     if not config.pluginmanager.has_plugin("dsession"):
         config.pluginmanager.register(importlib.import_module("tests.support.session"))
-
-
-def pytest_report_header() -> str:
-    """The number by which a draw is repeated."""
-    return "all tests" if DRAW is None else f"draw {DRAW} of the tests: ATTNFORGE_DRAW={DRAW} repeats it"

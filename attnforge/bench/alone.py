@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.engines import ENGINES, Runner, Setup, open_backend
 from attnforge.bench.results import Cold, MemoryUse
 from attnforge.bundle import Bundle, DimSpec
@@ -28,7 +29,6 @@ from attnforge.children import command, end_with_parent, environment
 from attnforge.memory import peak, reset_peak
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
-from attnforge.scratch import temporary_folder
 
 TIMEOUT = 300
 """Seconds that a process may take."""

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from attnforge.atomic import write_whole
 from attnforge.bench.limits import Ceilings
 from attnforge.bench.results import Contender, Fit, Growth, Model, Results, Series, precisions
 from attnforge.bench.tables import Measure
-from attnforge.files import write_whole
 from attnforge.report.charts import (
     BLUE,
     GREY,

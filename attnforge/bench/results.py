@@ -13,9 +13,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from attnforge.atomic import write_whole
 from attnforge.bench.limits import Ceilings, Limit, Work
 from attnforge.errors import UsageError
-from attnforge.files import write_whole
 from attnforge.machine import Machine
 from attnforge.records import Interval as Interval
 from attnforge.records import Record

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.contenders.registry import ON_GPU as GPU_PEERS
 from attnforge.bench.contenders.registry import PEERS, expanded, peers_here
@@ -38,7 +39,6 @@ from attnforge.runtime.backends.openvino import graph_of
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_unasked
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.preference import by_preference
-from attnforge.scratch import temporary_folder
 
 ROUNDS, OPENINGS = 20, 3
 

@@ -1,110 +1,55 @@
-"""The bundle: a folder that holds a deployed model (:mod:`.store`), and the manifest beside it (:mod:`.schema`)."""
+"""The bundle: a folder that holds a deployed model (:mod:`.reading`, :mod:`.output`), and the manifest in it
+(:mod:`.schema`)."""
 
-from attnforge.bundle.fields import MOST_THREADS
-from attnforge.bundle.schema import (
-    CANONICAL,
-    FLAVOURS,
-    MANIFEST,
-    NEXT,
-    OPENVINO,
-    PLAIN,
-    PORTABLE,
-    REFERENCE_EXAMPLE,
-    REFERENCE_OUTPUTS,
-    SCHEMA_VERSION,
-    SIGNATURE,
-    TOKENIZER,
-    WEIGHTS,
-    CacheSpec,
-    Case,
-    Choice,
-    Cost,
-    Decoding,
-    DimSpec,
-    Engine,
-    Kind,
-    Manifest,
-    Masks,
-    Mixed,
-    PlainPlan,
-    Quantised,
-    QuantisedProduct,
-    Range,
-    Region,
-    SessionSettings,
-    Source,
-    TargetRecord,
-    TensorSpec,
-    Tuning,
-    Wrong,
-    graph_tensors,
-)
-from attnforge.bundle.store import (
-    TRUSTED,
-    Bundle,
-    Trusted,
-    check_place,
-    open_bundle,
-    place_of,
-    sign,
-    unlisted_text,
-    used,
-    write_manifest,
-    writing,
-)
-from attnforge.certificate import Certificate, SiteRecord, SiteTarget, Unfused
-
-__all__ = [
-    "CANONICAL",
-    "FLAVOURS",
-    "MANIFEST",
-    "MOST_THREADS",
-    "NEXT",
-    "OPENVINO",
-    "PLAIN",
-    "PORTABLE",
-    "REFERENCE_EXAMPLE",
-    "REFERENCE_OUTPUTS",
-    "SCHEMA_VERSION",
-    "SIGNATURE",
-    "TOKENIZER",
-    "TRUSTED",
-    "WEIGHTS",
-    "Bundle",
-    "CacheSpec",
-    "Case",
-    "Certificate",
-    "Choice",
-    "Cost",
-    "Decoding",
-    "DimSpec",
-    "Engine",
-    "Kind",
-    "Manifest",
-    "Masks",
-    "Mixed",
-    "PlainPlan",
-    "Quantised",
-    "QuantisedProduct",
-    "Range",
-    "Region",
-    "SessionSettings",
-    "SiteRecord",
-    "SiteTarget",
-    "Source",
-    "TargetRecord",
-    "TensorSpec",
-    "Trusted",
-    "Tuning",
-    "Unfused",
-    "Wrong",
-    "check_place",
-    "graph_tensors",
-    "open_bundle",
-    "place_of",
-    "sign",
-    "unlisted_text",
-    "used",
-    "write_manifest",
-    "writing",
-]
+from attnforge.bundle.fields import MOST_THREADS as MOST_THREADS
+from attnforge.bundle.output import check_place as check_place
+from attnforge.bundle.output import place_of as place_of
+from attnforge.bundle.output import sign as sign
+from attnforge.bundle.output import write_manifest as write_manifest
+from attnforge.bundle.output import writing as writing
+from attnforge.bundle.reading import Bundle as Bundle
+from attnforge.bundle.reading import open_bundle as open_bundle
+from attnforge.bundle.reading import unlisted_text as unlisted_text
+from attnforge.bundle.reading import used as used
+from attnforge.bundle.schema import CANONICAL as CANONICAL
+from attnforge.bundle.schema import FLAVOURS as FLAVOURS
+from attnforge.bundle.schema import MANIFEST as MANIFEST
+from attnforge.bundle.schema import NEXT as NEXT
+from attnforge.bundle.schema import OPENVINO as OPENVINO
+from attnforge.bundle.schema import PLAIN as PLAIN
+from attnforge.bundle.schema import PORTABLE as PORTABLE
+from attnforge.bundle.schema import REFERENCE_EXAMPLE as REFERENCE_EXAMPLE
+from attnforge.bundle.schema import REFERENCE_OUTPUTS as REFERENCE_OUTPUTS
+from attnforge.bundle.schema import SCHEMA_VERSION as SCHEMA_VERSION
+from attnforge.bundle.schema import SIGNATURE as SIGNATURE
+from attnforge.bundle.schema import TOKENIZER as TOKENIZER
+from attnforge.bundle.schema import WEIGHTS as WEIGHTS
+from attnforge.bundle.schema import CacheSpec as CacheSpec
+from attnforge.bundle.schema import Case as Case
+from attnforge.bundle.schema import Choice as Choice
+from attnforge.bundle.schema import Cost as Cost
+from attnforge.bundle.schema import Decoding as Decoding
+from attnforge.bundle.schema import DimSpec as DimSpec
+from attnforge.bundle.schema import Engine as Engine
+from attnforge.bundle.schema import Kind as Kind
+from attnforge.bundle.schema import Manifest as Manifest
+from attnforge.bundle.schema import Masks as Masks
+from attnforge.bundle.schema import Mixed as Mixed
+from attnforge.bundle.schema import PlainPlan as PlainPlan
+from attnforge.bundle.schema import Quantised as Quantised
+from attnforge.bundle.schema import QuantisedProduct as QuantisedProduct
+from attnforge.bundle.schema import Range as Range
+from attnforge.bundle.schema import Region as Region
+from attnforge.bundle.schema import SessionSettings as SessionSettings
+from attnforge.bundle.schema import Source as Source
+from attnforge.bundle.schema import TargetRecord as TargetRecord
+from attnforge.bundle.schema import TensorSpec as TensorSpec
+from attnforge.bundle.schema import Tuning as Tuning
+from attnforge.bundle.schema import Wrong as Wrong
+from attnforge.bundle.schema import graph_tensors as graph_tensors
+from attnforge.bundle.trust import TRUSTED as TRUSTED
+from attnforge.bundle.trust import Trusted as Trusted
+from attnforge.certificate import Certificate as Certificate
+from attnforge.certificate import SiteRecord as SiteRecord
+from attnforge.certificate import SiteTarget as SiteTarget
+from attnforge.certificate import Unfused as Unfused

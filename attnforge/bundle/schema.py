@@ -149,7 +149,7 @@ class Engine(StoredRecord):
         activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
             where the builder does not say.
         profiles: the optimization profiles, each the range of every symbol; the first is all that the inputs may be.
-        code: of the user who built it (`attnforge.user_key`), in hexadecimal: for that user, `auto` loads the plan.
+        code: of the user who built it (`attnforge.cache`), in hexadecimal: for that user, `auto` loads the plan.
     """
 
     file: FileName

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from attnforge.cli import ending, terminal
+from attnforge.cli.answers import answering
 from attnforge.cli.benchmarking import bench
 from attnforge.cli.bundles import diagnose, inspect, run, sign, verify
 from attnforge.cli.deploying import deploy
@@ -52,7 +53,7 @@ class _Command(TyperCommand):
 
 
 for command in (models, deploy, run, generate, verify, diagnose, bench, inspect, sign, package, doctor):
-    app.command(cls=_Command)(command)
+    app.command(cls=_Command)(answering(command))
 
 
 @app.callback(invoke_without_command=True)

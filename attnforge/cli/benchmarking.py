@@ -12,8 +12,9 @@ import typer
 
 import attnforge
 from attnforge.cli import options, printing
+from attnforge.cli.answers import Answer
 from attnforge.cli.options import Backends, Json, TrustedKeys
-from attnforge.cli.terminal import print_json, say, say_path, stages_shown
+from attnforge.cli.terminal import say, say_path, stages_shown
 from attnforge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def bench(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the results, the page and the plots.")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Measure a bundle's backends, and peers, side by side in one run. Only ratios mean anything elsewhere.
 
     A contender is held to the parity budget before it is timed: a wrong answer has no time. Ours, and peers that are as
@@ -118,14 +119,13 @@ def bench(
                 rounds=rounds, openings=openings, threads=threads, quick=quick, trust_source=trust_source,
                 trusted=trusted, command=command, progress=progress,
             )  # fmt: skip
-        _tell(decoded, out_file, as_json)
-        return
+        return _decoded(decoded, out_file)
     _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
+    from attnforge.atomic import check_writable
     from attnforge.bench import results as files
     from attnforge.bench.compare import compare
     from attnforge.bench.page import write_page
     from attnforge.bench.plots import save_plots
-    from attnforge.files import check_writable
     from attnforge.report.render import check_page
 
     options.check_unwritten(out_file, force)
@@ -159,16 +159,17 @@ def bench(
         write_page(results, html, force=force, compared=compared)
     if plots is not None:
         save_plots(results, plots)
-    if as_json:
-        print_json(results.model_dump(mode="json") | ({"compared": differences.model_dump()} if differences else {}))
-    else:
+
+    def view() -> None:
         printing.print_results(results)
         for line in compared:
             say(line)
         for file in filter(None, (out_file, html, plots)):
             say_path("written", file)
-    if not _holds(results, backend or ()) or (differences is not None and differences.regressions):
-        raise typer.Exit(1)
+
+    document = results.model_dump(mode="json") | ({"compared": differences.model_dump()} if differences else {})
+    slower = differences is not None and bool(differences.regressions)
+    return Answer(document, view, _holds(results, backend or ()) and not slower)
 
 
 def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
@@ -182,21 +183,21 @@ def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
             raise UsageError(f"{name} means nothing {where}; {instead}")
 
 
-def _tell(results: DecodingResults, out_file: Path | None, as_json: bool) -> None:
-    """Write and print what was measured; exits with 1 where a backend of the bundle's is wrong, or none was timed."""
+def _decoded(results: DecodingResults, out_file: Path | None) -> Answer:
+    """Write what was measured; it does not hold where a backend of the bundle's is wrong, or none was timed."""
     from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
     from attnforge.bench.decoding import results as files
 
     if out_file is not None:
         files.write(results, out_file)
-    if as_json:
-        print_json(results.model_dump(mode="json"))
-    else:
+
+    def view() -> None:
         printing.print_decoding(results)
         if out_file is not None:
             say_path("written", out_file)
-    if results.best is None or results.wrong.keys() - DECODING_PEERS.keys():
-        raise typer.Exit(1)
+
+    holds = results.best is not None and not results.wrong.keys() - DECODING_PEERS.keys()
+    return Answer(results.model_dump(mode="json"), view, holds)
 
 
 def _holds(results: Results, named: Sequence[str]) -> bool:

@@ -10,8 +10,9 @@ import typer
 
 import attnforge
 from attnforge.cli import printing
+from attnforge.cli.answers import Answer
 from attnforge.cli.options import Backends, BundleArgument, Json, TrustedKeys, check_unwritten
-from attnforge.cli.terminal import answer, print_json, say_path, stages_shown
+from attnforge.cli.terminal import say_path, stages_shown
 from attnforge.errors import UsageError
 
 
@@ -29,7 +30,7 @@ def run(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the outputs.")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Run a bundle on files and write its outputs.
 
     An image becomes a batch of one with values from 0 to 1, in the channels the model takes, resized to the size it
@@ -54,11 +55,13 @@ def run(
         name: {"shape": list(a.shape), "dtype": a.dtype.name, "finite": bool(np.isfinite(a.astype(np.float64)).all())}
         for name, a in outputs.items()
     }
-    if as_json:
-        print_json({"backend": session.backend, "seconds": seconds, "outputs": described, "written": str(out_file)})
-    else:
+    document = {"backend": session.backend, "seconds": seconds, "outputs": described, "written": str(out_file)}
+
+    def view() -> None:
         printing.print_outputs(described)
         say_path(f"ran on {session.backend} in {1e3 * seconds:.1f} ms; written to", out_file)
+
+    return Answer(document, view)
 
 
 def verify(
@@ -79,7 +82,7 @@ def verify(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the page.")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Hold every backend that this machine can run to the parity budget, against eager in float64.
 
     Needs the bundle alone: no torch, no source. Exits with 1 where a backend misses the budget or none could run.
@@ -110,14 +113,13 @@ def verify(
 
             progress(f"write {html}")
             write_page(report, attnforge.Bundle(bundle, trusted=trusted), html, force=force)
-    if as_json:
-        print_json(report.model_dump() | ({"page": str(html)} if html is not None else {}))
-    else:
+
+    def view() -> None:
         printing.print_report(report)
         if html is not None:
             say_path("page", html)
-    if not report.passed:
-        raise typer.Exit(1)
+
+    return Answer(report.model_dump() | ({"page": str(html)} if html is not None else {}), view, report.passed)
 
 
 def diagnose(
@@ -131,7 +133,7 @@ def diagnose(
     ] = None,
     trusted: TrustedKeys = None,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Say where a deployment first goes wrong, and why: which rewrite, or which tensor at which precision.
 
     Needs the bundle alone. Exits with 1 where a backend fails verification, a graph is not the function that it was
@@ -143,18 +145,16 @@ def diagnose(
     with stages_shown(as_json) as progress:
         progress(f"diagnose {bundle}")
         diagnosis = attnforge.diagnose(bundle, backend, case=case, out=out_folder, trusted=trusted)
-    answer(as_json, diagnosis.model_dump(), lambda: printing.print_diagnosis(diagnosis))
-    if not diagnosis.healthy:
-        raise typer.Exit(1)
+    return Answer(diagnosis.model_dump(), lambda: printing.print_diagnosis(diagnosis), diagnosis.healthy)
 
 
-def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json = False) -> None:
+def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json = False) -> Answer:
     """Show what a bundle holds, and what became of every attention site.
 
     Example: `attnforge inspect vit-fp16 --json`
     """
     opened = attnforge.Bundle(bundle, trusted=trusted)
-    answer(as_json, printing.summary(opened), lambda: printing.print_bundle(opened))
+    return Answer(printing.summary(opened), lambda: printing.print_bundle(opened))
 
 
 def sign(
@@ -162,7 +162,7 @@ def sign(
     key: Annotated[Path, typer.Option("--key", help="A .pem file with a private key of an elliptic curve.")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite a signature.")] = False,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Sign a bundle, so that others can tell whose it is: writes `model.sig` into it.
 
     `openssl ecparam -name prime256v1 -genkey -noout -out my.key` makes a key, and `openssl ec -in my.key -pubout -out
@@ -171,4 +171,4 @@ def sign(
     Example: `attnforge sign vit-fp16 --key my.key`
     """
     file = attnforge.sign(bundle, key, force=force)
-    answer(as_json, {"bundle": str(bundle), "signature": str(file)}, lambda: say_path("signed", file))
+    return Answer({"bundle": str(bundle), "signature": str(file)}, lambda: say_path("signed", file))

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from attnforge.cli import printing
+from attnforge.cli.answers import Answer
 from attnforge.cli.options import Json, archives, pairs, ranges
-from attnforge.cli.terminal import answer, stages_shown
+from attnforge.cli.terminal import stages_shown
 from attnforge.errors import UnfusedError, plain
 
 
@@ -108,7 +109,7 @@ def deploy(
         bool, typer.Option("--keep-wrong", help="Write the bundle even if no backend computes what the model does.")
     ] = False,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Export a model, lower it for every target and write a bundle.
 
     The callable of package.module:function returns `(module, args, dynamic_shapes)`. It runs with all your rights, and
@@ -190,4 +191,4 @@ def deploy(
                 printing.print_sites(error.certificate)
             raise
     document = {"bundle": str(bundle.path), **printing.summary(bundle)}
-    answer(as_json, document, lambda: printing.print_bundle(bundle))
+    return Answer(document, lambda: printing.print_bundle(bundle))

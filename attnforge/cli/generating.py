@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 import attnforge
-from attnforge.cli.options import BundleArgument, Json, TrustedKeys
-from attnforge.cli.terminal import out, print_json, say
+from attnforge.cli.answers import Answer
+from attnforge.cli.options import BundleArgument, Json, TrustedKeys, whole_numbers
+from attnforge.cli.terminal import out, say
 from attnforge.errors import UsageError, plain
 
 MOST = 64
@@ -34,7 +35,7 @@ def generate(
     backend: Annotated[str, typer.Option("--backend", "-b", help="auto, or a backend by name.")] = "auto",
     trusted: TrustedKeys = None,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Let a decoder go on with a text, and print its tokens as they come.
 
     The bundle was deployed with --cache-tokens. Without a tokenizer, tokens are given and printed as ids.
@@ -55,10 +56,10 @@ def generate(
     sampler = Sampler(temperature, top_k, top_p, seed)
     with attnforge.load(bundle, backend, trusted=trusted) as session:
         tokenizer = Tokenizer(session.bundle) if text is not None else None
-        prompt = _numbers("--ids", ids) if tokenizer is None else tokenizer.ids(text or "")
+        prompt = whole_numbers(ids or "", "--ids") if tokenizer is None else tokenizer.ids(text or "")
         if not prompt:
             raise UsageError("the prompt has no token; give a longer text")
-        ends = None if stop is None else _numbers("--stop", stop)
+        ends = None if stop is None else whole_numbers(stop, "--stop")
         if max_new_tokens is None:
             decoding = session.bundle.manifest.decoding
             room = decoding.places - len(prompt) + 1 if decoding is not None else MOST
@@ -89,30 +90,19 @@ def generate(
             out.print()
         seconds = time.perf_counter() - start
     rate = (len(chosen) - 1) / (seconds - first) if seconds > first and len(chosen) > 1 else None
-    if as_json:
-        print_json(
-            {
-                "backend": session.backend,
-                "prompt": prompt,
-                "tokens": chosen,
-                "text": tokenizer.text([*prompt, *chosen]) if tokenizer is not None else None,
-                "seconds_to_first_token": first,
-                "tokens_per_second": rate,
-            }
-        )
-    else:
-        speed = f", then {rate:.1f} tokens a second" if rate is not None else ""
-        say(f"{len(chosen)} tokens on {session.backend}; the first after {1e3 * first:.0f} ms{speed}", "dim")
+    document = {
+        "backend": session.backend,
+        "prompt": prompt,
+        "tokens": chosen,
+        "text": tokenizer.text([*prompt, *chosen]) if tokenizer is not None else None,
+        "seconds_to_first_token": first,
+        "tokens_per_second": rate,
+    }
+    speed = f", then {rate:.1f} tokens a second" if rate is not None else ""
+    told = f"{len(chosen)} tokens on {session.backend}; the first after {1e3 * first:.0f} ms{speed}"
+    return Answer(document, lambda: say(told, "dim"))
 
 
 def plain_text(text: str) -> str:
     """A text of a model as a terminal may show it: lines end, and nothing steers."""
     return "\n".join(plain(line) for line in text.split("\n"))
-
-
-def _numbers(option: str, text: str | None) -> list[int]:
-    """Whole numbers, given with commas between them."""
-    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
-    if wrong := [part for part in parts if not part.isdecimal() or len(part) > 18]:
-        raise UsageError(f"{option} has {wrong[0][:40]!r}; give whole numbers with commas between them, as 1,2,3")
-    return [int(part) for part in parts]

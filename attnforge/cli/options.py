@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from attnforge.atomic import check_writable
 from attnforge.errors import UsageError
-from attnforge.files import check_writable
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 BundleArgument = Annotated[Path, typer.Argument(help="Folder of a bundle.", show_default=False)]
@@ -65,6 +65,18 @@ def sizes(text: str) -> dict[str, int]:
         if not value.isdecimal():
             raise UsageError(f"size {name} is {value!r}; give a number")
     return {name: int(value) for name, value in values.items()}
+
+
+def whole_numbers(text: str, flag: str) -> list[int]:
+    """Whole numbers, given with commas between them, as `1,2,3`.
+
+    Raises:
+        UsageError: one is none; the message names the flag.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if wrong := [part for part in parts if not part.isdecimal() or len(part) > 18]:
+        raise UsageError(f"{flag} has {wrong[0][:40]!r}; give whole numbers with commas between them, as 1,2,3")
+    return [int(part) for part in parts]
 
 
 def archives(paths: Iterable[Path]) -> list[Path]:

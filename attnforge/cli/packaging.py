@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnforge.cli.options import Json, TrustedKeys
-from attnforge.cli.terminal import print_json, say, say_path, stages_shown
+from attnforge.cli.answers import Answer
+from attnforge.cli.options import Json, TrustedKeys, whole_numbers
+from attnforge.cli.terminal import say, say_path, stages_shown
 from attnforge.errors import UsageError, check_known
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def package(
     ] = None,
     trusted: TrustedKeys = None,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Write bundles as models that a server serves: a Triton model repository, whole or not at all. Or write one as
     what Polygraphy compares with: inputs, float64 outputs, and a function that holds results to the bundle's budget.
 
@@ -89,28 +90,29 @@ def package(
             source = context.get_parameter_source(parameter.name or "")
             if parameter.name not in OF_ALL and source is not None and source.name == "COMMANDLINE":
                 raise UsageError(f"{parameter.opts[0]} is Triton's; leave it out for polygraphy")
-        _for_polygraphy(bundle, out_folder, trusted, as_json)
-        return
+        return _for_polygraphy(bundle, out_folder, trusted, as_json)
     from attnforge.serving.triton.options import Packaging
     from attnforge.serving.triton.repository import package as package_for_triton
 
     if version is None and out_folder.exists():
         raise UsageError(f"{out_folder} exists; choose another folder, or say which version is added (--version 2)")
     options = Packaging(
-        backend, 1 if version is None else version, session, threads, max_batch, _numbers(preferred),
+        backend, 1 if version is None else version, session, threads, max_batch,
+        None if preferred is None else tuple(whole_numbers(preferred, "--preferred")),
         max_delay, instances, kind, server_tensorrt,
     )  # fmt: skip
     with stages_shown(as_json) as progress:
         models = package_for_triton(bundle, out_folder, options, name=name, trusted=trusted, progress=progress)
-    if as_json:
-        print_json({"repository": str(out_folder), "models": [model.model_dump() for model in models]})
-        return
-    for model in models:
-        _print(model)
-    say_path("repository", out_folder)
+
+    def view() -> None:
+        for model in models:
+            _print(model)
+        say_path("repository", out_folder)
+
+    return Answer({"repository": str(out_folder), "models": [model.model_dump() for model in models]}, view)
 
 
-def _for_polygraphy(bundles: list[Path], out_folder: Path, trusted: list[Path] | None, as_json: bool) -> None:
+def _for_polygraphy(bundles: list[Path], out_folder: Path, trusted: list[Path] | None, as_json: bool) -> Answer:
     from attnforge.serving.polygraphy.folder import package as package_for_polygraphy
 
     if len(bundles) > 1:
@@ -118,21 +120,13 @@ def _for_polygraphy(bundles: list[Path], out_folder: Path, trusted: list[Path] |
     with stages_shown(as_json) as progress:
         progress(f"package {bundles[0]}")
         packaged = package_for_polygraphy(bundles[0], out_folder, trusted=trusted)
-    if as_json:
-        print_json(packaged.model_dump())
-        return
-    for name, command in packaged.commands.items():
-        say_path(f"hold {name} to the budget of {len(packaged.cases)} cases", command)
-    say_path("written to", out_folder)
 
+    def view() -> None:
+        for name, command in packaged.commands.items():
+            say_path(f"hold {name} to the budget of {len(packaged.cases)} cases", command)
+        say_path("written to", out_folder)
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise UsageError(f"--preferred is {text!r}; write numbers with commas between them, as 8,16")
-    return tuple(int(part) for part in parts)
+    return Answer(packaged.model_dump(), view)
 
 
 def _print(model: Packaged) -> None:

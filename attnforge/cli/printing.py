@@ -13,17 +13,9 @@ from attnforge.report.render import by_reason, error, interval, percent, rounded
 from attnforge.version import __version__
 
 if TYPE_CHECKING:
-    from attnforge.bench.decoding.results import DecodingContender, DecodingResults
-    from attnforge.bench.results import Contender, Model, Results
-    from attnforge.bundle import (
-        Bundle,
-        Certificate,
-        Manifest,
-        Quantised,
-        QuantisedProduct,
-        SiteRecord,
-        TargetRecord,
-    )
+    from attnforge.bench.decoding.results import DecodingResults
+    from attnforge.bench.results import Contender, Environment, Model, Results
+    from attnforge.bundle import Bundle, Certificate, Manifest, Quantised, QuantisedProduct, SiteRecord, TargetRecord
     from attnforge.certificate import SiteMask
     from attnforge.export.diagnosis.diagnose import Diagnosis
     from attnforge.runtime.parity.verify import Report
@@ -42,7 +34,7 @@ def print_models(models: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def print_examination(report: Mapping[str, Any]) -> None:
-    """Print what :func:`attnforge.doctor.examine` says of this machine."""
+    """Print what this machine can build and run, and why not the rest."""
     say(f"attnforge {__version__}, Python {report['python']}, {report['machine']}")
     rows = [
         (f"{what} {name}", "[green]yes[/]" if reason is None else "[yellow]no[/]", escape(reason or ""))
@@ -317,15 +309,25 @@ def print_results(results: Results) -> None:
     """Print what a benchmark measured, one table a model."""
     for model in results.models:
         _print_model(model)
-    about = results.environment
+    _print_environment(results.environment)
+
+
+def _print_environment(about: Environment) -> None:
     say(f"{about.threads} threads; {about.machine.processor}; {about.machine.processors} processors", "dim")
 
 
+def _turns(measured: Model | DecodingResults) -> str:
+    """`20 rounds in 3 openings`."""
+    return f"{measured.rounds} rounds" + (f" in {measured.openings} openings" if measured.openings > 1 else "")
+
+
+def _contender(name: str, ours: bool) -> str:
+    return f"{'[bold]' if ours else '[dim]'}{escape(name)}[/]"
+
+
 def _print_model(model: Model) -> None:
-    turns = f"{model.rounds} rounds" + (f" in {model.openings} openings" if model.openings > 1 else "")
-    out.print(
-        f"[bold]{escape(model.name)}[/] at {escape(sizes_text(model.sizes, 'fixed sizes'))}, {turns}", soft_wrap=True
-    )
+    at = escape(sizes_text(model.sizes, "fixed sizes"))
+    out.print(f"[bold]{escape(model.name)}[/] at {at}, {_turns(model)}", soft_wrap=True)
     titles = ("median\nms", "95%", "p99", "ratio", "of\nlimit", "error", "start\ns", "extra\nMiB")
     ordered = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
     print_table(
@@ -347,7 +349,7 @@ def _contender_row(contender: Contender) -> tuple[str, ...]:
     latency, cold, memory = contender.latency, contender.cold, contender.memory
     marks = (" ←" if contender.picked else "") + (" †" if contender.wrong_in is not None else "")
     return (
-        f"{'[bold]' if contender.ours else '[dim]'}{escape(contender.key)}[/]{marks}",
+        f"{_contender(contender.key, contender.ours)}{marks}",
         rounded(latency.median.value),
         interval(latency.median),
         rounded(latency.p99),
@@ -365,20 +367,18 @@ def _contender_row(contender: Contender) -> tuple[str, ...]:
 def print_decoding(results: DecodingResults) -> None:
     """Print how a bundle and its peers decode: a table for every context, then first tokens and memory."""
     samples = "" if results.batch == 1 else f", {results.batch} samples at once"
-    turns = f"{results.rounds} rounds" + (f" in {results.openings} openings" if results.openings > 1 else "")
-    out.print(f"[bold]{escape(results.model)}[/] {results.precision}{samples}, {turns}", soft_wrap=True)
+    out.print(f"[bold]{escape(results.model)}[/] {results.precision}{samples}, {_turns(results)}", soft_wrap=True)
     titles = ("ms a\ntoken", "95%", "tokens\na second", "ratio", "of\nlimit", "error")
     for context in results.contexts:
         timed = [(step, c) for c in results.contenders if (step := c.at(context)) is not None]
         timed.sort(key=lambda pair: pair[0].latency.median.value)
-        limit = results.limits.get(context)
-        said = (
-            "" if limit is None else f"; a copy of the bytes of a step takes {rounded(limit.latency.median.value)} ms"
-        )
-        say(f"behind {context:,} tokens{said}")
+        said = f"behind {context:,} tokens"
+        if (limit := results.limits.get(context)) is not None:
+            said += f"; a copy of the bytes of a step takes {rounded(limit.latency.median.value)} ms"
+        say(said)
         rows = [
             (
-                _decoding_name(contender),
+                _contender(contender.name, contender.ours),
                 rounded(step.latency.median.value),
                 interval(step.latency.median),
                 rounded(step.per_second.value),
@@ -396,12 +396,7 @@ def print_decoding(results: DecodingResults) -> None:
             say(f"{contender.name}: {note}", "dim")
     say_reasons(results.skipped, "{} did not run", "dim")
     say(f"logits held to {results.held_to}; ratios are to the bundle's own", "dim")
-    about = results.environment
-    say(f"{about.threads} threads; {about.machine.processor}; {about.machine.processors} processors", "dim")
-
-
-def _decoding_name(contender: DecodingContender) -> str:
-    return f"{'[bold]' if contender.ours else '[dim]'}{escape(contender.name)}[/]"
+    _print_environment(results.environment)
 
 
 def _print_first_tokens(results: DecodingResults) -> None:
@@ -410,7 +405,7 @@ def _print_first_tokens(results: DecodingResults) -> None:
     say("milliseconds to the first token, by tokens of the prompt, and bytes that a step adds")
     rows = [
         (
-            _decoding_name(contender),
+            _contender(contender.name, contender.ours),
             *(rounded(first.latency.median.value) for first in contender.first_tokens),
             "" if contender.growth is None else f"{contender.growth:,.0f}",
         )

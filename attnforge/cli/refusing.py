@@ -11,9 +11,9 @@ from typing import Any
 import typer
 from rich.text import Text
 
+from attnforge.atomic import FULL
 from attnforge.cli import ending, terminal
 from attnforge.errors import AttnforgeError, UnfusedError, UsageError, plain, shortened
-from attnforge.files import FULL
 
 
 def told(error: BaseException) -> int:

@@ -8,7 +8,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,14 +57,6 @@ def print_json(document: Any) -> None:
     global _printed
     _printed = True
     print(json.dumps(_finite(document), indent=2, allow_nan=False))
-
-
-def answer(as_json: bool, document: Any, show: Callable[[], object]) -> None:
-    """Print what a command found: with `--json` its document, else what `show` prints for people."""
-    if as_json:
-        print_json(document)
-    else:
-        show()
 
 
 def _finite(value: Any) -> Any:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnforge.atomic import check_writable, write_whole
 from attnforge.errors import UnavailableError, UsageError
-from attnforge.files import check_writable, write_whole
 from attnforge.numbers import scientific
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import first_line
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
-from attnforge.scratch import temporary_folder
 from attnforge.serving.batching import APART
 from attnforge.serving.ray import Handle
 from benchmarks.experiment import Claim, Experiment, say, where

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnforge.bundle import Source
-from attnforge.deploy_cache import VARIABLE
+from attnforge.cache import VARIABLE
 from attnforge.errors import CaptureError, first_line
 from attnforge.memory import peak
 from attnforge.records import Record

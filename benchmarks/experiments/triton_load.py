@@ -21,11 +21,11 @@ import typer
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
-from attnforge.scratch import temporary_folder
 from attnforge.serving.batching import APART
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Packaging

@@ -19,13 +19,13 @@ from tritonclient.utils import InferenceServerException
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import Bundle
 from attnforge.errors import RunError
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.report.render import markdown_table
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import Run, hold, stored_inputs
-from attnforge.scratch import temporary_folder
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import Packaged, package
 from benchmarks.experiment import Claim, Experiment, say, where

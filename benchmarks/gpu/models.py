@@ -89,7 +89,7 @@ class Large:
             item: where sites that are fused and refusals of builders go.
             wanted: compute capabilities for TensorRT-RTX's plan; by default those that worked when it was tried.
         """
-        from attnforge.deploy_cache import DeployCache
+        from attnforge.cache import DeployCache
         from attnforge.export.certificate import certify
         from attnforge.export.graphs.saving import Shelf
         from attnforge.export.reuse import Reuse

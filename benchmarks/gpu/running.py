@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnforge.files import write_whole
+from attnforge.atomic import write_whole
 from attnforge.machine import cuda_devices
 from benchmarks.gpu.conclusions import claims
 from benchmarks.gpu.gpu_page import page

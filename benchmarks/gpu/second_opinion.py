@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from attnforge.arrays import BFLOAT16
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import Bundle
-from attnforge.children import environment, own_folder
+from attnforge.children import environment
 from attnforge.errors import RunError, UnavailableError
 from attnforge.machine import compute_capability
 from attnforge.runtime.parity.results import verify_results
@@ -98,7 +99,7 @@ def judged(
     if not held.exists():
         package(bundle, held)
     files = [str(held / BUNDLE / model), *runner, "--load-inputs", str(held / INPUTS), "--save-outputs", str(results)]
-    with own_folder() as folder:
+    with temporary_folder() as folder:
         done = subprocess.run(
             [sys.executable, "-P", "-c", POLYGRAPHY, "run", *files],
             env=environment({**variables, "POLYGRAPHY_AUTOINSTALL_DEPS": "0"}),

@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import CANONICAL, FLAVOURS, Bundle, TargetRecord, write_manifest
 from attnforge.errors import UnavailableError
 from attnforge.export.decoding.whole import whole_graph
@@ -21,7 +22,6 @@ from attnforge.export.tensorrt import build as engine
 from attnforge.files import sha256
 from attnforge.runtime.backends.registry import WITHOUT_TARGET
 from attnforge.runtime.session import load
-from attnforge.scratch import temporary_folder
 
 
 def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:

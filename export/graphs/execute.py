@@ -17,13 +17,13 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NotImplemented_
 
 from attnforge.arrays import Array, is_floating
+from attnforge.atomic import temporary_folder
 from attnforge.errors import first_line
 from attnforge.export.graphs.float64 import NoDoublePath, to_double
 from attnforge.export.graphs.parts import part_of
 from attnforge.export.graphs.saving import SHELVED, save
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LARGE, cast_input, cast_output, round_results
 from attnforge.runtime.backends.onnxruntime import session_options
-from attnforge.scratch import temporary_folder
 
 BFLOAT16 = ir.DataType.BFLOAT16
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import onnx_ir as ir
@@ -107,7 +109,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     copied = at_precision(module, precision)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
-    with quiet(), torch.no_grad(), as_written():
+    with quiet(), torch.no_grad(), as_written(), _kept_registry():
         try:
             answers = [named_outputs(copied(*(arg.clone() for arg in cast))) for _ in range(2)]
         except (RuntimeError, IndexError) as error:
@@ -144,6 +146,40 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     outputs = [spec_of(value, output_dims(value, inputs)) for value in model.graph.outputs]
     _forget_graphs()
     return Captured(model, copied, cast, inputs, outputs, precision, program.exported_program)
+
+
+@contextmanager
+def _kept_registry() -> Iterator[None]:
+    """Keep the exporter's table of ONNX functions from one export of this process to the next: torch makes it anew each
+    time, which is a quarter of a small export.
+
+    The table is private to torch. A version that keeps it elsewhere exports as it does without this.
+    """
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        from_torchlib = vars(ONNXRegistry)["from_torchlib"]
+    except (ImportError, KeyError):
+        yield
+        return
+    kept = staticmethod(partial(_registry, ONNXRegistry.from_torchlib))
+    ONNXRegistry.from_torchlib = kept  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ONNXRegistry.from_torchlib = from_torchlib  # type: ignore[method-assign]
+
+
+def _registry(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
+    """A copy of the table for a version of the opset, since whoever exports with operators of their own adds to it."""
+    registry = copy(_made_once(make, *args, **kwargs))
+    registry.functions = {operator: [*known] for operator, known in registry.functions.items()}
+    return registry
+
+
+@cache
+def _made_once(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
+    return make(*args, **kwargs)
 
 
 def _forget_graphs() -> None:

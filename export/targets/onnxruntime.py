@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime as ort
 
+from attnforge.atomic import is_full
 from attnforge.bundle import TargetRecord, Tuning
 from attnforge.errors import BuildError
 from attnforge.export.graphs.qdq import products_between
@@ -16,7 +17,6 @@ from attnforge.export.lowering.integers import KERNELS
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.targets.target import Built, Finish, Job
-from attnforge.files import is_full
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.cases import sizes_at

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import Cost, Engine, Range, TensorSpec
 from attnforge.children import command, environment
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
@@ -26,7 +27,6 @@ from attnforge.export.graphs.qdq import Between, rounding_of
 from attnforge.export.tensorrt.process import Answer, Layer, Request
 from attnforge.runtime.cases import sizes_at
 from attnforge.runtime.plans import own_code
-from attnforge.scratch import temporary_folder
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ import logging
 import os
 
 from attnforge import cache
+from attnforge.atomic import locked, write_whole
 from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, SIGNATURE, Bundle, Certificate, Engine, Trusted
 from attnforge.errors import BundleError, ReplacedError, SignatureError, UnavailableError
 from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
-from attnforge.files import write_whole
 from attnforge.machine import compute_capability, cuda_devices, device_name
 from attnforge.runtime.plans import engine_for, is_vouched_for
-from attnforge.scratch import locked
 
 log = logging.getLogger("attnforge")
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.bundle import FLAVOURS, Bundle, Case, DimSpec, Trusted, open_bundle
+from attnforge.bundle.output import copy_whole, new_place, written
 from attnforge.polygraphy_files import write_inputs, write_results
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.verify import References
-from attnforge.serving.writing import copy_whole, new_place, written
 from attnforge.version import __version__
 
 INPUTS, FLOAT64, BUDGET, BUNDLE = "inputs.json", "float64.json", "budget.py", "bundle"

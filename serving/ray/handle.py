@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from attnforge.bundle import TRUSTED, Trusted
+from attnforge.bundle.trust import keys_of
 from attnforge.errors import check_known
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.session import NAMES, Session, load
@@ -32,7 +33,7 @@ class Handle:
             where the handle is made, else where the actor runs. False asks for no signature.
 
     Raises:
-        UsageError: no such backend, or number of threads.
+        UsageError: no such backend, or number of threads, or no key where keys are asked for.
     """
 
     bundle: str | os.PathLike[str]
@@ -45,11 +46,8 @@ class Handle:
         check_known("backend", self.backend, [name for name in NAMES if name != "eager"])  # which needs a module
         check_threads(self.threads)
         trusted = self.trusted
-        if trusted is None and TRUSTED in os.environ:
-            trusted = [key for key in os.environ[TRUSTED].split(os.pathsep) if key]
-        if trusted is not None and trusted is not False:
-            keys = [trusted] if isinstance(trusted, str | os.PathLike) else trusted
-            trusted = tuple(str(Path(key).absolute()) for key in keys)
+        if trusted is not False and (trusted is not None or TRUSTED in os.environ):
+            trusted = tuple(map(str, keys_of(trusted)))
         object.__setattr__(self, "bundle", str(Path(self.bundle).absolute()))
         object.__setattr__(self, "trusted", trusted)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attnforge.arrays import BFLOAT16, Array
+from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import InputError, UnknownNameError, UsageError
 from attnforge.serving.batching import Runs, leading_dim, why_not_apart
@@ -203,4 +203,4 @@ def _each(change: Callable[[Any], Array], column: Array) -> Array:
 
 
 def _for_arrow(column: Array) -> Array:
-    return _each(lambda array: array.astype(np.float32) if array.dtype == BFLOAT16 else array, column)
+    return _each(without_bfloat16, column)

@@ -21,9 +21,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnforge.arrays import Array
+from attnforge.atomic import rename_new
 from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted, place_of
+from attnforge.bundle.output import copy, copy_whole, written
 from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line, shortened
-from attnforge.files import rename_new
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
@@ -34,7 +35,6 @@ from attnforge.serving.triton import configuration
 from attnforge.serving.triton.configuration import Message, Word
 from attnforge.serving.triton.model import FOLDER, SESSION, THREADS
 from attnforge.serving.triton.options import Packaging
-from attnforge.serving.writing import copy, copy_whole, written
 from attnforge.version import __version__
 
 CONFIG, WARMUP = "config.pbtxt", "warmup"

@@ -149,7 +149,6 @@ def test_a_resample_is_whole_openings(openings: tuple[int, ...]) -> None:
     assert times.std(axis=1) == pytest.approx(math.sqrt(1 - 1 / len(openings)), rel=0.1)
 
 
-@pytest.mark.drawn("openings")
 @pytest.mark.parametrize("openings", [3, 4, 5])
 def test_intervals_hold_what_another_opening_would_give(openings: int) -> None:
     """Those of rounds alone miss the ratio of two contenders whose openings differ by 3% in a third of all runs."""
@@ -301,7 +300,6 @@ def said(moves: Sequence[Move]) -> list[tuple[str, str]]:
 # A slower program, and a slower machine
 
 
-@pytest.mark.drawn("peers", "pairs")
 @pytest.mark.parametrize(("peers", "pairs"), [(5, 60), (2, 20), (1, 20)])
 def test_equal_code_has_no_regression(peers: int, pairs: int) -> None:
     """Of some 2000 contenders with five, two and one peer, none."""
@@ -312,7 +310,6 @@ def test_equal_code_has_no_regression(peers: int, pairs: int) -> None:
         assert not found.regressions, found.text()
 
 
-@pytest.mark.drawn("noise", "least")
 @pytest.mark.parametrize(
     ("noise", "least"),
     [(Noise(), 0.75), (Noise(each=0.01), 0.95), (Noise(scatter=(0.03, 0.03), each=0.01), 0.9), (Noise(each=0), 0.98)],
@@ -329,7 +326,6 @@ def test_a_tenth_slower_is_found(noise: Noise, least: float) -> None:
     assert found >= least * 4 * pairs
 
 
-@pytest.mark.drawn("openings")
 @pytest.mark.parametrize("openings", [3, 4, 5])
 def test_openings_that_differ_are_no_regression(openings: int) -> None:
     """Instances of equal code differ by 3% within a run; and of code that is a tenth slower by 1%, which is found."""

@@ -31,6 +31,7 @@ from attnforge.errors import UnavailableError, UnknownNameError, UntrustedError,
 from attnforge.export.graphs.saving import load_graph
 from attnforge.model.registry import build_model
 from benchmarks.experiments import decoding as suite
+from tests.support.pairs import pairs
 
 pytestmark = pytest.mark.xdist_group("measure")
 
@@ -96,13 +97,12 @@ def furthest(stepper: Stepper, ids: Array, truth: Array) -> float:
     return max(errors)
 
 
-@pytest.mark.drawn("of", "batch")
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", ["onnxruntime-cpu", *DECODING_PEERS])
+@pytest.mark.parametrize(("name", "batch"), pairs(["onnxruntime-cpu", *DECODING_PEERS], [1, 2]))
 @pytest.mark.parametrize("of", ["llama", "own"])
 def test_every_contender_answers_as_the_model_without_a_cache(
     of: str, name: str, batch: int, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With one sample or two, in turn: `attnforge bench --decode` checks each contender at the batch that it times."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # its C++ takes half a minute
     bundle: Bundle = request.getfixturevalue(of)
     job = job_of(bundle, batch, tmp_path)

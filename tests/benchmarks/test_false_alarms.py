@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from benchmarks.experiments.false_alarms import (
 from tests.support.hostile_models import HOSTILE, draw_hostile, make_hostile
 from tests.support.random_decoders import draw_decoder, make_decoder
 from tests.support.random_models import KINDS, PRECISIONS, Recipe, draw
-from tests.support.tiers import share
 
 SEEDS = (1001, 1005, 1007, 1009, 1010, 1011, 1012, 1015)
 
@@ -42,28 +40,21 @@ INT8_SEEDS = (2, 3, 4)
 """One of each kind that has products worth 8 bits."""
 
 
-def of_kinds(seeds: Sequence[int], draw: Callable[[int], Recipe], kinds: Iterable[str]) -> list[Any]:
-    """Kinds and seeds, of which a draw has every fourth kind."""
-    turns = [*kinds]
-    return [pytest.param(kind, seed, marks=share(turns.index(kind), 4)) for seed in seeds if (kind := draw(seed).kind)]
-
-
-@pytest.mark.drawn("seed")
-@pytest.mark.parametrize(("kind", "seed"), of_kinds(SEEDS, draw, KINDS))
-def test_what_is_right_is_not_rejected(kind: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_right_is_not_rejected(seed: int) -> None:
     outcome = tried(draw(seed))
     assert outcome.refused is None and not outcome.not_held, outcome.text()
     assert outcome.comparisons and outcome.rejected == {}, outcome.text()
 
 
-@pytest.mark.parametrize(("kind", "seed"), of_kinds(HOSTILE_SEEDS, draw_hostile, HOSTILE))
-def test_what_is_right_is_not_rejected_where_inputs_are_hostile(kind: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", HOSTILE_SEEDS)
+def test_what_is_right_is_not_rejected_where_inputs_are_hostile(seed: int) -> None:
     outcome = tried(draw_hostile(seed), make_hostile)
     assert outcome.refused is None and not outcome.not_held, outcome.text()
     assert outcome.comparisons and outcome.rejected == {}, outcome.text()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=share(turn)) for turn, seed in enumerate(DECODER_SEEDS)])
+@pytest.mark.parametrize("seed", DECODER_SEEDS)
 def test_what_is_right_is_not_rejected_of_decoders(seed: int) -> None:
     """Whole, token by token, in pieces, ragged, and cut and forked."""
     outcome = tried(draw_decoder(seed), make_decoder)
@@ -71,7 +62,7 @@ def test_what_is_right_is_not_rejected_of_decoders(seed: int) -> None:
     assert outcome.rejected == {} and {c.schedule for c in outcome.comparisons["onnxruntime"]} == {None, *SCHEDULES}
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=share(turn, 3)) for turn, seed in enumerate(INT8_SEEDS)])
+@pytest.mark.parametrize("seed", INT8_SEEDS)
 def test_what_is_right_is_not_rejected_in_8_bits(seed: int) -> None:
     outcome = tried(draw_in_8_bits(seed))
     assert outcome.refused is None and outcome.recipe.precision == "int8", outcome.text()

@@ -23,7 +23,6 @@ MASKS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
 def test_two_layers_are_fused_and_compute_what_is_needed(model: Published) -> None:
     own = {name: size for name, size in model.sizes.items() if name not in SMALL}

@@ -46,7 +46,6 @@ from benchmarks import pages
 from benchmarks.experiment import COMMAND, RESULTS, run
 from benchmarks.experiments import suite
 from tests.support.bundles import rewrite
-from tests.support.tiers import share
 
 pytestmark = pytest.mark.xdist_group("measure")
 
@@ -593,7 +592,6 @@ def order(deployed: Bundle, folder: Path, **changes: Any) -> alone.Order:
     return alone.Order(**{**given, **changes})
 
 
-@share(0)
 def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
     """Eager holds the scores of 1 × 3 heads × 1600² twice or so, 29 MiB each; attnforge on ONNX Runtime none."""
     options: dict[str, Any] = {"max_image_size": 160, "max_batch": 1, "image_size": 160}
@@ -686,7 +684,6 @@ def test_the_results_page_has_a_place_for_every_table_of_the_suite(tmp_path: Pat
     assert [name for name in names if not pages.put("", name, RESULTS / "suite.json", page)] == []
 
 
-@share(1)
 def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**SMALL, "max_batch": 1, "batch_size": 1}
     small = suite.Subject(

@@ -18,7 +18,6 @@ from attnforge.children import command, environment
 from attnforge.errors import UntrustedError
 from attnforge.export.sources.named import check_trusted, rebuild
 from attnforge.export.tensorrt.build import build
-from tests.support.builder import WarmBuilder
 from tests.support.bundles import Small, rewrite
 
 HOSTILE = (
@@ -117,15 +116,11 @@ def test_a_fresh_process_stands_in_a_folder_of_its_own(booby_trapped: Path, copy
     assert not (booby_trapped / "ran").exists()
 
 
-def test_a_builder_stands_in_a_folder_of_its_own(booby_trapped: Path, copy: Path, warm_builder: WarmBuilder) -> None:
+def test_a_builder_stands_in_a_folder_of_its_own(booby_trapped: Path, copy: Path) -> None:
     """By relative paths, as a user beside the bundle gives them."""
     pytest.importorskip("tensorrt_rtx")
-    warm_builder.aside = True
-    try:
-        specs = attnforge.Bundle(copy).manifest.inputs
-        assert build(Path("copy/tensorrt/model.onnx"), "tensorrt_rtx", specs, "fp32").layers
-    finally:
-        warm_builder.aside = False
+    specs = attnforge.Bundle(copy).manifest.inputs
+    assert build(Path("copy/tensorrt/model.onnx"), "tensorrt_rtx", specs, "fp32").layers
     assert not (booby_trapped / "ran").exists()
 
 

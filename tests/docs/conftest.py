@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnforge.deploy_cache import VARIABLE
+from attnforge.cache import VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch.export import Dim
 
 import attnforge
 from tests.docs.pages import ROOT
-from tests.support.tiers import share
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's exporter
 
@@ -41,16 +39,6 @@ WITH_RAY = {"ray_batch.py", "ray_serve.py"}
 together = pytest.mark.xdist_group("examples")
 
 
-def in_turn(names: set[str]) -> list[Any]:
-    """Scripts of which a draw of the tests has one."""
-    return [pytest.param(name, marks=share(turn, len(names))) for turn, name in enumerate(sorted(names))]
-
-
-def beside_pages() -> list[Any]:
-    """Scripts with Ray, in draws that have neither each other nor the page nor the tests of Ray."""
-    return [pytest.param(name, marks=share(turn, 6)) for turn, name in zip((1, 5), sorted(WITH_RAY), strict=True)]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where an ONNX file and a bundle lie."""
@@ -69,7 +57,7 @@ def test_every_script_is_tried() -> None:
 
 
 @together
-@pytest.mark.parametrize("name", in_turn({*SCRIPTS} - {WITHOUT_TORCH} - WITH_RAY))
+@pytest.mark.parametrize("name", sorted({*SCRIPTS} - {WITHOUT_TORCH} - WITH_RAY))
 def test_the_example_runs(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,7 +67,7 @@ def test_the_example_runs(
 
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", beside_pages())
+@pytest.mark.parametrize("name", sorted(WITH_RAY))
 def test_the_example_of_ray_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ray import serve
 
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, languages, run_page
-from tests.support.tiers import share
 
 NOT_RUN: dict[str, list[str]] = {
     "README.md": ["it installs", "each takes minutes"],
@@ -51,17 +49,11 @@ def without_proxy(ray_cluster: None) -> Iterator[None]:
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("without_proxy")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", [pytest.param(RAY_PAGE, marks=share(3, 6))])
-def test_every_block_of_the_page_of_ray_runs(page: str, folder: Path) -> None:
-    assert run_page(page) == NOT_RUN[page]
+def test_every_block_of_the_page_of_ray_runs(folder: Path) -> None:
+    assert run_page(RAY_PAGE) == NOT_RUN[RAY_PAGE]
 
 
-def in_turn(pages: Iterable[str]) -> list[Any]:
-    """Pages of which a draw of the tests has every eighth, and the README always."""
-    return [pytest.param(page, marks=[] if page == "README.md" else share(turn, 8)) for turn, page in enumerate(pages)]
-
-
-@pytest.mark.parametrize("page", in_turn(page for page in PAGES if page != RAY_PAGE))
+@pytest.mark.parametrize("page", [page for page in PAGES if page != RAY_PAGE])
 @pytest.mark.filterwarnings("ignore")
 def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):

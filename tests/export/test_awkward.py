@@ -23,7 +23,7 @@ from attnforge.runtime.parity.metrics import accuracy
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
 from tests.support.broken import DIM, TOKENS, Attention
-from tests.support.tiers import share
+from tests.support.pairs import pairs
 
 
 class Function(nn.Module):
@@ -64,10 +64,9 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.drawn("precision")
-@pytest.mark.parametrize("precision", ["fp32", "auto"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn, 3)) for turn, name in enumerate(AWKWARD)])
+@pytest.mark.parametrize(("name", "precision"), pairs([*AWKWARD], ["fp32", "auto"]))
 def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_path: Path) -> None:
+    """Each in fp32 or in `auto`, which exports fp32 first; what `auto` chooses is for `precision/test_auto.py`."""
     function, more = AWKWARD[name]
     bundle = deployed(function, tmp_path / "b", precision, *more)
     assert attnforge.verify(bundle).passed
@@ -153,7 +152,6 @@ class Remembers(nn.Module):
         return (y @ y.mT + (kept if isinstance(kept, Tensor) else kept.tensor)).softmax(-1) @ y
 
 
-@pytest.mark.drawn("grad")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_module_that_was_called_before_is_deployed(grad: bool, precision: str, tmp_path: Path) -> None:

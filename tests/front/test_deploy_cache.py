@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import attnforge
-from attnforge import deploy_cache
-from attnforge.deploy_cache import VARIABLE, DeployCache
+from attnforge.cache import VARIABLE, DeployCache, _own_code
 from attnforge.machine import versions
 from tests.support.broken import Attention, made
 from tests.support.decoders import PLACES, decoder_example
@@ -138,7 +137,6 @@ def test_a_damaged_entry_is_dropped(tmp_path: Path, damage: str) -> None:
     assert cache.get(ABOUT) is None and not entry.exists()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="rights to write are POSIX's")
 def test_an_entry_that_others_may_write_to_is_not_read(tmp_path: Path) -> None:
     cache = DeployCache(tmp_path / "cache")
     cache.put(ABOUT, {"bytes": b"content"})
@@ -188,7 +186,7 @@ def test_the_key_is_of_the_code_that_decides_an_entry(monkeypatch: pytest.Monkey
         return b""
 
     monkeypatch.setattr(Path, "read_bytes", note)
-    deploy_cache._code.__wrapped__()
+    _own_code.__wrapped__()
     rooms = {file.partition("/attnforge/")[2].partition("/")[0] for file in read}
     assert {"bundle", "export", "model", "runtime", "files.py"} <= rooms
     assert not {"bench", "cli", "report", "serving"} & rooms

@@ -19,7 +19,7 @@ from onnx import helper, numpy_helper
 
 import attnforge
 from attnforge import cache
-from attnforge.bundle import CANONICAL, MANIFEST, Bundle, Manifest, store
+from attnforge.bundle import CANONICAL, MANIFEST, Bundle, Manifest, output, reading
 from attnforge.errors import AttnforgeError, BundleError, ReplacedError, UsageError
 from attnforge.export.diagnosis.stages import stages
 from attnforge.export.tensorrt.rebuild import rebuild, rebuilt
@@ -130,11 +130,11 @@ def test_a_manifest_of_any_length_and_depth_is_refused_at_once(copy: Path, monke
     for text in ('{"schema_version": 1, "name": ' + "[" * 200_000, json.dumps({"schema_version": 1, "n" * 10**7: 1})):
         (copy / MANIFEST).write_text(text)
         refused(copy, "is no valid manifest")
-        with pytest.raises(UsageError, match="no bundle"), store.writing(copy, force=True):
+        with pytest.raises(UsageError, match="no bundle"), output.writing(copy, force=True):
             pytest.fail("it must not be overwritten")
     (copy / MANIFEST).write_text(json.dumps({"schema_version": 1, "inputs": [[]] * 10**6}))
     refused(copy, "more than 200,000 values")
-    monkeypatch.setattr(store, "MOST_MANIFEST", 1000)
+    monkeypatch.setattr(reading, "MOST_MANIFEST", 1000)
     refused(copy, "more than 1,000 bytes")
 
 
@@ -422,7 +422,7 @@ def test_a_model_that_is_replaced_after_the_check_does_not_run_under_this_manife
     copy: Path, other: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, how: str
 ) -> None:
     if not whole:
-        monkeypatch.setattr(store, "READ_WHOLE", 0)
+        monkeypatch.setattr(reading, "READ_WHOLE", 0)
     right = {"small": answers(copy), "other": answers(other)}
     assert np.abs(right["small"] - right["other"]).max() > 1e-3
     real, aside, swaps = ort.InferenceSession, copy.parent / "aside", [1]

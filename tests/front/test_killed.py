@@ -18,12 +18,11 @@ import pytest
 
 import attnforge
 from attnforge.bundle import Bundle
-from attnforge.deploy_cache import VARIABLE
+from attnforge.cache import VARIABLE
 from tests.support.bundles import DeploySmall
-from tests.support.tiers import DRAW, share
 
-TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6" if DRAW is None else "3"))
-"""How often a process is killed, fewer times in a draw of the tests, at deploys or at rebuilds: `make kill` says a
+TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6"))
+"""How often a process is killed: `make kill` says a
 hundred."""
 
 pytestmark = [
@@ -94,9 +93,7 @@ def check_whole(bundle: Path) -> None:
     Bundle(bundle)
 
 
-@pytest.mark.parametrize(
-    ("work", "part"), [pytest.param("deploy", 0.7, marks=share(0)), pytest.param("rebuild", 0.3, marks=share(1))]
-)
+@pytest.mark.parametrize(("work", "part"), [("deploy", 0.7), ("rebuild", 0.3)])
 def test_killed_at_any_moment_the_old_or_the_new_bundle_verifies(
     small: DeploySmall, workers: Workers, tmp_path: Path, work: str, part: float
 ) -> None:

@@ -25,7 +25,6 @@ from attnforge.bundle import Manifest
 from attnforge.cli import ending, main, terminal
 from attnforge.errors import BundleError, UsageError, plain
 from tests.support.bundles import DeploySmall, rewrite, small_inputs
-from tests.support.tiers import share
 
 Done = tuple[int, str, str]
 Here = Callable[..., Done]
@@ -306,7 +305,7 @@ def test_nothing_of_a_manifest_steers_the_terminal(here: Here, copy: Path, comma
 MARKUP = ("a[/red]b", "a[bold]b", "a\\[red]b", "[/]", "a\x1b[31mb")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn)) for turn, name in enumerate(MARKUP)])
+@pytest.mark.parametrize("name", MARKUP)
 def test_markup_in_a_path_is_no_markup(here: Here, copy: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir(parents=True)

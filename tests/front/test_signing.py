@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 import attnforge
 from attnforge.bench import alone
-from attnforge.bundle import MANIFEST, SIGNATURE, TRUSTED, Bundle, sign, store
+from attnforge.bundle import MANIFEST, SIGNATURE, TRUSTED, Bundle, output, reading, sign
 from attnforge.cli import main
 from attnforge.errors import BundleError, SignatureError, UnavailableError, UsageError
 from attnforge.export.tensorrt.rebuild import rebuild
@@ -119,7 +119,7 @@ def test_signed_by_another_is_refused(signed: Path, key: Path, use: Use) -> None
 def test_not_signed_is_refused_and_nothing_of_it_parsed(
     copy: Path, key: Path, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_parsed_manifest", lambda *arguments: pytest.fail("the manifest was parsed"))
+    monkeypatch.setattr(reading, "_parsed_manifest", lambda *arguments: pytest.fail("the manifest was parsed"))
     (copy / MANIFEST).write_text("{" * 10_000)
     refused(use, copy, key.with_suffix(".pub"), "has no signature, .*maker.pub is asked for; have its maker sign it")
     (copy / SIGNATURE).write_text("{" * 100_000)
@@ -127,7 +127,7 @@ def test_not_signed_is_refused_and_nothing_of_it_parsed(
 
 
 def test_an_altered_manifest_is_not_parsed(signed: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_parsed_manifest", lambda *arguments: pytest.fail("the manifest was parsed"))
+    monkeypatch.setattr(reading, "_parsed_manifest", lambda *arguments: pytest.fail("the manifest was parsed"))
     (signed / MANIFEST).write_text((signed / MANIFEST).read_text() + " ")
     for use in USES:
         refused(use, signed, key.with_suffix(".pub"), "was altered")
@@ -155,7 +155,7 @@ def test_the_manifest_that_was_signed_is_the_one_that_is_parsed(
     own = (signed / MANIFEST).read_bytes()
     another = own.replace(b'"name": "small"', b'"name": "other"', 1)
     assert another != own
-    real = store._manifest_data
+    real = reading.manifest_data
 
     def then(data: bytes) -> Callable[..., bytes]:
         def exchanged(folder: Path, shown: Path | None = None) -> bytes:
@@ -165,9 +165,9 @@ def test_the_manifest_that_was_signed_is_the_one_that_is_parsed(
 
         return exchanged
 
-    monkeypatch.setattr(store, "_manifest_data", then(another))
+    monkeypatch.setattr(reading, "manifest_data", then(another))
     assert Bundle(signed, trusted=key.with_suffix(".pub")).manifest.name == "small"
-    monkeypatch.setattr(store, "_manifest_data", then(own))
+    monkeypatch.setattr(reading, "manifest_data", then(own))
     refused(inspect, signed, key.with_suffix(".pub"), "was altered after it was signed .*manifest.json")
 
 
@@ -330,7 +330,7 @@ def test_a_signature_is_overwritten_when_told_to_and_is_no_unlisted_file(signed:
     opened = Bundle(signed)
     assert opened.unlisted() == [] and SIGNATURE not in opened.manifest.files
     assert not attnforge.verify(signed, ["onnxruntime-cpu"]).warnings
-    assert store._why_not_replaced(signed) is None
+    assert output._why_not_replaced(signed) is None
 
 
 def test_a_new_plan_ends_the_signature_and_is_not_built_where_one_is_asked_for(

@@ -17,13 +17,22 @@ from pathlib import Path
 
 import pytest
 
-from attnforge import files, scratch
+from attnforge import atomic
+from attnforge.atomic import (
+    Scratch,
+    check_writable,
+    exchange,
+    give_modes,
+    rename_new,
+    sweep,
+    temporary_folder,
+    write_whole,
+    written_whole,
+)
 from attnforge.bundle import MANIFEST, Bundle, check_place, writing
 from attnforge.errors import UsageError
-from attnforge.files import check_writable, exchange, give_modes, rename_new, write_whole, written_whole
-from attnforge.scratch import Scratch, sweep, temporary_folder
 
-IS_ROOT = os.name == "posix" and os.getuid() == 0
+IS_ROOT = os.getuid() == 0
 
 
 def fill(folder: Path, source: Path) -> None:
@@ -53,7 +62,7 @@ def test_a_folder_that_appears_at_the_last_instant_is_left_alone(
         new.mkdir()
         rename_new(old, new)
 
-    monkeypatch.setattr("attnforge.bundle.store.rename_new", late)
+    monkeypatch.setattr("attnforge.bundle.output.rename_new", late)
     with pytest.raises(UsageError, match="appeared while its bundle was made"), writing(out, False) as folder:
         fill(folder, copy)
     assert list(out.iterdir()) == []
@@ -136,7 +145,7 @@ def test_permissions_are_those_of_new_files(tmp_path: Path, mask: int, file: int
         with writing(tmp_path / "out", False) as made:
             (made / "reference").mkdir(0o700)
             (made / "reference/outputs.safetensors").touch(0o600)
-        assert files._umask() == mask
+        assert atomic._umask() == mask
     finally:
         os.umask(before)
     modes = [stat.S_IMODE(os.stat(tmp_path / "out" / name).st_mode) for name in ("", "reference")]
@@ -174,7 +183,7 @@ def test_where_the_system_cannot_exchange(
     if why == "no such call":
         monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
     else:
-        monkeypatch.setattr(files, "_renamed", lambda *args: False)
+        monkeypatch.setattr(atomic, "_renamed", lambda *args: False)
     assert not exchange(copy, copy)
     (tmp_path / "a").mkdir()
     with pytest.raises(FileExistsError):
@@ -229,7 +238,7 @@ def test_what_others_made_is_not_swept(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_scratch_folder_that_is_swept_before_it_is_held_is_made_again(
     opened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, times = scratch._lock, []
+    real, times = atomic._lock, []
 
     def late(path: Path, wait: bool) -> int | None:
         times.append(path)
@@ -241,7 +250,7 @@ def test_a_scratch_folder_that_is_swept_before_it_is_held_is_made_again(
             path.rmdir()
         return number
 
-    monkeypatch.setattr(scratch, "_lock", late)
+    monkeypatch.setattr(atomic, "_lock", late)
     held = Scratch(tmp_path, ".out.", ".partial")
     assert held.path.is_dir() and len(times) == 2
     held.remove()
@@ -306,7 +315,7 @@ def test_what_is_no_regular_file_is_not_replaced(special: Path) -> None:
 FULL = """
 import errno, resource, sys
 from pathlib import Path
-from attnforge.files import written_whole
+from attnforge.atomic import written_whole
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     with written_whole(Path(sys.argv[1])) as stream:
@@ -316,7 +325,6 @@ except OSError as error:
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no such limit there")
 def test_a_full_disk_is_said_of_a_file_with_what_is_free(tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     done = subprocess.run([sys.executable, "-c", FULL, str(out)], capture_output=True, text=True, timeout=120)
@@ -358,7 +366,6 @@ def started() -> Iterator[Callable[[Path, Path], subprocess.Popen[str]]]:
         process.communicate()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="nothing is swept there")
 def test_killed_at_any_moment_a_bundle_is_whole_and_nothing_stays(
     copy: Path, tmp_path: Path, started: Callable[[Path, Path], subprocess.Popen[str]]
 ) -> None:

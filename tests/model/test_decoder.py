@@ -14,7 +14,6 @@ from torch.export import Dim
 from attnforge.errors import ShapeError, UsageError
 from attnforge.model import Decoder, DecoderSizes, KeyValueCache, RotaryPositions, SwiGLU, attention, build_model
 from tests.support.tensors import agree, differ, randn, randomized
-from tests.support.tiers import share
 
 LLAMA = DecoderSizes(vocab_size=61, embed_dim=32, num_heads=4, num_layers=2, max_tokens=40, num_kv_heads=2)
 GPT2 = replace(
@@ -388,7 +387,7 @@ def test_sizes_by_default() -> None:
     assert untied - tied == 61 * 32
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn)) for turn, name in enumerate(SIZES)])
+@pytest.mark.parametrize("name", SIZES)
 def test_it_exports_with_any_batch_and_any_tokens(name: str) -> None:
     decoder, sizes = decoder_of(SIZES[name]), SIZES[name]
     shapes = {"input_ids": {0: Dim("batch", min=1, max=8), 1: Dim("tokens", min=1, max=40)}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,16 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
 from attnforge.model import MODELS, MultiHeadSelfAttention, build_model
 from attnforge.runtime.backends.registry import why_not_here
-from tests.support.bundles import IN_BF16, IN_FP32, Deploy, example_of, in_turn
+from tests.support.bundles import IN_BF16, IN_FP32, Deploy, example_of
 
 BILINEAR = [name for name in MODELS if name != "additive-attention"]
 TWO_LAYERS = ("patch-attention-digits", "transformer-encoder", "decoder", "vit")
 SITES = {name: 2 if name in TWO_LAYERS else 1 for name in MODELS} | {"decoder-digits": 3}
 PRECISIONS = [
-    pytest.param(name, precision, marks=in_turn(name, precision))
+    (name, precision)
     for precision, names in {"fp16": MODELS, "fp32": IN_FP32, "bf16": IN_BF16}.items()
     for name in names
 ]
-
-
-def at(precision: str, names: Iterable[str]) -> list[Any]:
-    """Names of models that a test deploys at a precision, each in the draws that its other tests at it are in."""
-    return [pytest.param(name, marks=in_turn(name, precision)) for name in names]
 
 
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
@@ -56,7 +50,7 @@ def fused(certificate: Certificate, target: str) -> str:
     return f"{certificate.fused[target]} of {certificate.sites} {reasons}"
 
 
-@pytest.mark.parametrize("name", at("fp16", BILINEAR))
+@pytest.mark.parametrize("name", BILINEAR)
 def test_attention_is_recognised_and_fused_in_fp16(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp16").manifest.attention
     assert certificate.sites == certificate.canonical == len(certificate.details) == SITES[name]
@@ -69,13 +63,13 @@ def test_attention_is_recognised_and_fused_in_fp16(registered: Deploy, name: str
             assert (made.kernel is None) == (made.reason is not None), target
 
 
-@pytest.mark.parametrize("name", at("bf16", IN_BF16))
+@pytest.mark.parametrize("name", IN_BF16)
 def test_attention_is_fused_in_bf16(registered: Deploy, name: str) -> None:
     certificate = registered(name, "bf16").manifest.attention
     assert fused(certificate, "tensorrt_rtx") == "1 of 1 []"
 
 
-@pytest.mark.parametrize("name", at("fp32", IN_FP32))
+@pytest.mark.parametrize("name", IN_FP32)
 def test_fp32_has_no_fused_kernel_and_says_so(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp32").manifest.attention
     assert certificate.canonical == certificate.sites == SITES[name]
@@ -85,7 +79,7 @@ def test_fp32_has_no_fused_kernel_and_says_so(registered: Deploy, name: str) -> 
     assert all("no fused attention kernel for float; deploy in fp16 or bf16" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("name", at("fp32", IN_FP32[:4]))
+@pytest.mark.parametrize("name", IN_FP32[:4])
 def test_onnxruntime_runs_unmasked_attention_as_one_kernel(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp32").manifest.attention
     assert fused(certificate, "onnxruntime") == f"{SITES[name]} of {SITES[name]} []"
@@ -123,7 +117,7 @@ def test_hard_alignment_gets_a_reason(tmp_path: Path) -> None:
     assert np.linalg.norm(output - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("name", at("fp16", MODELS))
+@pytest.mark.parametrize("name", MODELS)
 def test_every_plan_is_there(registered: Deploy, name: str) -> None:
     bundle = registered(name, "fp16")
     (engine,) = bundle.manifest.targets["tensorrt_rtx"].engines

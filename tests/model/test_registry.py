@@ -16,7 +16,6 @@ from attnforge.model import (
     build_model,
 )
 from tests.support.tensors import agree, differ
-from tests.support.tiers import share
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -100,7 +99,7 @@ def other_sizes(example: Example, sizes: dict[str, int]) -> list[Tensor]:
     return args
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn, 6)) for turn, name in enumerate(NAMES)])
+@pytest.mark.parametrize("name", NAMES)
 def test_registry_models_export_with_dynamic_shapes_and_without_float32(name: str) -> None:
     example = small(name)
     module, args = example.module.half(), cast(example.args, torch.float16)

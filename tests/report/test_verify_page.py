@@ -243,7 +243,6 @@ class Chunks(Window):
         return index[:, None] // 4 == index // 4
 
 
-@pytest.mark.drawn("kind", "width", "keys")
 @pytest.mark.parametrize(("kind", "width", "keys"), [(Window, 64, 68), (FirstKey, 64, 69), (Chunks, 4, 4)])
 def test_weights_of_blocks(
     kind: type[Window], width: int, keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -245,7 +245,7 @@ def test_a_session_runs_on_when_its_bundle_is_replaced(
 ) -> None:
     """Its weights may be mapped from the file, which a rename leaves as it is."""
     if how == "by its path":
-        monkeypatch.setattr("attnforge.bundle.store.READ_WHOLE", 0)
+        monkeypatch.setattr("attnforge.bundle.reading.READ_WHOLE", 0)
     if how == "mapped":
         monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
         module, args, shapes = small_example()

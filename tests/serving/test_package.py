@@ -19,7 +19,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import attnforge
-from attnforge import files
+from attnforge import atomic
 from attnforge.bundle import SIGNATURE, WEIGHTS, Bundle, DimSpec, Engine, Manifest, TargetRecord, TensorSpec, sign
 from attnforge.cli import main
 from attnforge.errors import AttnforgeError, BundleError, SignatureError, UnavailableError, UnknownNameError, UsageError
@@ -347,7 +347,7 @@ def test_what_stands_there_is_left_as_it_is(standing: Path, small: DeploySmall, 
 def test_where_one_model_cannot_be_put_none_is(
     standing: Path, small: DeploySmall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, real = contents(standing), files.rename_new
+    before, real = contents(standing), atomic.rename_new
 
     def fails_later(old: Path, new: Path) -> None:
         if new.name == "2":
@@ -374,7 +374,7 @@ def test_a_full_disk_leaves_nothing(small: DeploySmall, tmp_path: Path, monkeypa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnforge.serving.writing.shutil.copyfileobj", full)
+    monkeypatch.setattr("attnforge.bundle.output.shutil.copyfileobj", full)
     with pytest.raises(BundleError, match=r"the disk of .* is full"):
         package([small("fp32")], tmp_path / "repository", QUICK)
     assert list(tmp_path.iterdir()) == []
@@ -476,7 +476,7 @@ def test_the_command_line(
     ]
     for words, code, message in (
         ((usual[0], "--for", "tritn", "--out", tmp_path / "x"), 2, "unknown form 'tritn'; known: polygraphy, triton"),
-        ((*usual[:4], tmp_path / "x", "--preferred", "8;9"), 2, "write numbers with commas"),
+        ((*usual[:4], tmp_path / "x", "--preferred", "8;9"), 2, "whole numbers with commas"),
         ((*usual[:4], tmp_path / "x", "--backend", "tensorrt"), 1, "no backend of Triton loads"),
     ):
         ended, _, err = run(capsys, monkeypatch, *words)

@@ -30,7 +30,6 @@ from tests.support.bundles import Deploy, DeploySmall, rewrite
 from tests.support.faults.bench import verified
 from tests.support.keys import new_key
 from tests.support.polygraphy import BACKEND, held_to, of_faults, polygraphy, verdicts
-from tests.support.tiers import share
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +225,7 @@ SEEDED = {
 """A few faults; `python -m benchmarks run polygraphy` tries all, in every subject at every precision."""
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [pytest.param(*seeded, marks=share(turn)) for turn, seeded in enumerate(SEEDED)]
-)
+@pytest.mark.parametrize(("name", "precision"), SEEDED)
 def test_polygraphy_says_what_verify_says_of_faults(name: str, precision: str, tmp_path: Path) -> None:
     found = list(of_faults(name, precision, tmp_path, SEEDED[name, precision]))
     assert [one for one in found if not one.agree] == []

@@ -34,9 +34,8 @@ from benchmarks.servers.ray.rows import busy_after, in_actors
 from benchmarks.servers.ray.tiles import batches_of, outcome_of, write_tiles
 from tests.support.bundles import Deploy
 from tests.support.keys import new_key
-from tests.support.tiers import share
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_cluster"), share(0)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_cluster")]
 
 SAMPLES, TILES = 8, 1600
 

@@ -31,12 +31,10 @@ from benchmarks.servers.triton.load import press
 from benchmarks.servers.triton.server import Server, why_unavailable
 from tests.support.bundles import Deploy, DeploySmall, small_inputs
 from tests.support.keys import new_key
-from tests.support.tiers import share
 
 pytestmark = [
     pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
     pytest.mark.xdist_group("triton"),
-    share(1),
 ]
 
 QUICK = Packaging(preferred=(), threads=1, kind="cpu")
@@ -102,7 +100,6 @@ class Scored(nn.Module):
         return (scores, scores.sum()) if self.in_all else (scores,)
 
 
-@pytest.mark.drawn("in_all", "shapes")
 @pytest.mark.parametrize(("in_all", "shapes"), [(False, [(3, 1)]), (True, [(3,), (1,)])])
 def test_numbers_without_further_dims_keep_their_shape(
     server: Server, tmp_path: Path, repository: Path, in_all: bool, shapes: list[tuple[int, ...]]
@@ -286,7 +283,6 @@ def add(server: Server, copy: Path, repository: Path) -> Iterator[Callable[[str]
         shutil.rmtree(repository / name)
 
 
-@pytest.mark.drawn("file")
 @pytest.mark.parametrize("file", ["onnxruntime/model.onnx", "reference/outputs.safetensors", "manifest.json"])
 def test_an_altered_bundle_keeps_its_model_from_ready(server: Server, add: Callable[[str], Path], file: str) -> None:
     altered = add("altered") / file

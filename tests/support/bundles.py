@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
 from attnforge.arrays import Array
 from attnforge.bundle import MANIFEST, Bundle, Manifest, write_manifest
-from attnforge.model import MODELS, Example, build_model
+from attnforge.model import Example, build_model
 from attnforge.model.registry import MAX_TOKENS
-from tests.support.tiers import share
 
 Deploy = Callable[[str, str], Bundle]
 """A registered model, by name and precision, deployed."""
@@ -35,19 +33,10 @@ IN_FP32 = (
     "self-attention", "multi-head-self-attention", "parameter-free-attention", "patch-attention",
     "worked-example", "general-attention", "post-softmax-scale", "reshape-without-transpose",
 )  # fmt: skip
-"""The registered models that are deployed in fp32, too. Each of four in a row is in another draw, so that each draw has
-one of the first four, whose attention is one kernel."""
+"""The registered models that are deployed in fp32, too; attention of the first four is one kernel."""
 
 IN_BF16 = ("multi-head-self-attention", "cross-attention")
 """The registered models that are deployed in bf16, too."""
-
-
-def in_turn(name: str, precision: str) -> pytest.MarkDecorator:
-    """The mark of a test of a registered model at a precision: a draw of the tests has a fifth of the models in fp16, a
-    quarter of :data:`IN_FP32`, and one in bf16, in whichever test, so that few are deployed."""
-    if precision == "bf16":
-        return share(IN_BF16.index(name))
-    return share(IN_FP32.index(name), 4) if precision == "fp32" else share([*MODELS].index(name), 5)
 
 
 def example_of(name: str) -> Example:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch.export import Dim
 
@@ -14,7 +13,6 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle
 from attnforge.model import Decoder, Example, build_model
 from attnforge.model.registry import DynamicShapes
-from tests.support.tiers import share
 
 PLACES, LONGEST, VOCABULARY = 40, 24, 50
 """Tokens that the caches hold, tokens that one run may have, and ids."""
@@ -27,12 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "uneven": {"embed_dim": 48},  # heads of 12, which no kernel for grouped queries takes
 }
 """Options of the registered decoder, by the name of the kind."""
-
-
-def in_turn(*kinds: str) -> list[Any]:
-    """Kinds, all by default, of which a draw of the tests has every second, in whichever test, so that few are
-    deployed."""
-    return [pytest.param(kind, marks=share([*KINDS].index(kind))) for kind in kinds or KINDS]
 
 
 DeployDecoder = Callable[[str, str], Bundle]

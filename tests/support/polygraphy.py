@@ -20,12 +20,12 @@ from polygraphy.logger import G_LOGGER
 from polygraphy.tools import main as polygraphy_main
 
 import attnforge
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import Bundle
 from attnforge.model.registry import MODELS
 from attnforge.report.render import markdown_table
 from attnforge.runtime.parity.results import verify_results
 from attnforge.runtime.parity.verify import BackendReport
-from attnforge.scratch import temporary_folder
 from attnforge.serving.polygraphy.folder import BUDGET, BUNDLE, FLOAT64, INPUTS, package
 from benchmarks.experiment import Claim, Experiment, say, where
 from tests.support.bundles import example_of

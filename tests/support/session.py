@@ -10,27 +10,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch._dynamo.config
-import torch._export.utils
 from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
-from onnxscript.values import TracedOnnxFunction
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import attnforge
 from attnforge.bundle import Bundle
-from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import cuda_devices
 from benchmarks.servers.ray.cluster import local_cluster
-from tests.support.builder import WarmBuilder
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
 from tests.support.exports import shared_in
 from tests.support.html_pages import browser, chromium
-from tests.support.tiers import DRAW, left_out
 
 __all__ = ["browser", "chromium"]
 
@@ -42,32 +35,21 @@ settings.register_profile(
 settings.register_profile(
     "thorough", settings.get_profile("ci"), max_examples=4000, derandomize=False, phases=list(Phase)
 )
-settings.register_profile("drawn", settings.get_profile("ci"), max_examples=15)
-settings.load_profile("ci" if DRAW is None else "drawn")
+settings.load_profile("ci")
 
-# Torch's cache of fake tensors pays for models of many layers, and is a fifth of a small one's export.
+# Torch's cache of fake tensors pays for models of many layers, and is a tenth of a small one's export.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
-# Each export asks for the signatures of all 500 functions of onnxscript's library, which reads and parses the source of
-# each whenever it is asked.
-_signature_of = cast(property, TracedOnnxFunction.function_ir).fget
-assert _signature_of is not None
-TracedOnnxFunction.function_ir = property(functools.cache(_signature_of))  # type: ignore[method-assign,assignment]
-
-# It also makes the table of these functions anew, and looks up each composite operator of torch fifty times.
-ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))  # type: ignore[method-assign]
-_look_up = torch._export.utils._materialize_cpp_cia_ops
-
-
-@functools.cache
-def _looked_up(count: int) -> None:
-    _look_up()
-
-
-torch._export.utils._materialize_cpp_cia_ops = lambda: _looked_up(
-    len(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
-)
-
+QUICK = (
+    "golden/", "export/attention/test_constant_masks.py", "export/attention/test_layout.py",
+    "export/attention/test_mask_blocks.py", "export/attention/test_operators.py", "export/attention/test_regions.py",
+    "export/attention/test_visibility_properties.py", "export/attention/test_walks.py", "export/graphs/",
+    "export/sources/test_widened.py", "front/test_machine.py", "model/test_attention.py", "model/test_general.py",
+    "model/test_identities.py", "model/test_patch.py", "model/test_refusals.py", "model/test_slips.py",
+    "model/test_transformer.py", "model/test_worked_example.py", "runtime/test_turns.py",
+    "serving/test_open_inference.py",
+)  # fmt: skip
+"""Files and folders of `make quick`, which exports and deploys nothing: all other tests are marked `slow`."""
 
 CLUSTER = ExitStack()
 """The Ray cluster, while one runs."""
@@ -75,18 +57,13 @@ CLUSTER = ExitStack()
 LAST_OF_RAY = pytest.StashKey[str]()
 """The last test that uses it: left alone, a cluster takes a twentieth of a processor for the rest of the run."""
 
-EVERY = pytest.StashKey[list[pytest.Item]]()
-"""All tests that were collected, those that a draw leaves out as well."""
-
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[EVERY] = [*items]
-    if DRAW is not None and (left := left_out(items, DRAW)):
-        config.hook.pytest_deselected(items=left)
-        kept = set(items) - set(left)
-        items[:] = [item for item in items if item in kept]
+    quick = tuple(f"tests/{path}" for path in QUICK)
     for item in items:
+        if not item.nodeid.startswith(quick):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is not None:
             continue
         if isinstance(item, pytest.Function) and "registered" in item.fixturenames and hasattr(item, "callspec"):
@@ -137,24 +114,6 @@ def own_state(shared: Path) -> Iterator[None]:
     """The key of the cache is this run's own, and not that of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(shared / "state"))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def warm_builder() -> Iterator[WarmBuilder]:
-    """Builds TensorRT-RTX's plans, unless it is set `aside`."""
-    warm = WarmBuilder()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Builders, "_answer", lambda *request: warm.answer(*request))
-        yield warm
-    warm.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def keep_memory() -> Iterator[None]:
-    """What a deploy gives back of its memory takes a twentieth of the run: looking through all objects, twice."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnforge.export.deploy.give_back", lambda: None)
         yield
 
 

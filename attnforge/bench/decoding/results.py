@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from attnforge.atomic import write_whole
 from attnforge.bench.results import Environment, Interval, Latency, to_five_digits
 from attnforge.errors import UsageError
-from attnforge.files import write_whole
 from attnforge.records import Record
 
 DECODING_RESULTS_VERSION = 2

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.decoding.stepper import DecodingJob, Ours, Stepper
 from attnforge.bench.contenders.peers import expected, with_threads
@@ -52,7 +53,6 @@ from attnforge.runtime.decoding.decoder import Step
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.parity.budget import budget_precision, judge
 from attnforge.runtime.turns import in_turns, seconds_of
-from attnforge.scratch import temporary_folder
 
 ROUNDS, OPENINGS = 20, 3
 

@@ -24,9 +24,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
+from attnforge.atomic import Scratch, give_modes, rename_new
 from attnforge.errors import RunError, UnavailableError
-from attnforge.files import give_modes, rename_new
-from attnforge.scratch import Scratch
 
 WHEEL = "nvidia-pytriton==0.7.0"
 

@@ -18,7 +18,7 @@ SIZES: dict[Form, Sequence[Sizes]] = {
     "static": [EXAMPLE["static"]],
     "dynamic": [EXAMPLE["dynamic"], (1, 1, 1), (3, 17, 17), (3, 7, 32), (4, 32, 5), (2, 13, 13)],
 }
-PARTS = parts("fp32")
+PARTS = parts()
 EVERY = [
     pytest.param(part, name, id=f"{name}-{part.form}", marks=pytest.mark.xdist_group(f"{part.group}-fp32"))
     for part in PARTS

@@ -8,33 +8,26 @@ import pytest
 
 from attnforge.export.attention.visibility import Unsized, Visibility
 from tests.support.mask_idioms import IDIOMS, proved
-from tests.support.tiers import is_in, share
 
 pytestmark = pytest.mark.xdist_group("mask-idioms")
 
 
-DYNAMIC = {name: turn for turn, name in enumerate(name for name, idiom in IDIOMS.items() if idiom.proved)}
-
-MEASURED = ("is_causal", "window behind", "blocks", "bottom-right causal", "local and global", "a window of the data")
-"""The masks whose share of products is counted."""
+DYNAMIC = [name for name, idiom in IDIOMS.items() if idiom.proved]
 
 
 @functools.cache
 def known(is_dynamic: bool) -> dict[str, Visibility]:
-    """What is proved of all, or of those that a draw of the tests takes: every sixth, in its dynamic form."""
-    if is_dynamic:
-        return proved(True, [name for name, turn in DYNAMIC.items() if is_in(turn, 6) or name in MEASURED])
-    return proved(False, IDIOMS)
+    """What is proved of all in one form."""
+    return proved(is_dynamic, DYNAMIC if is_dynamic else IDIOMS)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn, 6)) for name, turn in DYNAMIC.items()])
+@pytest.mark.parametrize("name", DYNAMIC)
 def test_dynamic(name: str) -> None:
     idiom, visible = IDIOMS[name], known(True)[name]
     assert visible.text() == idiom.proved
     assert visible.silent == idiom.silent
 
 
-@pytest.mark.full  # a draw has idioms in their dynamic form
 @pytest.mark.parametrize("name", IDIOMS)
 def test_static(name: str) -> None:
     idiom, visible = IDIOMS[name], known(False)[name]

@@ -24,7 +24,7 @@ from attnforge.report.attention_maps import attention_maps
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.bundles import rewrite
-from tests.support.decoders import PLACES, DeployDecoder, decoder_example, eager, ids, in_turn
+from tests.support.decoders import KINDS, PLACES, DeployDecoder, decoder_example, eager, ids
 
 ALLOWED = 0.05
 DATA = [[ids(2, 20, seed=seed)] for seed in range(4)]
@@ -42,7 +42,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return deploy("rotary", tmp_path_factory.mktemp("int8") / "b")
 
 
-@pytest.mark.parametrize("kind", in_turn())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_quarter_of_the_bytes_and_the_same_function_as_its_rounding(
     kind: str, decoders: DeployDecoder, tmp_path: Path
 ) -> None:

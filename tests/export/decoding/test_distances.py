@@ -28,7 +28,6 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity.budget import relative_error
-from tests.support.tiers import share
 
 WIDTH, HEADS, SHARED, WORDS, LONGEST = 32, 4, 2, 40, 64
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
@@ -179,7 +178,7 @@ def in_pieces(model: ir.Model, ids: Any, ends: Sequence[int], decoding: Decoding
     return np.concatenate(answers, 1)
 
 
-@pytest.mark.parametrize("bias", [pytest.param(bias, marks=share(turn, 5)) for turn, bias in enumerate(FORMS)])
+@pytest.mark.parametrize("bias", FORMS)
 def test_a_bias_by_distance_is_computed_of_places(bias: Bias) -> None:
     decoding, step, sites, whole = step_of(bias)
     (node,) = (node for node in step.graph if node.op_type == "Attention")
@@ -266,15 +265,13 @@ NEAR: dict[Bias, str] = {
 }
 
 
-@pytest.mark.parametrize("bias", [pytest.param(bias, marks=share(turn, 5)) for turn, bias in enumerate(NEAR)])
+@pytest.mark.parametrize("bias", NEAR)
 def test_what_is_no_bias_by_distance_is_refused(bias: Bias) -> None:
     with pytest.raises(UsageError, match=NEAR[bias]):
         step_of(bias)
 
 
-@pytest.mark.parametrize(
-    "bias", [pytest.param(bias, marks=share(turn)) for turn, bias in enumerate((of_a_table, of_pairs))]
-)
+@pytest.mark.parametrize("bias", [of_a_table, of_pairs])
 def test_a_table_of_biases_that_ends_before_the_cache(bias: Bias) -> None:
     with pytest.raises(UsageError, match="give a smaller cache_tokens"):
         step_of(bias, LONGEST + 1)
@@ -300,11 +297,8 @@ def test_the_forms_that_read_a_cache_agree_on_a_bias() -> None:
     assert len(site.measured) == 3 and not site.dropped
 
 
-WAYS = (("onnxruntime-cpu", None), ("openvino", None), ("onnxruntime-cpu", "int8"))
-
-
 @pytest.mark.parametrize(
-    ("backend", "caches"), [pytest.param(*way, marks=share(turn, len(WAYS))) for turn, way in enumerate(WAYS)]
+    ("backend", "caches"), [("onnxruntime-cpu", None), ("openvino", None), ("onnxruntime-cpu", "int8")]
 )
 def test_a_window_and_a_bias_on_a_backend(backend: str, caches: str | None, tmp_path: Path) -> None:
     if (why := why_not_here(backend)) is not None:

@@ -20,12 +20,10 @@ from attnforge.report.attention_maps import attention_maps
 from attnforge.report.verify_page import write_page
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.bundles import rewrite
-from tests.support.decoders import PLACES, DeployDecoder, ids, in_turn
+from tests.support.decoders import KINDS, PLACES, DeployDecoder, ids
 
 
-@pytest.mark.parametrize(
-    "kind", in_turn("rotary", "learned", "window", "uneven")
-)  # of capped float64 has products alone
+@pytest.mark.parametrize("kind", ["rotary", "learned", "window", "uneven"])  # of capped float64 has products alone
 def test_both_steps_are_one_function(decoders: DeployDecoder, kind: str) -> None:
     bundle = decoders(kind, "fp32")
     decoding, rng = bundle.manifest.decoding, np.random.default_rng(0)
@@ -49,7 +47,7 @@ def test_both_steps_are_one_function(decoders: DeployDecoder, kind: str) -> None
         assert np.array_equal(changed, (places == past).T)
 
 
-@pytest.mark.parametrize("kind", in_turn())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_without_a_past_is_the_model(decoders: DeployDecoder, kind: str) -> None:
     bundle = decoders(kind, "fp32")
     feeds = {"input_ids": ids(2, 19)}
@@ -63,14 +61,14 @@ def test_a_step_without_a_past_is_the_model(decoders: DeployDecoder, kind: str) 
         assert relative_error(answers["output"], expected["output"]) < 2e-6
 
 
-@pytest.mark.parametrize("kind", in_turn("window", "capped", "uneven"))
+@pytest.mark.parametrize("kind", ["window", "capped", "uneven"])
 def test_diagnose_looks_at_the_model(decoders: DeployDecoder, kind: str) -> None:
     diagnosis = attnforge.diagnose(decoders(kind, "fp16"), ["onnxruntime-cpu"])
     assert diagnosis.same_function == ["plain", "canonical", "onnxruntime", "tensorrt_rtx"]
     assert diagnosis.failing == [] and diagnosis.finding.cause == "rounding"
 
 
-@pytest.mark.parametrize("kind", in_turn())
+@pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_drawn_as_the_model_attends(decoders: DeployDecoder, kind: str, tmp_path: Path) -> None:
     bundle = decoders(kind, "fp32")
     maps = attention_maps(bundle)

@@ -33,8 +33,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.quiet import quiet
 from attnforge.runtime.parity.budget import relative_error
-from tests.support.decoders import PLACES, DeployDecoder, decoder_example, in_turn
-from tests.support.tiers import share
+from tests.support.decoders import KINDS, PLACES, DeployDecoder, decoder_example
 
 WIDTH, HEADS, WORDS = 32, 4, 40
 
@@ -112,13 +111,8 @@ BIASED = {"BLOOM": 6, "MPT": 4}
 """Heads of those that have a bias by distance and no positions."""
 
 
-def one_worker(turn: int, name: str) -> list[pytest.MarkDecorator]:
-    """The marks of a published model, which is deployed by one worker for all of its tests, in every seventh draw."""
-    return [share(turn, 7), pytest.mark.xdist_group(f"published-{name}")]
-
-
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=one_worker(turn, name)) for turn, name in enumerate(MODELS)]
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"published-{name}")) for name in MODELS]
 )
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Bundle]:
     """A published model in a small configuration, in fp16, deployed with a cache of 72 tokens."""
@@ -271,7 +265,7 @@ def assert_one_step(canonical: ir.Model, lowered: ir.Model, bundle: Bundle) -> N
         assert relative_error(results[output], array) < 1e-12, output
 
 
-@pytest.mark.parametrize("kind", in_turn())
+@pytest.mark.parametrize("kind", KINDS)
 def test_which_form_reads_the_cache(decoders: DeployDecoder, kind: str) -> None:
     certificate = decoders(kind, "fp16").manifest.attention
     wanted = "Attention, filled part of the cache" if kind == "uneven" else "com.microsoft::GroupQueryAttention"
@@ -425,9 +419,7 @@ REFUSED: dict[type[Causal], str] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, id=kind.__name__, marks=share(turn)) for turn, kind in enumerate(REFUSED)]
-)
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_cannot_have_a_cache_is_refused_with_its_reason(kind: type[Causal]) -> None:
     with pytest.raises(UsageError, match=REFUSED[kind]):
         inserted(kind())

@@ -28,7 +28,6 @@ from attnforge.runtime.backends.registry import why_not_here
 from tests.export.conftest import DeployBroken
 from tests.support.broken import BROKEN, healthy, made
 from tests.support.bundles import DeploySmall, rewrite
-from tests.support.tiers import share
 
 TARGETS = ("onnxruntime", "tensorrt_rtx")
 
@@ -38,9 +37,7 @@ def deployed(make: Callable[[], nn.Module], precision: str, folder: Path) -> Bun
     return attnforge.deploy(module, args, folder, shapes, precision, TARGETS, tune=False, keep_wrong=True)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=share(turn, 4 if BROKEN[name].saved else 2)) for turn, name in enumerate(BROKEN)]
-)
+@pytest.mark.parametrize("name", BROKEN)
 def test_what_breaks_is_found_and_why(name: str, broken: DeployBroken) -> None:
     expected = BROKEN[name]
     found = diagnose(broken(name, expected.precision), case="example")

@@ -12,7 +12,6 @@ from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
 from tests.support.emulated import Emulated
 from tests.support.idioms import IDIOMS
-from tests.support.tiers import share
 
 IN_16_BITS = (
     "scale_on_scores", "columns", "causal_by_adding_triu", "bias_table", "bias_under_a_finite_fill",
@@ -20,7 +19,7 @@ IN_16_BITS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(turn, 4)) for turn, name in enumerate(IN_16_BITS)])
+@pytest.mark.parametrize("name", IN_16_BITS)
 def test_attention_alone_in_fp16(name: str, tmp_path: Path) -> None:
     """Fused in an fp32 bundle; and what TensorRT is given, emulated with the fused kernels' scores in fp32, is within
     the budget."""
@@ -37,7 +36,6 @@ def test_attention_alone_in_fp16(name: str, tmp_path: Path) -> None:
     assert report.passed and report.budget >= 1e-3, report.failures
 
 
-@pytest.mark.drawn("name")
 @pytest.mark.parametrize("name", ["padding_mask", "columns"])
 def test_attention_alone_in_bf16_leaves_onnxruntime_in_fp32(name: str, tmp_path: Path) -> None:
     idiom, targets = IDIOMS[name], ["onnxruntime", "tensorrt_rtx"]

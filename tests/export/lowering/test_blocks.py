@@ -153,7 +153,6 @@ def form_of(band: Band, nearly: int) -> str:
     return f"Attention, blocks of {width} × {band.first_keys + width + band.span}{first}"
 
 
-@pytest.mark.drawn("width")
 @pytest.mark.parametrize("width", BLOCKS)
 def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
     model = exported().model.clone()
@@ -302,7 +301,6 @@ class Attends(nn.Module):
         )
 
 
-@pytest.mark.drawn("is_dynamic")
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
     tmp_path: Path, is_dynamic: bool
@@ -344,7 +342,6 @@ class Chunks(nn.Module):
         )
 
 
-@pytest.mark.drawn("is_dynamic")
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_tensorrt_rtx_fuses_chunks_and_what_first_tokens_see(tmp_path: Path, is_dynamic: bool) -> None:
     tokens = Dim("tokens", min=1, max=8192)

@@ -35,7 +35,7 @@ A_PLAN = 14
 def every(*, fuses: bool = False) -> list[Any]:
     """Every part and idiom; where it has to be fused, those that are not yet are expected to fail."""
     params = []
-    for part in parts("fp16"):
+    for part in parts():
         for name in part.names:
             marks = [pytest.mark.xdist_group(f"{part.group}-fp16")]
             reason = IDIOMS[name].not_yet.get(part.form)

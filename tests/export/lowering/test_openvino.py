@@ -74,7 +74,6 @@ def in_form(nearly: int) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
     return compiled(model)
 
 
-@pytest.mark.drawn("width")
 @pytest.mark.parametrize("width", for_openvino.BLOCKS)
 def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
     """Four heads of queries on two of keys; windows wider than the text, queries without keys, one token."""

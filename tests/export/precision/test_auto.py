@@ -30,7 +30,6 @@ from attnforge.runtime.session import Session
 from tests.export.conftest import DeployBroken
 from tests.support.broken import BROKEN, DIM, TOKENS, Block, Shifted, Stack, healthy, made
 from tests.support.emulated import Emulated
-from tests.support.tiers import share
 
 FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
 TARGETS = ("onnxruntime", "tensorrt_rtx")
@@ -71,12 +70,11 @@ IN_BF16 = ("residual stream", "LayerNorm")
 """What bf16 holds without fp32, so that `auto` takes it; elsewhere it takes fp16, as `auto-fp16` does."""
 
 
-@pytest.mark.drawn("precision")
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(name, precision, marks=share(turn + 2, 4))  # two draws after it is diagnosed
-        for turn, (name, broken) in enumerate(BROKEN.items())
+        (name, precision)
+        for name, broken in BROKEN.items()
         for precision in (["auto", "auto-fp16"] if name in IN_BF16 else ["auto"])
         if broken.saved
     ],
@@ -133,7 +131,6 @@ def one_block() -> nn.Module:
     return Stack(Block(), nn.LayerNorm(DIM))
 
 
-@share(1)
 def test_a_smaller_error_takes_more_of_fp32(tmp_path: Path) -> None:
     loose = of(chosen(one_block, tmp_path / "loose", max_error=2e-3))
     bundle = chosen(one_block, tmp_path / "tight", max_error=3e-4)
@@ -209,7 +206,6 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Classify:
     return functools.cache(lambda precision: classified(tmp_path_factory.mktemp("classifier") / "b", precision))
 
 
-@pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "auto"])
 def test_accuracy_is_measured_over_real_data(precision: str, classifier: Classify) -> None:
     bundle, labels = classifier(precision)
@@ -317,7 +313,6 @@ def test_operations_are_counted() -> None:
 # The command
 
 
-@share(0)
 def test_the_command_of_auto(tmp_path: Path) -> None:
     arguments = ["patch-attention-digits", "--precision", "auto", "--metric", "accuracy", "--no-tune"]
     out = str(tmp_path / "b")

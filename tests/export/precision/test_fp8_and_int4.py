@@ -114,10 +114,9 @@ def test_a_product_with_weights_of_4_bits_is_what_the_formulas_say(
     assert relative_error(lowered, wanted) < 1e-2
 
 
-@pytest.mark.drawn("has_data")
-@pytest.mark.parametrize("precision", ["fp8", "int4"])
-@pytest.mark.parametrize("has_data", [True, False])
+@pytest.mark.parametrize(("precision", "has_data"), [("fp8", True), ("fp8", False), ("int4", True)])
 def test_a_deployment_is_verified_on_every_backend_here(tmp_path: Path, precision: str, has_data: bool) -> None:
+    """4 bits without data: `test_what_costs_too_much_is_refused_or_kept_in_fp32`."""
     bundle = deployed(tmp_path / "b", precision=precision, data=real() if has_data else [], max_error=0.15)
     report = attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"])
     assert report.passed and report.warnings == []
@@ -135,13 +134,11 @@ def test_a_deployment_is_verified_on_every_backend_here(tmp_path: Path, precisio
     assert head + products < size < head + 1.5 * products  # the scales, biases and norms of a model this small
 
 
-@pytest.mark.drawn("capability")
-@pytest.mark.parametrize("capability", ["SM89", "SM120"])
-@pytest.mark.parametrize("precision", ["fp8", "int4"])
+@pytest.mark.parametrize(("precision", "capability"), [("fp8", "SM120"), ("int4", "SM89")])
 def test_tensorrt_reads_numbers_as_stored_beside_fused_attention(
     tmp_path: Path, precision: str, capability: str
 ) -> None:
-    """With dynamic batch and tokens; attention in fp16."""
+    """With dynamic batch and tokens; attention in fp16. A plan for both devices is in the next test."""
     bundle = deployed(
         tmp_path / "b", precision=precision, data=real(1), max_error=0.15, targets=["tensorrt_rtx"],
         compute_capabilities=[capability],

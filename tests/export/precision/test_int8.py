@@ -594,7 +594,6 @@ def test_without_data_each_token_has_a_range(tmp_path: Path) -> None:
     assert attnforge.verify(bundle, ["onnxruntime-cpu", "openvino"]).passed
 
 
-@pytest.mark.drawn("capability")
 @pytest.mark.parametrize("capability", ["SM89", "SM120"])
 def test_tensorrt_multiplies_in_8_bits_beside_fused_attention(tmp_path: Path, capability: str) -> None:
     """With dynamic batch and tokens; attention in fp16, for which TensorRT has a fused kernel."""

@@ -5,20 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import attnforge
 from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
 from benchmarks.experiments.eight_bits import sentences, tokenized
 from tests.support.huggingface import minilm
-from tests.support.tiers import DRAW, share
 
-CALIBRATING, TRIED = 16, 208 if DRAW is None else 48
+CALIBRATING, TRIED = 16, 208
 
 
-@share(0, 3)
-@pytest.mark.usefixtures("warm_builder")
 def test_embeddings_of_real_sentences_stay_where_they_are(tmp_path: Path) -> None:
     """Every cosine to float64 is 0.99 and more; all products but none is in fp32, and the weights of products take a
     quarter."""

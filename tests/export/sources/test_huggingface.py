@@ -28,7 +28,6 @@ from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.verify import verify
 from attnforge.runtime.session import load
 from tests.support.huggingface import build, minilm, variants
-from tests.support.tiers import share
 
 FP32 = precision_named("fp32")
 SITES = {"swin": 4}  # two elsewhere
@@ -36,16 +35,9 @@ SITES = {"swin": 4}  # two elsewhere
 SAME = ("clip-vision", "dinov2", "whisper-encoder")
 """Architectures that call scaled_dot_product_attention as ViT does, through the same function and without a mask."""
 
-ARCHITECTURES = sorted({name for name, _ in variants()})
-
-VARIANTS = [
-    pytest.param(name, attention, marks=share(ARCHITECTURES.index(name), 6))
-    for name, attention in variants()
-    if attention == "eager" or name not in SAME
-]
+VARIANTS = [(name, attention) for name, attention in variants() if attention == "eager" or name not in SAME]
 
 
-@pytest.mark.drawn("attention")
 @pytest.mark.parametrize(("name", "attention"), VARIANTS)
 def test_every_site_is_canonical_and_within_budget(name: str, attention: str, tmp_path: Path) -> None:
     made = build(name, attention)

@@ -7,7 +7,6 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import BuildError, UnavailableError, UsageError
 from attnforge.export.tensorrt.build import Builders, Plan, build, load_tensorrt, profiles_of
 from attnforge.export.tensorrt.process import Layer, Request
-from tests.support.builder import WarmBuilder
 from tests.support.bundles import small_example
 
 pytest.importorskip("tensorrt_rtx")
@@ -28,14 +26,6 @@ pytest.importorskip("tensorrt_rtx")
 
 BATCH, TOKENS = DimSpec(symbol="batch", min=1, opt=2, max=4), DimSpec(symbol="tokens", min=1, opt=24, max=32)
 HEADS, HEAD_DIM = 4, 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_processes(warm_builder: WarmBuilder) -> Iterator[None]:
-    """Builders are started as the product starts them."""
-    warm_builder.aside = True
-    yield
-    warm_builder.aside = False
 
 
 def specs(*dims: int | DimSpec, dtype: str = "float16") -> list[TensorSpec]:

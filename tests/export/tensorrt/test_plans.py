@@ -1,4 +1,5 @@
-"""Plans for the devices that have the numbers: every registered model, compiled for each of them, its attention fused.
+"""Plans for the devices that have the numbers: every registered model, compiled for one of them in turn, its attention
+fused. For `portable`, which every model is deployed for, `tests/model/test_registered.py` counts what is fused.
 
 The builder lists layers once a plan, however many devices that plan is for, so each device gets a plan of its own.
 """
@@ -11,7 +12,8 @@ import pytest
 
 from attnforge.export.tensorrt.build import build
 from attnforge.model import MODELS
-from tests.support.bundles import Deploy, in_turn
+from tests.support.bundles import Deploy
+from tests.support.pairs import pairs
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -25,9 +27,7 @@ DEVICES = {
 """The compute capabilities that are asked for, and what the plan says that it is for."""
 
 
-@pytest.mark.drawn("device")
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=in_turn(name, "fp16")) for name in MODELS])
+@pytest.mark.parametrize(("name", "device"), pairs([*MODELS], [*DEVICES]))
 def test_a_plan_for_any_device_fuses_every_site(registered: Deploy, name: str, device: str) -> None:
     bundle = registered(name, "fp16")
     capabilities, says = DEVICES[device]

@@ -38,7 +38,6 @@ from attnforge.runtime.choose import choose_backend
 from attnforge.runtime.parity.verify import hold
 from tests.support.bundles import DeploySmall
 from tests.support.faults.subjects import PLACES, subject
-from tests.support.tiers import share
 
 pytestmark = [
     pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino"))),
@@ -249,7 +248,6 @@ def test_16_bits_are_left_at_the_inputs_and_outputs_and_in_the_weights(tmp_path:
     assert weights > 20 and narrow == {"Parameter": 1, "Convert": 1, "Result": 1}
 
 
-@pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -464,7 +462,6 @@ def test_it_is_not_counted_among_what_is_fused(blocks: Bundle, capsys: pytest.Ca
     assert "openvino: MatMul·Softmax·MatMul, 4 blocks" in said and "causal: each block of queries" in said
 
 
-@pytest.mark.drawn("precision")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_blocks_keep_the_budget(precision: str, tmp_path: Path) -> None:
     """By the reference cases: one token, a prime number of them, queries without keys, samples without words."""
@@ -500,7 +497,6 @@ def test_a_bundle_without_that_graph_runs_as_before(blocks: Bundle, tmp_path: Pa
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
-@share(2, 3)
 def test_measuring_decides_and_nothing_is_written_where_nothing_is_gained(tmp_path: Path) -> None:
     bundle = in_blocks(tmp_path / "b", cache=False)
     record, sites = bundle.manifest.targets.get(OPENVINO), bundle.manifest.attention.details

@@ -27,9 +27,9 @@ from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.session import Session
 from tests.support.bundles import DeploySmall, rewrite
-from tests.support.decoders import LONGEST, PLACES, VOCABULARY, DeployDecoder, decoder_example, eager, ids, in_turn
+from tests.support.decoders import KINDS, LONGEST, PLACES, VOCABULARY, DeployDecoder, decoder_example, eager, ids
 from tests.support.faults.driving import verified
-from tests.support.tiers import share
+from tests.support.pairs import pairs
 
 CLOSE = 2e-6
 
@@ -47,13 +47,12 @@ def session(decoders: DeployDecoder, request: pytest.FixtureRequest) -> Iterator
         yield opened
 
 
-@pytest.mark.drawn("precision")
-@pytest.mark.parametrize("kind", in_turn())
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("kind", "precision"), pairs([*KINDS], ["fp32", "fp16", "bf16"]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
     decoders: DeployDecoder, kind: str, precision: str, backend: str
 ) -> None:
+    """Each kind at one precision; `benchmarks.experiments.false_alarms` draws decoders at every one."""
     report = attnforge.verify(decoders(kind, precision), [backend]).backends[backend]
     assert report.passed, report.failures
     schedules = {comparison.schedule for comparison in report.comparisons}
@@ -63,7 +62,7 @@ def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
     assert all(comparison.size == PLACES * VOCABULARY for comparison in whole)
 
 
-@pytest.mark.parametrize("kind", in_turn())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_and_steps_to_the_last_place(decoders: DeployDecoder, kind: str) -> None:
     tokens = ids(3, PLACES)
     expected = eager(kind, tokens)
@@ -442,7 +441,6 @@ def test_what_the_caches_hold(session: Session) -> None:
         decoder.cached(2)
 
 
-@share(1, 3)
 def test_caches_are_held_to_their_own_error_where_precisions_are_chosen(tmp_path: Path) -> None:
     """What outputs may err by says nothing of keys, whose layers may be in 16 bits because they hardly matter."""
     module, args, shapes = decoder_example("learned")

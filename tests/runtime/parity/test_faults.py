@@ -11,11 +11,10 @@ import onnx_ir as ir
 import pytest
 
 from attnforge.runtime.backends.registry import why_not_here
-from tests.support.faults.bench import NEVER, Bench, Faults, is_drawn
+from tests.support.faults.bench import NEVER, Bench, Faults, is_sampled
 from tests.support.faults.catalogue import FAULTS, INERT, softmax_twice
 from tests.support.faults.graph import Graph, NotThere
-from tests.support.faults.subjects import DECODERS, FOR_TENSORRT, IN_TURNS, PRECISIONS, deploy_in_blocks
-from tests.support.tiers import share
+from tests.support.faults.subjects import DECODERS, FOR_TENSORRT, PRECISIONS, deploy_in_blocks
 
 TESTED = [
     (name, p)
@@ -30,7 +29,7 @@ TRIED = ("fp32", "fp16", "int8", "fp8", "int4")
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults"), is_drawn)
+    return Faults(tmp_path_factory.mktemp("faults"), is_sampled)
 
 
 PASSED_IN_FP32 = {*INERT, "epsilon-1e-6", "epsilon-1e-12"}
@@ -42,14 +41,7 @@ def grouped(precision: str) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"faults-{precision}")
 
 
-def of_a_draw(name: str, precision: str) -> list[pytest.MarkDecorator]:
-    """A draw of the tests has half of the subjects, in fp32 or in few bits, and in each half of its faults."""
-    if precision == "fp16":
-        return [grouped(precision), pytest.mark.full]
-    return [grouped(precision), *(share(turn) for turn, names in enumerate(IN_TURNS) if name in names)]
-
-
-@pytest.mark.parametrize(("name", "precision"), [pytest.param(n, p, marks=of_a_draw(n, p)) for n, p in TESTED])
+@pytest.mark.parametrize(("name", "precision"), [pytest.param(n, p, marks=grouped(p)) for n, p in TESTED])
 def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
     """What is neither without effect nor hidden by rounding fails, and what has no effect passes."""
     assert faults.bench(name, precision).unaltered.passed
@@ -60,13 +52,12 @@ def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
         assert {row.fault.name for row in rows if row.verdict != "caught"} <= PASSED_IN_FP32
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=of_a_draw(name, "fp32")) for name in DECODERS])
+@pytest.mark.parametrize("name", DECODERS)
 def test_steps_in_float64_are_the_reference(faults: Faults, name: str) -> None:
     """By every order of tokens; tables of positions are stored in fp32."""
     assert faults.bench(name, "fp32").off_reference() < 1e-7
 
 
-@pytest.mark.full  # it counts all faults; in a draw none escapes from the subjects that it has
 @pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in TRIED])
 def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> None:
     subjects = [name for name, p in TESTED if p == precision]
@@ -75,7 +66,6 @@ def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> No
     assert {row.fault.family for row in caught} == {f.family for f in FAULTS if not {*f.subjects}.isdisjoint(subjects)}
 
 
-@pytest.mark.full  # it counts all faults; in a draw the subjects that it has are held to the same list
 @grouped("fp32")
 def test_in_fp32_all_are_caught_but_an_epsilon_and_those_that_change_no_function(faults: Faults) -> None:
     passed = {
@@ -109,7 +99,7 @@ def test_a_fault_that_finds_nothing_to_alter_says_so(faults: Faults) -> None:
 
 
 @pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
-@pytest.mark.parametrize("name", [pytest.param(name, marks=share(i, 3)) for i, name in enumerate(FOR_TENSORRT)])
+@pytest.mark.parametrize("name", FOR_TENSORRT)
 def test_faults_of_blocks_are_caught_on_openvino_as_well(name: str, tmp_path: Path) -> None:
     """Every second one of those in blocks and in steps, which OpenVINO has in the form that TensorRT has."""
     bench = Bench(deploy_in_blocks(name, tmp_path / "b"), name, tmp_path / "altered", "openvino")

@@ -32,7 +32,6 @@ from tests.support.faults.driving import BACKEND, Driven, in_double
 from tests.support.faults.driving import verified as verified_with
 from tests.support.faults.graph import KEPT, Fault, Graph, NotThere
 from tests.support.faults.subjects import DECODERS, deploy
-from tests.support.tiers import DRAW, is_in
 
 NOTHING = 1e-12
 VERDICTS = ("caught", "below rounding", "no effect")
@@ -217,19 +216,6 @@ def is_sampled(fault: Fault, subject: str, precision: str) -> bool:
     if subject in DECODERS and not fault.is_inert and number // 16 % 2:
         return False
     return precision in ("fp32", "int8") or number // 16 % 2 == 0
-
-
-def is_drawn(fault: Fault, subject: str, precision: str, draw: int | None = DRAW) -> bool:
-    """Whether a draw of the tests tries a fault in a subject that it has: of those of a family, every second, and
-    the others when the subject's turn comes again."""
-    if draw is None or not is_sampled(fault, subject, precision):
-        return is_sampled(fault, subject, precision)
-    alike = [
-        other.name
-        for other in FAULTS
-        if (other.family, precision in other.not_in) == (fault.family, False) and is_sampled(other, subject, precision)
-    ]
-    return len(alike) == 1 or is_in(alike.index(fault.name), 2, draw // 2)
 
 
 class Faults:

@@ -48,17 +48,6 @@ PRECISIONS = {
 }
 """The subjects, and the precisions that they are deployed in."""
 
-IN_TURNS = (
-    ("encoder", "bare-window", "padded", "steps", "calibrated", "odd-heads", "windowed-decoder", "gpt",
-     "turning-decoder"),
-    (
-        "cross", "causal", "window", "window-in-products", "padded-causal", "padded-steps", "by-token", "llama",
-        "capped-decoder", "sloped-decoder",
-    ),
-)  # fmt: skip
-"""The subjects that one draw of the tests has, and those of the next; all draws have the others. Each draw has faults
-of every family."""
-
 USUAL_TOKENS, MOST_TOKENS, MOST_BATCH = 16, 24, 4
 
 STATIC_TOKENS = 32

@@ -17,8 +17,6 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.export import Dim
 
-from tests.support.tiers import DRAW, is_in, one_of
-
 WIDTH, HEADS, HEAD_DIM, MAX_TOKENS = 64, 4, 16, 40
 SCALE = HEAD_DIM**-0.5
 
@@ -272,24 +270,11 @@ TOGETHER: dict[Form, int] = {"dynamic": 18, "static": 33}
 for more."""
 
 
-EVERY = 5
-"""A draw of the tests has every fifth idiom; the number is odd, so that a draw has idioms of both precisions."""
-
-
-def parts(precision: Literal["fp32", "fp16"], draw: int | None = DRAW) -> list[Part]:
-    """All idioms in all of their forms. In a draw of the tests, every fifth idiom, at one of the two precisions and in
-    one of its forms: those whose turn it is at this one."""
-    tried = {name: idiom.forms for name, idiom in IDIOMS.items()}
-    if draw is not None:
-        taken = [(turn, idiom) for turn, idiom in enumerate(IDIOMS.values()) if is_in(turn, EVERY, draw)]
-        ways = {
-            i.name: one_of([(p, f) for f in i.forms for p in ("fp32", "fp16")], turn, draw // EVERY)
-            for turn, i in taken
-        }
-        tried = {name: (form,) for name, (at, form) in ways.items() if at == precision}
+def parts() -> list[Part]:
+    """All idioms in all of their forms."""
     every = []
     for form, size in TOGETHER.items():
-        names = [name for name, forms in tried.items() if form in forms]
+        names = [name for name, idiom in IDIOMS.items() if form in idiom.forms]
         for i in range(0, len(names), size):
             every.append(Part(form, tuple(names[i : i + size]), f"idioms-{form}-{i // size}"))
     return every

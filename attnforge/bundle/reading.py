@@ -1,22 +1,19 @@
 """A bundle on disk: a folder that holds a deployed model and its manifest.
 
-A bundle is written to a temporary folder beside its place and renamed when it is whole. It is checked, schema first
-and then the sha256 of every file, before anything in it is parsed: a TensorRT plan is executable content. Files are
-opened without following links, and what was checked is what is used: the very bytes, or a path that is looked at again
-once it was used (:meth:`Bundle.steady`).
+It is checked, schema first and then the sha256 of every file, before anything in it is parsed: a TensorRT plan is
+executable content. Files are opened without following links, and what was checked is what is used: the very bytes, or
+a path that is looked at again once it was used (:meth:`Bundle.steady`).
 """
 
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
-import json
 import logging
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,32 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from attnforge.bundle.schema import CANONICAL, MANIFEST, OPENVINO, PLAIN, SCHEMA_VERSION, SIGNATURE, WEIGHTS, Manifest
-from attnforge.errors import (
-    AttnforgeError,
-    BundleError,
-    ReplacedError,
-    UnavailableError,
-    UsageError,
-    first_line,
-    shortened,
-)
-from attnforge.files import (
-    Identity,
-    exchange,
-    identity,
-    names_in,
-    new_folder,
-    open_inside,
-    open_regular,
-    rename_new,
-    sha256,
-    write_whole,
-)
-from attnforge.scratch import remove
+from attnforge.bundle.trust import Trusted, keys_of, signatures
+from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, shortened
+from attnforge.files import Identity, identity, names_in, open_inside, open_regular
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from attnforge.arrays import Array
 
 log = logging.getLogger("attnforge")
@@ -69,13 +45,6 @@ _COMPILED = "EPContext"
 
 _NAMING = (b"location", _COMPILED.encode())
 """What stands in every ONNX model that names files: the key of a file of external weights, and :data:`_COMPILED`."""
-
-TRUSTED = "ATTNFORGE_TRUSTED"
-"""The variable of the environment with public keys, as PATH has folders."""
-
-Trusted = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Literal[False] | None
-"""Whose bundles are opened: those that are signed by one of these public keys; of None those of :data:`TRUSTED`, and
-anybody's where it is not set; of False anybody's."""
 
 
 class Bundle:
@@ -110,13 +79,13 @@ class Bundle:
             UsageError: a trusted key is none.
             UnavailableError: a signature is asked for, and `attnforge[signing]` is not installed.
         """
-        self.trusted = _keys(trusted)
+        self.trusted = keys_of(trusted)
         self.path = Path(path)
         self._root = _root(self.path)  # a link that is set to another bundle changes nothing for this one
         self._place = self._identity(".")
-        data = _manifest_data(self._root, self.path)
+        data = manifest_data(self._root, self.path)
         if self.trusted:
-            _signatures().check_signed(self.path, self._root, data, self.trusted)
+            signatures().check_signed(self.path, self._root, data, self.trusted)
         self.manifest = _parsed_manifest(self.path / MANIFEST, data)
         self._sum = hashlib.sha256(data).digest()
         self._checked: dict[str, Identity] = {}
@@ -136,7 +105,7 @@ class Bundle:
 
     def unlisted(self) -> list[str]:
         """The files in the folder that the manifest does not list: nothing of attnforge reads or runs them."""
-        return [name for name in names_in(self.path) if name not in self.manifest.files and name not in _UNLISTED]
+        return [name for name in names_in(self.path) if name not in self.manifest.files and name not in UNLISTED]
 
     def file(self, name: str) -> Path:
         """Path of a file of the bundle, checked together with the files that its weights stand in. Who opens it by
@@ -340,7 +309,7 @@ class Bundle:
     def _was_replaced(self) -> bool:
         """Whether the folder was moved or another manifest stands there now."""
         try:
-            is_other = hashlib.sha256(_manifest_data(self.path)).digest() != self._sum
+            is_other = hashlib.sha256(manifest_data(self.path)).digest() != self._sum
             return is_other or self._identity(".") != self._place
         except BundleError:
             return False
@@ -349,7 +318,7 @@ class Bundle:
         return ReplacedError(f"{self.path} was replaced while it was read; read it again once it is left alone")
 
 
-_UNLISTED = (MANIFEST, SIGNATURE)
+UNLISTED = (MANIFEST, SIGNATURE)
 """The files of a bundle that its manifest does not list."""
 
 
@@ -362,71 +331,6 @@ def open_bundle(
         return bundle
     path = bundle.path if isinstance(bundle, Bundle) else bundle
     return Bundle(path, check_plans=check_plans, lazily=lazily, trusted=trusted)
-
-
-def sign(bundle: str | os.PathLike[str], key: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Sign a bundle: write `model.sig` into its folder. The bundle may be moved and renamed after that.
-
-    Args:
-        bundle: its folder.
-        key: a .pem file with a private key of an elliptic curve (P-256, P-384 or P-521).
-        force: overwrite a signature that is there.
-
-    Returns:
-        the signature's file.
-
-    Raises:
-        BundleError: no whole, unaltered bundle is there, or it holds files that its manifest does not list.
-        UsageError: the key is none, the bundle is signed already, or the folder cannot be written to.
-        UnavailableError: `attnforge[signing]` is not installed.
-    """
-    signatures, made = _signatures(), Bundle(bundle, trusted=False)
-    file = made.path / SIGNATURE
-    if os.path.lexists(file) and not force:
-        raise UsageError(f"{made.path} is signed already; overwrite {SIGNATURE} with --force (force=True)")
-    if others := made.unlisted():
-        raise BundleError(f"{unlisted_text(made.path, others)}; remove them, then sign it")
-    with made.steady():
-        data = signatures.signature_of(made._root, _manifest_data(made._root, made.path), Path(key))
-    try:
-        write_whole(made._root / SIGNATURE, data)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}; sign a copy of the bundle") from error
-    return file
-
-
-def _signatures() -> ModuleType:
-    try:
-        from attnforge.bundle import signatures
-    except ImportError as error:
-        raise UnavailableError(
-            f"signatures are made and checked by model-signing, which cannot be imported ({first_line(error)}): "
-            "pip install attnforge[signing]"
-        ) from error
-    return signatures
-
-
-def _keys(trusted: Trusted) -> tuple[Path, ...]:
-    """The files of public keys that a caller trusts, or the environment.
-
-    Raises:
-        UsageError: no key was given where keys are asked for.
-    """
-    if trusted is False:
-        return ()
-    if trusted is None:
-        if TRUSTED not in os.environ:
-            return ()
-        trusted, whose = [key for key in os.environ[TRUSTED].split(os.pathsep) if key], TRUSTED
-    else:
-        trusted, whose = [trusted] if isinstance(trusted, str | os.PathLike) else trusted, "trusted"
-    try:
-        keys = tuple(Path(key).absolute() for key in trusted)
-    except TypeError:  # True, and whatever is no path
-        raise UsageError(f"trusted is {trusted!r}; give the files of public keys, or False to ask for none") from None
-    if not keys:
-        raise UsageError(f"{whose} names no key, so no bundle could be opened; name the file of a public key")
-    return keys
 
 
 @contextmanager
@@ -476,7 +380,7 @@ def _root(path: Path) -> Path:
         raise BundleError(f"no bundle at {shortened(str(path))!r}: {first_line(error)}") from error
 
 
-def _manifest_data(folder: Path, shown: Path | None = None) -> bytes:
+def manifest_data(folder: Path, shown: Path | None = None) -> bytes:
     """The content of a bundle's manifest.
 
     Args:
@@ -519,144 +423,3 @@ def _parsed_manifest(file: Path, data: bytes) -> Manifest:
 
 class _Version(BaseModel):
     schema_version: Annotated[int, Field(strict=True)]
-
-
-_OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")
-"""Files that file managers leave in folders, which nobody misses."""
-
-
-def _document(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a bundle of any schema version; None where a folder is no bundle."""
-    try:
-        document = json.loads(_manifest_data(folder))
-    except (BundleError, ValueError, RecursionError):
-        return None
-    is_bundle = isinstance(document, dict) and {"schema_version", "attention", "files"} <= set(document)
-    return document if is_bundle else None
-
-
-def place_of(out: Path) -> Path:
-    """The whole path of a folder that is to be made, with links resolved.
-
-    Raises:
-        UsageError: no folder can be there, its path is not UTF-8, or it is inside a bundle, whose signature and
-            `--force` allow no further files.
-    """
-    try:
-        target = out.resolve()
-        str(target).encode()  # ONNX Runtime writes to no other path
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
-        why = "its path is not UTF-8" if isinstance(error, UnicodeEncodeError) else first_line(error)
-        raise UsageError(f"{shortened(str(out))} is no place for a folder: {why}; choose another") from error
-    if (bundle := next((parent for parent in target.parents if _document(parent) is not None), None)) is not None:
-        raise UsageError(f"{target} is inside the bundle {bundle}; choose a folder outside it")
-    return target
-
-
-def _why_not_replaced(folder: Path) -> str | None:
-    """Why a folder may not be replaced by a bundle, or None: it is no bundle of any schema version, holds files that
-    are not the bundle's, or cannot be written to."""
-    if (document := _document(folder)) is None:
-        is_empty = folder.is_dir() and not any(folder.iterdir())
-        return None if is_empty else "exists and is no bundle"
-    listed = {*(document["files"] if isinstance(document["files"], dict) else ()), *_UNLISTED}
-    for place, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        for name in (*files, *links):
-            file = Path(place, name).relative_to(folder).as_posix()
-            if file not in listed and name not in _OF_THE_SYSTEM:
-                return f"holds {file!r}, which is not the bundle's"
-        if not os.access(place, os.W_OK | os.X_OK):
-            return "is a bundle that is read-only"
-    return None
-
-
-@contextmanager
-def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `out` where the block ends, and is removed where it raises.
-
-    Where a bundle is replaced, the two exchange their places at one instant, if the system can do that. What a process
-    that was killed left behind here is removed.
-
-    Args:
-        out: folder of the bundle.
-        force: whether a bundle that stands there is replaced. Nothing else ever is.
-
-    Raises:
-        UsageError: `out` exists and `force` is not given, or `out` is no bundle, is read-only, or holds other files
-            and would be lost; or it is inside another bundle, or cannot be written.
-        BundleError: the disk is full.
-    """
-    target = check_place(out, force)
-    with new_folder(target, lambda folder: _put(folder, target, force)) as folder:
-        yield folder
-
-
-def check_place(out: str | os.PathLike[str], force: bool) -> Path:
-    """The folder that a bundle would be put to; through a link, what it points to is replaced, and the link stays.
-
-    Args:
-        out: folder of the bundle.
-        force: whether a bundle that stands there may be replaced.
-
-    Raises:
-        UsageError: as of :func:`writing`.
-    """
-    target = place_of(Path(out))
-    _bring_back(target)
-    _check(target, force)
-    return target
-
-
-def _check(target: Path, force: bool) -> None:
-    if not os.path.lexists(target):
-        return
-    if not force:
-        raise UsageError(f"{target} exists; choose another folder, or overwrite it with --force (force=True)")
-    if (why := _why_not_replaced(target)) is not None:
-        raise UsageError(f"{target} {why}, so it is not overwritten; choose another folder")
-
-
-def _put(folder: Path, target: Path, force: bool) -> None:
-    """Rename a whole bundle to its place. What stands there now is looked at once more: it may have come meanwhile."""
-    _check(target, force)
-    try:
-        if not os.path.lexists(target):
-            rename_new(folder, target)
-        elif not exchange(folder, target):
-            old = folder.with_suffix(".old")
-            target.rename(old)
-            try:
-                folder.rename(target)
-            except BaseException:
-                old.rename(target)
-                raise
-            remove(old)
-    except FileExistsError as error:
-        raise UsageError(f"{target} appeared while its bundle was made, and is left as it is") from error
-
-
-def _bring_back(target: Path) -> None:
-    """Undo what a process left that was killed between the two renames of a system that cannot exchange folders."""
-    with suppress(OSError):
-        for old in sorted(target.parent.glob(f".{glob.escape(target.name)}.*.old")):
-            if not os.path.lexists(target):
-                old.rename(target)
-            elif os.lstat(old).st_uid == os.getuid():
-                remove(old)
-
-
-def write_manifest(folder: Path, manifest: Manifest, *, only_new: bool = False) -> None:
-    """Hash every file of a bundle into the manifest, and write the manifest last.
-
-    Args:
-        folder: of the bundle.
-        manifest: receives `files`.
-        only_new: whether files that the manifest lists already are not hashed again.
-    """
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    names = {file.relative_to(folder).as_posix(): file for file in files}
-    names = {name: file for name, file in names.items() if name not in _UNLISTED}
-    known = manifest.files if only_new else {}
-    manifest.files = {name: known.get(name) or sha256(file) for name, file in names.items()}
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")

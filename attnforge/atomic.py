@@ -1,0 +1,390 @@
+"""Files and folders written whole or not at all, and temporary ones that do not stay behind for long: a process that is
+killed cannot clean up, so the next one that writes to the same place does.
+
+Who makes a temporary one holds a lock on it for as long as it is in use, which the kernel releases however the process
+ends. One of this user's whose name says that it is temporary, and that nobody holds, is stale.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from attnforge.errors import BundleError, UsageError, first_line, shortened
+
+# --- temporary files and folders --------------------------------------------------------------------------------------
+
+
+class Scratch:
+    """An empty folder, made and held by this process until it is released.
+
+    Args:
+        parent: folder to make it in.
+        prefix: of its name.
+        suffix: of its name; one with the same prefix and suffix is swept where it is stale.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, parent: Path, prefix: str, suffix: str) -> None:
+        sweep(parent, prefix, suffix)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
+            self._lock = _lock(self.path, wait=True)
+            # A sweep may have removed the folder before it was opened, or before it was locked.
+            if self.path.exists() if self._lock is None else _is(self.path, self._lock):
+                break
+            self.release()
+
+    def release(self) -> None:
+        """Hold the folder no more; it stays where it is."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def remove(self) -> None:
+        """Remove what stands at the folder's path now, and hold it no more."""
+        remove(self.path)
+        self.release()
+
+
+@contextmanager
+def temporary_folder(prefix: str = "attnforge-") -> Iterator[Path]:
+    """A folder in the system's place for temporary ones, removed where the block ends, or by a later process where this
+    one is killed.
+
+    Args:
+        prefix: of its name.
+    """
+    scratch = Scratch(Path(tempfile.gettempdir()), prefix, SUFFIX)
+    try:
+        yield scratch.path
+    finally:
+        scratch.remove()
+
+
+SUFFIX = ".scratch"
+
+
+def sweep(parent: Path, prefix: str, suffix: str) -> None:
+    """Remove the stale files and folders of a place, by their names.
+
+    Args:
+        parent: folder that they are in.
+        prefix, suffix: of their names.
+    """
+    with suppress(OSError):
+        with os.scandir(parent) as entries:
+            names = [e.name for e in entries if e.name.startswith(prefix) and e.name.endswith(suffix)]
+        for name in names:
+            path = parent / name
+            with suppress(OSError):
+                if os.lstat(path).st_uid == os.getuid() and (lock := _lock(path, wait=False)) is not None:
+                    try:
+                        if _is(path, lock):
+                            remove(path)
+                    finally:
+                        os.close(lock)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, folders that are read-only as well; what cannot be removed
+    stays."""
+    if not path.is_dir() or path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+        return
+
+    def again(function: object, name: str, error: object) -> None:
+        with suppress(OSError):
+            for folder in (Path(name).parent, Path(name)):
+                if folder.is_dir() and not folder.is_symlink() and folder.is_relative_to(path):
+                    folder.chmod(0o700)
+            shutil.rmtree(name, ignore_errors=True) if Path(name).is_dir() else os.unlink(name)
+
+    if not os.access(path, os.W_OK | os.X_OK):
+        with suppress(OSError):
+            path.chmod(0o700)
+    shutil.rmtree(path, onerror=again)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A block that no two processes are in at once for one folder, where the file system has locks.
+
+    Args:
+        folder: that the block changes.
+    """
+    lock = _lock(folder.resolve(), wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def hold(number: int) -> None:
+    """Hold a file that this process has open, so that nobody takes it for stale.
+
+    Args:
+        number: of the open file.
+    """
+    with suppress(OSError):
+        fcntl.flock(number, fcntl.LOCK_EX)
+
+
+def _lock(path: Path, wait: bool) -> int | None:
+    """An open file that holds a lock on a file or folder; None where that cannot be had."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # somebody holds it, or this file system has no locks
+        os.close(number)
+        return None
+    return number
+
+
+def _is(path: Path, number: int) -> bool:
+    """Whether a path still leads to the file that is open."""
+    try:
+        there, held = os.lstat(path), os.fstat(number)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino) and not stat.S_ISLNK(there.st_mode)
+
+
+# --- whole or not at all ----------------------------------------------------------------------------------------------
+
+
+def write_whole(file: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a file under a temporary name beside it and rename it, so that a reader sees the old file or the new one.
+
+    Args:
+        file: to write; its folder must exist.
+        data: its content.
+        mode: its permissions.
+
+    Raises:
+        OSError: the folder cannot be written to; no temporary file is left.
+    """
+    with written_whole(file, mode) as stream:
+        stream.write(data)
+
+
+@contextmanager
+def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A stream whose content becomes a file where the block ends, and is gone where it raises.
+
+    Args:
+        file: to write; its folder must exist.
+        mode: its permissions.
+
+    Raises:
+        OSError: the folder cannot be written to, its disk is full, or `file` is a device, a pipe or a socket; no
+            temporary file is left.
+    """
+    prefix = f".{file.name[:200]}."
+    sweep(file.parent, prefix, _SUFFIX)
+    with (
+        _named_when_full(file),
+        tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=_SUFFIX, delete=False) as stream,
+    ):
+        temporary = Path(stream.name)
+        hold(stream.fileno())
+        try:
+            yield cast(BinaryIO, stream)
+            stream.flush()
+            temporary.chmod(mode)
+            _check_replaceable(file)
+            os.replace(temporary, file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+_SUFFIX = ".unfinished"
+
+
+def _check_replaceable(file: Path) -> None:
+    """Raise an OSError for what a rename would remove, at the end of a link as well: a device, a pipe or a socket."""
+    if file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+
+
+def check_writable(file: Path) -> None:
+    """Check that a file can be written, before the work whose result it is to hold. Nothing is left behind.
+
+    Args:
+        file: in a folder that is there, or can be made.
+
+    Raises:
+        UsageError: its folder cannot be made or written to, it is a folder, a device, a pipe or a socket itself, or its
+            name is none.
+    """
+    try:
+        _check_replaceable(file)
+        folder = next(parent for parent in file.absolute().parents if parent.exists())
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=_SUFFIX) as probe:
+            Path(probe, file.name).touch()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"{shortened(str(file))} cannot be written: {why}; choose another place") from error
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two paths exchange what they lead to, at one instant.
+
+    Returns:
+        whether it was done; the system or the file system may not know how.
+
+    Raises:
+        OSError: it cannot be done, whoever asks.
+    """
+    return _renamed(one, other, _EXCHANGE)
+
+
+def rename_new(old: Path, new: Path) -> None:
+    """Rename a folder to a name that nothing has.
+
+    Raises:
+        FileExistsError: something has that name.
+        OSError: it cannot be renamed.
+    """
+    if not _renamed(old, new, _NO_REPLACE):
+        if os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        os.rename(old, new)  # over what appears just now: an empty folder at most
+
+
+_NO_REPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux
+_AT_CWD = -100
+
+
+def _renamed(old: Path, new: Path, how: int) -> bool:
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):  # another system, or an older C library
+        return False
+    if rename(_AT_CWD, os.fsencode(old), _AT_CWD, os.fsencode(new), how) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    kind = FileExistsError if number == errno.EEXIST else OSError
+    raise kind(number, os.strerror(number), str(old), None, str(new))
+
+
+def give_modes(folder: Path) -> None:
+    """Give a folder and all that is in it the permissions that new files and folders of this user have: libraries, and
+    what makes temporary ones, make them for this user alone."""
+    mask = _umask()
+    for place, _, files in os.walk(folder):
+        for name in files:
+            if not os.path.islink(file := os.path.join(place, name)):
+                os.chmod(file, 0o666 & ~mask)
+        os.chmod(place, 0o777 & ~mask)
+
+
+def _umask() -> int:
+    """The user's mask of permissions, which Linux tells without changing it."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The numbers of errors of a disk that takes no more: it is full, or the user's quota or limit of a file's size is."""
+
+LEAST_FREE = 2**20
+"""Bytes; a disk with fewer is full. Libraries that write by themselves say what went wrong in words of their own."""
+
+
+def is_full(folder: Path, error: BaseException | None = None) -> bool:
+    """Whether the disk of a folder takes no more, by an error or its causes, or by what is free."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return shutil.disk_usage(folder).free < LEAST_FREE
+
+
+@contextmanager
+def told_when_full(folder: Path) -> Iterator[None]:
+    """A block that writes to a new place on the disk of a folder, and whose errors say so where that disk is full.
+
+    Raises:
+        BundleError: the disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_full(folder, error):
+            raise BundleError(
+                f"the disk of {folder} is full, or its quota is; nothing was written; {_room_text(folder)}"
+            ) from error
+        raise
+
+
+@contextmanager
+def new_folder(target: Path, put: Callable[[Path], object], parent: Path | None = None) -> Iterator[Path]:
+    """A temporary folder that is put to its place where the block ends, or else removed.
+
+    Args:
+        target: the place.
+        put: moves the temporary folder, or what is in it, to its place.
+        parent: folder to make the temporary one in; by default the one that `target` is in.
+
+    Raises:
+        UsageError: it cannot be written.
+        BundleError: the disk is full.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Scratch(parent or target.parent, f".{target.name}.", ".partial")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"{shortened(str(target))} cannot be written: {why}; choose another folder") from error
+    try:
+        with told_when_full(target.parent):
+            yield temporary.path
+            give_modes(temporary.path)
+            put(temporary.path)
+    finally:
+        temporary.remove()
+
+
+@contextmanager
+def _named_when_full(file: Path) -> Iterator[None]:
+    """A block that writes to a stream, whose errors of a full disk name no file; here they name this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise OSError(error.errno, f"{error.strerror}; {_room_text(file.parent)}", str(file)) from error
+        raise
+
+
+def _room_text(folder: Path) -> str:
+    """What to do about a full disk, and how much is free: where that is much, a quota or limit was reached."""
+    free = shutil.disk_usage(folder).free / 2**20
+    return f"make room ({free:,.1f} MiB are free), raise your quota or file-size limit, or choose another folder"
