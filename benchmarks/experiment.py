@@ -109,9 +109,11 @@ class Claim:
         return "**no**" if self.verdict == "no" else self.verdict
 
     def __str__(self) -> str:
+        text = f"{self.text} ({self.against})" if self.against else self.text
+        if self.wrong is not None or self.measured is None:
+            return f"{text}: {self.holds}"
         value = self.measured.value if isinstance(self.measured, Interval) else self.measured
-        against = f" ({self.against})" if self.against else ""
-        return f"{self.text}{against}: {value:.4g}, at most {self.at_most:.4g}"
+        return f"{text}: {value:.4g}, at most {self.at_most:.4g}"
 
 
 def claims_table(claims: Iterable[Claim]) -> str:
