@@ -27,10 +27,10 @@ from attnforge.model import (
     TransformerEncoder,
     VisionTransformer,
     WorkedExample,
-    identities,
     merge_patches,
     split_patches,
 )
+from attnforge.model.identities import multi_head_by_slicing, selection_matrices
 
 
 def decoder(**sizes: Any) -> Decoder:
@@ -71,8 +71,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "S8 merge features": lambda: merge_patches(torch.randn(4, 47), 4, 8, 8),
     "S8 digits": lambda: PatchAttentionClassifier()(torch.randn(2, 1, 10, 10)),
     "S8 digits patch": lambda: PatchAttentionClassifier(patch_size=3),
-    "S9 width": lambda: identities.selection_matrices(10, 4),
-    "S9 value": lambda: identities.multi_head_by_slicing(torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 6), 4),
+    "S9 width": lambda: selection_matrices(10, 4),
+    "S9 value": lambda: multi_head_by_slicing(torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 6), 4),
     "S12 odd": lambda: SinusoidalPositions(7, 10),
     "S12 sinusoidal length": lambda: SinusoidalPositions(8, 10)(torch.randn(2, 11, 8)),
     "S12 learned length": lambda: LearnedPositions(8, 10)(torch.randn(2, 11, 8)),
