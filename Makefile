@@ -40,15 +40,15 @@ docs: .venv/ready
 
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready
-	$(BIN)/python -m benchmarks.suites.suite $(if $(OLD),--compare $(OLD))
-	$(BIN)/python -m benchmarks.suites.pages
+	$(BIN)/python -m benchmarks run suite $(if $(OLD),--compare $(OLD))
+	$(BIN)/python -m benchmarks pages
 
 # What the suite leaves out: who fuses what, what the passes cost, what a Session adds.
 bench-others: .venv/ready
-	$(BIN)/python -m benchmarks.suites.fusion
-	$(BIN)/python -m benchmarks.suites.scaling
-	$(BIN)/python -m benchmarks.suites.overhead
-	$(BIN)/python -m benchmarks.suites.pages
+	$(BIN)/python -m benchmarks run fusion
+	$(BIN)/python -m benchmarks run scaling
+	$(BIN)/python -m benchmarks run overhead
+	$(BIN)/python -m benchmarks pages
 
 # On a machine with a GPU: its tests, parity and latency of every backend; without one it exits with 3.
 gpu: .venv/ready
@@ -56,10 +56,10 @@ gpu: .venv/ready
 
 # A Triton server beside the environment, for models of `attnforge package --for triton`, and how to start it.
 triton: .venv/ready
-	@$(BIN)/python -m benchmarks.triton.server
+	@$(BIN)/python -m benchmarks.servers.triton.server
 
 .venv/triton: | .venv/ready
-	$(BIN)/python -m benchmarks.triton.server >/dev/null
+	$(BIN)/python -m benchmarks.servers.triton.server >/dev/null
 
 wheel: .venv/ready
 	rm -rf build/lib build/wheel && $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .

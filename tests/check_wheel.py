@@ -29,7 +29,7 @@ EXPECTED = (
     "attnforge/bench/contenders/decoding/registry.py",
     "attnforge/bench/limits/work.py",
 )
-LEFT_OUT = {"benchmarks", "suites", "training", "tests", "support"}
+LEFT_OUT = {"benchmarks", "experiments", "servers", "training", "tests", "support"}
 """Names of folders that no file of a wheel is in."""
 
 STUB = """

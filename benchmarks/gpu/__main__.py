@@ -1,4 +1,4 @@
-"""The command: asks for the device, then runs the steps in turn."""
+"""Everything that needs a GPU, proven and measured: asks for the device, then runs the steps in turn."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from attnforge.machine import compute_capability, cuda_devices, cuda_driver, device_name, tool_versions, versions
+from benchmarks.experiment import RESULTS
 from benchmarks.gpu.conclusions import failed_tests, wrong_answers
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.environment import environment, tests
@@ -26,7 +27,6 @@ from benchmarks.gpu.processes import TAKE, supervise
 from benchmarks.gpu.running import GpuRun, Task, read, step, write
 from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
 from benchmarks.gpu.timings import attention, ceilings, latency, overhead
-from benchmarks.publish import RESULTS
 
 NO_DEVICE = 3
 """Exit code without a CUDA device."""

@@ -8,6 +8,7 @@ from attnforge.bundle import FLAVOURS
 from attnforge.errors import first_line
 from attnforge.report.render import by_reason
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET
+from benchmarks.experiment import Verdict, verdict
 from benchmarks.gpu.second_opinion import opinion_of
 from benchmarks.gpu.steps import (
     COMPILE,
@@ -23,7 +24,6 @@ from benchmarks.gpu.steps import (
     Step,
     is_ours,
 )
-from benchmarks.suites.claims import Verdict, verdict
 
 
 def wrong_answers(results: GpuResults) -> list[str]:

@@ -18,11 +18,11 @@ from attnforge.arrays import to_numpy
 from attnforge.bundle import PORTABLE
 from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.session import load
+from benchmarks.experiment import machine
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.models import PatchPoint, large_of, patch_attention, patch_truth, targets_of
 from benchmarks.gpu.running import Task, attempt, shortened, tail
 from benchmarks.gpu.steps import SIDES, Item
-from benchmarks.publish import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the source checkout, if this is one."""

@@ -11,7 +11,7 @@ from attnforge.bundle import PORTABLE
 from attnforge.errors import first_line
 from attnforge.records import Record
 from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
-from benchmarks.suites.claims import Verdict
+from benchmarks.experiment import Verdict
 
 COMMAND = "python -m benchmarks.gpu"
 

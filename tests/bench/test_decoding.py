@@ -30,7 +30,7 @@ from attnforge.cli import app
 from attnforge.errors import UnavailableError, UnknownNameError, UntrustedError, UsageError
 from attnforge.export.graphs.saving import load_graph
 from attnforge.model.registry import build_model
-from benchmarks.suites import decoding as suite
+from benchmarks.experiments import decoding as suite
 from tests.support.pairs import pairs
 
 pytestmark = pytest.mark.xdist_group("measure")
@@ -51,7 +51,7 @@ TINY = {
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The suite's model, tiny."""
-    return suite.deployed(tmp_path_factory.mktemp("llama"), lambda stage: None, TINY, PLACES, 16)
+    return suite.deployed(tmp_path_factory.mktemp("llama"), TINY, PLACES, 16)
 
 
 @pytest.fixture(scope="module")
@@ -307,21 +307,21 @@ def test_claims_are_held_against_eager_the_best_right_peer_and_the_limit() -> No
     ours = contender("onnxruntime-cpu", 10.0, ours=True)
     peers = [contender("eager-static", 20.0), contender("onnxruntime-concat", 9.0), contender("torch-compile", 30.0)]
     measured = figures([ours, *peers], {"eager-dynamic": "error 1 is over the budget"})
-    told = list(suite.claims(DecodingResults.model_validate(measured)))
+    told = list(suite.claims(measured))
     assert [(claim.against, claim.holds) for claim in told] == [
         ("eager-static", "yes"),
         ("onnxruntime-concat", "**no**"),
         ("", "yes"),
     ]
-    assert len(suite.broken(DecodingResults.model_validate(measured))) == 1
+    assert len(suite.broken(measured)) == 1
     lines = suite.table(measured).splitlines()
-    assert lines[2] == "| ms a token, of eager-static's, behind 128 tokens | eager-static | 0.50 | 0.9 | yes |"
+    assert lines[2] == "| ms a token, of eager-static's, behind 128 tokens | eager-static | 0.9 | 0.5 | 0.5–0.5 | yes |"
     assert "Behind 128 tokens: 6.5 ms to copy 410 MB" in lines
     assert "| **onnxruntime-cpu** | 10.00 | 100.0 | – | 50% | 1e-7 |" in lines
     assert "Not timed, for its logits are wrong: eager-dynamic: error 1 is over the budget." in lines
 
 
 def test_a_bundle_that_is_wrong_breaks_the_suite() -> None:
-    measured = DecodingResults.model_validate(figures([contender("eager-static", 20.0)], {"onnxruntime-cpu": "wrong"}))
+    measured = figures([contender("eager-static", 20.0)], {"onnxruntime-cpu": "wrong"})
     assert {claim.holds for claim in suite.claims(measured)} == {"not measured"}
     assert suite.broken(measured) == ["no backend of the bundle's was timed"]

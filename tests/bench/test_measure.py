@@ -42,8 +42,9 @@ from attnforge.runtime import race as kernel
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity import verify
 from attnforge.runtime.parity.verify import stored_inputs
-from benchmarks.publish import RESULTS
-from benchmarks.suites import pages, suite
+from benchmarks import pages
+from benchmarks.experiment import COMMAND, RESULTS, run
+from benchmarks.experiments import suite
 from tests.support.bundles import rewrite
 
 pytestmark = pytest.mark.xdist_group("measure")
@@ -679,7 +680,7 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
 
 def test_the_results_page_has_a_place_for_every_table_of_the_suite(tmp_path: Path) -> None:
     names = [*(subject.name for subject in suite.SUBJECTS), "claims", "growth-tokens", "growth-layers"]
-    page = Path(shutil.copy(Path(__file__).parents[2] / pages.RESULTS_PAGE, tmp_path))
+    page = Path(shutil.copy(Path(__file__).parents[2] / "docs/results.md", tmp_path))
     assert [name for name in names if not pages.put("", name, RESULTS / "suite.json", page)] == []
 
 
@@ -702,8 +703,11 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     other = "<!-- claims: from another.json -->\nANOTHER MACHINE'S\n<!-- /claims -->"
     page.write_text(f"before\n{places}\n{other}\nafter\n", encoding="utf-8")
     html = tmp_path / "page/index.html"
-    suite.main(file, html, None, None, 1)
-    tables = suite.tables(found.read(file))
+    options_given = ["--results", str(file), "--html", str(html), "--threads", "1"]
+    with pytest.raises(SystemExit) as ended:
+        run("suite", options_given)
+    assert ended.value.code == 0
+    tables = suite.tables(found.read(file).model_dump(mode="json"))
     assert set(tables) == {*names, "summary"} and not pages.put(tables["summary"], "summary", file, page)
     assert all(pages.put(tables[name], name, file, page) for name in names)
     text = page.read_text(encoding="utf-8")
@@ -714,13 +718,9 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
         and "eager" in text
     )
     assert html.exists() and list(html.parent.glob("*.png"))
-    assert suite._command(suite.SUITE, (), None) == suite.COMMAND
-    assert (
-        suite._command(Path("a b.json"), ["vit"], 1) == f"{suite.COMMAND} --results 'a b.json' --only vit --threads 1"
-    )
     taken = found.read(file)
     assert [model.name for model in taken.models] == ["small"]
-    assert taken.command == f"{suite.COMMAND} --results {file.as_posix()} --threads 1" and f"`{taken.command}`" in text
+    assert taken.command == f"{COMMAND} suite {' '.join(options_given)}" and f"`{taken.command}`" in text
     for one in taken.models[0].contenders:
         assert (one.cold is not None, one.memory is not None) == (one.ours, one.ours), one.notes
     for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many quiet rounds
@@ -730,5 +730,5 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     found.write(taken, tmp_path / "old.json")
     monkeypatch.setattr(suite, "run_suite", lambda *given: found.read(file))
     with pytest.raises(SystemExit) as ended:
-        suite.main(file, html, tmp_path / "old.json", None, 1)
+        run("suite", [*options_given, "--compare", str(tmp_path / "old.json")])
     assert ended.value.code == 1

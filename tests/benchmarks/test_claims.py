@@ -7,7 +7,8 @@ import pytest
 from attnforge.bench.interval import fit_of, latency_of
 from attnforge.bench.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.machine import this_machine
-from benchmarks.suites import claims
+from benchmarks.experiment import Claim, claims_table, verdict
+from benchmarks.experiments import suite_claims as claims
 
 
 def contender(name: str, precision: str, ms: float, ours: bool = False, picked: bool = False) -> Contender:
@@ -48,7 +49,9 @@ def test_who_is_wrong_in_another_case_is_passed_over() -> None:
     found = to_any.measured_on(model(ours, fast, right))
     assert found.against == "b fp32 to c fp32, held to 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
     assert isinstance(found.measured, Interval) and found.measured.value == pytest.approx(10 / 9)
-    assert to_fast.measured_on(model(ours, fast, right)).against == "b fp32 to fast fp32"
+    by_name = to_fast.measured_on(model(ours, fast, right))
+    assert by_name.text == "m: fp32 to fast" and isinstance(by_name.measured, Interval)
+    assert by_name.measured.value == pytest.approx(10 / 8)
     alone = to_any.measured_on(model(ours, fast))
     assert alone.holds == "not measured" and alone.passed_over == found.passed_over
     ours.cases = fast.cases
@@ -59,10 +62,10 @@ def test_what_is_passed_over_is_in_the_table() -> None:
     fast, ours = contender("openvino-plain", "fp32", 8), contender("onnxruntime-cpu", "fp32", 10, True, True)
     fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
     found = model(fast, ours, contender("eager", "fp32", 20)).model_copy(update={"name": "vit-b-16"})
-    (line,) = (one for one in claims.table(results_of(found)).splitlines() if "vit-b-16" in one)
+    (line,) = (one for one in claims_table(claims.measured_claims(results_of(found))).splitlines() if "vit-b-16" in one)
     over = "passed over, for they are wrong in another case: openvino-plain fp32 (1.25)"
     assert line.startswith(
-        f"| vit-b-16: fp32 to any fp32 contender (onnxruntime-cpu fp32 to eager fp32); {over} | 1.05 |"
+        f"| vit-b-16: fp32 to any fp32 contender; {over} | onnxruntime-cpu fp32 to eager fp32 | 1.05 |"
     )
     assert line.endswith("| yes |")
 
@@ -85,13 +88,13 @@ def test_openings_that_differ_make_a_claim_less_sure() -> None:
 def test_what_is_within_its_interval_may_be_chance(value: float, holds: str) -> None:
     """On either side of the limit alike."""
     measured = Interval(value=value, low=value - 0.05, high=value + 0.05)
-    assert claims.MeasuredClaim("", 0.75, measured).holds == holds
+    assert Claim("", measured, 0.75).holds == holds
 
 
 @pytest.mark.parametrize(("reading", "word"), [(63.9, "yes"), (64.0, "yes"), (64.1, "no")])
 def test_a_single_reading_stands_for_itself(reading: float, word: str) -> None:
-    assert claims.verdict(reading, 64) == word
-    assert claims.verdict(Interval(value=reading, low=reading, high=reading), 64) == word
+    assert verdict(reading, 64) == word
+    assert verdict(Interval(value=reading, low=reading, high=reading), 64) == word
 
 
 def test_memory_and_how_it_grows() -> None:
@@ -105,4 +108,4 @@ def test_memory_and_how_it_grows() -> None:
     assert isinstance(exponent.measured, Interval) and exponent.measured.value == pytest.approx(1)
     assert exponent.holds == "yes"
     assert [one.holds for one in claims._of_memory([])] == ["not measured"] * 2
-    assert claims._row(most)[1:] == ("64", "32", "one reading", "yes"), "a reading is no interval"
+    assert claims_table([most]).endswith("|  | 64 | 32 | – | yes |"), "a reading has no interval"

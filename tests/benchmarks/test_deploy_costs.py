@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.suites.deploy_costs import LIMITS, bare_causal_attention, table
-from benchmarks.suites.real_sizes import GIB
+from benchmarks.experiments.deploy_costs import LIMITS, bare_causal_attention, table
+from benchmarks.experiments.real_sizes import GIB
 
 ABOUT = {"command": "c", "machine": {"processor": "p", "threads": 2}}
 
@@ -39,13 +39,13 @@ def test_every_limit_that_is_broken_is_told() -> None:
     models = dict(zip([LIMITS[i].title for i in (0, 4, -2, -1)], [anew, slow, large, failed], strict=True))
     lines = table({"models": models, **ABOUT}).splitlines()
     assert [line.partition(": ")[2] for line in lines if line.startswith("- ")] == [
-        "0.50 of the first deploy's time, again, 0.33 at most",
-        "4.00 of the plain path's time, 3.00 at most",
-        "2.00 GiB, 1.50 at most",
-        "7.00 of the plain path's time, 6.00 at most",
-        "14.00 GiB, 13.00 at most",
-        "9.00 GiB of a verification, 8.00 at most",
         "deploy: more than 20 GiB",
+        "the first deploy's time, again: 0.5, at most 0.3333",
+        "the plain path's time: 4, at most 3",
+        "GiB: 2, at most 1.5",
+        "the plain path's time: 7, at most 6",
+        "GiB: 14, at most 13",
+        "GiB of a verification: 9, at most 8",
     ]
 
 

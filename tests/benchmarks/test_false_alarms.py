@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +14,15 @@ from attnforge.precision import precision_named
 from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
-from benchmarks.suites.false_alarms import (
+from benchmarks.experiments.false_alarms import (
     DRAWS,
     Outcome,
     draw_in_8_bits,
+    figures_of,
     summary,
     table,
+    tables,
     tried,
-    write_outcomes,
 )
 from tests.support.hostile_models import HOSTILE, draw_hostile, make_hostile
 from tests.support.random_decoders import draw_decoder, make_decoder
@@ -87,7 +86,7 @@ def test_a_seed_is_always_the_same_model(draw: Callable[[int], Recipe], make: Ca
         assert torch.equal(first, second)
 
 
-def test_what_is_said_of_them(tmp_path: Path) -> None:
+def test_what_is_said_of_them() -> None:
     """A rejection comes with its recipe; what eager's precision does not hold is none, nor is what is refused."""
     truth, case = np.ones(8), Case(name="normal-opt", sizes={}, kind="normal", seed=1)
 
@@ -101,9 +100,9 @@ def test_what_is_said_of_them(tmp_path: Path) -> None:
         Outcome(draw(3), refused="no"),
     ]
     figures = summary(found)
-    write_outcomes({"usual": found}, 0, 4, tmp_path / "figures.json")
-    written = json.loads((tmp_path / "figures.json").read_bytes())
-    assert written["seeds"] == [0, 3] and table(written).count(", 1 rejected") == 1
+    made = {**figures_of({"usual": found}, 0, 4), "command": "run"}
+    assert made["seeds"] == [0, 3] and table(made).count(", 1 rejected") == 1
+    assert list(tables(made)) == ["false-alarms-usual"]
     assert figures["deployed"] == 2 and [one["seed"] for one in figures["rejected"]] == [1]
     assert figures["rejected"][0]["cases"][0].startswith("normal-opt/output: error 1e-1 is over the budget")
     assert [one["seed"] for one in figures["not_held"]] == [2] and figures["refused"][0]["why"] == "no"

@@ -19,7 +19,7 @@ from attnforge.bench.contenders.peers import (
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
-from benchmarks.suites import fusion
+from benchmarks.experiments import fusion
 from tests.support.huggingface import build
 
 

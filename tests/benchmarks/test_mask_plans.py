@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.suites import mask_plans
-from benchmarks.suites.mask_plans import MODELS, Attended, attended_in
-from benchmarks.suites.published import Published
+from benchmarks.experiments import mask_plans
+from benchmarks.experiments.mask_plans import MODELS, Attended, attended_in
+from benchmarks.published import Published
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -58,3 +58,6 @@ def test_a_limit_is_of_the_needed_for_windows_and_of_all_for_causal_attention() 
         "| m | band −3 … 0 | 2 | 2 | 2 | 1.31 | 0.131 | **no** |",
         "| m | band −3 … 0 | 2 | 2 | 2 | 1.30 | 0.650 | yes |",
     ]
+    assert mask_plans.EXPERIMENT.wrong(figures) == ["m, band −3 … 0: scores: 131, at most 130"]
+    figures["models"] = {"m": [replace(window, fused=1, scores=None).__dict__]}
+    assert len(mask_plans.EXPERIMENT.wrong(figures)) == 2

@@ -10,10 +10,10 @@ import torch
 
 from attnforge.bench.contenders.peers import PeerJob
 from attnforge.bench.contenders.registry import PEERS
-from attnforge.bench.results import Fit, Growth, Results, Series
+from attnforge.bench.results import Fit, Growth, Series
 from attnforge.errors import UnavailableError
 from attnforge.records import Interval
-from benchmarks.suites import masks
+from benchmarks.experiments import masks
 
 
 def contender(name: str, ratio: float | None, *, ours: bool = False, wrong: str | None = None) -> dict[str, Any]:
@@ -63,14 +63,13 @@ def test_the_fastest_right_peer_counts_and_what_is_broken_is_told() -> None:
     grown = [growth("window", 1.2, 1.0, 100.0), growth("causal", 2.0, 1.05, 65.0)]
     figures = results([kept, slow], grown)
     lines = masks.table(figures).splitlines()
-    assert lines[2] == "| window, 4,096 tokens | time, of the fastest peer's | openvino-plain | 0.25 | 0.3 | yes |"
-    assert lines[3] == "| window | time ~ tokens^ |  | 1.20 | 1.15 | no |"
-    told = {(claim.of, claim.what): claim.value for claim in masks.broken(Results.model_validate(figures))}
-    assert told == {
-        ("window", "time ~ tokens^"): 1.2,
-        ("causal, 16,384 tokens", "time, of the fastest peer's"): 0.8,
-        ("causal, 16,384 tokens", "MiB that a call adds"): 65.0,
-    }
+    assert lines[2] == "| window, 4,096 tokens: time, of the fastest peer's | openvino-plain | 0.3 | 0.25 | – | yes |"
+    assert lines[3] == "| window: p of time ~ tokensᵖ |  | 1.15 | 1.2 | – | **no** |"
+    assert masks.EXPERIMENT.wrong(figures) == [
+        "window: p of time ~ tokensᵖ: 1.2, at most 1.15",
+        "causal, 16,384 tokens: time, of the fastest peer's (eager): 0.8, at most 0.65",
+        "causal, 16,384 tokens: MiB that a call adds: 65, at most 64",
+    ]
 
 
 @pytest.mark.parametrize("make", [masks.window, masks.causal])

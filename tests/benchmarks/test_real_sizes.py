@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suites.published import GROWTH, PUBLISHED
-from benchmarks.suites.real_sizes import GIB, growth, in_a_process, table
-from benchmarks.suites.real_sizes_steps import Order
+from benchmarks.experiments.real_sizes import GIB, growth, in_a_process, table
+from benchmarks.experiments.real_sizes_steps import Order
+from benchmarks.published import GROWTH, PUBLISHED
 
 ABOUT = {"command": "c", "machine": {"processor": "p", "threads": 2}, "tools": {"transformers": "5"}}
 PLAIN = {"seconds": 10.0, "cpu": 15.0, "peak": GIB, "difference": 1e-6}

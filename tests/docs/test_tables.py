@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks.suites import pages
-from benchmarks.suites.pages import FAULTS_PAGE, PAGES
+from benchmarks import pages
+from benchmarks.experiment import RESULTS
 from tests.docs.pages import ROOT
-from tests.support import polygraphy
 from tests.support.faults import page as faults
+
+MARK = re.compile(r"<!-- ([\w-]+): from (\S+) -->")
 
 
 def test_every_table_is_what_its_results_file_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    pages_of_tests = (*PAGES, polygraphy.PAGE)
-    for page in pages_of_tests:
+    for page in pages.pages(Path()):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, tmp_path / page)
     places = pages.refresh(tmp_path)
-    faults.refresh(tmp_path / FAULTS_PAGE)
-    polygraphy.refresh(tmp_path)
-    for page in pages_of_tests:
+    faults.refresh(tmp_path / faults.PAGE)
+    for page in pages.pages(Path()):
         assert (tmp_path / page).read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
-            "run python -m benchmarks.suites.pages"
+            "run python -m benchmarks pages"
         )
-    assert {name for name, _ in places} >= {*pages.OTHERS, "summary", "claims", "growth-tokens", "growth-layers"}
+        marks = MARK.findall(page.read_text(encoding="utf-8"))
+        assert {name for name, _ in marks} <= {name for name, _ in places} | {"faults"}
+    assert {file for _, file in places} == {*RESULTS.glob("*.json")} - {RESULTS / "gpu.json"}

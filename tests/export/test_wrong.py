@@ -269,7 +269,7 @@ def test_the_choice_of_a_backend_passes_over_what_is_wrong(tmp_path: Path, monke
 
 @pytest.mark.parametrize("seed", range(len(FAULTS)))
 def test_a_fault_of_export_is_refused_and_named(seed: int, tmp_path: Path) -> None:
-    """A draw of `python -m tests.support.export_faults`, which tries 200."""
+    """A draw of `python -m benchmarks run export-faults`, which tries 200."""
     verdict = tried(seed, tmp_path)
     assert verdict.fault.kind == FAULTS[seed].__name__
     assert verdict.is_good, verdict

@@ -222,7 +222,7 @@ SEEDED = {
     ("cross", "fp32"): {"scale-missing", "padding-ignored", "keys-clipped", "epsilon-1e-6"},
     ("vit", "fp16"): {"scale-1%", "patches-transposed"},
 }
-"""A few faults; `python -m tests.support.polygraphy` tries all, in every subject at every precision."""
+"""A few faults; `python -m benchmarks run polygraphy` tries all, in every subject at every precision."""
 
 
 @pytest.mark.parametrize(("name", "precision"), SEEDED)

@@ -28,10 +28,10 @@ from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import InputError
 from attnforge.serving.ray import Handle, PredictorDeployment
 from benchmarks.load import Load
-from benchmarks.ray.cluster import descendants, killing
-from benchmarks.ray.load import press
-from benchmarks.ray.rows import busy_after, in_actors
-from benchmarks.ray.tiles import batches_of, outcome_of, write_tiles
+from benchmarks.servers.ray.cluster import descendants, killing
+from benchmarks.servers.ray.load import press
+from benchmarks.servers.ray.rows import busy_after, in_actors
+from benchmarks.servers.ray.tiles import batches_of, outcome_of, write_tiles
 from tests.support.bundles import Deploy
 from tests.support.keys import new_key
 

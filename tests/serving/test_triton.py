@@ -26,9 +26,9 @@ from attnforge.runtime.parity.verify import hold
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
-from benchmarks.triton.client import PROTOCOLS, asking, client_of, inputs_of
-from benchmarks.triton.load import press
-from benchmarks.triton.server import Server, why_unavailable
+from benchmarks.servers.triton.client import PROTOCOLS, asking, client_of, inputs_of
+from benchmarks.servers.triton.load import press
+from benchmarks.servers.triton.server import Server, why_unavailable
 from tests.support.bundles import Deploy, DeploySmall, small_inputs
 from tests.support.keys import new_key
 

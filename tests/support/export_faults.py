@@ -1,7 +1,7 @@
 """Faults of an exporter, put into what torch's exporter gives: which of them does `deploy` refuse, and does `diagnose`
 name them?
 
-`python -m tests.support.export_faults` deploys 200 random modules with a fault each, and exits with 1 where one is
+`python -m benchmarks run export-faults` deploys 200 random modules with a fault each, and exits with 1 where one is
 deployed, loaded by `auto` or not named.
 """
 
@@ -11,7 +11,6 @@ import itertools
 import logging
 import random
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from unittest.mock import patch
 import numpy as np
 import onnx_ir as ir
 import torch
+import typer
 from torch import Tensor, nn
 
 import attnforge
@@ -257,7 +257,8 @@ def tried(seed: int, folder: Path) -> Verdict:
     return Verdict(made[0], refused, unloaded, named, said)
 
 
-def main(count: int = 200) -> int:
+def main(count: int = 200) -> None:
+    """Try as many modules, each with a fault; exits with 1 where one is not refused or not named."""
     logging.disable(logging.WARNING)  # of bundles that are kept although they are wrong
     counts: Counter[str] = Counter()
     for seed in range(count):
@@ -275,8 +276,8 @@ def main(count: int = 200) -> int:
         if seed % 20 == 19:
             print(f"{seed + 1} tried: {dict(counts)}", flush=True)
     print(dict(counts))
-    return int(counts["bad"] + counts["failed"] > 0)
+    raise typer.Exit(counts["bad"] + counts["failed"] > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    typer.run(main)

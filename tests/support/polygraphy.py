@@ -1,7 +1,7 @@
 """Whether `polygraphy run` says of a bundle what `attnforge verify` says: of every seeded fault, and of every
 registered model as it was deployed.
 
-`python -m tests.support.polygraphy` packages the sound bundles, runs each of them and every faulty one by Polygraphy's
+`python -m benchmarks run polygraphy` packages the sound bundles, runs each of them and every faulty one by Polygraphy's
 command with the `attnforge` runner and the packaged inputs, float64 outputs and comparison, and gives what the runs
 saved to `attnforge verify --results`. It writes the results file and the table in `docs/guides/polygraphy.md`, and
 exits with 1 where two of the three differ.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,15 +27,12 @@ from attnforge.report.render import markdown_table
 from attnforge.runtime.parity.results import verify_results
 from attnforge.runtime.parity.verify import BackendReport
 from attnforge.serving.polygraphy.folder import BUDGET, BUNDLE, FLOAT64, INPUTS, package
-from benchmarks.publish import RESULTS, where, write_figures
-from benchmarks.suites.pages import put
+from benchmarks.experiment import Claim, Experiment, say, where
 from tests.support.bundles import example_of
 from tests.support.faults.bench import Bench, verified
 from tests.support.faults.catalogue import FAULTS
 from tests.support.faults.subjects import DECODERS, PRECISIONS, deploy
 
-COMMAND = "python -m tests.support.polygraphy"
-FIGURES, PAGE = RESULTS / "polygraphy.json", Path("docs/guides/polygraphy.md")
 BACKEND = "onnxruntime-cpu"
 
 
@@ -145,36 +141,28 @@ def table(figures: dict[str, Any]) -> str:
     return f"{markdown_table(header, lines, words=2)}\n\n{where(figures)}"
 
 
-def refresh(root: Path = Path()) -> None:
-    """Write the table anew from the results file.
-
-    Args:
-        root: folder that the page is under.
-    """
-    put(table(json.loads(FIGURES.read_text(encoding="utf-8"))), "polygraphy", FIGURES, root / PAGE)
+def claims(figures: dict[str, Any]) -> Iterator[Claim]:
+    """All three have to agree on every bundle."""
+    apart = [row for each in figures["verdicts"] if not (row := Verdicts(**each)).agree]
+    yield Claim("bundles on which the three differ", len(apart), 0, "; ".join(map(str, apart)))
 
 
-def main() -> None:
-    """Ask of every fault and every registered model."""
+def measure() -> dict[str, Any]:
+    """What the three say of every fault and of every registered model."""
     found = []
     with temporary_folder() as folder:
         (folder / "registered").mkdir()
         for name in MODELS:
             for precision in ("fp32", "fp16", "bf16"):
-                print(f"{name} {precision}", flush=True)
+                say(f"{name} {precision}")
                 found.append(of_registered(name, precision, folder / "registered"))
         for name, precisions in PRECISIONS.items():
             for precision in precisions if name not in DECODERS else ():  # whose steps Polygraphy does not drive
-                print(f"faults in {name} {precision}", flush=True)
+                say(f"faults in {name} {precision}")
                 found += of_faults(name, precision, folder)
-    write_figures(COMMAND, 1, FIGURES, verdicts=[asdict(row) for row in found])
-    refresh()
-    wrong = [row for row in found if not row.agree]
-    for row in wrong:
-        print(row)
-    if wrong:
-        raise SystemExit(1)
+    return {"verdicts": [asdict(row) for row in found]}
 
 
-if __name__ == "__main__":
-    main()
+EXPERIMENT = Experiment(
+    "polygraphy.json", measure, lambda figures: {"polygraphy": table(figures)}, claims, threads=lambda: 1
+)

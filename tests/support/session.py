@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 import attnforge
 from attnforge.bundle import Bundle
 from attnforge.machine import cuda_devices
-from benchmarks.ray.cluster import local_cluster
+from benchmarks.servers.ray.cluster import local_cluster
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
 from tests.support.exports import shared_in

@@ -9,7 +9,7 @@ import numpy as np
 import attnforge
 from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
-from benchmarks.suites.eight_bits import sentences, tokenized
+from benchmarks.experiments.eight_bits import sentences, tokenized
 from tests.support.huggingface import minilm
 
 CALIBRATING, TRIED = 16, 208

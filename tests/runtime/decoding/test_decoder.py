@@ -52,7 +52,7 @@ def session(decoders: DeployDecoder, request: pytest.FixtureRequest) -> Iterator
 def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
     decoders: DeployDecoder, kind: str, precision: str, backend: str
 ) -> None:
-    """Each kind at one precision; `benchmarks.suites.false_alarms` draws decoders at every one."""
+    """Each kind at one precision; `benchmarks.experiments.false_alarms` draws decoders at every one."""
     report = attnforge.verify(decoders(kind, precision), [backend]).backends[backend]
     assert report.passed, report.failures
     schedules = {comparison.schedule for comparison in report.comparisons}

@@ -22,7 +22,7 @@ TESTED = [
     for p in precisions
     if p != "bf16" and (p == "fp32" or name not in DECODERS)
 ]
-"""Of the sixteen bits one kind, and of decoders none: `python -m tests.support.faults` tries all."""
+"""Of the sixteen bits one kind, and of decoders none: `python -m benchmarks run faults` tries all."""
 
 TRIED = ("fp32", "fp16", "int8", "fp8", "int4")
 

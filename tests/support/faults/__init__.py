@@ -1,6 +1,6 @@
 """Seeded faults: what may go wrong between a module and what is deployed, put into deployed graphs one at a time.
 
-`python -m tests.support.faults` deploys the subjects, gives every fault to `attnforge.verify`, and writes the results
+`python -m benchmarks run faults` deploys the subjects, gives every fault to `attnforge.verify`, and writes the results
 file and the tables in `docs/faults.md`. What a fault does is measured apart from `verify`: the altered graph and the
 unaltered one run in float64 over the bundle's cases, and the difference is the effect. A fault is
 

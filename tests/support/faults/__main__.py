@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from tests.support.faults.bench import NEVER, Faults
 from tests.support.faults.page import PAGE, read_results, refresh, write_results
 from tests.support.faults.subjects import PRECISIONS
 
 
-def main(names: Sequence[str] = ()) -> None:
-    """Try every fault in every subject at every precision; write the results file and the tables made of it.
-
-    Args:
-        names: of the subjects to try, whose rows are written anew; all by default.
-    """
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Subjects whose rows are written anew; all.")] = None,
+) -> None:
+    """Try every fault in every subject at every precision; write the results file and the tables made of it."""
     subjects = {name: PRECISIONS[name] for name in names or PRECISIONS}
     with tempfile.TemporaryDirectory() as folder:
         faults = Faults(Path(folder))
@@ -32,4 +31,4 @@ def main(names: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    typer.run(main)

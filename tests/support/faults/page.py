@@ -6,11 +6,11 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.pages import put
 from tests.support.faults.bench import NEVER, VERDICTS, Row
 from tests.support.faults.catalogue import FAULTS, INERT
 
 PAGE, RESULTS = Path("docs/faults.md"), Path("benchmarks/results/faults.csv")
-START, END = f"<!-- faults: from {RESULTS.as_posix()} -->", "<!-- /faults -->"
 COLUMNS = ("kind", "fault", "what", "model", "precision", "effect", "allowed", "verdict", "case")
 
 Line = dict[str, str]
@@ -72,8 +72,5 @@ def refresh(page: Path) -> None:
     Raises:
         SystemExit: the page has no place for them.
     """
-    head, start, rest = page.read_text(encoding="utf-8").partition(START)
-    _, end, tail = rest.partition(END)
-    if not (start and end):
-        raise SystemExit(f"{page} has no place for the tables: put {START} and {END} where they belong")
-    page.write_text(f"{head}{START}\n{page_of(read_results())}\n{END}{tail}", encoding="utf-8")
+    if not put(page_of(read_results()), "faults", RESULTS, page):
+        raise SystemExit(f"{page} has no place for the tables: put <!-- faults: from {RESULTS} --> where they belong")

@@ -1,45 +1,40 @@
 """The standard suite: what `make bench` runs, on the CPU at hand.
 
-`python -m benchmarks.suites.suite` writes `benchmarks/results/suite.json`, a page and pictures. `--results`
+`python -m benchmarks run suite` writes `benchmarks/results/suite.json`, a page and pictures. `--results`
 names another file, of another machine, say. `--compare OLD.json` says what moved since an earlier run and exits with 1
 where something got worse.
 """
 
 from __future__ import annotations
 
-import shlex
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import attnforge
 from attnforge.bench import results as files
 from attnforge.bench.compare import compare
 from attnforge.bench.contenders.registry import peers_here
-from attnforge.bench.experiment import Experiment
+from attnforge.bench.experiment import Experiment as Bench
 from attnforge.bench.interval import fit_of
 from attnforge.bench.page import write_page
 from attnforge.bench.plots import save_plots
 from attnforge.bench.results import Growth, Model, Results, Series
-from attnforge.bench.run import finished, measure, new_results
+from attnforge.bench.run import finished, new_results
+from attnforge.bench.run import measure as measure_bundles
 from attnforge.bench.tables import growth_table, table
 from attnforge.bundle import Bundle, Source
 from attnforge.machine import processors
 from attnforge.model.registry import build_model
 from attnforge.report.render import markdown_table
-from benchmarks.publish import RESULTS
-from benchmarks.suites import claims
-
-COMMAND = "python -m benchmarks.suites.suite"
-SUITE = RESULTS / "suite.json"
+from benchmarks.experiment import Experiment, claims_table, say, where
+from benchmarks.experiments.suite_claims import measured_claims
 
 
 @dataclass(frozen=True)
@@ -119,63 +114,43 @@ LAYERS = (1, 4, 12, 24)
 TOKEN_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = SUITE,
+def measure(
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("build/bench/index.html"),
     old: Annotated[Path | None, typer.Option("--compare", help="Results of an earlier run to compare with.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A part: a model, tokens or layers; repeat. All else.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
-) -> None:
-    """Measure, write the figures, and write the page."""
-    console = Console(stderr=True)
+) -> Iterator[Results]:
+    """All figures; then the page and the pictures of them, and what moved since an earlier run."""
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     start = time.perf_counter()
-
-    def say(stage: str) -> None:
-        console.print(f"{time.perf_counter() - start:6.0f} s  {stage}", style="dim", highlight=False)
-
     with tempfile.TemporaryDirectory() as folder:
-        measured = run_suite(_command(results, only or (), threads), Path(folder), threads or processors(), only, say)
-    measured = finished(measured, start)
-    files.write(measured, results)
-    measured = files.read(results)  # what is shown is what is written
-    out = Console()
+        measured = finished(run_suite(Path(folder), threads or processors(), only), start)
+    yield measured
+    measured = Results.model_validate(files.to_five_digits(measured.model_dump(mode="json")))  # as it is written
     differences = compare(earlier, measured) if earlier is not None else None
-    compared = differences.text() if differences is not None else None
-    write_page(measured, html, force=True, compared=compared.splitlines() if compared is not None else None)
+    write_page(measured, html, force=True, compared=differences.text().splitlines() if differences else None)
     save_plots(measured, html.parent)
-    for name, text in tables(measured).items():
-        out.print(f"\n{name}\n{text}", highlight=False, soft_wrap=True, markup=False)
-    say(f"written to {results} and {html}")
-    for name, reason in measured.left_out.items():
-        out.print(f"{name} failed: {reason}", style="red", markup=False)
-    if compared is not None:
-        out.print(compared, highlight=False, soft_wrap=True, markup=False)
+    say(f"the page is {html}")
+    if differences is not None:
+        print(differences.text())
+        raise typer.Exit(bool(differences.regressions))
+
+
+def broken(figures: dict[str, Any]) -> list[str]:
+    """Contenders of our own that are wrong, and parts that failed."""
+    measured = Results.model_validate(figures)
     ours = [(model.name, contender) for model in measured.models for contender in model.contenders if contender.ours]
     wrong = [f"{model}, {c.key} is wrong in {c.wrong_in}" for model, c in ours if c.wrong_in is not None]
-    for line in wrong:
-        out.print(line, style="red", markup=False, soft_wrap=True)
-    if wrong or measured.left_out or (differences is not None and differences.regressions):
-        sys.exit(1)
+    return wrong + [f"{name} failed: {reason}" for name, reason in measured.left_out.items()]
 
 
-def _command(results: Path, only: Sequence[str], threads: int | None) -> str:
-    """The command that gives the figures again."""
-    options = [] if results == SUITE else ["--results", results.as_posix()]
-    options += [word for name in only for word in ("--only", name)]
-    options += [] if threads is None else ["--threads", str(threads)]
-    return shlex.join([*COMMAND.split(), *options])
-
-
-def run_suite(
-    command: str, folder: Path, threads: int, only: Sequence[str] | None, say: Callable[[str], None]
-) -> Results:
+def run_suite(folder: Path, threads: int, only: Sequence[str] | None) -> Results:
     """Deploy everything that is measured into `folder`, and measure it."""
-    results = new_results(command, threads, say)
+    results = new_results("", threads, say)
 
     def measure_subject(subject: Subject) -> None:
-        bundles = [deployed(folder, subject, precision, say) for precision in subject.precisions]
-        experiment = Experiment(
+        bundles = [deployed(folder, subject, precision) for precision in subject.precisions]
+        bench = Bench(
             bundles,
             None,
             peers_here() if subject.peers is None else subject.peers,
@@ -189,11 +164,11 @@ def run_suite(
             openings=OPENINGS,
             progress=say,
         )
-        results.models.append(measure(experiment, {}, results.ceilings))
+        results.models.append(measure_bundles(bench, {}, results.ceilings))
 
     steps: dict[str, Callable[[], None]] = {subject.name: partial(measure_subject, subject) for subject in SUBJECTS}
-    steps["tokens"] = lambda: results.growth.append(over_tokens(folder, threads, say))
-    steps["layers"] = lambda: results.growth.append(over_layers(folder, threads, say))
+    steps["tokens"] = lambda: results.growth.append(over_tokens(folder, threads))
+    steps["layers"] = lambda: results.growth.append(over_layers(folder, threads))
     for name, step in steps.items():
         if name in (only or steps):
             try:
@@ -204,7 +179,7 @@ def run_suite(
     return results
 
 
-def deployed(folder: Path, subject: Subject, precision: str, say: Callable[[str], None], tune: bool = True) -> Bundle:
+def deployed(folder: Path, subject: Subject, precision: str, tune: bool = True) -> Bundle:
     """The bundle of a subject, deployed as `attnforge deploy` does."""
     say(f"deploy {subject.name} in {precision}")
     module, args, shapes = build_model(subject.model, **subject.options)
@@ -228,18 +203,18 @@ Points = Mapping[int, tuple[Bundle, Mapping[str, int]]]
 not named."""
 
 
-def measured_growth(experiment: Experiment, along: str, points: Points) -> Growth:
+def measured_growth(bench: Bench, along: str, points: Points) -> Growth:
     """How time and memory grow.
 
     Args:
-        experiment: with any bundles; it is left with the last of these.
+        bench: with any bundles; it is left with the last of these.
         along: what grows, such as `tokens`.
         points: what is measured. How long deploying took is recorded where every point has a bundle of its own.
     """
     models: dict[int, Model] = {}
     for size, (bundle, dims) in points.items():
-        experiment.bundles = [bundle]
-        models[size] = measure(experiment, dims, None)
+        bench.bundles = [bundle]
+        models[size] = measure_bundles(bench, dims, None)
     bundles = list({bundle.path: bundle for bundle, _ in points.values()}.values())
     seconds = [bundle.manifest.seconds for bundle in bundles] if len(bundles) > 1 else []
     sizes = list(models)
@@ -266,25 +241,25 @@ def measured_growth(experiment: Experiment, along: str, points: Points) -> Growt
     return Growth(model=name, along=along, sizes=sizes, series=series, deploy_seconds=seconds)
 
 
-def over_tokens(folder: Path, threads: int, say: Callable[[str], None]) -> Growth:
+def over_tokens(folder: Path, threads: int) -> Growth:
     """Patch attention over its tokens, one bundle for all of them."""
     subject = Subject("patch-attention", "patch-attention", {"max_image_size": 4 * max(SIDES), "max_batch": 1})
-    bundle = deployed(folder / "tokens", subject, "fp32", say)
-    experiment = Experiment([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say)
-    experiment.throughput = experiment.starts = experiment.cases = False
-    return measured_growth(experiment, "tokens", {side**2: (bundle, {"rows": side, "cols": side}) for side in SIDES})
+    bundle = deployed(folder / "tokens", subject, "fp32")
+    bench = Bench([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say)
+    bench.throughput = bench.starts = bench.cases = False
+    return measured_growth(bench, "tokens", {side**2: (bundle, {"rows": side, "cols": side}) for side in SIDES})
 
 
-def over_layers(folder: Path, threads: int, say: Callable[[str], None]) -> Growth:
+def over_layers(folder: Path, threads: int) -> Growth:
     """A transformer encoder over its layers, a bundle each."""
     bundles: dict[int, tuple[Bundle, dict[str, int]]] = {}
     for layers in LAYERS:
         options = {"num_layers": layers, "num_tokens": 128, "batch_size": 1, "max_batch": 1}
         subject = Subject(f"encoder-{layers}", "transformer-encoder", options)
-        bundles[layers] = deployed(folder, subject, "fp32", say, tune=False), {}
-    experiment = Experiment([], None, USUAL, 7, threads, seconds=10, progress=say)
-    experiment.throughput = experiment.starts = experiment.cases = False
-    grown = measured_growth(experiment, "layers", bundles)
+        bundles[layers] = deployed(folder, subject, "fp32", tune=False), {}
+    bench = Bench([], None, USUAL, 7, threads, seconds=10, progress=say)
+    bench.throughput = bench.starts = bench.cases = False
+    grown = measured_growth(bench, "layers", bundles)
     grown.model = "transformer-encoder"
     return grown
 
@@ -301,16 +276,20 @@ def summary(measured: Results) -> str:
     return markdown_table(("model", "precision", "attnforge", *SUMMARISED.values()), rows, words=3)
 
 
-def tables(measured: Results) -> dict[str, str]:
+def tables(figures: dict[str, Any]) -> dict[str, str]:
     """The tables of the documentation, by the names of their places."""
-    about = measured.environment
-    where = f"{about.machine.processor}, {about.threads} threads; `{measured.command}`"
+    measured = Results.model_validate(figures)
     texts = {model.name: table(model) for model in measured.models}
-    texts["claims"] = claims.table(measured)
+    texts["claims"] = claims_table(measured_claims(measured))
     texts["summary"] = summary(measured)
     texts |= {f"growth-{growth.along}": growth_table(growth) for growth in measured.growth}
-    return {name: f"{text}\n\n{where}" for name, text in texts.items()}
+    return {name: f"{text}\n\n{where(figures)}" for name, text in texts.items()}
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment(
+    "suite.json",
+    measure,
+    tables,
+    lambda figures: measured_claims(Results.model_validate(figures)),
+    broken,  # claims decide nothing: machines differ
+)

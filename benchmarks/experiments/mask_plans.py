@@ -1,6 +1,6 @@
 """What TensorRT-RTX compiles of models whose masks hide most: every site fused, and no more scores than are needed.
 
-`python -m benchmarks.suites.mask_plans` builds fp16 plans of whole models of 4,096 tokens, needs no GPU, and
+`python -m benchmarks run mask-plans` builds fp16 plans of whole models of 4,096 tokens, needs no GPU, and
 writes `benchmarks/results/mask_plans.json`. Kernels are counted in plans of dynamic and of static tokens, scores by the
 shapes of the layers' tensors in those of static ones. It ends with 1 where a limit is broken.
 """
@@ -8,14 +8,14 @@ shapes of the layers' tensors in those of static ones. It ends with 1 where a li
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import onnx_ir as ir
 import typer
-from rich.console import Console
 
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.attention.visibility import visibility
@@ -24,24 +24,21 @@ from attnforge.export.lowering import tensorrt
 from attnforge.export.sources.named import build as build_named
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt.build import Plan, build
-from attnforge.machine import processors
 from attnforge.model.registry import Example
 from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
-from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.suites.masks import SUBJECTS
-from benchmarks.suites.published import Published
-
-COMMAND = "python -m benchmarks.suites.mask_plans"
-FILE = RESULTS / "mask_plans.json"
+from benchmarks.experiment import Claim, Experiment, where
+from benchmarks.experiments.masks import SUBJECTS
+from benchmarks.published import CALLABLE, Published
 
 TOKENS = 4096
 MOST_OF_NEEDED, MOST_OF_ALL = 1.3, 0.65
 """Scores of a window, of those that are needed; of causal attention, of all n²."""
 
-_MISTRAL = next(s.model for s in SUBJECTS if isinstance(s.model, Published) and s.name.startswith("Mistral"))
+_WHOLE = [subject.model for subject in SUBJECTS if subject.model.kind != CALLABLE]
+_MISTRAL = next(model for model in _WHOLE if model.name.startswith("Mistral"))
 MODELS = (
-    *(subject.model for subject in SUBJECTS if isinstance(subject.model, Published)),
+    *_WHOLE,
     replace(
         _MISTRAL,
         name="Llama, 12 layers, causal",
@@ -87,18 +84,12 @@ class Attended:
         return self.fused == self.fused_dynamic == self.sites and within
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
+def measure(
+    model: Published,
     layers: Annotated[int | None, typer.Option(help="Layers of each model, in place of its own number.")] = None,
-) -> None:
-    """Build the plans, write what they are made of, and end with 1 where a limit is not kept."""
-    models = {}
-    for model in MODELS:
-        Console(stderr=True).print(f"{model.name} …", style="dim", highlight=False)
-        models[model.name] = [asdict(attended) for attended in attended_in(model, layers)]
-    write_figures(COMMAND, processors(), results, models=models)
-    show(results, table)
-    raise typer.Exit(any(not Attended(**each).keeps for attended in models.values() for each in attended))
+) -> list[dict[str, Any]]:
+    """What a model's plans are made of."""
+    return [asdict(attended) for attended in attended_in(model, layers)]
 
 
 def attended_in(model: Published, layers: int | None = None, tokens: int = TOKENS) -> list[Attended]:
@@ -180,16 +171,34 @@ def table(figures: dict[str, Any]) -> str:
         "kept",
     )
     rows = []
-    for model, masks in figures["models"].items():
-        for mask in (Attended(**each) for each in masks):
-            shares = ("?", "?")
-            if mask.scores is not None:
-                shares = (f"{mask.scores / mask.needed:.2f}", f"{mask.scores / mask.whole:.3f}")
-            kept = "yes" if mask.keeps else "**no**"
-            rows.append((model, mask.mask, mask.sites, mask.fused, mask.fused_dynamic, *shares, kept))
+    for model, mask in _masks(figures):
+        shares = ("?", "?")
+        if mask.scores is not None:
+            shares = (f"{mask.scores / mask.needed:.2f}", f"{mask.scores / mask.whole:.3f}")
+        kept = "yes" if mask.keeps else "**no**"
+        rows.append((model, mask.mask, mask.sites, mask.fused, mask.fused_dynamic, *shares, kept))
     about = f"TensorRT-RTX {figures['tools'].get('tensorrt_rtx', '?')}"
     return f"{markdown_table(header, rows, 2)}\n\n{about}; {where(figures)}"
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def _masks(figures: dict[str, Any]) -> Iterator[tuple[str, Attended]]:
+    for model, masks in figures["models"].items():
+        yield from ((model, Attended(**mask)) for mask in masks)
+
+
+def claims(figures: dict[str, Any]) -> Iterator[Claim]:
+    """Sites that are not fused, and scores that are computed."""
+    for model, mask in _masks(figures):
+        of = f"{model}, {mask.mask}"
+        yield Claim(f"{of}: sites that are not fused", 2 * mask.sites - mask.fused - mask.fused_dynamic, 0)
+        if mask.limit is not None:
+            yield Claim(f"{of}: scores", inf if mask.scores is None else mask.scores, mask.limit)
+
+
+EXPERIMENT = Experiment(
+    "mask_plans.json",
+    measure,
+    lambda figures: {"mask-plans": table(figures)},
+    claims,
+    subjects={model.name: model for model in MODELS},
+)

@@ -1,6 +1,6 @@
 """A decoder of about 100 million parameters, token by token, against every other way to decode it, held to limits.
 
-`python -m benchmarks.suites.decoding` deploys a Llama with random weights and a cache of 2,048 tokens, and
+`python -m benchmarks run decoding` deploys a Llama with random weights and a cache of 2,048 tokens, and
 times steps behind 128 and 1,024 tokens of context. It writes `benchmarks/results/decoding.json`, and ends with 1 where
 a limit is broken or the bundle's answer is wrong.
 """
@@ -8,29 +8,19 @@ a limit is broken or the bundle's answer is wrong.
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-import attnforge
-from attnforge.bench.decoding import results as files
 from attnforge.bench.decoding.results import DecodingContender, DecodingResults, StepTime
 from attnforge.bench.decoding.run import benchmark_decoding
 from attnforge.bench.interval import ratio_of
 from attnforge.bundle import Bundle
-from attnforge.export.sources.named import build
-from attnforge.records import Interval
 from attnforge.report.render import NOTHING, error, fixed, markdown_table, percent, places, with_interval
-from benchmarks.publish import RESULTS, show
-from benchmarks.suites.claims import MeasuredClaim
-from benchmarks.suites.published import Published
-
-COMMAND = "python -m benchmarks.suites.decoding"
-FILE = RESULTS / "decoding.json"
+from benchmarks.experiment import Claim, Experiment, claims_table, not_held, say, where
+from benchmarks.published import Published
 
 SIZES: Mapping[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
@@ -47,32 +37,22 @@ EAGER = "eager-static"
 EAGER_AT_MOST, PEER_AT_MOST, LEAST_SHARE = 0.9, 1.0, 0.6
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
+def measure(
     rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 24,
     openings: Annotated[int, typer.Option(help="How often every contender is opened.")] = 4,
-) -> None:
-    """Measure, write the figures, and end with 1 where a limit is not kept."""
-    console, start = Console(stderr=True), time.perf_counter()
-
-    def say(stage: str) -> None:
-        console.print(f"{time.perf_counter() - start:6.0f} s  {stage}", style="dim", highlight=False, markup=False)
-
+) -> DecodingResults:
+    """The times of steps and of first tokens."""
     with tempfile.TemporaryDirectory() as folder:
-        bundle = deployed(Path(folder), say)
         measured = benchmark_decoding(
-            bundle, against=["all"], contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds, openings=openings,
-            trust_source=True, command=COMMAND, progress=say,
+            deployed(Path(folder)), against=["all"], contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds,
+            openings=openings, trust_source=True, command="", progress=say,
         )  # fmt: skip
     measured.source = f"LlamaForCausalLM {' '.join(f'{name}={size}' for name, size in SIZES.items())}"
-    files.write(measured, results)
-    show(results, table)
-    raise typer.Exit(bool(broken(files.read(results))))
+    return measured
 
 
 def deployed(
     folder: Path,
-    say: Callable[[str], None],
     sizes: Mapping[str, Any] = SIZES,
     cache_tokens: int = CACHE_TOKENS,
     max_tokens: int = MAX_TOKENS,
@@ -81,86 +61,67 @@ def deployed(
 
     Args:
         folder: where it is written, with the configuration beside it.
-        say: told what is done.
         sizes: of the Llama.
         cache_tokens: that its caches hold.
         max_tokens: that one call of the model takes at most.
     """
-    say("deploy the decoder")
     options = {"inputs": "input_ids", "batch": 2, "max_batch": 2, "tokens": max_tokens // 2, "max_tokens": max_tokens}
     llama = Published("llama-100m", "decoder", "LlamaForCausalLM", sizes, options)
-    example, source = build(llama.source(folder), options, None)
-    module, args, shapes = example
-    return attnforge.deploy(
-        module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=llama.name, tune=False, cache=False,
-        source=source, cache_tokens=cache_tokens,
-    )  # fmt: skip
+    return llama.deployed(folder, tune=False, cache_tokens=cache_tokens)
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------
 
 
-def claims(measured: DecodingResults) -> Iterator[MeasuredClaim]:
+def claims(figures: dict[str, Any]) -> Iterator[Claim]:
     """Every figure that has a limit, at every context. A peer that was wrong has no time and is not compared with."""
+    measured = DecodingResults.model_validate(figures)
     for context in measured.contexts:
-        best, where = measured.best, f"behind {context:,} tokens"
+        best, behind = measured.best, f"behind {context:,} tokens"
         ours = best.at(context) if best is not None else None
         peers = [(peer, step) for peer in measured.contenders if not peer.ours and (step := peer.at(context))]
         eager = next((pair for pair in peers if pair[0].name == EAGER), None)
         others = [pair for pair in peers if pair[0].name != EAGER]
         fastest = min(others, key=lambda pair: pair[1].latency.median.value, default=None)
-        yield _against(f"ms a token, of {EAGER}'s, {where}", EAGER_AT_MOST, measured, ours, eager)
-        yield _against(f"ms a token, of the best other peer's, {where}", PEER_AT_MOST, measured, ours, fastest)
+        yield _against(f"ms a token, of {EAGER}'s, {behind}", EAGER_AT_MOST, ours, eager)
+        yield _against(f"ms a token, of the best other peer's, {behind}", PEER_AT_MOST, ours, fastest)
         limit = measured.limits.get(context)
         over = None
         if ours is not None and limit is not None:
             over = ratio_of(ours.latency.rounds, limit.latency.rounds, ours.latency.openings)
-        said = f"ms a token, of the limit by bandwidth, {where} ({percent(LEAST_SHARE)} of the limit at least)"
-        yield MeasuredClaim(said, round(1 / LEAST_SHARE, 4), over)
+        said = f"ms a token, of the limit by bandwidth, {behind} ({percent(LEAST_SHARE)} of the limit at least)"
+        yield Claim(said, over, round(1 / LEAST_SHARE, 4))
 
 
 def _against(
-    claim: str,
-    at_most: float,
-    measured: DecodingResults,
-    ours: StepTime | None,
-    other: tuple[DecodingContender, StepTime] | None,
-) -> MeasuredClaim:
+    text: str, at_most: float, ours: StepTime | None, other: tuple[DecodingContender, StepTime] | None
+) -> Claim:
     if ours is None or other is None:
-        return MeasuredClaim(claim, at_most, None)
+        return Claim(text, None, at_most)
     peer, step = other
     ratio = ratio_of(ours.latency.rounds, step.latency.rounds, step.latency.openings)
-    return MeasuredClaim(claim, at_most, ratio, against=peer.name)
+    return Claim(text, ratio, at_most, peer.name)
 
 
-def broken(measured: DecodingResults) -> list[str]:
+def broken(figures: dict[str, Any]) -> list[str]:
     """The claims that do not hold, and contenders of the bundle's own that were not timed."""
-    names = [claim.claim for claim in claims(measured) if claim.holds == "**no**"]
-    return names if measured.best is not None else [*names, "no backend of the bundle's was timed"]
+    lines = not_held(claims(figures))
+    is_timed = DecodingResults.model_validate(figures).best is not None
+    return lines if is_timed else [*lines, "no backend of the bundle's was timed"]
 
 
 def table(figures: dict[str, Any]) -> str:
     """The claims, the time of a step by context, and the time to first token, as Markdown."""
     measured = DecodingResults.model_validate(figures)
-    about = measured.environment
-    load = "" if about.load_before is None else f"; load {about.load_before:.2g} before"
-    where = f"{about.machine.processor}, {about.threads} threads{load}; `{measured.command}`"
-    parts = [_claims_table(measured), *(_steps_table(measured, context) for context in measured.contexts)]
+    load = measured.environment.load_before
+    before = [] if load is None else [f"load {load:.2g} before"]
+    parts = [claims_table(claims(figures)), *(_steps_table(measured, context) for context in measured.contexts)]
     if measured.prompts:
         parts.append(_first_tokens_table(measured))
     parts += [f"Not timed, for its logits are wrong: {name}: {why}." for name, why in measured.wrong.items()]
     if measured.skipped:
         parts.append("Not run: " + "; ".join(f"{name}: {why}" for name, why in measured.skipped.items()) + ".")
-    return "\n\n".join([*parts, where])
-
-
-def _claims_table(measured: DecodingResults) -> str:
-    rows = []
-    for claim in claims(measured):
-        value = claim.measured if isinstance(claim.measured, Interval) else None
-        figures = with_interval(value, 2) if value is not None else NOTHING
-        rows.append((claim.claim, claim.against, figures, f"{claim.at_most:.3g}", claim.holds))
-    return markdown_table(("limited", "against", "measured (95%)", "at most", "holds"), rows)
+    return "\n\n".join([*parts, "; ".join([where(figures), *before])])
 
 
 def _steps_table(measured: DecodingResults, context: int) -> str:
@@ -206,5 +167,4 @@ def _first_tokens_table(measured: DecodingResults) -> str:
     return markdown_table(head, rows, 1)
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment("decoding.json", measure, lambda figures: {"decoding": table(figures)}, claims, broken)

@@ -1,6 +1,6 @@
 """The Triton server that the wheel `nvidia-pytriton` holds, unpacked beside the environment, as a process.
 
-`python -m benchmarks.triton.server` unpacks it and says how to start it. The wheel itself is not installed,
+`python -m benchmarks.servers.triton.server` unpacks it and says how to start it. The wheel itself is not installed,
 because it pins NumPy below 2. Its server has the Python backend and no other, and computes without a GPU.
 """
 

@@ -13,6 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import attnforge
+from attnforge.bundle import Bundle
+from attnforge.export.sources.named import build
+from benchmarks.experiment import say
 from tests.support.huggingface import minilm
 
 
@@ -23,8 +27,9 @@ class Published:
     Attributes:
         name: that its authors gave it.
         kind: `encoder`, `decoder`, `vision`, `audio` or `cross`, whose attention is across two sequences;
-            `growth` of :data:`GROWTH`.
-        architecture: class in transformers, with the head of the task; or :data:`SENTENCES`.
+            `growth` of :data:`GROWTH`, and :data:`CALLABLE`.
+        architecture: class in transformers, with the head of the task; :data:`SENTENCES`; or the name of a callable as
+            :func:`attnforge.export.sources.named.build` takes it.
         sizes: where the published configuration differs from the class's defaults.
         options: of :func:`attnforge.export.sources.huggingface.example`.
     """
@@ -38,6 +43,8 @@ class Published:
     def source(self, parent: Path) -> str:
         """The name that :func:`attnforge.export.sources.named.build` takes: that of a new folder under `parent`, or of
         the package that brings trained weights."""
+        if self.kind == CALLABLE:
+            return self.architecture
         if self.architecture == SENTENCES:
             return f"hf:{minilm()}"
         folder = parent / "model"
@@ -47,6 +54,18 @@ class Published:
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return f"hf:{folder}"
 
+    def deployed(self, folder: Path, **options: Any) -> Bundle:
+        """The bundle for ONNX Runtime in `folder`, deployed as `attnforge deploy` does; options are those of deploy."""
+        say(f"deploy {self.name}")
+        (module, args, shapes), source = build(self.source(folder), dict(self.options), None)
+        return attnforge.deploy(
+            module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=self.name, cache=False,
+            source=source, **options,
+        )  # fmt: skip
+
+
+CALLABLE = "callable"
+"""The kind of what a function makes."""
 
 SENTENCES = "sentence-transformers"
 """In the place of an architecture: all-MiniLM-L6-v2 with its trained weights, pooling and normalisation."""

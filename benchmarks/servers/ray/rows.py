@@ -14,7 +14,7 @@ import ray.data
 from attnforge.arrays import Array
 from attnforge.serving.ray.handle import Handle
 from attnforge.serving.ray.predictor import Predictor
-from benchmarks.ray.tiles import Rows, call_of, images_of
+from benchmarks.servers.ray.tiles import Rows, call_of, images_of
 
 BLOCK = 10
 """Calls that one block of rows makes. Ray hands out blocks; of files as small as these it reads all into one, which one

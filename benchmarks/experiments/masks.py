@@ -1,6 +1,6 @@
 """Attention of which a mask hides most, against every other way to run it, held to limits.
 
-`python -m benchmarks.suites.masks` measures attention without weights, to the last 256 tokens and causal,
+`python -m benchmarks run masks` measures attention without weights, to the last 256 tokens and causal,
 over 1,024 to 16,384 tokens, and whole models of 4,096 tokens. It writes `benchmarks/results/masks.json`, and ends with
 1 where a limit is broken.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -17,25 +17,20 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor, nn
 
-import attnforge
 from attnforge.bench import results as files
-from attnforge.bench.experiment import Experiment
+from attnforge.bench.experiment import Experiment as Bench
 from attnforge.bench.results import Growth, Model, Results
-from attnforge.bench.run import finished, measure, new_results
+from attnforge.bench.run import finished, new_results
+from attnforge.bench.run import measure as measure_bundles
 from attnforge.bench.tables import growth_table
-from attnforge.bundle import Bundle
-from attnforge.export.sources.named import build
 from attnforge.machine import processors
 from attnforge.model.registry import Example
-from attnforge.report.render import markdown_table
-from benchmarks.publish import RESULTS, show
-from benchmarks.suites.published import Published
-from benchmarks.suites.suite import measured_growth
+from benchmarks.experiment import RESULTS, Claim, Experiment, chosen_of, claims_table, say, where
+from benchmarks.experiments.suite import measured_growth
+from benchmarks.published import CALLABLE, Published
 
-COMMAND = "python -m benchmarks.suites.masks"
 FILE = RESULTS / "masks.json"
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
@@ -103,9 +98,9 @@ def seen_by(is_window: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
     return is_seen
 
 
-def bare(is_window: bool) -> Example:
-    """Eight heads of 64 over 1 to 16,384 tokens, 4,096 in the example."""
-    tokens = torch.export.Dim("tokens", min=1, max=max(TOKENS))
+def bare(is_window: bool, most: int = max(TOKENS)) -> Example:
+    """Eight heads of 64 over 1 to `most` tokens, 4,096 in the example."""
+    tokens = torch.export.Dim("tokens", min=1, max=most)
     generator = torch.Generator().manual_seed(0)
     inputs = tuple(torch.randn(1, HEADS, EXAMPLE, HEAD_SIZE, generator=generator) for _ in range(3))
     return Example(Bare(is_window), inputs, {name: {2: tokens} for name in ("query", "key", "value")})
@@ -126,33 +121,28 @@ class Subject:
     """What is measured, and its limits.
 
     Attributes:
-        model: a published one, or the name of a callable as :func:`attnforge.export.sources.named.build` takes it.
+        model: a published one, or a callable.
         ratios: by the number of tokens, the most of the fastest peer's time that `auto` may take.
         peers: by the number of tokens.
         exponents: the most of time and memory over tokens; None where growth is not measured.
         extra_mib: the most that a call may add at the most tokens.
     """
 
-    model: Published | str
+    model: Published
     ratios: Mapping[int, float]
     peers: Mapping[int, Sequence[str]]
     exponents: tuple[float, float] | None = None
     extra_mib: float | None = None
 
-    @property
-    def name(self) -> str:
-        """The model's."""
-        return self.model.name if isinstance(self.model, Published) else self.model.rpartition(":")[2]
-
 
 _WHOLE = {"batch": 1, "tokens": EXAMPLE, "max_tokens": EXAMPLE, "dynamic": "tokens"}
 _OTHERS = ("eager", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 
-_HERE = "benchmarks.suites.masks"
+_HERE = "benchmarks.experiments.masks"
 SUBJECTS = (
-    Subject(f"{_HERE}:window", {EXAMPLE: 0.30}, {EXAMPLE: PEERS}, exponents=(1.15, 1.1)),
+    Subject(Published("window", CALLABLE, f"{_HERE}:window"), {EXAMPLE: 0.30}, {EXAMPLE: PEERS}, exponents=(1.15, 1.1)),
     Subject(
-        f"{_HERE}:causal",
+        Published("causal", CALLABLE, f"{_HERE}:causal"),
         {EXAMPLE: 0.70, 16384: 0.65},
         {EXAMPLE: PEERS, 16384: IN_TORCH},
         exponents=(inf, 1.1),
@@ -178,146 +168,81 @@ SUBJECTS = (
 )  # fmt: skip
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
+def measure(
     only: Annotated[list[str] | None, typer.Option(help="A model; repeat. The others keep their figures.")] = None,
     rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 9,
-) -> None:
-    """Measure, write the figures, and end with 1 where a limit is not kept."""
-    console = Console(stderr=True)
-    names = [subject.name for subject in SUBJECTS]
-    if unknown := [name for name in only or () if name not in names]:
-        raise typer.BadParameter(f"no model is called {unknown[0]!r}; there are {', '.join(names)}")
+) -> Iterator[Results]:
+    """The times of every subject, and how time and memory grow; all figures so far after each."""
     start = time.perf_counter()
-
-    def say(stage: str) -> None:
-        console.print(f"{time.perf_counter() - start:6.0f} s  {stage}", style="dim", highlight=False, markup=False)
-
-    measured = new_results(COMMAND, processors(), say, with_ceilings=False)
-    if only and results.is_file():
-        before = files.read(results)
-        measured.models = [model for model in before.models if model.name not in only]
-        measured.growth = [growth for growth in before.growth if growth.model not in only]
-    for subject in SUBJECTS:
-        if not only or subject.name in only:
-            with tempfile.TemporaryDirectory() as folder:
-                bundle = deployed(subject, Path(folder), say)
-                experiment = Experiment(
-                    [bundle], None, (), rounds, processors(), throughput=False, starts=False, memory=False, cases=False,
-                    trust_source=True, seconds=120, progress=say,
-                )  # fmt: skip
-                for tokens, peers in subject.peers.items():
-                    experiment.against = peers
-                    experiment.backends = None if tokens <= EXAMPLE else FRUGAL
-                    measured.models.append(measure(experiment, {"tokens": tokens}, None))
-                if subject.exponents is not None:
-                    experiment.against, experiment.memory, experiment.fresh_peers = ("eager",), True, ()
-                    experiment.backends = FRUGAL
-                    points = {tokens: (bundle, {"tokens": tokens}) for tokens in TOKENS}
-                    measured.growth.append(measured_growth(experiment, "tokens", points))
-            files.write(finished(measured, start), results)
-    show(results, table)
-    raise typer.Exit(bool(broken(files.read(results))))
-
-
-def deployed(subject: Subject, folder: Path, say: Callable[[str], None]) -> Bundle:
-    """The bundle of a subject, deployed as `attnforge deploy` does."""
-    say(f"deploy {subject.name}")
-    model = subject.model
-    name, options = (model.source(folder), model.options) if isinstance(model, Published) else (model, {})
-    example, source = build(name, dict(options), None)
-    module, args, shapes = example
-    return attnforge.deploy(
-        module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=subject.name, cache=False, source=source
-    )
+    chosen = chosen_of((subject.model.name for subject in SUBJECTS), only)
+    measured = new_results("", processors(), say, with_ceilings=False)
+    if only and FILE.is_file():
+        before = files.read(FILE)
+        measured.command = before.command
+        measured.models = [model for model in before.models if model.name not in chosen]
+        measured.growth = [growth for growth in before.growth if growth.model not in chosen]
+    for subject in (subject for subject in SUBJECTS if subject.model.name in chosen):
+        with tempfile.TemporaryDirectory() as folder:
+            bundle = subject.model.deployed(Path(folder))
+            bench = Bench(
+                [bundle], None, (), rounds, processors(), throughput=False, starts=False, memory=False, cases=False,
+                trust_source=True, seconds=120, progress=say,
+            )  # fmt: skip
+            for tokens, peers in subject.peers.items():
+                bench.against = peers
+                bench.backends = None if tokens <= EXAMPLE else FRUGAL
+                measured.models.append(measure_bundles(bench, {"tokens": tokens}, None))
+            if subject.exponents is not None:
+                bench.against, bench.memory, bench.fresh_peers = ("eager",), True, ()
+                bench.backends = FRUGAL
+                points = {tokens: (bundle, {"tokens": tokens}) for tokens in TOKENS}
+                measured.growth.append(measured_growth(bench, "tokens", points))
+        yield finished(measured, start)
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A figure and its limit.
-
-    Attributes:
-        what: is limited.
-        of: the model, and how many tokens.
-        value: measured.
-        most: the limit.
-        against: what it was measured against.
-    """
-
-    what: str
-    of: str
-    value: float
-    most: float
-    against: str = ""
-
-
-def claims(measured: Results) -> list[Claim]:
+def claims(figures: dict[str, Any]) -> Iterator[Claim]:
     """Every figure that has a limit."""
-    found = []
+    measured = Results.model_validate(figures)
     for subject in SUBJECTS:
         for model in measured.models:
-            if model.name == subject.name:
-                found += _ratio(model, subject.ratios[model.sizes["tokens"]])
+            if model.name == subject.model.name:
+                yield from _ratio(model, subject.ratios[model.sizes["tokens"]])
         for growth in measured.growth:
-            if growth.model == subject.name and subject.exponents is not None:
-                found += _growth(growth, subject)
-    return found
+            if growth.model == subject.model.name and subject.exponents is not None:
+                yield from _growth(growth, subject)
 
 
-def _ratio(model: Model, most: float) -> list[Claim]:
+def _ratio(model: Model, most: float) -> Iterator[Claim]:
     """What `auto` loads, against the fastest peer that is right."""
     peers = {c.name: c.ratio.value for c in model.contenders if not c.ours and c.ratio is not None and not c.wrong_in}
-    if not peers:
-        return []
-    fastest = min(peers, key=lambda name: peers[name])
-    of = f"{model.name}, {model.sizes['tokens']:,} tokens"
-    return [Claim("time, of the fastest peer's", of, 1 / peers[fastest], most, fastest)]
+    if peers:
+        fastest = min(peers, key=lambda name: peers[name])
+        of = f"{model.name}, {model.sizes['tokens']:,} tokens"
+        yield Claim(f"{of}: time, of the fastest peer's", 1 / peers[fastest], most, fastest)
 
 
-def _growth(growth: Growth, subject: Subject) -> list[Claim]:
+def _growth(growth: Growth, subject: Subject) -> Iterator[Claim]:
     """The laws of what is deployed on ONNX Runtime, and the memory of its largest call."""
     assert subject.exponents is not None
     (series,) = (series for series in growth.series if series.name == "onnxruntime-cpu")
     laws = zip(("time", "memory"), (series.time, series.memory), subject.exponents, strict=True)
-    found = [
-        Claim(f"{what} ~ tokens^", subject.name, law.exponent.value, most)
-        for what, law, most in laws
-        if law is not None and most != inf
-    ]
+    for what, law, most in laws:
+        if law is not None and most != inf:
+            yield Claim(f"{subject.model.name}: p of {what} ~ tokensᵖ", law.exponent.value, most)
     last = series.extra_mib[-1] if series.extra_mib else None
     if subject.extra_mib is not None and last is not None:
-        found.append(Claim("MiB that a call adds", f"{subject.name}, {TOKENS[-1]:,} tokens", last, subject.extra_mib))
-    return found
-
-
-def broken(measured: Results) -> list[Claim]:
-    """The limits that are not kept."""
-    return [claim for claim in claims(measured) if claim.value > claim.most]
+        of = f"{subject.model.name}, {TOKENS[-1]:,} tokens"
+        yield Claim(f"{of}: MiB that a call adds", last, subject.extra_mib)
 
 
 def table(figures: dict[str, Any]) -> str:
     """What is limited, and how time and memory grow, as Markdown."""
     measured = Results.model_validate(figures)
-    header = ("model", "limited", "against", "measured", "at most", "kept")
-    rows = [
-        (
-            claim.of,
-            claim.what,
-            claim.against,
-            f"{claim.value:.2f}",
-            f"{claim.most:g}",
-            "yes" if claim.value <= claim.most else "no",
-        )
-        for claim in claims(measured)
-    ]
-    about = measured.environment
-    where = f"{about.machine.processor}, {about.threads} threads; `{measured.command}`"
     grown = [f"{growth.model}\n\n{growth_table(growth)}" for growth in measured.growth]
-    return "\n\n".join([markdown_table(header, rows, 3), *grown, where])
+    return "\n\n".join([claims_table(claims(figures)), *grown, where(figures)])
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment("masks.json", measure, lambda figures: {"masks": table(figures)}, claims)

@@ -1,6 +1,6 @@
 """How many attention sites are fused: by attnforge, by others' optimisers, and by TensorRT-RTX alone.
 
-`python -m benchmarks.suites.fusion` writes `benchmarks/results/fusion_coverage.json`. Every model is exported
+`python -m benchmarks run fusion` writes `benchmarks/results/fusion_coverage.json`. Every model is exported
 anew for each column: for attnforge and for TensorRT-RTX alone by torch.export at opset 23 in fp16; for ONNX Runtime's
 optimisers in fp32 by torch.export at opset 18; and for `onnxruntime.transformers.optimizer`, which was written for the
 graphs of the older exporter, by TorchScript at opset 17 as well. That optimizer is tried as every kind of model that it
@@ -13,12 +13,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import onnx_ir as ir
 import torch
-import typer
-from rich.console import Console
 
 from attnforge.bench.contenders.peers import (
     export_at_18,
@@ -33,14 +31,12 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.huggingface import example
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt import build as engine
-from attnforge.machine import tool_versions, versions
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
-from benchmarks.publish import RESULTS, show, write_figures
+from benchmarks.experiment import Experiment
 from tests.support.huggingface import build, minilm, variants
 
-COMMAND = "python -m benchmarks.suites.fusion"
 COLUMNS = {
     "canonical": "attnforge: canonical",
     "tensorrt_rtx": "attnforge: TensorRT-RTX kernels",
@@ -57,21 +53,6 @@ BUILT = ("tensorrt_rtx", "tensorrt_rtx_alone")
 Exporter = Callable[[torch.nn.Module, tuple[Any, ...], Any, Path], None]
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "fusion_coverage.json",
-    only: Annotated[list[str] | None, typer.Option(help="A model; repeat. All by default.")] = None,
-) -> None:
-    """Count, and write the figures."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, make in models().items():
-        if not only or name in only:
-            Console().print(f"{name} …", style="dim")
-            rows[name] = coverage(make())
-    tools = {**tool_versions(), **versions(["transformers"])}
-    write_figures(COMMAND, torch.get_num_threads(), results, tools=tools, models=rows)
-    show(results, table)
-
-
 def models() -> dict[str, Callable[[], Example]]:
     """Every model by name: Hugging Face's in both their forms of attention, one with trained weights, our own."""
     every: dict[str, Callable[[], Example]] = {}
@@ -83,8 +64,9 @@ def models() -> dict[str, Callable[[], Example]]:
     return every
 
 
-def coverage(model: Example) -> dict[str, Any]:
+def coverage(make: Callable[[], Example]) -> dict[str, Any]:
     """For one model: its sites, and how many each way fuses. What a tool refuses counts as none, with its words."""
+    model = make()
     captured = capture(*model, precision_named("fp16"))
     plain = captured.model.clone()
     sites = canonicalize(captured.model).sites
@@ -155,5 +137,11 @@ def summary(figures: dict[str, Any]) -> str:
     )
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment(
+    "fusion_coverage.json",
+    coverage,
+    lambda figures: {"fusion-coverage": table(figures), "fusion-summary": summary(figures)},
+    subjects=models(),
+    threads=torch.get_num_threads,
+    packages=["transformers"],
+)

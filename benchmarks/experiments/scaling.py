@@ -1,6 +1,6 @@
 """How long canonicalising and lowering takes, over the number of layers.
 
-`python -m benchmarks.suites.scaling` writes `benchmarks/results/scaling.json`. The time of torch's export,
+`python -m benchmarks run scaling` writes `benchmarks/results/scaling.json`. The time of torch's export,
 which comes before, is shown beside it.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import onnx_ir as ir
 import torch
-import typer
 
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
@@ -23,23 +21,18 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
-from benchmarks.publish import RESULTS, show, write_figures
+from benchmarks.experiment import Experiment
 
-COMMAND = "python -m benchmarks.suites.scaling"
 LAYERS = (6, 12, 24, 48)
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "scaling.json",
-) -> None:
-    """Measure, and write the figures."""
+def measure() -> dict[str, Any]:
+    """Seconds of every stage by the number of layers, and the exponent of what is not torch's."""
     _seconds(2)  # what is imported and compiled once is not counted
     seconds = {layers: _seconds(layers) for layers in LAYERS}
     ours = {layers: sum(s for stage, s in times.items() if stage != "export") for layers, times in seconds.items()}
     (n, few), (m, many) = next(iter(ours.items())), list(ours.items())[-1]
-    exponent = math.log(many / few) / math.log(m / n)
-    write_figures(COMMAND, torch.get_num_threads(), results, seconds=seconds, exponent=exponent)
-    show(results, table)
+    return {"seconds": seconds, "exponent": math.log(many / few) / math.log(m / n)}
 
 
 def _seconds(layers: int) -> dict[str, float]:
@@ -82,5 +75,6 @@ def table(figures: dict[str, Any]) -> str:
     return f"{markdown_table(header, rows)}\n\n{law} {where}"
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment(
+    "scaling.json", measure, lambda figures: {"scaling": table(figures)}, threads=torch.get_num_threads
+)

@@ -1,6 +1,6 @@
 """How often `verify` rejects what is right: models drawn at random, deployed, and held to the budget.
 
-`python -m benchmarks.suites.false_alarms` writes `benchmarks/results/false_alarms.json`. Models are drawn
+`python -m benchmarks run false-alarms` writes `benchmarks/results/false_alarms.json`. Models are drawn
 twice: usual ones (:mod:`tests.support.random_models`), and ones whose inputs are hostile
 (:mod:`tests.support.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
 model the plan of TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
@@ -25,7 +25,6 @@ import numpy as np
 import onnx_ir as ir
 import torch
 import typer
-from rich.console import Console
 
 import attnforge
 from attnforge.arrays import is_floating
@@ -43,12 +42,10 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import stored_inputs
-from benchmarks.publish import RESULTS, show, write_figures
+from benchmarks.experiment import Experiment, say
 from tests.support.hostile_models import draw_hostile, make_hostile
 from tests.support.random_decoders import draw_decoder, make_decoder, places_of
 from tests.support.random_models import Recipe, draw, make
-
-COMMAND = "python -m benchmarks.suites.false_alarms"
 
 MAX_ERROR = 0.9
 """What quantising may cost a random model: whether the deployment is the quantised model is asked here, not whether
@@ -74,25 +71,19 @@ DRAWS: Mapping[Draw, tuple[Callable[[int], Recipe], Callable[[Recipe], Example]]
 """By name, what draws recipes and what makes their models."""
 
 
-def main(
-    results: Annotated[Path | None, typer.Option(help="Where to write the figures; one file a draw alone.")] = None,
+def measure(
     count: Annotated[int, typer.Option(help="How many models of each draw to deploy.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
     drawn: Annotated[Draw | None, typer.Option("--draw", help="What to draw alone; else usual and hostile.")] = None,
-) -> None:
-    """Deploy and verify, and write the figures."""
-    console = Console()
-    results = results or RESULTS / (f"false_alarms_{drawn}.json" if drawn is not None else "false_alarms.json")
+) -> dict[str, Any]:
+    """What became of the seeds of every draw."""
     outcomes: dict[Draw, list[Outcome]] = {}
     for name in (drawn,) if drawn is not None else ("usual", "hostile"):
         recipe_of, model_of = DRAWS[name]
         for seed in range(first, first + count):
-            outcome = tried(recipe_of(seed), model_of)
-            outcomes.setdefault(name, []).append(outcome)
-            style = "red" if outcome.rejected else "dim"
-            console.print(f"{name} {outcome.text()}", style=style, markup=False, highlight=False, soft_wrap=True)
-    write_outcomes(outcomes, first, count, results)
-    show(results, table)
+            outcomes.setdefault(name, []).append(outcome := tried(recipe_of(seed), model_of))
+            say(f"{name} {outcome.text()}")
+    return figures_of(outcomes, first, count)
 
 
 @dataclass
@@ -201,13 +192,10 @@ def margin(comparison: Comparison) -> float:
     return max(comparison.error / comparison.budget, largest)
 
 
-def write_outcomes(outcomes: Mapping[Draw, Sequence[Outcome]], first: int, count: int, results: Path) -> None:
-    """Write what became of `count` seeds of every draw, from `first` on."""
-    command = f"{COMMAND} --count {count}" + (f" --first {first}" if first else "")
-    if len(outcomes) == 1:
-        command += "".join(f" --draw {name}" for name in outcomes)
+def figures_of(outcomes: Mapping[Draw, Sequence[Outcome]], first: int, count: int) -> dict[str, Any]:
+    """What became of `count` seeds of every draw, from `first` on."""
     draws = {name: summary(of_draw) for name, of_draw in outcomes.items()}
-    write_figures(command, torch.get_num_threads(), results, seeds=[first, first + count - 1], draws=draws)
+    return {"seeds": [first, first + count - 1], "draws": draws}
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -259,5 +247,10 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join([markdown_table(header, rows, words=3), "", *counts, f"`{figures['command']}`"])
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def tables(figures: dict[str, Any]) -> dict[str, str]:
+    """The table, by the name that its place has for these draws."""
+    alone = [f"-{name}" for name in figures["draws"] if len(figures["draws"]) == 1]
+    return {"".join(["false-alarms", *alone]): table(figures)}
+
+
+EXPERIMENT = Experiment("false_alarms.json", measure, tables, variant="drawn", threads=torch.get_num_threads)

@@ -1,7 +1,7 @@
 """A Ray cluster of this machine: rows through two actors beside two plain processes, an actor and a replica that are
 killed, and bundles that nobody signed.
 
-`python -m benchmarks.suites.ray_load` writes `benchmarks/results/ray_load.json`. The rows are tiles of
+`python -m benchmarks run ray-load` writes `benchmarks/results/ray_load.json`. The rows are tiles of
 scikit-learn's photographs in Parquet; both sides read them, and predict the same batches with one thread a process, in
 turns. All outputs are compared with those of one Session to the bit, and all numbers of rows with those that were
 written. It exits with 1 where a row or a request is lost or wrong; times decide nothing.
@@ -13,7 +13,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,27 +21,24 @@ import numpy as np
 import typer
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-from rich.console import Console
 
 import attnforge
 from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
 from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import first_line
-from attnforge.machine import processors
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
 from attnforge.serving.batching import APART
 from attnforge.serving.ray import Handle
+from benchmarks.experiment import Claim, Experiment, say, where
 from benchmarks.load import Load
-from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.ray.cluster import descendants, killing, local_cluster
-from benchmarks.ray.load import press
-from benchmarks.ray.rows import busy_after, in_actors
-from benchmarks.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
+from benchmarks.servers.ray.cluster import descendants, killing, local_cluster
+from benchmarks.servers.ray.load import press
+from benchmarks.servers.ray.rows import busy_after, in_actors
+from benchmarks.servers.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
 
-COMMAND = "python -m benchmarks.suites.ray_load"
 MODEL = "vit"
 SAMPLES = 64
 ACTORS = 2
@@ -50,17 +47,16 @@ REPLICA = "ray::ServeReplica"
 """How Ray names a replica's process."""
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "ray_load.json",
+def measure(
     tiles: Annotated[int, typer.Option(help="How many rows are predicted.")] = 20_000,
     rounds: Annotated[int, typer.Option(help="How often each side has a turn.")] = 3,
     clients: Annotated[int, typer.Option(help="How many ask the deployment at once.")] = 16,
     requests: Annotated[int, typer.Option(help="How many each sends.")] = 500,
-) -> None:
-    """Measure, and write the figures."""
-    busy, console = os.getloadavg()[0], Console()
+) -> dict[str, Any]:
+    """What came of rows, of a deployment, of what was killed, and of bundles that nobody signed."""
+    busy = os.getloadavg()[0]
     with temporary_folder() as folder:
-        console.print("deploy, and cut tiles …")
+        say("deploy, and cut tiles …")
         module, args, shapes = build_model(MODEL, max_batch=SAMPLES)
         bundle = attnforge.deploy(module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=MODEL)
         (folder / "tiles").mkdir()
@@ -76,41 +72,22 @@ def main(
             turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for number in range(rounds):
                 for way in ways if number % 2 else reversed(ways):
-                    console.print(f"round {number + 1}: {way} …")
+                    say(f"round {number + 1}: {way} …")
                     start = time.perf_counter()
                     rows = ways[way]()
                     turns[way].append(_turn(rows, expected, time.perf_counter() - start))
-            console.print("kill an actor in the middle …")
+            say("kill an actor in the middle …")
             killed = _killed_actor(bundle, files, expected, folder / "killed")
-            console.print("clients of two replicas, one of which is killed …")
+            say("clients of two replicas, one of which is killed …")
             served, killed_replica = _served(bundle, files, expected, clients, requests)
-            console.print("bundles that nobody signed …")
+            say("bundles that nobody signed …")
             trust = _trust(bundle, files, folder)
-    write_figures(
-        COMMAND,
-        processors(),
-        results,
-        backend=backend,
-        tiles=tiles,
-        samples=SAMPLES,
-        clients=clients,
-        requests=requests,
-        busy=round(busy, 1),
-        ways={way: {key: [turn[key] for turn in of] for key in of[0]} for way, of in turns.items()},
-        killed_actor=killed,
-        served=served,
-        killed_replica=killed_replica,
-        trust=trust,
-    )
-    show(results, table)
-    every = [*(turn for of in turns.values() for turn in of), killed]
-    sound = all(turn["processes"] == ACTORS for of in turns.values() for turn in of)
-    sound &= all(turn["equal"] and not turn["lost"] and not turn["twice"] for turn in every)
-    sound &= not any(load["errors"] or load["wrong"] for load in (served, killed_replica))
-    sound &= killed["in_the_middle"] and killed_replica["in_the_middle"]
-    sound &= killed_replica["asked_again"] <= clients  # a client has one request at a time
-    if not (sound and all(of["unsigned"] and not of["signed"] for of in trust.values())):
-        raise typer.Exit(1)
+    return {
+        "backend": backend, "tiles": tiles, "samples": SAMPLES, "clients": clients, "requests": requests,
+        "busy": round(busy, 1),
+        "ways": {way: {key: [turn[key] for turn in of] for key in of[0]} for way, of in turns.items()},
+        "killed_actor": killed, "served": served, "killed_replica": killed_replica, "trust": trust,
+    }  # fmt: skip
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -310,5 +287,25 @@ def _outcome(of: Mapping[str, Sequence[Any]], tiles: int) -> tuple[str, int, int
     return f"{tiles * len(of['lost']):,}", sum(of["lost"]), sum(of["twice"]), "yes" if all(of["equal"]) else "no"
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def claims(figures: dict[str, Any]) -> Iterator[Claim]:
+    """No row and no request may be lost or wrong, and what nobody signed may not answer."""
+    killed, replica, trust = figures["killed_actor"], figures["killed_replica"], figures["trust"]
+    ways = {**figures["ways"], "an actor killed": {key: [value] for key, value in killed.items()}}
+    for way, of in ways.items():
+        if way in figures["ways"]:
+            yield Claim(f"{way}: rounds of another number of processes", sum(n != ACTORS for n in of["processes"]), 0)
+        for key in ("lost", "twice"):
+            yield Claim(f"{way}: rows {key}", sum(of[key]), 0)
+        yield Claim(f"{way}: rounds with other outputs than a Session's", of["equal"].count(False), 0)
+    for load, of in {"two replicas": figures["served"], "a replica killed": replica}.items():
+        yield Claim(f"{load}: requests lost", of["errors"], 0)
+        yield Claim(f"{load}: wrong answers", of["wrong"], 0)
+    late = [of for of in (killed, replica) if not of["in_the_middle"]]
+    yield Claim("processes that were not killed in the middle", len(late), 0)
+    # a client has one request at a time
+    yield Claim("requests sent again", replica["asked_again"], figures["clients"])
+    yield Claim("unsigned bundles that answer", sum(not of["unsigned"] for of in trust.values()), 0)
+    yield Claim("signed bundles that do not answer", sum(bool(of["signed"]) for of in trust.values()), 0)
+
+
+EXPERIMENT = Experiment("ray_load.json", measure, lambda figures: {"ray-load": table(figures)}, claims)

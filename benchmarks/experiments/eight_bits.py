@@ -1,6 +1,6 @@
 """Models in 8 bits beside the same in fp32 and bf16, and beside what others quantise, in one run.
 
-`python -m benchmarks.suites.eight_bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
+`python -m benchmarks run eight-bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
 quantise it, holds all to the same gate on sentences that calibrated nothing, and times all in turns. It
 writes `benchmarks/results/eight_bits.json`, and ends with 1 where a limit is broken.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pydoc_data.topics
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 import attnforge
 from attnforge.arrays import Array
@@ -35,12 +34,9 @@ from attnforge.model.registry import Example
 from attnforge.report.render import markdown_table
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.race import race
-from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.suites.published import SENTENCES, Published
+from benchmarks.experiment import Claim, Experiment, claims_table, say, where
+from benchmarks.published import SENTENCES, Published
 from tests.support.huggingface import minilm
-
-COMMAND = "python -m benchmarks.suites.eight_bits"
-FILE = RESULTS / "eight_bits.json"
 
 TOKENS, BATCH = 128, 8
 SUBJECTS = {
@@ -81,25 +77,18 @@ def tokenized(texts: Sequence[str], names: Sequence[str]) -> list[dict[str, Arra
     return [{name: encoded[name].astype(np.int64) for name in names} for encoded in made]
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = FILE,
+def measure(
+    model: Published,
     rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 15,
     threads: int = processors(),
-) -> None:
-    """Measure, write the figures, and end with 1 where a limit is not kept."""
-    console = Console(stderr=True)
-    measured = {}
-    for name, model in SUBJECTS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            example = build(model.source(Path(folder)), dict(model.options), None)[0]
-            measured[name] = measure(example, Path(folder), rounds, threads, partial(console.print, f"{name}:"))
-        write_figures(COMMAND, threads, results, models=measured)
-    show(results, table)
-    raise typer.Exit(bool(broken(measured)))
-
-
-def measure(example: Example, folder: Path, rounds: int, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
+) -> dict[str, Any]:
     """What every contender errs by, weighs and takes, at a batch of one and all tokens."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        return _measured(build(model.source(folder), dict(model.options), None)[0], folder, rounds, threads)
+
+
+def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict[str, Any]:
     names = list(example.dynamic_shapes or {})
     texts = sentences(CALIBRATE + TRY)
     calibrating, tried = tokenized(texts[:CALIBRATE], names), tokenized(texts[CALIBRATE:], names)
@@ -188,25 +177,16 @@ def _megabytes(bundle: Bundle) -> float:
     return sum(file.stat().st_size for file in files if file.exists()) / 1e6
 
 
-def claims(models: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-    """Model, what int8 is compared with, the ratio, and the most that it may be."""
-    found = []
-    for name, model in models.items():
+def claims(figures: dict[str, Any]) -> Iterator[Claim]:
+    """What int8 takes and weighs, of others."""
+    for name, model in figures["models"].items():
         of = {key: one["of_int8"]["value"] for key, one in model["contenders"].items() if one.get("passes")}
-        peers = {key: value for key, value in of.items() if key in QUANTISED}
-        found.append((name, "attnforge fp32's time", of["attnforge fp32"], OF_FP32))
-        found.append((name, "attnforge bf16's time", of["attnforge bf16"], OF_BF16))
-        if peers:
-            fastest = max(peers, key=lambda key: peers[key])
-            found.append((name, f"{fastest}'s time", peers[fastest], OF_PEERS))
+        peers = [key for key in of if key in QUANTISED]
+        fastest = [max(peers, key=lambda key: of[key])] if peers else []
+        limits = {"attnforge fp32": OF_FP32, "attnforge bf16": OF_BF16, **dict.fromkeys(fastest, OF_PEERS)}
+        yield from (Claim(f"{name}: int8's time", of[key], most, key) for key, most in limits.items())
         low, high = (model["contenders"][f"attnforge {precision}"]["mb"] for precision in ("int8", "fp32"))
-        found.append((name, "attnforge fp32's weights on disk", low / high, OF_SIZE))
-    return found
-
-
-def broken(models: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-    """The limits that are not kept."""
-    return [claim for claim in claims(models) if claim[2] > claim[3]]
+        yield Claim(f"{name}: int8's weights on disk", low / high, OF_SIZE, "attnforge fp32")
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -231,13 +211,9 @@ def table(figures: dict[str, Any]) -> str:
                 )
             )
     header = ("model", "contender", "ms (95%)", "MB", "error", "least cosine", "within 0.1")
-    limits = [
-        (name, against, f"{value:.2f}", f"{most:.2f}", "yes" if value <= most else "no")
-        for name, against, value, most in claims(figures["models"])
-    ]
-    kept = markdown_table(("model", "int8, of", "measured", "at most", "kept"), limits, 2)
-    return f"{markdown_table(header, rows, 2)}\n\n{kept}\n\n{where(figures)}"
+    return "\n\n".join((markdown_table(header, rows, 2), claims_table(claims(figures)), where(figures)))
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment(
+    "eight_bits.json", measure, lambda figures: {"eight-bits": table(figures)}, claims, subjects=SUBJECTS
+)

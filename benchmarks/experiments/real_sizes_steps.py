@@ -1,6 +1,6 @@
 """The steps that are measured of one published model, each in a process of its own.
 
-`python -m benchmarks.suites.real_sizes_steps` reads an :class:`Order` from its standard input and writes what
+`python -m benchmarks.experiments.real_sizes_steps` reads an :class:`Order` from its standard input and writes what
 it measured, one JSON document, to the order's answer.
 """
 

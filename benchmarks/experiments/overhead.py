@@ -1,6 +1,6 @@
 """What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
 
-`python -m benchmarks.suites.overhead` writes `benchmarks/results/overhead.json`. Bare is
+`python -m benchmarks run overhead` writes `benchmarks/results/overhead.json`. Bare is
 `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks nor allocates nor
 binds anything. The Session does all three at every call.
 """
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import onnxruntime as ort
 import torch
-import typer
-from rich.console import Console
 from torch import nn
 from torch.export import Dim
 
@@ -27,33 +25,33 @@ from attnforge.model.registry import build_model
 from attnforge.report.render import markdown_table
 from attnforge.runtime import cases as reference
 from attnforge.runtime.race import in_turns, seconds_of
-from benchmarks.publish import RESULTS, show, where, write_figures
-
-COMMAND = "python -m benchmarks.suites.overhead"
+from benchmarks.experiment import Experiment, where
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "overhead.json",
-    rounds: int = 60,
-    threads: int = 2,
-) -> None:
-    """Measure, and write the figures."""
-    models: dict[str, tuple[tuple[Any, ...], int, int]] = {
-        "one linear layer, 2 × 16": (_tiny(), 1, 500),
-        "patch-attention, 3136 tokens": (tuple(build_model("patch-attention")), threads, 1),
-    }
-    measured = {}
+class Subject(NamedTuple):
+    """A model, and how it is called.
+
+    Attributes:
+        make: makes the model.
+        calls: of a turn.
+        spreads: whether a call uses all threads.
+    """
+
+    make: Callable[[], Sequence[Any]]
+    calls: int
+    spreads: bool
+
+
+def measure(subject: Subject, rounds: int = 60, threads: int = 2) -> dict[str, float]:
+    """Median microseconds of a call, bare and through a Session, over rounds of calls each in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        for i, (name, ((module, args, shapes), spread, calls)) in enumerate(models.items()):
-            Console().print(f"{name} …", style="dim")
-            bundle = attnforge.deploy(module, args, Path(folder) / str(i), shapes, targets=["onnxruntime"])
-            measured[name] = measure(bundle, spread, calls, rounds)
-    write_figures(COMMAND, threads, results, models=measured)
-    show(results, table)
+        module, args, shapes = subject.make()
+        bundle = attnforge.deploy(module, args, Path(folder) / "bundle", shapes, targets=["onnxruntime"])
+        return medians(bundle, threads if subject.spreads else 1, subject.calls, rounds)
 
 
-def measure(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, float]:
-    """Median microseconds of a call, bare and through a Session, over rounds of `calls` calls each in turn."""
+def medians(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, float]:
+    """Median microseconds of a call of a bundle."""
     feeds = reference.make_inputs(reference.at(bundle.manifest.inputs, {}), bundle.manifest.inputs, {})
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -73,9 +71,9 @@ def measure(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, 
         }
         turns = {name: partial(_microseconds, call, calls) for name, call in contenders.items()}
         times = in_turns(turns, rounds)
-    medians = {name: statistics.median(series) for name, series in times.items()}
-    added = medians["session_us"] - medians["bare_us"]
-    return {**medians, "added_us": added, "ratio": medians["session_us"] / medians["bare_us"]}
+    us = {name: statistics.median(series) for name, series in times.items()}
+    added = us["session_us"] - us["bare_us"]
+    return {**us, "added_us": added, "ratio": us["session_us"] / us["bare_us"]}
 
 
 def _microseconds(call: Callable[[], object], calls: int) -> float:
@@ -104,5 +102,12 @@ def table(figures: dict[str, Any]) -> str:
     return f"{markdown_table(header, rows)}\n\n{where(figures)}"
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment(
+    "overhead.json",
+    measure,
+    lambda figures: {"overhead": table(figures)},
+    subjects={
+        "one linear layer, 2 × 16": Subject(_tiny, 500, spreads=False),
+        "patch-attention, 3136 tokens": Subject(lambda: build_model("patch-attention"), 1, spreads=True),
+    },
+)

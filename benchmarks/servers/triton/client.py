@@ -12,7 +12,7 @@ import tritonclient.http
 from attnforge.arrays import Array
 from attnforge.runtime.parity.verify import Run
 from attnforge.serving.open_inference import DATATYPES
-from benchmarks.triton.server import Server
+from benchmarks.servers.triton.server import Server
 
 PROTOCOLS: dict[str, Any] = {"http": tritonclient.http, "grpc": tritonclient.grpc}
 """The modules of tritonclient, which have the same names in them."""

@@ -1,6 +1,6 @@
 """A Triton server under load: requests joined and one a call, a server that is killed, a bundle that is altered.
 
-`python -m benchmarks.suites.triton_load` writes `benchmarks/results/triton_load.json`. Thirty-two clients ask
+`python -m benchmarks run triton-load` writes `benchmarks/results/triton_load.json`. Thirty-two clients ask
 for the classes of scanned digits, one image a request, of a model whose requests Triton joins and of the same model
 with one request a call, in turns on one server. Every answer is compared with that of a Session. It exits with 1 where
 a request is lost or answered wrongly; times decide nothing.
@@ -13,17 +13,15 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import attnforge
 from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
-from attnforge.machine import processors
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
@@ -32,30 +30,27 @@ from attnforge.serving.batching import APART
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
+from benchmarks.experiment import Claim, Experiment, say, where
 from benchmarks.load import Load
-from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.triton.client import client_of
-from benchmarks.triton.load import press
-from benchmarks.triton.server import WHEEL, Server, unpack
+from benchmarks.servers.triton.client import client_of
+from benchmarks.servers.triton.load import press
+from benchmarks.servers.triton.server import WHEEL, Server, unpack
 
-COMMAND = "python -m benchmarks.suites.triton_load"
 MODEL = "patch-attention-digits"
 ALONE, JOINED = "one request a call", "requests joined"
 NAMES = {ALONE: "alone", JOINED: "joined"}
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "triton_load.json",
+def measure(
     clients: Annotated[int, typer.Option(help="How many ask at once.")] = 32,
     requests: Annotated[int, typer.Option(help="How many each sends.")] = 500,
     rounds: Annotated[int, typer.Option(help="How often each way has a turn.")] = 5,
-) -> None:
-    """Measure, and write the figures."""
+) -> dict[str, Any]:
+    """What came of every load, of a server that was killed, and of a bundle that was altered."""
     unpack()
-    busy = os.getloadavg()[0]
-    console, tolerance = Console(), APART * precision_named("fp32").floor
+    busy, tolerance = os.getloadavg()[0], APART * precision_named("fp32").floor
     with temporary_folder() as folder:
-        console.print("deploy …")
+        say("deploy …")
         module, args, shapes = build_model(MODEL)
         bundle = attnforge.deploy(module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=MODEL)
         repository = folder / "repository"
@@ -69,34 +64,20 @@ def main(
             batches: dict[str, float] = {}
             for number in range(rounds):
                 for way, name in NAMES.items() if number % 2 else reversed(NAMES.items()):
-                    console.print(f"round {number + 1}: {way} …")
+                    say(f"round {number + 1}: {way} …")
                     before = _counts(server, name)
                     load = press(server, name, inputs, expected, clients, requests, tolerance=tolerance)
                     outcomes[way].append(load)
                     calls = [after - was for after, was in zip(_counts(server, name), before, strict=True)]
                     batches[way] = calls[0] / calls[1]
-            console.print("kill the server under load, and start it again …")
+            say("kill the server under load, and start it again …")
             killed = _killed(server, inputs, expected, clients, requests, tolerance)
         altered = _altered(repository, folder / "altered.log")
-    write_figures(
-        COMMAND,
-        processors(),
-        results,
-        server=WHEEL,
-        backend=backend,
-        clients=clients,
-        requests=requests,
-        busy=round(busy, 1),
-        preferred=joined.preferred,
-        ways={way: _summary(loads, batches[way]) for way, loads in outcomes.items()},
-        killed=killed,
-        altered=altered,
-    )
-    show(results, table)
-    every = [load for loads in outcomes.values() for load in loads]
-    sound = not any(load.errors or load.wrong for load in every)
-    if not (sound and not killed["errors"] and not killed["wrong"] and not altered["ready"]):
-        raise typer.Exit(1)
+    return {
+        "server": WHEEL, "backend": backend, "clients": clients, "requests": requests, "busy": round(busy, 1),
+        "preferred": joined.preferred, "ways": {way: _summary(of, batches[way]) for way, of in outcomes.items()},
+        "killed": killed, "altered": altered,
+    }  # fmt: skip
 
 
 def _counts(server: Server, name: str) -> tuple[int, int]:
@@ -196,5 +177,12 @@ def table(figures: dict[str, Any]) -> str:
     )
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def claims(figures: dict[str, Any]) -> Iterator[Claim]:
+    """No request may be lost or answered wrongly, and what was altered may not be served."""
+    for way, of in {**figures["ways"], "the killed server": figures["killed"]}.items():
+        yield Claim(f"{way}: requests lost", of["errors"], 0)
+        yield Claim(f"{way}: wrong answers", of["wrong"], 0)
+    yield Claim("altered bundles that are ready", int(figures["altered"]["ready"]), 0)
+
+
+EXPERIMENT = Experiment("triton_load.json", measure, lambda figures: {"triton-load": table(figures)}, claims)

@@ -1,6 +1,6 @@
 """Every registered model and three of Hugging Face's, in fp32 and fp16, behind one real Triton server.
 
-`python -m benchmarks.suites.triton_models` deploys and packages them, waits until the server is ready with
+`python -m benchmarks run triton-models` deploys and packages them, waits until the server is ready with
 all of them, asks every reference case over HTTP and gRPC, holds the answers to the parity budget, and sends wrong
 requests, each followed by a right one. It writes `benchmarks/results/triton_models.json`, and exits with 1 where
 anything is wrong. No figure depends on the machine's speed.
@@ -15,25 +15,23 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
 import attnforge
 from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
 from attnforge.bundle import Bundle
+from attnforge.errors import RunError
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.report.render import markdown_table
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import Run, hold, stored_inputs
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import Packaged, package
-from benchmarks.publish import RESULTS, show, where, write_figures
-from benchmarks.triton.client import PROTOCOLS, asking, client_of
-from benchmarks.triton.server import WHEEL, Server, unpack
+from benchmarks.experiment import Claim, Experiment, say, where
+from benchmarks.servers.triton.client import PROTOCOLS, asking, client_of
+from benchmarks.servers.triton.server import WHEEL, Server, unpack
 from tests.support import huggingface
-
-COMMAND = "python -m benchmarks.suites.triton_models"
 
 SMALLER: dict[str, dict[str, Any]] = {
     "patch-attention": {"image_size": 32, "max_image_size": 64},
@@ -46,32 +44,25 @@ HUGGING_FACE = (("bert", "sdpa"), ("vit", "eager"), ("gpt2", "sdpa"))
 PRECISIONS = ("fp32", "fp16")
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "triton_models.json",
+def measure(
     only: Annotated[list[str] | None, typer.Option(help="A model by name; repeat for several.")] = None,
-) -> None:
-    """Ask every model, and write what came of it."""
+) -> dict[str, Any]:
+    """What came of every model."""
     unpack()
-    console = Console()
     made = {name: make for name, make in models().items() if not only or name in only}
     with temporary_folder() as folder, ExitStack() as stack:
-        bundles = dict(deployed(made, folder, console))
+        bundles = dict(deployed(made, folder))
         options = Packaging(preferred=(), threads=1, kind="cpu")
-        packaged = package(list(bundles.values()), folder / "repository", options, progress=console.print)
-        console.print("start the server …")
+        packaged = package(list(bundles.values()), folder / "repository", options, progress=say)
+        say("start the server …")
         server = stack.enter_context(Server(folder / "repository", folder / "log", timeout=600))
         figures = {}
         for model, bundle in zip(packaged, bundles.values(), strict=True):
-            console.print(f"ask {model.name} …")
+            say(f"ask {model.name} …")
             figures[model.name] = asked(server, model, bundle)
         if "Traceback" in server.text():
-            console.print(server.text(), markup=False)
-            raise typer.Exit(1)
-    write_figures(COMMAND, 1, results, server=WHEEL, models=figures)
-    show(results, table)
-    if wrong := [name for name, figure in figures.items() if figure["wrong"]]:
-        console.print(f"wrong: {', '.join(wrong)}")
-        raise typer.Exit(1)
+            raise RunError(server.text())
+    return {"server": WHEEL, "models": figures}
 
 
 def models() -> dict[str, Callable[[], Example]]:
@@ -85,11 +76,11 @@ def models() -> dict[str, Callable[[], Example]]:
     return made
 
 
-def deployed(made: Mapping[str, Callable[[], Example]], folder: Path, console: Console) -> Iterator[tuple[str, Bundle]]:
+def deployed(made: Mapping[str, Callable[[], Example]], folder: Path) -> Iterator[tuple[str, Bundle]]:
     """Every model at every precision, deployed for ONNX Runtime."""
     for name, make in made.items():
         for precision in PRECISIONS:
-            console.print(f"deploy {name} {precision} …")
+            say(f"deploy {name} {precision} …")
             module, args, shapes = make()
             to = folder / f"{name}-{precision}"
             yield (
@@ -178,5 +169,12 @@ def table(figures: dict[str, Any]) -> str:
     )
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def claims(figures: dict[str, Any]) -> Iterator[Claim]:
+    """Nothing may be wrong."""
+    for name, of in figures["models"].items():
+        yield Claim(f"{name}, requests that went wrong", len(of["wrong"]), 0, "; ".join(of["wrong"]))
+
+
+EXPERIMENT = Experiment(
+    "triton_models.json", measure, lambda figures: {"triton-models": table(figures)}, claims, threads=lambda: 1
+)

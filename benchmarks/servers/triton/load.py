@@ -19,8 +19,8 @@ import tritonclient.http
 from attnforge.arrays import Array
 from attnforge.errors import first_line
 from benchmarks.load import Load, is_right
-from benchmarks.triton.client import PATIENCE, inputs_of
-from benchmarks.triton.server import Server
+from benchmarks.servers.triton.client import PATIENCE, inputs_of
+from benchmarks.servers.triton.server import Server
 
 AGAIN = 0.05
 """Seconds until a client asks again that got no answer."""

@@ -1,6 +1,6 @@
 """Hugging Face models at their published sizes: what deploying each costs beside torch's plain export.
 
-`python -m benchmarks.suites.real_sizes` measures every model of :mod:`.published`, and how cost grows with a
+`python -m benchmarks run real-sizes` measures every model of :mod:`.published`, and how cost grows with a
 BERT's depth and width, and writes `benchmarks/results/real_sizes.json`. Every step of every model is a process of its
 own, with a limit of time and of memory; a step that fails is a row with its reason. Results are written after every
 model, and models that are in the results file are kept: a run that was ended goes on where it was.
@@ -22,17 +22,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from attnforge.bench.interval import fit_of
 from attnforge.export.measuring import MEASURING
-from attnforge.machine import processors, tool_versions, versions
 from attnforge.report.render import markdown_table
-from benchmarks.publish import RESULTS, show, write_figures
-from benchmarks.suites.published import GROWTH, PUBLISHED, Published
-from benchmarks.suites.real_sizes_steps import Order
+from benchmarks.experiment import Experiment, say, where
+from benchmarks.experiments.real_sizes_steps import Order
+from benchmarks.published import GROWTH, PUBLISHED, Published
 
-COMMAND = "python -m benchmarks.suites.real_sizes"
 GIB = 2**30
 LEAST_GROWN = 3
 """Models that an exponent is fitted to, at the least."""
@@ -41,48 +38,20 @@ WHOLE, GROWN = ("plain", "deploy", "verify", "fused"), ("plain", "deploy")
 """The steps of a published model, and of one that shows growth."""
 
 
-def main(
-    results: Annotated[Path, typer.Option(help="Where to write the figures.")] = RESULTS / "real_sizes.json",
-    only: Annotated[list[str] | None, typer.Option(help="A model; repeat. All that are not in the file by default."),
-    ] = None,
+def measure(
+    model: Published,
     tune: Annotated[bool, typer.Option(help="Deploy as by default, or by rules alone.")] = True,
     seconds: Annotated[float, typer.Option(help="Limit of a step's time.")] = 1200,
     gib: Annotated[float, typer.Option(help="Limit of the memory of a step's processes together.")] = 16,
-) -> None:  # fmt: skip
-    """Measure, and write the figures after every model."""
-    console = Console()
-    models: dict[str, Any] = {}
-    if results.is_file():
-        models = json.loads(results.read_text(encoding="utf-8"))["models"]
-    every = {model.name: model for model in (*PUBLISHED, *chain(*GROWTH.values()))}
-    if unknown := [name for name in only or () if name not in every]:
-        raise typer.BadParameter(f"no model is called {unknown[0]!r}; there are {', '.join(every)}")
-    for name, model in every.items():
-        if name not in only if only else name in models:
-            continue
-        models[name] = measured(model, tune, seconds, gib, console)
-        measurements = {name: models[name] for name in every if name in models}
-        tools = {**tool_versions(), **versions(["transformers"])}
-        write_figures(COMMAND, processors(), results, tools=tools, models=measurements)
-    if results.is_file():
-        show(results, table)
-
-
-def measured(model: Published, tune: bool, seconds: float, gib: float, console: Console) -> dict[str, Any]:
-    """What every step of `model` gave: its own figures, `seconds`, `cpu` seconds and `peak` bytes; or why it `failed`.
-
-    Args:
-        tune: deploy as by default, or by rules alone.
-        seconds: that a step may take.
-        gib: that a step's processes may have in memory together.
-    """
+) -> dict[str, Any]:
+    """What every step of `model` gave: its figures, `seconds`, `cpu` seconds and `peak` bytes; or why it `failed`."""
     record: dict[str, Any] = {"kind": model.kind, "architecture": model.architecture, "tuned": tune}
     with tempfile.TemporaryDirectory() as folder:
         source = model.source(Path(folder))
         for step in GROWN if model.kind == "growth" else WHOLE:
             if step == "verify" and "failed" in record["deploy"]:
                 continue
-            console.print(f"{model.name}: {step} …", style="dim")
+            say(f"{model.name}: {step} …")
             order = Order(
                 step=step,
                 model=source,
@@ -92,7 +61,7 @@ def measured(model: Published, tune: bool, seconds: float, gib: float, console: 
                 answer=str(Path(folder) / "answer.json"),
             )
             record[step] = in_a_process(order, seconds, gib * GIB)
-            console.print(f"  {record[step]}"[:400], style="dim", markup=False)
+            say(f"  {record[step]}"[:400])
     return record
 
 
@@ -105,7 +74,7 @@ def in_a_process(order: Order, seconds: float, memory: float) -> dict[str, Any]:
     """
     answer, begun, why = Path(order.answer), time.perf_counter(), None
     answer.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.suites.real_sizes_steps"]
+    command = [sys.executable, "-m", "benchmarks.experiments.real_sizes_steps"]
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
@@ -155,7 +124,7 @@ def _resident(group: int) -> int:
     return total
 
 
-def table(figures: Mapping[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """The published models as Markdown, and below them why something of one failed."""
     published = {n: m for n, m in figures["models"].items() if m["kind"] != "growth"}
     header = (
@@ -170,10 +139,14 @@ def table(figures: Mapping[str, Any]) -> str:
         f"{len(published)} models: {len(done)} are deployed, {canonical} of their {sites} sites are canonical, and "
         f"{passed} are verified."
     )
-    where = f"{figures['machine']['processor']}, {figures['machine']['threads']} threads; transformers "
-    where += f"{figures['tools']['transformers']}; `{figures['command']}`"
     reasons = [f"- {name}: {reason}" for name, model in published.items() for reason in _reasons(model)]
-    return "\n\n".join([text, f"{law} {where}", *(["\n".join(reasons)] if reasons else [])])
+    return "\n\n".join(
+        [
+            text,
+            f"{law} transformers {figures['tools']['transformers']}; {where(figures)}",
+            *(["\n".join(reasons)] if reasons else []),
+        ]
+    )
 
 
 def _row(name: str, model: Mapping[str, Any]) -> list[str]:
@@ -278,5 +251,11 @@ def _figure(step: Mapping[str, Any], name: str) -> float | None:
     return peak_of(step) if name == "peak" else step[name]
 
 
-if __name__ == "__main__":
-    typer.run(main)
+EXPERIMENT = Experiment(
+    "real_sizes.json",
+    measure,
+    lambda figures: {"real-sizes": table(figures), "real-sizes-growth": growth(figures)},
+    subjects={model.name: model for model in (*PUBLISHED, *chain(*GROWTH.values()))},
+    kept=True,
+    packages=["transformers"],
+)

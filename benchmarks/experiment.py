@@ -1,0 +1,306 @@
+"""Experiments: what is measured of attnforge itself, what pages show of it, and what is claimed of it.
+
+An experiment is a module with an `EXPERIMENT`; :data:`MODULES` lists them all. Its figures are a results file in
+`benchmarks/results/`, written whole, with the command, the machine and the versions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from attnforge.atomic import write_whole
+from attnforge.bench.decoding.results import DecodingResults
+from attnforge.bench.results import Interval, Results, to_five_digits
+from attnforge.machine import processors, this_machine, tool_versions, versions
+from attnforge.report.render import markdown_table
+
+COMMAND = "python -m benchmarks run"
+RESULTS = Path("benchmarks/results")
+
+MODULES = {
+    **{
+        name: f"benchmarks.experiments.{name.replace('-', '_')}"
+        for name in (
+            "suite", "fusion", "scaling", "overhead", "masks", "mask-plans", "decoding", "eight-bits", "real-sizes",
+            "deploy-costs", "false-alarms", "triton-models", "triton-load", "ray-load",
+        )
+    },
+    "polygraphy": "tests.support.polygraphy",
+    "faults": "tests.support.faults.__main__",
+    "export-faults": "tests.support.export_faults",
+    "gpu": "benchmarks.gpu.__main__",
+}  # fmt: skip
+"""The module of every experiment by its name. Those of the last three have a `main` that does everything."""
+
+Figures = dict[str, Any]
+"""What a results file holds."""
+
+Measured = Figures | Results | DecodingResults
+"""Figures before they are written: a mapping has neither command nor machine yet."""
+
+START = time.perf_counter()
+
+
+def say(stage: str) -> None:
+    """Report progress, with the seconds since the start."""
+    text = f"{time.perf_counter() - START:6.0f} s  {stage}"
+    Console(stderr=True).print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+Verdict = Literal["yes", "no", "within noise", "not measured"]
+
+
+def verdict(measured: Interval | float, at_most: float) -> Verdict:
+    """Whether a measurement is at most a limit: `yes`, `no`, or `within noise`.
+
+    The whole 95% interval has to lie on one side of the limit; the limit itself is allowed. A single reading has no
+    interval and stands for itself.
+    """
+    low, high = (measured.low, measured.high) if isinstance(measured, Interval) else (measured, measured)
+    return "yes" if high <= at_most else "no" if low > at_most else "within noise"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A figure and its limit.
+
+    Attributes:
+        text: what is to be at most `at_most`, and of which model.
+        measured: an estimate with its interval, or a single reading; None where nothing was measured.
+        against: what it was measured against.
+        passed_over: contenders that are faster than the compared one and wrong in a reference case, each with the ratio
+            of ours to it.
+        wrong: the reference case in which ours is wrong.
+    """
+
+    text: str
+    measured: Interval | float | None
+    at_most: float
+    against: str = ""
+    passed_over: tuple[str, ...] = ()
+    wrong: str | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the claim holds."""
+        if self.wrong is not None:
+            return "no"
+        return "not measured" if self.measured is None else verdict(self.measured, self.at_most)
+
+    @property
+    def holds(self) -> str:
+        """The verdict as Markdown."""
+        if self.wrong is not None:
+            return f"**no**, it is wrong in {self.wrong}"
+        return "**no**" if self.verdict == "no" else self.verdict
+
+    def __str__(self) -> str:
+        text = f"{self.text} ({self.against})" if self.against else self.text
+        if self.wrong is not None or self.measured is None:
+            return f"{text}: {self.holds}"
+        value = self.measured.value if isinstance(self.measured, Interval) else self.measured
+        return f"{text}: {value:.4g}, at most {self.at_most:.4g}"
+
+
+def claims_table(claims: Iterable[Claim]) -> str:
+    """Claims as Markdown."""
+    rows = []
+    for claim in claims:
+        text, measured, interval = claim.text, "–", "–"
+        if claim.passed_over:
+            text += f"; passed over, for they are wrong in another case: {', '.join(claim.passed_over)}"
+        if isinstance(claim.measured, Interval):
+            measured = f"{claim.measured.value:.3g}"
+            interval = f"{claim.measured.low:.3g}–{claim.measured.high:.3g}"
+        elif claim.measured is not None:
+            measured = f"{claim.measured:.3g}"
+        rows.append((text, claim.against, f"{claim.at_most:.3g}", measured, interval, claim.holds))
+    return markdown_table(("", "against", "at most", "measured", "95%", "holds"), rows)
+
+
+# --- experiments ------------------------------------------------------------------------------------------------------
+
+
+def not_held(claims: Iterable[Claim]) -> list[str]:
+    """The claims that do not hold, each as a line."""
+    return [str(claim) for claim in claims if claim.verdict == "no"]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is measured, and what is shown and claimed of the figures.
+
+    Attributes:
+        file: name of the results file.
+        measure: measures, with the command's options as its arguments. With `subjects`, it takes one of them first and
+            returns its figures; else it returns all figures, or yields them as they grow.
+        tables: Markdown by the name of its place in a page, made of the figures.
+        claims: made of the figures.
+        broken: lines on what must not be, made of the figures; the run ends with 1 where there are any.
+        subjects: by name, what is measured one after the other. Figures are written after each; `--only` takes some of
+            them anew and keeps the others'.
+        kept: the subjects that are in the results file are not measured again unless `--only` names them.
+        variant: the option after whose value the results file is called, where it is given.
+        threads: that the figures were measured on, unless `measure` takes `threads`.
+        packages: whose versions are recorded besides those of the tools.
+    """
+
+    file: str
+    measure: Callable[..., Any]
+    tables: Callable[[Figures], Mapping[str, str]]
+    claims: Callable[[Figures], Iterable[Claim]] = lambda figures: ()
+    broken: Callable[[Figures], Iterable[str]] | None = None
+    subjects: Mapping[str, Any] = field(default_factory=dict)
+    kept: bool = False
+    variant: str = ""
+    threads: Callable[[], int] = processors
+    packages: Sequence[str] = ()
+
+    def wrong(self, figures: Figures) -> list[str]:
+        """Lines on what must not be."""
+        return list(not_held(self.claims(figures)) if self.broken is None else self.broken(figures))
+
+    def command(self, words: str) -> Callable[..., None]:
+        """The function that runs the experiment, with all its options, for typer.
+
+        Args:
+            words: the command that is run.
+        """
+        own = list(inspect.signature(self.measure, eval_str=True).parameters.values())
+        common: dict[str, Any] = {
+            "results": (Path | None, f"Where to write the figures; by default {RESULTS / self.file}.")
+        }
+        if self.subjects:
+            own = own[1:]
+            common["only"] = (list[str] | None, "A subject, or the beginning of some; repeat. The others are kept.")
+
+        def run(**options: Any):  # type: ignore[no-untyped-def]  # typer reads the signature that is set below
+            self.run(words, **options)
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        own = [parameter.replace(kind=keyword) for parameter in own]
+        own += [
+            inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind, typer.Option(help=text)])
+            for name, (kind, text) in common.items()
+        ]
+        run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        return run
+
+    def run(self, command: str, results: Path | None, **options: Any) -> None:
+        """Measure, write the figures, and print the tables.
+
+        Raises:
+            typer.Exit: with 1 where something is wrong.
+        """
+        only = options.pop("only") if self.subjects else None
+        kind = options.get(self.variant)
+        results = results or RESULTS / (f"{Path(self.file).stem}_{kind}.json" if kind is not None else self.file)
+        threads, code = options.get("threads") or self.threads(), 0
+        before = json.loads(results.read_bytes()) if (only or self.kept) and results.is_file() else {}
+        try:
+            for measured in self._measured(before, only, options):
+                _write(measured, results, before.get("command", command), threads, self.packages)
+        except typer.Exit as exit:  # of an experiment that has written its figures
+            code = exit.exit_code
+        figures = json.loads(results.read_bytes())
+        for name, text in self.tables(figures).items():
+            print(f"\n{name}\n\n{text}")
+        wrong = self.wrong(figures)
+        for line in wrong:
+            Console().print(line, style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(code or bool(wrong))
+
+    def _measured(self, before: Figures, only: Sequence[str] | None, options: Mapping[str, Any]) -> Iterator[Measured]:
+        if not self.subjects:
+            made = self.measure(**options)
+            yield from made if isinstance(made, Iterator) else [made]
+            return
+        models: dict[str, Any] = before.get("models", {})
+        for name in chosen_of(self.subjects, only):
+            if only or name not in models:
+                say(f"{name} …")
+                models[name] = self.measure(self.subjects[name], **options)
+                yield {"models": {name: models[name] for name in self.subjects if name in models}}
+
+
+def chosen_of(subjects: Iterable[str], only: Sequence[str] | None) -> list[str]:
+    """The subjects that names, or their beginnings, choose; all by default.
+
+    Raises:
+        typer.BadParameter: a name chooses none.
+    """
+    names = list(subjects)
+    if not only:
+        return names
+    by_name = {word: [word] if word in names else [name for name in names if name.startswith(word)] for word in only}
+    if unknown := [word for word, found in by_name.items() if not found]:
+        raise typer.BadParameter(f"nothing is called {unknown[0]!r}; there are {', '.join(names)}")
+    return [name for name in names if any(name in found for found in by_name.values())]
+
+
+def experiment_of(name: str) -> Experiment | None:
+    """The experiment of that name; None where its module does everything by itself."""
+    experiment: Experiment | None = getattr(import_module(MODULES[name]), "EXPERIMENT", None)
+    return experiment
+
+
+def run(name: str, arguments: Sequence[str]) -> None:
+    """Run an experiment with the options of a command line.
+
+    Raises:
+        typer.BadParameter: there is no such experiment.
+        SystemExit: at the end, with 0; with 1 where something is wrong, and with 2 where an option is.
+    """
+    if name not in MODULES:
+        raise typer.BadParameter(f"no experiment is called {name!r}; there are {', '.join(MODULES)}")
+    experiment = experiment_of(name)
+    app = typer.Typer(add_completion=False)
+    if experiment is None:
+        sys.argv[1:] = arguments  # as python -m has it
+        app.command(name)(import_module(MODULES[name]).main)
+    else:
+        about = inspect.getmodule(experiment.measure).__doc__
+        app.command(name, help=about)(experiment.command(shlex.join([*COMMAND.split(), name, *arguments])))
+    typer.main.get_command(app)(list(arguments), prog_name=f"{COMMAND} {name}")
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """The machine that figures were measured on, and on how many of its threads."""
+    here = this_machine(gpus=False)
+    return {"system": here.system, "processor": here.processor, "threads": threads}
+
+
+def where(figures: Mapping[str, Any]) -> str:
+    """On which machine figures were measured, and the command that measures them again."""
+    about = figures["machine"] if "machine" in figures else figures["environment"]
+    processor = about["processor"] if "processor" in about else about["machine"]["processor"]
+    return f"{processor}, {about['threads']} threads; `{figures['command']}`"
+
+
+def _write(measured: Measured, results: Path, command: str, threads: int, packages: Sequence[str] = ()) -> None:
+    """Write a results file with the command, and with machine and versions where the figures have none."""
+    if isinstance(measured, Results | DecodingResults):
+        measured.command = measured.command or command
+        text = json.dumps(to_five_digits(measured.model_dump(mode="json")), indent=1)
+    else:
+        tools = {**tool_versions(), **versions(packages)}
+        text = json.dumps({"command": command, "machine": machine(threads), "tools": tools, **measured}, indent=2)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(results, f"{text}\n".encode())
