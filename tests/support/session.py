@@ -46,7 +46,7 @@ QUICK = (
     "export/attention/test_visibility_properties.py", "export/attention/test_walks.py", "export/graphs/",
     "export/sources/test_widened.py", "front/test_machine.py", "model/test_attention.py", "model/test_general.py",
     "model/test_identities.py", "model/test_patch.py", "model/test_refusals.py", "model/test_slips.py",
-    "model/test_transformer.py", "model/test_worked_example.py", "runtime/test_turns.py",
+    "model/test_transformer.py", "model/test_worked_example.py", "runtime/test_race.py",
     "serving/test_open_inference.py",
 )  # fmt: skip
 """Files and folders of `make quick`, which exports and deploys nothing: all other tests are marked `slow`."""
@@ -61,6 +61,8 @@ LAST_OF_RAY = pytest.StashKey[str]()
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     quick = tuple(f"tests/{path}" for path in QUICK)
+    if missing := [path for path in quick if not config.rootpath.joinpath(path).exists()]:
+        raise pytest.UsageError(f"{', '.join(missing)} of QUICK (tests/support/session.py) are not there")
     for item in items:
         if not item.nodeid.startswith(quick):
             item.add_marker(pytest.mark.slow)
