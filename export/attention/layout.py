@@ -135,13 +135,13 @@ def is_size_of(size: Size, other: Size) -> bool:
     if size.is_static or size.names != other.names:
         return False
     try:
-        (have, names), (want, _) = parsed(str(size.dim())), parsed(str(other.dim()))
-        numbers = sympy.lambdify([_symbol(i) for i in range(len(names))], [have, want], "math")
+        (expression, names), (full, _) = parsed(str(size.dim())), parsed(str(other.dim()))
+        numbers = sympy.lambdify([_symbol(i) for i in range(len(names))], [expression, full], "math")
         most = int(4096 ** (1 / len(names)))
         tried = [numbers(*sizes) for sizes in itertools.product(range(1, most + 1), repeat=len(names))]
     except (ValueError, ArithmeticError):
         return False
-    return all(one != 1 or all_of == 1 for one, all_of in tried)
+    return all(have != 1 or want == 1 for have, want in tried)
 
 
 @dataclass(eq=False)
