@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.errors import UsageError
-from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Place, Quotient
+from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Quotient, Variable
 from attnforge.export.attention.indices import START, Index, broadcast
 from attnforge.export.attention.layout import ONE, Size
 from attnforge.export.attention.mask_numbers import Between, Choice, Leaf, Number, Table, Whole
@@ -35,7 +35,7 @@ from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.lowering.attention import Slopes
 
-PAIR = (Place.QUERY, Place.KEY)
+PAIR = (Variable.QUERY, Variable.KEY)
 
 
 class NotByDistance(Exception):
@@ -94,7 +94,7 @@ class Counts:
     def most_of(self, x: Affine, heads: int) -> float:
         """The largest number that an expression may be; infinity where that is not known."""
         count = Affine.atom(Dim(self.symbol))
-        largest = {Place.QUERY: count - 1, Place.KEY: count - 1, Place.HEAD: Affine(heads - 1)}
+        largest = {Variable.QUERY: count - 1, Variable.KEY: count - 1, Variable.HEAD: Affine(heads - 1)}
         ends = {place: end if x.factors.get(place, 0) > 0 else Affine() for place, end in largest.items()}
         if any(atom not in largest and atom != Dim(self.symbol) for atom, _ in x.terms):
             return inf
@@ -139,7 +139,7 @@ def slopes_of(node: ir.Node, symbol: str, places: int) -> tuple[Visibility, Slop
     if not isinstance(heads, int):
         raise NotByDistance("the number of heads is dynamic")
     n_q, n_k = (Affine.dim(dims_of(value)[2]) for value in (query, key))
-    reader = _Lines({Place.QUERY: n_q - 1, Place.KEY: n_k - 1}, Counts(symbol, places), heads)
+    reader = _Lines({Variable.QUERY: n_q - 1, Variable.KEY: n_k - 1}, Counts(symbol, places), heads)
     cases = reader.at(mask, scores_index(mask, query, key))
     own = at_least_zero(QUERY - KEY, reader.largest) if node.attributes.get_int("is_causal", 0) else ALWAYS
     hidden = [reader.counts.bounds(line)[1] <= NEGLIGIBLE for _, line in cases]
@@ -156,7 +156,7 @@ def slopes_of(node: ir.Node, symbol: str, places: int) -> tuple[Visibility, Slop
     least = reader.counts.bounds(_at_own_key(shown[0]))[0]
     if any(reader.counts.bounds(line)[1] > least + NEGLIGIBLE for (_, line), h in zip(cases, hidden, strict=True) if h):
         raise NotByDistance("what it adds to hidden keys is not low enough beside its bias")
-    slopes = np.broadcast_to(shown[0].of(Place.KEY), heads)
+    slopes = np.broadcast_to(shown[0].of(Variable.KEY), heads)
     visible = Visibility(seen.true.most, frozenset(), "never", n_q, n_k)
     return visible, tuple(float(slope) for slope in slopes)
 
@@ -169,7 +169,7 @@ def _is_close(line: Line, other: Line) -> bool:
 def _at_own_key(line: Line) -> Line:
     """What a line is where the key is the query's own."""
     factors = {atom: factor for atom, factor in line.factors.items() if atom not in PAIR}
-    return Line({**factors, Place.QUERY: line.of(Place.QUERY) + line.of(Place.KEY)})
+    return Line({**factors, Variable.QUERY: line.of(Variable.QUERY) + line.of(Variable.KEY)})
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class _Lines(Reader):
     """Reads a mask of numbers as lines, at positions that may depend on how many tokens there are, of which there are
     not too many for the cache."""
 
-    def __init__(self, largest: Mapping[Place, Affine], counts: Counts, heads: int) -> None:
+    def __init__(self, largest: Mapping[Variable, Affine], counts: Counts, heads: int) -> None:
         super().__init__(largest)
         self.counts, self.heads = counts, heads
         self._lines: dict[tuple[ir.Value, Index], Cases] = {}
@@ -265,7 +265,7 @@ class _Lines(Reader):
         """A whole number as a line; None where it depends on more than heads, queries, keys and the count of tokens."""
         factors: dict[Atom | None, Array] = {None: np.array([float(x.number)])}
         for atom, factor in x.terms:
-            if atom == Place.HEAD:
+            if atom == Variable.HEAD:
                 factors[None] = factors[None] + factor * np.arange(self.heads)
             elif atom in PAIR or atom == Dim(self.counts.symbol):
                 factors[atom] = np.array([float(factor)])
@@ -286,7 +286,7 @@ class _Lines(Reader):
                 raise NotByDistance(f"{value.name!r} is read beyond its end")
             if fixed is not None or size == 1:
                 numbers = np.take(numbers, fixed or 0, axis)
-            elif position == Affine.atom(Place.HEAD) and size == self.heads and not by_head:
+            elif position == Affine.atom(Variable.HEAD) and size == self.heads and not by_head:
                 numbers, by_head = np.moveaxis(numbers, axis, -1), True
             else:
                 along.insert(0, position)
