@@ -88,7 +88,7 @@ def _gather_nd(reader: Positions, node: ir.Node, index: Index) -> Index | None:
 
 
 def _from_start(reader: Positions, position: Affine | None, data: ir.Value | None, axis: int) -> Affine | None:
-    """An index into an axis, counted from its start; None where it may be counted from the end."""
+    """An index into an axis, counted from its start; None if it may be counted from the end."""
     if position is None or never_negative(position, reader.largest):
         return position
     if position.constant is None or data is None or data.shape is None:
