@@ -192,9 +192,7 @@ class _Functions(TorchFunctionMode):
         if func in GETTERS:
             return func(*args)
         if func is nn.functional.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is None:
-            return func(
-                *args, **kwargs
-            )  # its operator widens the rows that it reads; with max_norm, it writes
+            return func(*args, **kwargs)  # its operator widens the rows that it reads; with max_norm, it writes
         return func(*self._widen(args), **self._widen(kwargs))
 
 

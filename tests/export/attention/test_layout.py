@@ -236,7 +236,7 @@ def product(sizes: list[Size]) -> Size:
 
 @st.composite
 def chains(draw: Any) -> Chain:
-    """One to six views of a tensor of one to four dims: static, of size 1, or dynamic, where a symbol may occur twice."""
+    """One to six views of a tensor of one to four dims: static, of size 1, or dynamic; a symbol may occur twice."""
     dims = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, "b", "n", "n", "m"]), min_size=1, max_size=4))
     values = {symbol: draw(st.integers(1, 4)) for symbol in VALUES}
     sizes = [size(dim) for dim in dims]
