@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.errors import UsageError, first_line
+from attnforge.errors import UsageError, raised_as
 from attnforge.export.decoding.tokens import Kinds, is_count_as_shape, token_axes
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, typed
 from attnforge.export.graphs.execute import at_own_precision
@@ -96,12 +96,9 @@ def _tables(
 
     def computed(count: int) -> list[Array]:
         shape = [_static(batch), count, *(dim for dim in dims[2:] if isinstance(dim, int))]
-        try:
+        message = f"the model has no positions for {count} tokens"  # if its table of positions is too short
+        with raised_as(NotByPosition, message, "; give a smaller cache_tokens"):
             results = run({str(ids.name): np.zeros(shape, numpy_type(ids))})
-        except Exception as error:  # ONNX Runtime's, for a table of positions that is too short
-            raise NotByPosition(
-                f"the model has no positions for {count} tokens: {first_line(error)}; give a smaller cache_tokens"
-            ) from error
         return [_positions_first(results[str(value.name)], value, tokens, batch) for value in values]
 
     whole, fewer = computed(capacity), computed(max(capacity // 2, 1))

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from attnforge.bundle import WEIGHTS, Bundle
-from attnforge.errors import AttnforgeError, BundleError, first_line
+from attnforge.errors import BundleError, raised_as
 
 LIMIT = 2**31 - 2**26
 """Maximum bytes of weights in the ONNX file itself; the rest of 2 GiB is for the graph."""
@@ -144,16 +144,10 @@ def load_graph(bundle: Bundle, name: str) -> ir.Model:
     Raises:
         BundleError: the file is missing, altered, or not an ONNX model.
     """
-    try:
-        with bundle.steady():
-            model = bundle.model(name)
-            return ir.from_proto(onnx.load_model_from_string(model)) if isinstance(model, bytes) else ir.load(model)
-    except AttnforgeError:
-        raise
-    except Exception as error:  # errors of protobuf, and any of onnx_ir
-        raise BundleError(
-            f"{bundle.path / name} is not an ONNX model: {first_line(error)}; deploy the model again"
-        ) from error
+    message = f"{bundle.path / name} is not an ONNX model"
+    with raised_as(BundleError, message, "; deploy the model again"), bundle.steady():
+        model = bundle.model(name)
+        return ir.from_proto(onnx.load_model_from_string(model)) if isinstance(model, bytes) else ir.load(model)
 
 
 def beside(model: ir.Model, other: ir.Model) -> ir.Model:
