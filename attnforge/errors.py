@@ -142,7 +142,9 @@ def raised_as(
     """
     try:
         yield
-    except (AttnforgeError, MemoryError, *passing):
+    except (AttnforgeError, MemoryError):
+        raise
+    except passing:
         raise
     except Exception as error:
         raise kind(f"{message}: {shortened(first_line(error))}{advice}") from error
