@@ -35,7 +35,7 @@ def check_files(model: onnx.ModelProto, folder: Path) -> None:
         folder: the folder of the file.
 
     Raises:
-        UsageError: weights are in a file outside the folder, behind a link, or missing; or some are sparse.
+        UsageError: weights are in a file outside the folder, reached through a link, or missing; or some are sparse.
     """
     for message in messages(model):
         if isinstance(message, onnx.SparseTensorProto):
