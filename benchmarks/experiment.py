@@ -24,7 +24,7 @@ from attnforge.atomic import write_whole
 from attnforge.bench.decoding.results import DecodingResults
 from attnforge.bench.results import Interval, Results, to_five_digits
 from attnforge.machine import processors, this_machine, tool_versions, versions
-from attnforge.report.render import markdown_table
+from attnforge.report.render import NOTHING, markdown_table
 
 COMMAND = "python -m benchmarks run"
 RESULTS = Path("benchmarks/results")
@@ -130,6 +130,35 @@ def claims_table(claims: Iterable[Claim]) -> str:
             measured = f"{claim.measured:.3g}"
         rows.append((text, claim.against, f"{claim.at_most:.3g}", measured, interval, claim.holds))
     return markdown_table(("", "against", "at most", "measured", "95%", "holds"), rows)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+Columns = Mapping[str, Callable[[Figures], object]]
+"""By heading, what makes a cell of a record, such as `"{seconds:.1f}".format_map`."""
+
+
+def table_of(columns: Columns, records: Iterable[Figures], words: int | None = 1) -> str:
+    """Records as a table in Markdown. A cell is `–` where the record has not what it is made of.
+
+    Args:
+        columns: of the table.
+        records: one for each row.
+        words: how many of the first columns are text, the others being numbers that are aligned right; None for all.
+    """
+
+    def cell(make: Callable[[Figures], object], record: Figures) -> object:
+        try:
+            return make(record)
+        except (KeyError, TypeError):
+            return NOTHING
+
+    return markdown_table([*columns], [[cell(make, each) for make in columns.values()] for each in records], words)
+
+
+def named(records: Mapping[str, Figures]) -> list[Figures]:
+    """Records, each with its `name`."""
+    return [{"name": name, **record} for name, record in records.items()]
 
 
 # --- experiments ------------------------------------------------------------------------------------------------------

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
+from benchmarks.child import run
 from benchmarks.gpu.running import LEAST, LOST, NO_TIME, UNDER_WAY, read, shortened, tail, write
 from benchmarks.gpu.steps import FATAL, WHOLE, Item, Settings, Step
 
@@ -49,24 +46,11 @@ def supervise(settings: Settings, name: str, group: bool = True) -> None:
 
 def _in_process(settings: Settings, name: str, log: Path, group: bool) -> int | None:
     """Exit code of a step's process; None where it was killed because the time was over."""
-    command = [sys.executable, "-m", "benchmarks.gpu", TAKE, name, settings.model_dump_json()]
-    threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
-    with log.open("ab") as stream:
-        stream.truncate(0)
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-            env={**os.environ, **threads}, start_new_session=group,
-        )  # fmt: skip
-    try:
-        return child.wait(timeout=max(settings.ends + (GRACE if group else GRACE / 2) - time.time(), 1.0))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if group:
-            with suppress(ProcessLookupError):  # the whole group has ended
-                os.killpg(child.pid, signal.SIGKILL)
-        child.kill()
-        child.wait()
+    variables = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
+    seconds = max(settings.ends + (GRACE if group else GRACE / 2) - time.time(), 1.0)
+    words = TAKE, name, settings.model_dump_json()
+    ended = run("benchmarks.gpu", *words, log=log, seconds=seconds, variables=variables, group=group)
+    return ended.code if ended.why is None else None
 
 
 def _leave_out(settings: Settings, name: str, why: str) -> None:
