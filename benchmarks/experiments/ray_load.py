@@ -13,7 +13,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,13 +29,13 @@ from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import first_line
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
-from attnforge.report.render import markdown_table
 from attnforge.serving.batching import APART
 from attnforge.serving.ray import Handle
-from benchmarks.experiment import Claim, Experiment, say, where
-from benchmarks.load import Load
+from benchmarks.experiment import Claim, Columns, Experiment, named, say, table_of, where
+from benchmarks.load import Load, press, spread
+from benchmarks.published import deployed
 from benchmarks.servers.ray.cluster import descendants, killing, local_cluster
-from benchmarks.servers.ray.load import press
+from benchmarks.servers.ray.load import asking
 from benchmarks.servers.ray.rows import busy_after, in_actors
 from benchmarks.servers.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
 
@@ -56,9 +56,7 @@ def measure(
     """What came of rows, of a deployment, of what was killed, and of bundles that nobody signed."""
     busy = os.getloadavg()[0]
     with temporary_folder() as folder:
-        say("deploy, and cut tiles …")
-        module, args, shapes = build_model(MODEL, max_batch=SAMPLES)
-        bundle = attnforge.deploy(module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=MODEL)
+        bundle = deployed(build_model(MODEL, max_batch=SAMPLES), folder / "bundle", MODEL)
         (folder / "tiles").mkdir()
         files = write_tiles(folder / "tiles", tiles)
         with attnforge.load(bundle, threads=1) as session:
@@ -79,14 +77,14 @@ def measure(
             say("kill an actor in the middle …")
             killed = _killed_actor(bundle, files, expected, folder / "killed")
             say("clients of two replicas, one of which is killed …")
-            served, killed_replica = _served(bundle, files, expected, clients, requests)
+            served, replica = _served(bundle, files, expected, clients, requests)
             say("bundles that nobody signed …")
             trust = _trust(bundle, files, folder)
     return {
         "backend": backend, "tiles": tiles, "samples": SAMPLES, "clients": clients, "requests": requests,
         "busy": round(busy, 1),
         "ways": {way: {key: [turn[key] for turn in of] for key in of[0]} for way, of in turns.items()},
-        "killed_actor": killed, "served": served, "killed_replica": killed_replica, "trust": trust,
+        "killed_actor": killed, "served": served, "killed_replica": replica, "trust": trust,
     }  # fmt: skip
 
 
@@ -141,35 +139,24 @@ def _served(
     application = PredictorDeployment.options(num_replicas=ACTORS, health_check_period_s=1).bind(Handle(bundle.path))
     handle = serve.run(application, name="tiles", route_prefix=None)
 
+    def pressed(load: Load) -> None:
+        press(lambda: asking(handle, inputs), answers, clients, requests, tolerance=tolerance, again=True, outcome=load)
+
     def victim() -> int | None:
         return descendants(REPLICA)[0] if len(load.milliseconds) > clients * requests // 2 else None
 
     calm, load = Load(), Load()
     try:
-        press(handle, inputs, answers, clients, requests, tolerance=tolerance, outcome=calm)
+        pressed(calm)
         with killing(victim) as killed:
-            press(handle, inputs, answers, clients, requests, tolerance=tolerance, outcome=load)
+            pressed(load)
         in_the_middle = bool(killed)
         end = time.monotonic() + 60
-        while len(descendants(REPLICA)) < ACTORS and time.monotonic() < end:
+        while (replicas := len(descendants(REPLICA))) < ACTORS and time.monotonic() < end:
             time.sleep(0.1)
-        replicas = len(descendants(REPLICA))
     finally:
         serve.shutdown()
-    return _load(calm), {**_load(load), "in_the_middle": in_the_middle, "replicas": replicas}
-
-
-def _load(load: Load) -> dict[str, Any]:
-    return {
-        "per_second": round(load.per_second, 1),
-        "p50_ms": round(load.quantile(0.5), 2),
-        "p99_ms": round(load.quantile(0.99), 2),
-        "answered": len(load.milliseconds),
-        "errors": load.errors,
-        "wrong": load.wrong,
-        "asked_again": load.asked_again,
-        "error": load.error,
-    }
+    return calm.figures(), {**load.figures(), "in_the_middle": in_the_middle, "replicas": replicas}
 
 
 # --- trust ------------------------------------------------------------------------------------------------------------
@@ -226,39 +213,43 @@ def _said(run: Callable[[Bundle], Any], bundle: Bundle) -> str | None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+ROWS: Columns = {
+    "": "{name}".format_map,
+    "tiles a second": lambda way: spread(way["per_second"]),
+    "seconds with the start": lambda way: spread(way["seconds"]),
+    "share of a processor": lambda way: spread(way["cpu_share"]),
+    "rows": lambda way: f"{way['tiles'] * len(way['lost']):,}",
+    "lost": lambda way: sum(way["lost"]),
+    "twice": lambda way: sum(way["twice"]),
+    "equal to one Session": lambda way: "yes" if all(way["equal"]) else "no",
+}
+REQUESTS: Columns = {
+    "": "{name}".format_map,
+    "requests a second": "{per_second:,.0f}".format_map,
+    "p50 ms": "{p50_ms:.1f}".format_map,
+    "p99 ms": "{p99_ms:.1f}".format_map,
+    "answered": "{answered:,}".format_map,
+    "sent again": "{asked_again}".format_map,
+    "errors": "{errors}".format_map,
+    "wrong": "{wrong}".format_map,
+}
+
+
+def _ways(figures: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """The figures of all rounds, by way; an actor that was killed makes one."""
+    return {**figures["ways"], "an actor killed": {key: [value] for key, value in figures["killed_actor"].items()}}
+
+
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    header = (
-        "", "tiles a second", "seconds with the start", "share of a processor", "rows", "lost", "twice",
-        "equal to one Session",
-    )  # fmt: skip
-    tiles, ways = figures["tiles"], figures["ways"]
-    rows = [
-        (way, *(_spread(of[key]) for key in ("per_second", "seconds", "cpu_share")), *_outcome(of, tiles))
-        for way, of in ways.items()
-    ]
-    killed, calm, replica = figures["killed_actor"], figures["served"], figures["killed_replica"]
-    one = {key: [value] for key, value in killed.items()}
-    rows.append(
-        (
-            "an actor killed", f"{killed['per_second']:,.0f}", f"{killed['seconds']:.1f}", f"{killed['cpu_share']:.2f}",
-            *_outcome(one, tiles),
-        )
-    )  # fmt: skip
+    tiles, ways, replica = figures["tiles"], figures["ways"], figures["killed_replica"]
     ratios = [ray / plain for ray, plain in zip(ways[RAY]["per_second"], ways[PLAIN]["per_second"], strict=True)]
     whole = [plain / ray for ray, plain in zip(ways[RAY]["seconds"], ways[PLAIN]["seconds"], strict=True)]
-    clients = ("", "requests a second", "p50 ms", "p99 ms", "answered", "sent again", "errors", "wrong")
-    loads = [
-        (
-            name, f"{of['per_second']:,.0f}", f"{of['p50_ms']:.1f}", f"{of['p99_ms']:.1f}", f"{of['answered']:,}",
-            *(of[key] for key in ("asked_again", "errors", "wrong")),
-        )
-        for name, of in (("two replicas", calm), ("a replica killed under load", replica))
-    ]  # fmt: skip
+    loads = {"two replicas": figures["served"], "a replica killed under load": replica}
     said = figures["trust"]["actor"]["unsigned"]
     return "\n\n".join(
         (
-            markdown_table(header, rows, words=1),
+            table_of(ROWS, [{**way, "tiles": tiles} for way in named(_ways(figures))]),
             f"{tiles:,} tiles in each of {len(ratios)} rounds, in turns, {figures['samples']} in a call; seconds count "
             f"from the beginning of the first call to the end of the last. Ray's actors reach "
             f"{statistics.median(ratios):.2f} of the plain processes' tiles a second (by round "
@@ -266,7 +257,7 @@ def table(figures: dict[str, Any]) -> str:
             "the processes counts. Where calls had less than a whole processor, other work on the machine had the "
             f"rest (its load average was {figures['busy']} before). An actor was killed when half of the rows were "
             "predicted; Ray started another.",
-            markdown_table(clients, loads, words=1),
+            table_of(REQUESTS, named(loads)),
             f"{figures['clients']} clients × {figures['requests']} requests of one tile, over a handle; every answer "
             "is compared with a Session's. Requests that the killed replica held were sent again; "
             f"{replica['replicas']} replicas stood again after the load.",
@@ -277,21 +268,10 @@ def table(figures: dict[str, Any]) -> str:
     )
 
 
-def _spread(numbers: Sequence[float]) -> str:
-    digits = 0 if min(numbers) >= 100 else 1 if min(numbers) > 2 else 2
-    low, middle, high = min(numbers), statistics.median(numbers), max(numbers)
-    return f"{middle:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
-
-
-def _outcome(of: Mapping[str, Sequence[Any]], tiles: int) -> tuple[str, int, int, str]:
-    return f"{tiles * len(of['lost']):,}", sum(of["lost"]), sum(of["twice"]), "yes" if all(of["equal"]) else "no"
-
-
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
     """No row and no request may be lost or wrong, and what nobody signed may not answer."""
     killed, replica, trust = figures["killed_actor"], figures["killed_replica"], figures["trust"]
-    ways = {**figures["ways"], "an actor killed": {key: [value] for key, value in killed.items()}}
-    for way, of in ways.items():
+    for way, of in _ways(figures).items():
         if way in figures["ways"]:
             yield Claim(f"{way}: rounds of another number of processes", sum(n != ACTORS for n in of["processes"]), 0)
         for key in ("lost", "twice"):
