@@ -44,9 +44,8 @@ def run(
     seconds: float,
     memory: float = inf,
     variables: Mapping[str, str] | None = None,
-    group: bool = True,
 ) -> Ended:
-    """Run a module in a process of its own, and wait until it has ended.
+    """Run a module in a process and a group of its own, wait until it has ended, and end the whole group with it.
 
     Args:
         module: its qualified name.
@@ -55,13 +54,12 @@ def run(
         seconds: limit of wall time.
         memory: limit of the bytes that the process and its children have in memory together.
         variables: of the environment, besides this process's own.
-        group: give it a process group of its own, and end the whole group with it.
     """
     start, used, why = time.perf_counter(), _cpu(), None
     with log.open("wb") as stream:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=stream,
-            stderr=subprocess.STDOUT, start_new_session=group,
+            stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},  # an error is the last line of the log
         )  # fmt: skip
     try:
@@ -71,12 +69,11 @@ def run(
             elif memory < inf and _resident(child.pid) > memory:
                 why = f"more than {memory / GIB:.0f} GiB"
             else:
-                time.sleep(STEP)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(STEP)
     finally:  # interrupted as well: a session of its own does not hear of it
-        if group:
-            with suppress(ProcessLookupError):  # the whole group has ended
-                os.killpg(child.pid, signal.SIGKILL)
-        child.kill()
+        with suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     return Ended(child.returncode, why, time.perf_counter() - start, _cpu() - used)
 

@@ -138,20 +138,21 @@ Columns = Mapping[str, Callable[[Figures], object]]
 """By heading, what makes a cell of a record, such as `"{seconds:.1f}".format_map`."""
 
 
-def table_of(columns: Columns, records: Iterable[Figures], words: int | None = 1) -> str:
-    """Records as a table in Markdown. A cell is `–` where the record has not what it is made of.
+def table_of(columns: Columns, records: Iterable[Figures], words: int | None = 1, missing: str = NOTHING) -> str:
+    """Records as a table in Markdown.
 
     Args:
         columns: of the table.
         records: one for each row.
         words: how many of the first columns are text, the others being numbers that are aligned right; None for all.
+        missing: the cell of a record that has not what the cell is made of.
     """
 
     def cell(make: Callable[[Figures], object], record: Figures) -> object:
         try:
             return make(record)
         except (KeyError, TypeError):
-            return NOTHING
+            return missing
 
     return markdown_table([*columns], [[cell(make, each) for make in columns.values()] for each in records], words)
 

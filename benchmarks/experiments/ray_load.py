@@ -35,8 +35,7 @@ from benchmarks.experiment import Claim, Columns, Experiment, named, say, table_
 from benchmarks.load import Load, press, spread
 from benchmarks.published import deployed
 from benchmarks.servers.ray.cluster import descendants, killing, local_cluster
-from benchmarks.servers.ray.load import asking
-from benchmarks.servers.ray.rows import busy_after, in_actors
+from benchmarks.servers.ray.rows import asking, busy_after, in_actors
 from benchmarks.servers.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
 
 MODEL = "vit"

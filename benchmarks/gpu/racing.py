@@ -68,26 +68,27 @@ class Racer:
 
 
 def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContender], truth: Truth) -> Racer | None:
-    """Open a contender, hold its first answer to the budget, and warm it up; None where it failed or was wrong, which
-    the item then says."""
+    """Open a contender, hold its first answer to the budget, warm it up, and hold its last answer too, which may be
+    that of a replayed graph; None where it failed or was wrong, which the item then says."""
 
     def opening() -> Racer | None:
         before, base = device.free(), device.allocated()
         start = time.perf_counter()
         opened = make()
-        first = opened.call()
+        answer = opened.call()
         device.sync()
         seconds = time.perf_counter() - start
         peak, after = device.peak(base), device.free()
-        check = item.checks[name] = truth.check(first)
-        device.run.save()
-        if not check.passed:
-            item.skipped[name] = "not timed, for its answer is wrong"
-            return None
-        del first
-        for _ in range(WARM_UP):
-            opened.call()
-        device.sync()
+        for calls in (0, WARM_UP):
+            for _ in range(calls):
+                answer = opened.call()
+            device.sync()
+            check = item.checks[name] = truth.check(answer)
+            device.run.save()
+            if not check.passed:
+                item.skipped[name] = "not timed, for its answer is wrong"
+                return None
+        del answer
         held = before - after if before is not None and after is not None else None
         host = statistics.median(device.host_ms(opened.call) for _ in range(3))
         return Racer(opened, seconds, held, None if opened.session else peak, host)
@@ -105,6 +106,7 @@ def race(
     truth: Truth,
     batch: int,
     why_not: Callable[[str], str | None] = lambda name: None,
+    seconds: float | None = None,
 ) -> None:
     """Enter contenders one after the other, time those that are right in turns, and record them.
 
@@ -114,6 +116,7 @@ def race(
         truth: of their outputs.
         batch: samples a call.
         why_not: asked before a contender is opened: why it is to be skipped, or None.
+        seconds: for the rounds; by default :func:`race_seconds`.
     """
     racers: dict[str, Racer] = {}
     for name, make in ways.items():
@@ -122,8 +125,8 @@ def race(
         elif (racer := enter(device, item, name, make, truth)) is not None:
             racers[name] = racer
     turns = {name: partial(racer.turn, device) for name, racer in racers.items()}
-    seconds = min(race_seconds(device), max(device.run.left, 0.0))
-    measured = in_turns(turns, ROUNDS, seconds, fewest=LEAST_ROUNDS, settle=0)
+    most = min(race_seconds(device) if seconds is None else seconds, max(device.run.left, 0.0))
+    measured = in_turns(turns, ROUNDS, most, fewest=LEAST_ROUNDS, settle=0)
     on_device = {name: [[ms] for ms, _ in times if ms is not None] for name, times in measured.items()}
     wall = {name: [[ms] for _, ms in times] for name, times in measured.items()}
     for name, racer in racers.items():

@@ -29,8 +29,7 @@ from attnforge.errors import InputError
 from attnforge.serving.ray import Handle, PredictorDeployment
 from benchmarks.load import Load, press
 from benchmarks.servers.ray.cluster import descendants, killing
-from benchmarks.servers.ray.load import asking
-from benchmarks.servers.ray.rows import busy_after, in_actors
+from benchmarks.servers.ray.rows import asking, busy_after, in_actors
 from benchmarks.servers.ray.tiles import batches_of, outcome_of, write_tiles
 from tests.support.bundles import Deploy
 from tests.support.keys import new_key
