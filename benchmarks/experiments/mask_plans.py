@@ -111,8 +111,9 @@ def attended_in(model: Published, layers: int | None = None, tokens: int = TOKEN
         counts = [count for site in sites if (count := fused.get(site)) is not None]
         attended.append(
             Attended(
-                mask, len(sites), sum(site in fused for site in sites), sum(site in fused_dynamic for site in sites),
-                max(counts) if len(counts) == len(sites) else None, needs, whole,
+                mask=mask, sites=len(sites), fused=sum(site in fused for site in sites),
+                fused_dynamic=sum(site in fused_dynamic for site in sites),
+                scores=max(counts) if len(counts) == len(sites) else None, needed=needs, whole=whole,
             )
         )  # fmt: skip
     return attended

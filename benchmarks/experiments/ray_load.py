@@ -19,8 +19,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 import attnforge
 from attnforge.arrays import Array
@@ -37,6 +35,7 @@ from benchmarks.published import deployed
 from benchmarks.servers.ray.cluster import descendants, killing, local_cluster
 from benchmarks.servers.ray.rows import asking, busy_after, in_actors
 from benchmarks.servers.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
+from tests.support.keys import new_key
 
 MODEL = "vit"
 SAMPLES = 64
@@ -165,12 +164,9 @@ def _trust(bundle: Bundle, files: Sequence[Path], folder: Path) -> dict[str, dic
     """What an unsigned and a signed bundle make of actors and of replicas where the environment names a key: None where
     they answer, else what the driver is told."""
     signed = Bundle(shutil.copytree(bundle.path, folder / "signed"))
-    key = ec.generate_private_key(ec.SECP256R1())
-    private, public = folder / "maker.key", folder / "maker.pub"
-    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    sign(signed.path, private)
-    os.environ[TRUSTED] = str(public)
+    key = new_key(folder / "maker.key")
+    sign(signed.path, key)
+    os.environ[TRUSTED] = str(key.with_suffix(".pub"))
     try:
         return {
             name: {"unsigned": _said(run, bundle), "signed": _said(run, signed)}
