@@ -91,7 +91,7 @@ def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> Non
     images = point.images(device)
     truth = patch_truth(device, large, images, point)
     start = time.perf_counter()
-    bundle = large.deploy(device.scratch("try"), *point.shapes, targets_of([backend]), item, wanted)
+    bundle = large.deploy(device.scratch("try"), point.sizes, targets_of([backend]), item, wanted)
     if item.failed:
         return
     item.values["seconds to build"] = round(time.perf_counter() - start, 2)

@@ -70,6 +70,11 @@ def supervise_models(settings: Settings) -> None:
     of its own, which are taken over when it has ended."""
     results = read(settings.out)
     record = results.steps["parity"] = Step()
+    attempt(record.failed, WHOLE, partial(_supervise_each, settings, results, record))
+    write(results, settings.out)
+
+
+def _supervise_each(settings: Settings, results: GpuResults, record: Step) -> None:
     workers = max(min(6, (os.cpu_count() or 1) // 2), 1)
     threads = max((os.cpu_count() or 1) // workers, 1)
 

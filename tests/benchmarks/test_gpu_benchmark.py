@@ -336,7 +336,7 @@ def test_a_large_model_is_exported_small_and_built_at_one_size(run: GpuRun, tmp_
     item = Item()
     point = models.PatchPoint("fp16", 448, 8)
     model = models.large_of(Device(run), models.patch_attention, point.precision)
-    bundle = model.deploy(tmp_path / "bundle", *point.shapes, ["onnxruntime", "tensorrt_rtx"], item)
+    bundle = model.deploy(tmp_path / "bundle", point.sizes, ["onnxruntime", "tensorrt_rtx"], item)
     assert not item.failed and bundle.manifest.attention.fused == {"onnxruntime": 1, "tensorrt_rtx": 1}
     assert bundle.manifest.targets["onnxruntime"].cuda_model is not None and bundle.manifest.cases == []
     assert [spec.dims for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)] == [
