@@ -28,7 +28,6 @@ from attnforge.errors import first_line
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 from attnforge.serving.batching import APART
-from attnforge.serving.ray import Handle
 from benchmarks.experiment import Claim, Columns, Experiment, named, say, table_of, where
 from benchmarks.load import Load, press, spread
 from benchmarks.published import deployed
@@ -128,7 +127,7 @@ def _served(
     """What comes of a load on two replicas, and of one during which a replica is killed."""
     from ray import serve
 
-    from attnforge.serving.ray import PredictorDeployment
+    from attnforge.serving.ray import Handle, PredictorDeployment
 
     images = next(batches_of(files[:1], 512))["image"]
     inputs = [{"image": image[None]} for image in images]
@@ -182,7 +181,7 @@ def _trust(bundle: Bundle, files: Sequence[Path], folder: Path) -> dict[str, dic
 def _asked_once(bundle: Bundle) -> None:
     from ray import serve
 
-    from attnforge.serving.ray import PredictorDeployment
+    from attnforge.serving.ray import Handle, PredictorDeployment
 
     try:
         handle: Any = serve.run(PredictorDeployment.bind(Handle(bundle.path)), name="trust", route_prefix=None)

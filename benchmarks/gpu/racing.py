@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from attnforge.bench.interval import latency_of, ratio_of
-from attnforge.bench.results import Latency
+from attnforge.bench.results import Interval, Latency
 from attnforge.bundle import Bundle
 from attnforge.runtime.race import in_turns
 from attnforge.runtime.session import Session, load
@@ -129,8 +129,12 @@ def race(
     measured = in_turns(turns, ROUNDS, most, fewest=LEAST_ROUNDS, settle=0)
     on_device = {name: [[ms] for ms, _ in times if ms is not None] for name, times in measured.items()}
     wall = {name: [[ms] for _, ms in times] for name, times in measured.items()}
+
+    def ratios(name: str, times: Mapping[str, list[list[float]]]) -> dict[str, Interval]:
+        peers = [peer for peer in COMPARED if is_ours(name) and times.get(peer) and times[name]]
+        return {peer: ratio_of(times[name], times[peer]) for peer in peers}
+
     for name, racer in racers.items():
-        peers = [peer for peer in COMPARED if is_ours(name) and peer in racers]
         latency = without_rounds(wall[name])
         memory = racer.opened.session.memory if racer.opened.session is not None else None
         item.timings[name] = Timing(
@@ -140,12 +144,8 @@ def race(
             host_ms=racer.host_ms,
             per_second=1e3 * batch / latency.median.value,
             ready_seconds=racer.ready_seconds,
-            ratios={peer: ratio_of(wall[name], wall[peer]) for peer in peers},
-            device_ratios={
-                peer: ratio_of(on_device[name], on_device[peer])
-                for peer in peers
-                if on_device[name] and on_device[peer]
-            },
+            ratios=ratios(name, wall),
+            device_ratios=ratios(name, on_device),
             held_mib=mib(racer.held),
             peak_mib=mib(racer.peak),
             session_mib=mib((memory.weights or 0) + (memory.activations or 0) + memory.buffers) if memory else None,
