@@ -14,6 +14,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import first_line
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
+from attnforge.runtime.race import in_turns
 from attnforge.serving.batching import APART
 from benchmarks.experiment import Claim, Columns, Experiment, named, say, table_of, where
 from benchmarks.load import Load, press, spread
@@ -64,15 +66,12 @@ def measure(
                 RAY: lambda: [in_actors(bundle.path, files, SAMPLES, ACTORS, folder / "progress")],
                 PLAIN: lambda: list(in_plain_processes(bundle.path, files, SAMPLES, ACTORS)),
             }
-            turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-            for number in range(rounds):
-                for way in ways if number % 2 else reversed(ways):
-                    say(f"round {number + 1}: {way} …")
-                    start = time.perf_counter()
-                    rows = ways[way]()
-                    turns[way].append(_turn(rows, expected, time.perf_counter() - start))
+            turns = in_turns({way: partial(_turn, run, expected) for way, run in ways.items()}, rounds, settle=0)
             say("kill an actor in the middle …")
-            killed = _killed_actor(bundle, files, expected, folder / "killed")
+            progress = folder / "killed"
+            with killing(lambda: busy_after(progress, tiles // SAMPLES // 2)) as victims:
+                killed = _turn(lambda: [in_actors(bundle.path, files, SAMPLES, ACTORS, progress)], expected)
+            killed["in_the_middle"] = bool(victims)
             say("clients of two replicas, one of which is killed …")
             served, replica = _served(bundle, files, expected, clients, requests)
             say("bundles that nobody signed …")
@@ -88,15 +87,18 @@ def measure(
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _turn(parts: Sequence[Rows], expected: Array, seconds: float) -> dict[str, Any]:
+def _turn(run: Callable[[], Sequence[Rows]], expected: Array) -> dict[str, Any]:
     """What came of a turn: whether the rows are all there and right, how many a second, in how many processes, and
     which share of a processor their calls had, which other work on the machine takes from them.
 
     Args:
-        parts: the rows.
+        run: predicts the rows.
         expected: the outputs of one Session, by `id`.
-        seconds: that all of it took.
     """
+    start = time.perf_counter()
+    parts = run()
+    seconds = time.perf_counter() - start
+    say(f"{len(expected)} rows in {seconds:.1f} s")
     process, began, ended, cpu = (
         np.concatenate([part[name] for part in parts]) for name in ("process", "began", "ended", "cpu")
     )
@@ -108,14 +110,6 @@ def _turn(parts: Sequence[Rows], expected: Array, seconds: float) -> dict[str, A
         "cpu_share": round(float(cpu.sum() / (ended - began)[calls].sum()), 2),
         **outcome_of(parts, expected),
     }
-
-
-def _killed_actor(bundle: Bundle, files: Sequence[Path], expected: Array, progress: Path) -> dict[str, Any]:
-    """A turn in which an actor is killed when half of the rows are predicted."""
-    start = time.perf_counter()
-    with killing(lambda: busy_after(progress, len(expected) // SAMPLES // 2)) as killed:
-        rows = in_actors(bundle.path, files, SAMPLES, ACTORS, progress)
-    return {**_turn([rows], expected, time.perf_counter() - start), "in_the_middle": bool(killed)}
 
 
 # --- a deployment -----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from attnforge.atomic import temporary_folder
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
+from attnforge.runtime.race import in_turns
 from attnforge.serving.batching import APART
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Packaging
@@ -62,23 +63,22 @@ def measure(
                 connect = connecting(server, NAMES[way], inputs)
                 return press(connect, expected, clients, requests, tolerance=tolerance, **options)
 
-            outcomes: dict[str, list[dict[str, Any]]] = {ALONE: [], JOINED: []}
-            batches: dict[str, float] = {}
-            for number in range(rounds):
-                for way in NAMES if number % 2 else reversed(NAMES):
-                    say(f"round {number + 1}: {way} …")
-                    before = _counts(server, NAMES[way])
-                    outcomes[way].append(pressed(way).figures())
-                    calls = [after - was for after, was in zip(_counts(server, NAMES[way]), before, strict=True)]
-                    batches[way] = round(calls[0] / calls[1], 1)
+            def turn(way: str) -> dict[str, Any]:
+                say(f"{way} …")
+                before = _counts(server, NAMES[way])
+                load = pressed(way).figures()
+                samples, calls = (after - was for after, was in zip(_counts(server, NAMES[way]), before, strict=True))
+                return {**load, "batch": round(samples / calls, 1)}
+
+            turns = in_turns({way: partial(turn, way) for way in NAMES}, rounds, settle=0)
             say("kill the server under load, and start it again …")
             killed = _killed(server, partial(pressed, JOINED, again=True), clients * requests // 2)
         altered = _altered(repository, folder / "altered.log")
     ways = {
         way: {key: [load[key] for load in loads] for key in ("per_second", "p50_ms", "p99_ms")}
         | {key: sum(load[key] for load in loads) for key in ("answered", "errors", "wrong")}
-        | {"batch": batches[way]}
-        for way, loads in outcomes.items()
+        | {"batch": loads[-1]["batch"]}
+        for way, loads in turns.items()
     }
     return {
         "server": WHEEL, "backend": backend, "clients": clients, "requests": requests, "busy": round(busy, 1),

@@ -31,13 +31,9 @@ NO_DEVICE = 3
 """Exit code without a CUDA device."""
 
 STEPS: dict[str, Callable[[Device], list[Task]]] = {
-    "environment": environment,
-    "tests": tests,
-    "ceilings": ceilings,
-    "attention": attention,
-    "latency": latency,
-    "overhead": overhead,
+    step.__name__: step for step in (environment, tests, ceilings, attention, latency, overhead)
 }
+"""What lists the tasks of each step but `parity`."""
 
 
 def main(

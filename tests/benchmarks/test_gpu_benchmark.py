@@ -236,6 +236,32 @@ def test_what_a_process_did_not_come_to_is_listed(run: GpuRun, monkeypatch: pyte
     assert taken.items["b"].values == {"n": 1} and taken.doing is None
 
 
+def test_what_the_models_processes_recorded_is_taken_over(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One did two of its tasks and died, one had no time to begin, and one is left out by `quick`."""
+    monkeypatch.setattr(parity, "models", lambda: ["vit", "transformer-encoder", "self-attention"])
+
+    def supervise(settings: Settings, name: str) -> None:
+        taken = Step(left_out={WHOLE: "no time was left"})
+        if name == "parity:vit":
+            items = {key: Item(checks={"onnxruntime-cpu": passed()}) for key in ("vit, fp16", "vit, fp32")}
+            taken = Step(items=items, failed={WHOLE: "its process died of SIGSEGV"})
+        write(GpuResults(steps={name: taken}), settings.out)
+
+    monkeypatch.setattr(parity, "supervise", supervise)
+    parity.supervise_models(run.settings)
+    taken = read(run.settings.out).steps["parity"]
+    assert list(taken.items) == ["vit, fp16", "vit, fp32"] and all(item.checks for item in taken.items.values())
+    assert taken.failed == {f"vit, {WHOLE}": "its process died of SIGSEGV"}
+    assert {key: why for key, why in taken.left_out.items() if not key.startswith("self-attention")} == {
+        "vit, fp16, torch": "its process failed", "vit, fp32, torch": "its process failed",
+        "vit, bf16": "left out by --quick", "vit, tf32": "left out by --quick",
+        "vit, bf16, torch": "left out by --quick", "vit, tf32, torch": "left out by --quick",
+        "transformer-encoder, fp16": "no time was left", "transformer-encoder, fp32": "no time was left",
+        "transformer-encoder, bf16": "left out by --quick", "transformer-encoder, tf32": "left out by --quick",
+    }  # fmt: skip
+    assert taken.left_out["self-attention, fp16"] == "left out by --quick"
+
+
 @without_gpu
 def test_the_whole_of_it_where_nothing_can_run_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes are real; torch without CUDA computes on the CPU. Figures of other steps are kept with `only`."""

@@ -14,6 +14,7 @@ from attnforge.bench.results import Fit, Growth, Series
 from attnforge.errors import UnavailableError
 from attnforge.records import Interval
 from benchmarks.experiments import masks
+from benchmarks.published import Published
 
 
 def contender(name: str, ratio: float | None, *, ours: bool = False, wrong: str | None = None) -> dict[str, Any]:
@@ -91,3 +92,17 @@ def test_a_module_without_a_form_for_flex_attention_is_skipped(monkeypatch: pyte
     job.threads = torch.get_num_threads()
     with ExitStack() as stack, pytest.raises(UnavailableError, match="no method with_flex_attention"):
         PEERS["flex-attention"].open(job, stack)
+
+
+def test_results_name_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 16, "sliding_window": 4, "max_position_embeddings": 8,
+    }  # fmt: skip
+    options = {"batch": 1, "tokens": 8, "max_tokens": 8, "dynamic": "tokens"}
+    tiny = Published("tiny", "decoder", "MistralForCausalLM", sizes, options)
+    monkeypatch.setattr(masks, "SUBJECTS", (masks.Subject(tiny, {8: 1.0}, {8: ("eager",)}),))
+    (measured,) = masks.measure(None, 1)
+    sources = [made.source for found in measured.models for made in found.deployed]
+    assert sources == ["hf:model batch=1 tokens=8 max_tokens=8 dynamic=tokens"]
+    assert {contender.name for contender in measured.models[0].contenders} > {"eager"}
