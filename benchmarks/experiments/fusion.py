@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import torch
 
@@ -74,7 +75,7 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
 
-        def optimized(write: Exporter, optimize: Callable[[Path], ir.Model]) -> int:
+        def optimized(write: Exporter, optimize: Callable[[Path], onnx.ModelProto]) -> int:
             write(model.module, model.args, model.dynamic_shapes, file)
             return fused_operators(optimize(file))
 

@@ -104,8 +104,8 @@ def attended_in(model: Published, layers: int | None = None, tokens: int = TOKEN
     _, fused_dynamic = plan_of(captured_as(model, tokens, "tokens"), tokens)
     needed, fused = plan_of(captured_as(model, tokens, "none"), tokens)
     sites_of: dict[Needed, list[str]] = {}
-    for site, needs in needed.items():
-        sites_of.setdefault(needs, []).append(site)
+    for site, of_site in needed.items():
+        sites_of.setdefault(of_site, []).append(site)
     attended = []
     for (mask, needs, whole), sites in sites_of.items():
         counts = [count for site in sites if (count := fused.get(site)) is not None]

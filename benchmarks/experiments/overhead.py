@@ -81,7 +81,7 @@ def _microseconds(call: Callable[[], object], calls: int) -> float:
 def _tiny() -> Example:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Example(nn.Linear(16, 16), (torch.randn(2, 16),), ({0: Dim("batch", min=1, max=64)},))
+        return Example(nn.Linear(16, 16), (torch.randn(2, 16),), {"input": {0: Dim("batch", min=1, max=64)}})
 
 
 COLUMNS: Columns = {

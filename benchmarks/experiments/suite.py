@@ -60,9 +60,9 @@ class Subject:
 BASE: Mapping[str, Any] = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "batch_size": 1, "max_batch": 1}
 USUAL = ("eager", "onnxruntime-plain", "openvino-plain")
 """Peers of a small model, and of models whose growth alone is measured."""
-LARGE = {"throughput": False, "fresh_peers": ("onnxruntime-plain", "openvino-plain")}
+LARGE: Mapping[str, Any] = {"throughput": False, "fresh_peers": ("onnxruntime-plain", "openvino-plain")}
 """Where weights are most of a model, starts and memory are measured of these peers alone."""
-GROWING = {"throughput": False, "starts": False, "cases": False}
+GROWING: Mapping[str, Any] = {"throughput": False, "starts": False, "cases": False}
 
 SUBJECTS = (
     Subject("patch-attention", "patch-attention", {"max_image_size": 224, "max_batch": 1}),
