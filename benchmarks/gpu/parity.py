@@ -21,17 +21,7 @@ from benchmarks.gpu.device import BY_QUICK, Device
 from benchmarks.gpu.models import patch_attention, targets_of
 from benchmarks.gpu.running import NO_TIME, Task, attempt, device_lost, read, supervise, write
 from benchmarks.gpu.second_opinion import opinion_of, second_opinion
-from benchmarks.gpu.steps import (
-    COMPILE,
-    EAGER,
-    WHOLE,
-    GpuResults,
-    Item,
-    ParityCheck,
-    Settings,
-    Step,
-    capabilities,
-)
+from benchmarks.gpu.steps import COMPILE, EAGER, WHOLE, GpuResults, Item, ParityCheck, Settings, Step, capabilities
 
 if TYPE_CHECKING:
     from attnforge.model.registry import Example

@@ -71,6 +71,13 @@ def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContende
     """Open a contender, hold its first answer to the budget, warm it up, and hold its last answer too, which may be
     that of a replayed graph; None where it failed or was wrong, which the item then says."""
 
+    def is_right(answer: Any) -> bool:
+        check = item.checks[name] = truth.check(answer)
+        device.run.save()
+        if not check.passed:
+            item.skipped[name] = "not timed, for its answer is wrong"
+        return check.passed
+
     def opening() -> Racer | None:
         before, base = device.free(), device.allocated()
         start = time.perf_counter()
@@ -79,15 +86,15 @@ def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContende
         device.sync()
         seconds = time.perf_counter() - start
         peak, after = device.peak(base), device.free()
-        for calls in (0, WARM_UP):
-            for _ in range(calls):
-                answer = opened.call()
-            device.sync()
-            check = item.checks[name] = truth.check(answer)
-            device.run.save()
-            if not check.passed:
-                item.skipped[name] = "not timed, for its answer is wrong"
-                return None
+        if not is_right(answer):
+            return None
+        del answer
+        for _ in range(WARM_UP - 1):
+            opened.call()
+        answer = opened.call()
+        device.sync()
+        if not is_right(answer):
+            return None
         del answer
         held = before - after if before is not None and after is not None else None
         host = statistics.median(device.host_ms(opened.call) for _ in range(3))

@@ -19,15 +19,7 @@ from attnforge.precision import precision_named
 from attnforge.runtime.race import seconds_of
 from attnforge.runtime.session import load
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.models import (
-    Large,
-    PatchPoint,
-    large_of,
-    patch_attention,
-    patch_truth,
-    targets_of,
-    truth_of,
-)
+from benchmarks.gpu.models import Large, PatchPoint, large_of, patch_attention, patch_truth, targets_of, truth_of
 from benchmarks.gpu.racing import OpenContender, Ways, in_session, mib, race
 from benchmarks.gpu.running import LEAST, Task
 from benchmarks.gpu.steps import (
