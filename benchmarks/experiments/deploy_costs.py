@@ -17,11 +17,11 @@ from typing import Any
 from attnforge.model.registry import Example
 from attnforge.report.render import fixed, markdown_table
 from benchmarks.child import GIB
+from benchmarks.deploy_steps import Order, in_a_process
 from benchmarks.experiment import Claim, Experiment, not_held, where
 from benchmarks.experiments import masks
 from benchmarks.experiments.real_sizes import builder_of, peak_of
 from benchmarks.published import CALLABLE, PUBLISHED, Published
-from benchmarks.steps import Order, in_a_process
 
 AGAIN = 1 / 3
 """Most time of a second tuned deploy of the same model, in the first one's; without the importing of libraries and the
@@ -92,7 +92,7 @@ LIMITS = (
 
 
 def measure(limit: Limit) -> dict[str, Any]:
-    """What every step gave, as :func:`benchmarks.steps.in_a_process` has it."""
+    """What every step gave, as :func:`benchmarks.deploy_steps.in_a_process` has it."""
     with tempfile.TemporaryDirectory() as name:
         order = Order(
             model=limit.model.source(Path(name)), options=dict(limit.model.options), folder=Path(name),

@@ -20,9 +20,9 @@ from attnforge.bench.interval import fit_of
 from attnforge.export.measuring import MEASURING
 from attnforge.report.render import fixed, markdown_table
 from benchmarks.child import GIB
+from benchmarks.deploy_steps import Order, in_a_process
 from benchmarks.experiment import Columns, Experiment, named, say, table_of, where
 from benchmarks.published import GROWTH, PUBLISHED, Published
-from benchmarks.steps import Order, in_a_process
 
 LEAST_GROWN = 3
 """Models that an exponent is fitted to, at the least."""

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.child import GIB
+from benchmarks.deploy_steps import Order, in_a_process
 from benchmarks.experiments.real_sizes import growth, table
 from benchmarks.published import GROWTH, PUBLISHED
-from benchmarks.steps import Order, in_a_process
 
 ABOUT = {"command": "c", "machine": {"processor": "p", "threads": 2}, "tools": {"transformers": "5"}}
 PLAIN = {"seconds": 10.0, "cpu": 15.0, "peak": GIB, "difference": 1e-6}

@@ -1,7 +1,7 @@
 """The steps that are measured of one published model, each in a process of its own (:func:`in_a_process`).
 
-`python -m benchmarks.steps ORDER`, with an :class:`Order` as JSON, writes what it measured, one JSON document, to the
-order's answer.
+`python -m benchmarks.deploy_steps ORDER`, with an :class:`Order` as JSON, writes what it measured, one JSON document,
+to the order's answer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def in_a_process(order: Order, step: str, seconds: float, memory: float) -> dict
     """
     order.answer.unlink(missing_ok=True)
     log, text = order.folder / "log", order.model_copy(update={"step": step}).model_dump_json()
-    ended = run("benchmarks.steps", text, log=log, seconds=seconds, memory=memory)
+    ended = run("benchmarks.deploy_steps", text, log=log, seconds=seconds, memory=memory)
     figures = json.loads(order.answer.read_bytes()) if order.answer.is_file() else {}
     if ended.code != 0 or not figures:
         said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
