@@ -1,1 +1,1 @@
-"""Measuring: ratios taken side by side, in one run."""
+"""Benchmarks: backends and peers timed in turns in one run, and compared by ratio."""

@@ -1,4 +1,4 @@
-"""What a benchmark says to ship, of one model at each precision, and what else there is to know before."""
+"""Recommendations of a benchmark: which backend to ship for one model at each precision, with warnings and notes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from attnforge.bench.results import Contender, Deployed, Model, precisions
 from attnforge.report.render import milliseconds, rounded
 
 USUAL = ("onnxruntime-plain", "eager")
-"""The peers that people would run otherwise; a backend is compared with the first of them that was timed."""
+"""The usual alternatives; a backend is compared with the first of them that was timed."""
 
 SHORT = 45
-"""Characters up to which a sentence says what a peer is, instead of its name."""
+"""Maximum length in characters of a peer's description that is used instead of its name."""
 
 
 @dataclass
 class Advice:
-    """What to ship of one model at one precision.
+    """Which backend to ship for one model at one precision.
 
     Attributes:
-        ship: the backend; None where none of ours kept its budget.
+        precision: the precision.
+        ship: the backend; None if none of ours is within its budget.
         usual: how many times as fast as the usual peer `ship` is, and what that peer is.
-        best: the same of the fastest peer that is not known to be wrong, where it is another peer and not faster.
-        warnings: what to know before shipping it; a difference that may be chance is no warning.
-        notes: what else there is to know.
+        best: the same for the fastest peer that is not known to be wrong, if it is another peer and not faster.
+        warnings: problems to know before shipping; a difference that may be chance is not a warning.
+        notes: further remarks.
         deployed: the bundle that it comes from.
-        base: the model's first precision; None at that one.
+        base: the model's first precision; None at that precision.
         gain: how many times as fast as at `base` it is.
     """
 
@@ -46,7 +47,7 @@ class Advice:
 
     @property
     def costs(self) -> str:
-        """In words, with a dash for what was not measured."""
+        """The costs as text, with a dash for what was not measured."""
         assert self.ship is not None
         cold, memory = self.ship.cold, self.ship.memory
         return (
@@ -58,7 +59,7 @@ class Advice:
 
 
 def advice_on(model: Model) -> list[Advice]:
-    """An advice for every precision that was deployed or timed."""
+    """Return the advice for every precision that was deployed or timed."""
     names = precisions([*(d.precision for d in model.deployed), *(c.precision for c in model.contenders)])
     every = [_advice(model, name) for name in names]
     base = next((advice for advice in every if advice.ship is not None), None)
@@ -87,7 +88,7 @@ def _advice(model: Model, precision: str) -> Advice:
 
 
 def _to_ship(timed: Sequence[Contender]) -> Contender | None:
-    """The fastest of ours that is right, or the picked one where the two cannot be told apart."""
+    """Return our fastest backend that is right, or the picked one if their times do not differ significantly."""
     ours = [contender for contender in timed if contender.ours and contender.wrong_in is None]
     if not ours:
         return None
@@ -115,7 +116,7 @@ def _against_best(timed: Sequence[Contender], ship: Contender) -> tuple[float, s
 
 
 def _add_ours(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
-    """Say that `auto` picks another of ours, and that another is faster."""
+    """Add whether `auto` picks another of our backends, and whether another is faster."""
     picked = next((contender for contender in timed if contender.ours and contender.picked), None)
     if picked is not None and picked is not ship:
         how = f"at {_timed(picked)}" if picked.wrong_in is None else f"which is wrong in {picked.wrong_in}"
@@ -128,7 +129,7 @@ def _add_ours(advice: Advice, timed: Sequence[Contender], ship: Contender) -> No
 
 
 def _add_peers(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
-    """Say which peers are faster and right."""
+    """Add which peers are faster and right."""
     right = [contender for contender in timed if not contender.ours and contender.wrong_in is None]
     faster = [peer for peer in right if _is_faster(peer, ship)]
     if not faster:
@@ -141,7 +142,7 @@ def _add_peers(advice: Advice, timed: Sequence[Contender], ship: Contender) -> N
 
 
 def _add_wrong(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
-    """Say why contenders that are as fast are no choice; a warning has said it of what `auto` picks."""
+    """Add why contenders that are as fast are ruled out; the pick of `auto` already has a warning."""
     for contender in timed:
         as_fast = contender.latency.median.value <= ship.latency.median.value
         warned = contender.ours and contender.picked
@@ -151,23 +152,23 @@ def _add_wrong(advice: Advice, timed: Sequence[Contender], ship: Contender) -> N
             )
 
 
-def _times(other: Contender, ship: Contender) -> float:
-    """How many times as fast as another contender `ship` is."""
-    if ship.picked and other.ratio is not None:
-        return other.ratio.value
-    return other.latency.median.value / ship.latency.median.value
+def _times(contender: Contender, ship: Contender) -> float:
+    """Return how many times as fast as another contender `ship` is."""
+    if ship.picked and contender.ratio is not None:
+        return contender.ratio.value
+    return contender.latency.median.value / ship.latency.median.value
 
 
-def _is_faster(other: Contender, ship: Contender) -> bool:
-    """Whether another contender is faster than `ship` beyond doubt: by the ratio, whose rounds pair, where there is
-    one, else by the times alone."""
-    if ship.picked and other.ratio is not None:
-        return other.ratio.high < 1
-    return other.latency.median.high < ship.latency.median.low
+def _is_faster(contender: Contender, ship: Contender) -> bool:
+    """Return whether another contender is significantly faster than `ship`: by the ratio, whose rounds pair, if there
+    is one, otherwise by the times."""
+    if ship.picked and contender.ratio is not None:
+        return contender.ratio.high < 1
+    return contender.latency.median.high < ship.latency.median.low
 
 
-def _speed(other: Contender, ship: Contender) -> str:
-    return f"{1 / _times(other, ship):.2f}× as fast"
+def _speed(contender: Contender, ship: Contender) -> str:
+    return f"{1 / _times(contender, ship):.2f}× as fast"
 
 
 def _timed(contender: Contender) -> str:

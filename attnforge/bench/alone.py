@@ -1,14 +1,14 @@
-"""What only a process of its own can tell: how long a start takes, and how much memory a run takes.
+"""Start-up time and memory of one contender, measured in its own process.
 
 `python -m attnforge.bench.alone` reads an :class:`Order` from its standard input and prints a
-:class:`FreshRun`. In one process a contender would hide behind what another has imported, allocated or compiled.
+:class:`FreshRun`. In a shared process a contender would profit from what another has imported, allocated or compiled.
 """
 
 from __future__ import annotations
 
 import time
 
-BEGUN = time.perf_counter()  # before all other imports, which count
+STARTED = time.perf_counter()  # before all other imports, which count
 
 import importlib
 import json
@@ -31,23 +31,26 @@ from attnforge.records import Record
 from attnforge.runtime import cases as reference
 
 TIMEOUT = 300
-"""Seconds that a process may take."""
+"""Timeout of a process, in seconds."""
 
 
 class Order(Record):
-    """What a process is told to run.
+    """The request to a process.
 
     Attributes:
+        bundle: folder of the bundle.
         contender: name of a backend of the bundle, or of a peer.
-        sizes: of the dynamic dims.
-        engine: what runs the peer's file, `torch` for what needs the module, or `backend` for the bundle's own.
-        file: that the engine runs.
-        folder: where peers find their files.
-        any_sizes: whether it runs at other sizes than these.
+        engine: engine that runs the peer's file, `torch` for peers that need the module, or `backend` for the bundle's
+            backends.
+        file: file that the engine runs.
+        sizes: sizes of the dynamic dims.
+        threads: number of threads that a run may use.
+        folder: folder of the peers' files.
+        any_sizes: whether the contender runs at other sizes than these.
+        warm: run at the least sizes first, so that only what the run at `sizes` adds is measured.
         trust_source: whether what the manifest names may be imported, opened and run.
-        stands: where the caller stands, beside whose own files a callable is looked for.
-        trusted: public keys, one of which must have signed the bundle; none where no signature is asked for.
-        warm: run at the least sizes first, so that what the run at `sizes` adds is its own.
+        stands: working directory of the caller, from which a callable may import its files.
+        trusted: public keys, one of which must have signed the bundle; empty if no signature is required.
     """
 
     bundle: str
@@ -65,21 +68,21 @@ class Order(Record):
 
 
 class FreshRun(Record):
-    """What a process measured; `memory` is None where the system does not tell (Linux does)."""
+    """The measurements of a process; `memory` is None where the system does not report it (Linux does)."""
 
     cold: Cold
     memory: MemoryUse | None
 
 
 class FailedError(Exception):
-    """A process that failed or took too long; the message says how."""
+    """A process failed or took too long; the message says how."""
 
 
 def measured(order: Order) -> FreshRun:
-    """Run `order` in a process of its own.
+    """Run `order` in its own process.
 
     Raises:
-        FailedError: it failed, or took too long.
+        FailedError: the process failed or took too long.
     """
     try:
         with temporary_folder() as folder:
@@ -92,11 +95,11 @@ def measured(order: Order) -> FreshRun:
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         last = done.stderr.strip().splitlines()[-1:]
-        raise FailedError(last[0] if last else f"its process ended with {done.returncode}")
+        raise FailedError(last[0] if last else f"its process exited with code {done.returncode}")
     try:
         return FreshRun.model_validate_json(lines[-1])
     except ValidationError as error:
-        raise FailedError(f"its process answered {lines[-1]!r}") from error
+        raise FailedError(f"its process printed {lines[-1]!r} instead of results") from error
 
 
 # --- in that process --------------------------------------------------------------------------------------------------
@@ -116,19 +119,19 @@ def _main(order: Order) -> FreshRun:
         loaded = time.perf_counter()
         if order.warm and order.any_sizes:
             run(least)
-        most, begins_anew, before = peak(), reset_peak(), peak()  # a peak that begins anew is what is in memory now
-        begun = time.perf_counter()
+        most, is_reset, before = peak(), reset_peak(), peak()  # a peak that was reset is the memory in use now
+        started = time.perf_counter()
         run(feeds)
         first = time.perf_counter()
         if order.warm and order.engine == "backend":
-            run(feeds)  # what is prepared for sizes that come again
+            run(feeds)  # prepares for repeated sizes
         extra = peak() - before
     memory = None
-    if begins_anew:
+    if is_reset:
         loaded_mib, extra_mib = before / 2**20, extra / 2**20
         peak_mib = max(most / 2**20, loaded_mib + extra_mib)
         memory = MemoryUse(loaded_mib=loaded_mib, peak_mib=peak_mib, extra_mib=extra_mib)
-    cold = Cold(import_s=imported - BEGUN, load_s=loaded - prepared, first_s=first - begun)
+    cold = Cold(import_s=imported - STARTED, load_s=loaded - prepared, first_s=first - started)
     return FreshRun(cold=cold, memory=memory)
 
 
@@ -145,7 +148,7 @@ def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
     from attnforge.bench.contenders.registry import PEERS
 
     if order.trust_source:
-        os.chdir(order.stands)  # the current folder is on no path of imports, but the source's files may be beside it
+        os.chdir(order.stands)  # the folder is on no import path, but the source may read files relative to it
     job = PeerJob(setup.bundle, setup.feeds, setup.threads, Path(order.folder), trust_source=order.trust_source)
     return PEERS[order.contender].open(job, stack)
 

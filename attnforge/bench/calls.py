@@ -1,5 +1,4 @@
-"""Calls of a bundle's model on the same inputs, by its backends and its peers: what they are checked against, and how
-they are timed."""
+"""Calls of a bundle's model on the same inputs, by its backends and its peers: how they are checked and timed."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ from attnforge.runtime.race import race
 from attnforge.runtime.session import RUNS_TO_WARM
 
 Caller = Entry[Runner]
-"""A contender that is called on inputs."""
+"""A contender that is called with inputs."""
 
 
-class Yardstick:
-    """What contenders at one bundle's precision are held to: outputs that the bundle holds, or else the module gives.
+class Baseline:
+    """Reference outputs for contenders at one bundle's precision: stored in the bundle, or computed by the module.
 
     Attributes:
-        case: that is timed.
-        job: what peers are opened for.
+        case: the timed case.
+        job: the job that peers are loaded for.
     """
 
     def __init__(self, bundle: Bundle, sizes: Mapping[str, int], experiment: Experiment, folder: Path) -> None:
@@ -50,28 +49,28 @@ class Yardstick:
         feeds = reference.make_inputs(case, manifest.inputs, {})
         self.job = PeerJob(bundle, feeds, experiment.threads, folder, experiment.module, experiment.trust_source)
         for needed in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if experiment.cases else ():
-            bundle.file(needed)  # fails before anything is timed where the file is missing or altered
+            bundle.file(needed)  # fails before anything is timed if the file is missing or altered
         if any(case.name == stored.name for stored in manifest.cases):
             self._outputs: Mapping[str, Array] = bundle.tensors(REFERENCE_OUTPUTS)
             return
         precisions = {budget_precision(manifest, name).name for name in BACKENDS} | {manifest.precision}
         self._outputs = {}
         for name in precisions:
-            at = precision_named(name if manifest.eager_precision == manifest.precision else manifest.eager_precision)
-            answers = expected(self.job.module, at, feeds)
+            eager_at = name if manifest.eager_precision == manifest.precision else manifest.eager_precision
+            answers = expected(self.job.module, precision_named(eager_at), feeds)
             if manifest.quantised is not None:  # eager is the same Q/DQ
                 again = as_it_is(written_out(whole_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
                 answers = {output: (again[output].reshape(-1), exact) for output, (_, exact) in answers.items()}
             for output, (eager, exact) in answers.items():
-                is_own = name == manifest.precision  # a bundle that chose its precisions is compared with fp32
+                is_own = name == manifest.precision  # a bundle that chose its precisions is compared with fp32 eager
                 self._outputs |= kept(eager, case, reference.key(case, output, "eager" if is_own else name))
                 self._outputs |= kept(exact, case, reference.key(case, output, "float64")) if is_own else {}
 
     def why_wrong(self, entry: Caller) -> str | None:
-        """Why a contender's answer to the timed inputs is wrong, or None; its error is kept in the entry.
+        """Return why a contender's answer to the timed inputs is wrong, or None; its error is kept in the entry.
 
-        It runs before that, ours as often as a session takes to prepare for sizes that come again, so that the answer
-        is of the code that is timed.
+        The contender runs before that, ours as often as a session needs to prepare for repeated sizes, so that the
+        checked answer comes from the code that is timed.
         """
         for _ in range(RUNS_TO_WARM - 1 if entry.ours else 1):
             entry.opened(self.job.feeds)
@@ -82,14 +81,14 @@ class Yardstick:
         return next((f"{failure.output}: {failure.reason}" for failure in report.failures), report.reason)
 
     def in_every_case(self, entry: Caller) -> Cases:
-        """How a contender does in the bundle's reference cases, at sizes that it was made for."""
+        """Check a contender in the bundle's reference cases, at sizes that it was compiled for."""
         every = self.bundle.manifest.cases
         any_sizes = entry.peer is None or entry.peer.any_sizes
         cases = [case for case in every if any_sizes or case.sizes == self.case.sizes]
-        begun: list[str] = []
+        started: list[str] = []
 
         def run(feeds: dict[str, Array]) -> dict[str, Array]:
-            begun.append(cases[len(begun)].name)
+            started.append(cases[len(started)].name)
             return self._answer(entry, feeds)
 
         try:
@@ -97,65 +96,68 @@ class Yardstick:
         except BundleError:
             raise
         except Exception as error:  # a contender that fails is a result
-            wrong = f"{begun[-1] if begun else 'all'}, where it fails: {first_line(error)}"
-        return Cases(held=len(begun), of=len(every), wrong=wrong)
+            wrong = f"{started[-1] if started else 'all'}, where it fails: {first_line(error)}"
+        return Cases(held=len(started), of=len(every), wrong=wrong)
 
     def _answer(self, entry: Caller, feeds: dict[str, Array]) -> dict[str, Array]:
-        """The outputs in the model's dtypes: OpenVINO answers a 16-bit model's inputs in fp32."""
+        """Return the outputs in the model's dtypes: OpenVINO returns fp32 for a 16-bit model."""
         outputs = entry.opened(feeds)
         if entry.ours:
             return outputs
-        own = {spec.name: spec.dtype for spec in self.bundle.manifest.outputs}
-        return {n: a.astype(own[n]) if a.dtype.name != own[n] and is_floating(a) else a for n, a in outputs.items()}
+        dtypes = {spec.name: spec.dtype for spec in self.bundle.manifest.outputs}
+        return {
+            name: array.astype(dtypes[name]) if array.dtype.name != dtypes[name] and is_floating(array) else array
+            for name, array in outputs.items()
+        }
 
 
 @dataclass
 class Calls(Workload[Runner]):
-    """Calls on the inputs of the yardsticks, of which there is one for each bundle."""
+    """Calls on the inputs of the baselines, one for each bundle."""
 
-    yardsticks: Sequence[Yardstick]
+    baselines: Sequence[Baseline]
 
     def why_wrong(self, entry: Caller) -> str | None:
-        """As :meth:`Yardstick.why_wrong`."""
-        return next(yardstick for yardstick in self.yardsticks if yardstick.job is entry.job).why_wrong(entry)
+        """See :meth:`Baseline.why_wrong`."""
+        return next(baseline for baseline in self.baselines if baseline.job is entry.job).why_wrong(entry)
 
     def time(self, entries: Mapping[str, Caller], rounds: int, seconds: float, seed: int) -> Times:
-        """Milliseconds of every call."""
+        """Return the milliseconds of every call."""
         return race({key: partial(e.opened, e.job.feeds) for key, e in entries.items()}, rounds, seconds, seed=seed)
 
 
-def callers(experiment: Experiment, yardstick: Yardstick, skipped: dict[str, str]) -> Iterator[Caller]:
-    """The contenders at a bundle's precision; the reasons of those that cannot run go to `skipped`.
+def callers(experiment: Experiment, baseline: Baseline, skipped: dict[str, str]) -> Iterator[Caller]:
+    """Yield the contenders at a bundle's precision; the reasons of those that cannot run go to `skipped`.
 
     Raises:
-        UnavailableError: a backend that was asked for by name cannot run here.
+        UnavailableError: a backend that was requested by name cannot run here.
     """
-    job, precision = yardstick.job, yardstick.job.precision.name
+    job, precision = baseline.job, baseline.job.precision.name
     chosen = chosen_here(job.bundle) if experiment.backends is None else None
 
     def refused(name: str) -> str | None:
-        """Why `auto` never loads a backend."""
+        """Return why `auto` never loads a backend, or None."""
         return chosen.dropped.get(name) if chosen is not None and name in WITHOUT_TARGET else None
 
     return entries_of(experiment, job, BACKENDS, open_backend, PEERS, refused, skipped, f" {precision}")
 
 
 def check_all_cases(
-    experiment: Experiment, yardsticks: Sequence[Yardstick], pairs: Sequence[tuple[Caller, Contender]]
+    experiment: Experiment, baselines: Sequence[Baseline], pairs: Sequence[tuple[Caller, Contender]]
 ) -> None:
-    """Hold ours to all of a bundle's reference cases, then every peer that is as fast as our fastest right one, or as
-    the picked one where that is slower: a peer that is faster, and wrong elsewhere, is no better choice."""
-    for yardstick in yardsticks:
-        of_bundle = [(entry, contender) for entry, contender in pairs if entry.job is yardstick.job]
-        _check_cases(experiment, yardstick, [pair for pair in of_bundle if pair[1].ours])
+    """Check ours in all of a bundle's reference cases, then every peer that is as fast as our fastest right backend, or
+    as the picked one if that is slower: a faster peer that is wrong elsewhere is not a better choice."""
+    for baseline in baselines:
+        of_bundle = [(entry, contender) for entry, contender in pairs if entry.job is baseline.job]
+        _check_cases(experiment, baseline, [pair for pair in of_bundle if pair[1].ours])
         right = [contender for _, contender in of_bundle if contender.ours and contender.wrong_in is None]
         fastest = min((contender.latency.median.value for contender in right), default=math.inf)
         enough = max([fastest, *(contender.latency.median.value for contender in right if contender.picked)])
         peers = [pair for pair in of_bundle if not pair[1].ours and pair[1].latency.median.value <= enough]
-        _check_cases(experiment, yardstick, peers)
+        _check_cases(experiment, baseline, peers)
 
 
-def _check_cases(experiment: Experiment, yardstick: Yardstick, pairs: Sequence[tuple[Caller, Contender]]) -> None:
+def _check_cases(experiment: Experiment, baseline: Baseline, pairs: Sequence[tuple[Caller, Contender]]) -> None:
     for entry, contender in pairs:
         experiment.progress(f"check {contender.key} in every case")
-        contender.cases = yardstick.in_every_case(entry)
+        contender.cases = baseline.in_every_case(entry)

@@ -1,11 +1,10 @@
-"""What moved between two runs of the benchmark, beyond noise.
+"""Changes between two runs of the benchmark that exceed noise.
 
-Machines are shared and drift, so a time says little on another day. What says something is a ratio to the same run's
-peers: the contenders of a model that are not ours and are in both runs at the same precision. The median of their
-changes is how many times as long the machine takes, and is divided out of every change. What is uncertain of a change
-adds in quadrature: its openings or rounds scatter, which the intervals of both runs tell (:mod:`.interval`); and even
-equal code is not equally fast in two processes, because its memory lies elsewhere or something else runs, which the
-spread of the peers' own changes tells.
+Machines are shared and drift, so times of different days are not comparable. Ratios to the same run's peers are: peers
+are the contenders of a model that are not ours and are in both runs at the same precision. The median of their changes
+is the machine's drift, and is divided out of every change. The uncertainties of a change add in quadrature: the scatter
+of its loads or rounds, given by the intervals of both runs (:mod:`.interval`); and the difference between two processes
+that run the same code, because of memory addresses or other processes, given by the spread of the peers' changes.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from attnforge.bench.results import Contender, Environment, Growth, Interval, Mo
 from attnforge.records import Record
 
 TOLERANCE = 0.03
-"""How much slower is no regression: the whole interval of a change has to lie beyond."""
+"""Slowdown that is not a regression yet: the whole interval of a change must lie beyond it."""
 
 USUAL_SPREAD = 0.0125
-"""Standard deviation of the logarithm by which equal code differs between runs, where no peers say otherwise."""
+"""Standard deviation of the logarithm by which equal code differs between runs, assumed before any peers are seen."""
 
 BELIEF = 4
-"""How many peers it takes to believe their spread as much as the usual one."""
+"""Number of peers whose spread weighs as much as the usual one."""
 
 OF_NORMAL = 1.482602
-"""Standard deviation of normally distributed numbers over the median of how far they are from their middle."""
+"""Standard deviation of normally distributed numbers over their median absolute deviation."""
 
 MEDIAN_LOSS = math.pi / 2
-"""Variance of a median over that of the mean."""
+"""Variance of a median over that of a mean."""
 
 FEW_ROUNDS = 5
-"""Rounds below which the intervals of a single opening are too narrow."""
+"""Rounds below which the intervals of a single load are too narrow."""
 
 MEMORY_FACTOR, MEMORY_MIB = 1.1, 4.0
 SIZE_FACTOR, SIZE_MB = 1.02, 0.1
@@ -48,22 +47,24 @@ DEPLOY_FACTOR, DEPLOY_SECONDS = 1.5, 2.0
 """A number moves when it changes by more than the factor, and by more than the amount."""
 
 EXPONENT = 0.15
-"""How much an exponent may grow."""
+"""Increase of an exponent that is not a regression yet."""
 
 PARITY_FACTOR, PARITY_SHARE = 2.0, 0.1
 """An error within the budget moves when it changes by more than the factor, and exceeds this share of the budget."""
 
 
 class Move(Record):
-    """Something that differs between the runs by more than noise.
+    """A quantity that differs between the runs by more than noise.
 
     Attributes:
-        model: name of the model, with its sizes where the runs have it at several.
+        model: name of the model, with its sizes if the runs contain it at several.
         contender: key of the contender, or `bundle` and the precision.
         what: the quantity, such as `latency`, `extra memory`, `parity`; `gone` for a contender that the new run lacks.
-        before, after: in `unit`; None where there is nothing to measure.
-        change: ratio of after to before, for times with the drift divided out; None where no number tells it.
+        unit: unit of `before` and `after`.
+        before, after: the values in `unit`; None where there is nothing to measure.
+        change: ratio of after to before, for times with the drift divided out; None if there is no number for it.
         drift: ratio by which the machine is slower, by the model's peers.
+        regression: whether a quantity of ours became worse.
         reason: remark of the new run.
     """
 
@@ -79,25 +80,25 @@ class Move(Record):
     reason: str | None = None
 
     def text(self) -> str:
-        told = f"{self.model}, {self.contender}: {self.what}"
+        line = f"{self.model}, {self.contender}: {self.what}"
         if self.before is not None and self.after is not None:
-            told += f" {self.before:.4g} → {self.after:.4g} {self.unit}".rstrip()
+            line += f" {self.before:.4g} → {self.after:.4g} {self.unit}".rstrip()
         elif (only := self.after if self.before is None else self.before) is not None:
-            told += f", {only:.4g} {self.unit} {'now' if self.before is None else 'before'}"
+            line += f", {only:.4g} {self.unit} {'now' if self.before is None else 'before'}"
         if isinstance(self.change, Interval):
-            told += f", {self.change.value:.3f} times ({self.change.low:.3f} to {self.change.high:.3f})"
+            line += f", {self.change.value:.3f} times ({self.change.low:.3f} to {self.change.high:.3f})"
         elif self.change is not None:
-            told += f", {self.change:.3g} times"
+            line += f", {self.change:.3g} times"
         if self.drift is not None:
-            told += f" with the machine's {self.drift:.3f} taken out"
-        return told if self.reason is None else f"{told}: {self.reason}"
+            line += f" with the machine's {self.drift:.3f} taken out"
+        return line if self.reason is None else f"{line}: {self.reason}"
 
 
 class Differences(Record):
     """What differs between two runs.
 
     Attributes:
-        moved: quantities that differ by more than noise, for better or worse.
+        moved: quantities that differ by more than noise, in either direction.
         notes: limits of the comparison; another machine or number of threads first.
     """
 
@@ -106,11 +107,11 @@ class Differences(Record):
 
     @property
     def regressions(self) -> list[Move]:
-        """Quantities of ours that became worse."""
+        """Our quantities that became worse."""
         return [move for move in self.moved if move.regression]
 
     def text(self) -> str:
-        """A line for every regression, every other move and every note, under one that counts them."""
+        """Return the number of changes, followed by a line for every regression, other move and note."""
         others = [move for move in self.moved if not move.regression]
         lines = [f"regressions: {len(self.regressions)}, other changes beyond noise: {len(others)}"]
         lines += [f"REGRESSION {move.text()}" for move in self.regressions]
@@ -124,73 +125,73 @@ class Differences(Record):
         self.moved.append(Move(model=model, contender=contender, what=what, before=before, after=after, **more))
 
     def gone(self, model: str, contender: Contender, reason: str) -> None:
-        """Add that a contender of ours is in the old run alone."""
+        """Add a regression: a contender of ours is missing from the new run."""
         ms = contender.latency.median.value
         self.add(model, contender.key, "gone", ms, None, unit="ms", regression=True, reason=reason)
 
 
 def compare(old: Results, new: Results) -> Differences:
-    """What moved from the old run to the new one."""
-    found = Differences(moved=[], notes=_conditions(old, new))
-    pairs, lost = _paired(old, new, found.notes)
+    """Return what changed from the old run to the new one."""
+    differences = Differences(moved=[], notes=_conditions(old, new))
+    pairs, lost = _paired(old, new, differences.notes)
     changes = [_changes(before, after) for _, before, after in pairs]
     spread = _spread(changes, USUAL_SPREAD)
     starts = _starts_apart([change for of_model in changes for change in of_model])
     for (label, before, after), of_model in zip(pairs, changes, strict=True):
-        found.notes += _differences(label, before, after)
-        _presence(label, before, after, new.left_out, found)
-        _latencies(label, of_model, _spread([of_model], spread), found)
+        differences.notes += _differences(label, before, after)
+        _presence(label, before, after, new.left_out, differences)
+        _latencies(label, of_model, _spread([of_model], spread), differences)
         for change in of_model:
-            _measures(label, change, starts, found)
-        _bundles(label, before, after, _drift(of_model), found)
+            _measures(label, change, starts, differences)
+        _bundles(label, before, after, _drift(of_model), differences)
     for label, model, reason in lost:
         for contender in model.contenders:
             if contender.ours:
-                found.gone(label, contender, reason)
-    _growths(old, new, found)
-    return found
+                differences.gone(label, contender, reason)
+    _growths(old, new, differences)
+    return differences
 
 
-# --- what the comparison holds for ------------------------------------------------------------------------------------
+# --- conditions -------------------------------------------------------------------------------------------------------
 
 
 def _conditions(old: Results, new: Results) -> list[str]:
-    """How the machine, what ran on it and what was asked for differ."""
+    """Return notes on differences of the machine, its load and the settings."""
     before, after, notes = old.environment, new.environment, []
     machines = before.machine.model_dump(), after.machine.model_dump()
-    if other := _other(*machines):
-        notes.append(f"another machine: {other}; ratios to the peers may differ with it")
+    if differing := _differing(*machines):
+        notes.append(f"different machine: {differing}; ratios to the peers may differ with it")
     if before.threads != after.threads:
-        notes.append(f"another number of threads: {before.threads} before, {after.threads} now")
-    if other := _other(before.versions, after.versions):
-        notes.append(f"other versions: {other}; the peers may have changed with them")
+        notes.append(f"different number of threads: {before.threads} before, {after.threads} now")
+    if differing := _differing(before.versions, after.versions):
+        notes.append(f"different versions: {differing}; the peers may have changed with them")
     if before.governor != after.governor:
-        notes.append(f"another governor of the clock: {before.governor} before, {after.governor} now")
+        notes.append(f"different frequency governor: {before.governor} before, {after.governor} now")
     notes += [*_busy("old", before), *_busy("new", after)]
     left_out = {name: why for name, why in new.left_out.items() if name not in old.left_out}
     return notes + [f"left out of the new run: {name}: {why}" for name, why in left_out.items()]
 
 
-def _other(before: Mapping[str, object], after: Mapping[str, object]) -> str:
-    """What differs, in words."""
+def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> str:
+    """Return the entries that differ, as text."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return "; ".join(f"{name} {before.get(name, 'none')} before, {after.get(name, 'none')} now" for name in names)
 
 
 def _busy(run: str, environment: Environment) -> list[str]:
-    """Whether other processes ran; while it measures, a run is itself as many as it has threads."""
+    """Return notes if other processes ran; the run itself accounts for as many as it has threads."""
     least, notes = environment.machine.processors / 2, []
     if environment.load_before is not None and environment.load_before > least:
         notes.append(f"the machine was busy before the {run} run: load {environment.load_before:.2g}")
     if environment.load_after is not None and environment.load_after > least + environment.threads:
-        notes.append(f"the machine was busy besides the {run} run: load {environment.load_after:.2g} after it")
+        notes.append(f"the machine was busy during the {run} run: load {environment.load_after:.2g} after it")
     return notes
 
 
 def _paired(
     old: Results, new: Results, notes: list[str]
 ) -> tuple[list[tuple[str, Model, Model]], list[tuple[str, Model, str]]]:
-    """The models at the same sizes in both runs, and those that the new run left out, with its reason."""
+    """Return the models at the same sizes in both runs, and those that the new run left out, with its reason."""
     names = [[model.name for model in run.models] for run in (old, new)]
     repeated = {name for run in names for name in run if run.count(name) > 1}
 
@@ -203,7 +204,7 @@ def _paired(
     gone = [model for key, model in before.items() if key not in after]
     come = [model for key, model in after.items() if key not in before]
     for model in gone:
-        if others := [_sizes(other) for other in come if other.name == model.name]:
+        if others := [_sizes(candidate) for candidate in come if candidate.name == model.name]:
             notes.append(f"{model.name}: not compared; {_sizes(model)} before, {' and '.join(others)} now")
         elif model.name in new.left_out:
             lost.append((label(model), model, new.left_out[model.name]))
@@ -219,30 +220,30 @@ def _sizes(model: Model) -> str:
 
 
 def _differences(label: str, before: Model, after: Model) -> list[str]:
-    """How what was measured of a model differs."""
+    """Return notes on differences of how a model was measured."""
     notes = []
     sources = [{bundle.precision: bundle.source for bundle in model.deployed} for model in (before, after)]
     both = sources[0].keys() & sources[1].keys()
-    if other := _other(*({p: source[p] for p in sorted(both)} for source in sources)):
-        notes.append(f"{label}: made otherwise: {other}")
-    if other := _other(before.inputs, after.inputs):
-        notes.append(f"{label}: other inputs: {other}")
+    if differing := _differing(*({p: source[p] for p in sorted(both)} for source in sources)):
+        notes.append(f"{label}: different source: {differing}")
+    if differing := _differing(before.inputs, after.inputs):
+        notes.append(f"{label}: different inputs: {differing}")
     if before.openings != after.openings:
         times = f"{before.openings} before, {after.openings} now"
-        notes.append(f"{label}: openings of each contender: {times}; one alone does not tell how openings differ")
+        notes.append(f"{label}: loads of each contender: {times}; a single load does not show how loads differ")
     if (fewest := min(before.rounds, after.rounds)) < FEW_ROUNDS:
-        notes.append(f"{label}: {fewest} rounds are too few for intervals to hold; measure {FEW_ROUNDS} or more")
+        notes.append(f"{label}: {fewest} rounds are too few for reliable intervals; measure {FEW_ROUNDS} or more")
     picked = [{c.precision: c.name for c in model.contenders if c.picked} for model in (before, after)]
-    if other := _other(*({p: names[p] for p in picked[0] if p in picked[1]} for names in picked)):
-        notes.append(f"{label}: another backend is picked: {other}")
+    if differing := _differing(*({p: names[p] for p in picked[0] if p in picked[1]} for names in picked)):
+        notes.append(f"{label}: different backend picked: {differing}")
     return notes
 
 
-# --- contenders in one run alone --------------------------------------------------------------------------------------
+# --- contenders in only one run ---------------------------------------------------------------------------------------
 
 
-def _presence(label: str, before: Model, after: Model, left_out: Mapping[str, str], found: Differences) -> None:
-    """Contenders that vanished, that miss the parity budget now, and that no longer miss it."""
+def _presence(label: str, before: Model, after: Model, left_out: Mapping[str, str], differences: Differences) -> None:
+    """Add contenders that are gone, that miss the parity budget now, or that no longer miss it."""
     was, now = ({c.key: c for c in model.contenders} for model in (before, after))
     deployed = {bundle.precision for bundle in after.deployed}
     for key, contender in was.items():
@@ -253,24 +254,24 @@ def _presence(label: str, before: Model, after: Model, left_out: Mapping[str, st
         if reason is None and contender.ours and contender.precision not in deployed:
             reason = f"the model is not deployed in {contender.precision} in the new run"
         if not contender.ours:
-            found.notes.append(f"{label}, {key}: only in the old run: {reason or 'the new one does not say why'}")
+            differences.notes.append(f"{label}, {key}: only in the old run: {reason or 'the new run gives no reason'}")
         elif missed is None:
-            found.gone(label, contender, reason or "the new run does not say why")
+            differences.gone(label, contender, reason or "the new run gives no reason")
         else:
             share = _share(contender)
-            found.add(label, key, "parity", share, None, unit="of the budget", regression=True, reason=missed)
+            differences.add(label, key, "parity", share, None, unit="of the budget", regression=True, reason=missed)
     for key, contender in now.items():
         if key in was:
             continue
         if contender.ours and (missed := before.wrong.get(key)) is not None:
             share = _share(contender)
-            found.add(label, key, "parity", None, share, unit="of the budget", reason=f"before, {missed}")
+            differences.add(label, key, "parity", None, share, unit="of the budget", reason=f"before, {missed}")
         else:
-            found.notes.append(f"{label}, {key}: only in the new run")
+            differences.notes.append(f"{label}, {key}: only in the new run")
 
 
 def _share(contender: Contender) -> float:
-    """Its error over the budget; numbers that have to be equal have neither."""
+    """Return its error over the budget; 0 for outputs that must be equal, which have neither."""
     return contender.error / contender.budget if contender.budget > 0 else 0.0
 
 
@@ -279,13 +280,14 @@ def _share(contender: Contender) -> float:
 
 @dataclass(frozen=True)
 class _Change:
-    """How the time of a contender that both runs have changed, against the peers of its own run.
+    """The change of a contender's time between both runs, relative to the peers of each run.
 
     Attributes:
-        log: of its ratio to the peers now over that before.
-        below, above: how far the interval reaches to either side.
-        variance: of `log`, by the scatter of openings or rounds.
-        drift: how many times as long the machine takes, by the peers; None where there are none.
+        was, now: the contender in the old and the new run.
+        log: logarithm of its ratio to the peers now over that before.
+        below, above: extent of the interval to either side.
+        variance: variance of `log`, by the scatter of loads or rounds.
+        drift: how many times as long the machine takes, by the peers; None without peers.
     """
 
     was: Contender
@@ -317,9 +319,9 @@ def _changes(before: Model, after: Model) -> list[_Change]:
 
 
 def _times(contenders: Sequence[Contender], has_peers: bool) -> Array:
-    """Logarithms of the low end, value and high end of each contender's time, (3, contenders), over what all of them
-    took longer in each round. That cancels in ratios to the peers. Without peers there are none, and it stays, as where
-    rounds do not pair."""
+    """Return logarithms of the low end, value and high end of each contender's time, (3, contenders), with the slowdown
+    that all contenders share in each round divided out. It cancels in ratios to the peers; without peers, or where
+    rounds do not pair, it stays."""
     counts = {len(contender.latency.rounds) for contender in contenders}
     longer = np.ones(max(counts))
     if has_peers and len(counts) == 1:
@@ -341,12 +343,12 @@ def _peers(changes: Iterable[_Change]) -> list[_Change]:
 
 
 def _spread(changes: Sequence[Sequence[_Change]], usual: float) -> float:
-    """Standard deviation of the logarithm by which equal code differs between the runs: how far the peers' changes are
-    from their middle, less what the scatter of their openings or rounds explains.
+    """Return the standard deviation of the logarithm by which equal code differs between the runs: the spread of the
+    peers' changes, less the part that the scatter of their loads or rounds explains.
 
     Args:
-        changes: by model.
-        usual: what is believed before any peers are seen.
+        changes: changes by model.
+        usual: value assumed before any peers are seen.
     """
     of_models = [peers for of_model in changes if len(peers := _peers(of_model)) > 1]
     peers = [change for of_model in of_models for change in of_model]
@@ -358,17 +360,17 @@ def _spread(changes: Sequence[Sequence[_Change]], usual: float) -> float:
     return math.sqrt((BELIEF * usual**2 + freedom * seen) / (BELIEF + freedom))
 
 
-def _latencies(label: str, changes: Sequence[_Change], spread: float, found: Differences) -> None:
-    """Add the contenders whose change, with all that is uncertain of it, is beyond the tolerance."""
+def _latencies(label: str, changes: Sequence[_Change], spread: float, differences: Differences) -> None:
+    """Add the contenders whose change, with its whole uncertainty, is beyond the tolerance."""
     peers, drift = len(_peers(changes)), _drift(changes)
     if changes and drift is None:
-        found.notes.append(
-            f"{label}: no peer is in both runs, so the drift of the machine counts as the contenders' own"
-        )
+        differences.notes.append(f"{label}: no peer is in both runs, so the machine's drift is not divided out")
     if drift is not None and abs(math.log(drift)) > math.log1p(TOLERANCE):
-        found.notes.append(f"{label}: the machine takes {drift:.3f} times as long, by its peers ({peers})")
+        differences.notes.append(f"{label}: the machine takes {drift:.3f} times as long, by its peers ({peers})")
     if peers > 1 and spread > TOLERANCE:
-        found.notes.append(f"{label}: the peers' changes differ by {spread:.0%}, so smaller ones of ours do not show")
+        differences.notes.append(
+            f"{label}: the peers' changes spread by {spread:.0%}, which hides smaller ones of ours"
+        )
     of_peers = sum(change.variance for change in _peers(changes)) / max(peers, 1)
     unknown = NORMAL * math.sqrt(spread**2 + (spread**2 + of_peers) * MEDIAN_LOSS / max(peers, 1))
     for change in changes:
@@ -378,22 +380,26 @@ def _latencies(label: str, changes: Sequence[_Change], spread: float, found: Dif
         low, high = log - math.hypot(change.below, unknown), log + math.hypot(change.above, unknown)
         if low > math.log1p(TOLERANCE) or high < -math.log1p(TOLERANCE):
             times = Interval(value=math.exp(log), low=math.exp(low), high=math.exp(high))
-            found.add(
+            differences.add(
                 label, now.key, "latency", was.latency.median.value, now.latency.median.value, unit="ms",
                 change=times, drift=drift, regression=now.ours and log > 0,
             )  # fmt: skip
 
 
-# --- all else ---------------------------------------------------------------------------------------------------------
+# --- other quantities -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Measure:
-    """A number that moves when it changes, either way, by more than a factor and by more than so many of its units.
+    """A number that moves when it changes, in either direction, by more than a factor and by more than an amount.
 
     Attributes:
-        of: the number of a contender or a bundle; None where it was not measured.
-        is_time: whether the machine's drift is taken out.
+        what: name of the quantity.
+        unit: its unit.
+        of: returns the number of a contender or a bundle; None if it was not measured.
+        factor: factor that a change must exceed.
+        least: amount in `unit` that a change must exceed.
+        is_time: whether the machine's drift is divided out.
     """
 
     what: str
@@ -404,22 +410,23 @@ class _Measure:
     is_time: bool = False
 
     def compare(
-        self, label: str, key: str, was: object, now: object, found: Differences, drift: float | None = None,
+        self, label: str, key: str, was: object, now: object, differences: Differences, drift: float | None = None,
         counts: bool = False, chance: float = 1.0,
     ) -> None:  # fmt: skip
         """Add the move of the number, if it moved.
 
         Args:
-            label, key: of the model and what has the number.
-            was, now: what has it, before and now.
-            drift: of the machine.
-            counts: whether it is a regression where it grew.
-            chance: how many times as large it may be by chance, as the peers' were.
+            label, key: label of the model, and key of the contender or bundle.
+            was, now: the contender or bundle, before and now.
+            differences: receives the move.
+            drift: drift of the machine.
+            counts: whether growth is a regression.
+            chance: factor by which it may grow by chance, as the peers' did.
         """
         before, after = self.of(was), self.of(now)
         if before is None or after is None:
             if before is not None and counts:
-                found.notes.append(f"{label}, {key}: {self.what} was measured before and is not now")
+                differences.notes.append(f"{label}, {key}: {self.what} was measured before and is not now")
             return
         taken_out = drift if self.is_time else None
         expected = before * (taken_out or 1)
@@ -427,10 +434,10 @@ class _Measure:
         if high > low * self.factor and high - low > self.least:
             worse = counts and after > expected
             as_peers = worse and self.is_time and after <= expected * chance
-            found.add(
+            differences.add(
                 label, key, self.what, before, after, unit=self.unit, drift=taken_out,
                 change=after / expected if expected > 0 else None, regression=worse and not as_peers,
-                reason=f"those of peers moved by up to {chance:.3g} times" if as_peers else None,
+                reason=f"those of peers changed by up to {chance:.3g} times" if as_peers else None,
             )  # fmt: skip
 
 
@@ -450,8 +457,8 @@ DEPLOYING = _Measure("deploying", "s", lambda d: sum(d.seconds.values()), DEPLOY
 
 
 def _starts_apart(changes: Iterable[_Change]) -> float:
-    """How many times as long, or as short, the start of any peer took. When neighbours or a disk were busy just then,
-    that says nothing of ours."""
+    """Return the largest factor by which the start of any peer became slower or faster. A change of ours within that
+    factor may come from a busy disk or other processes."""
     apart = 1.0
     for change in _peers(changes):
         before, after = _cold_seconds(change.was), _cold_seconds(change.now)
@@ -460,77 +467,77 @@ def _starts_apart(changes: Iterable[_Change]) -> float:
     return apart
 
 
-def _measures(label: str, change: _Change, starts: float, found: Differences) -> None:
-    """Add what else moved of a contender; a start for worse only where it moved by more than `starts`."""
+def _measures(label: str, change: _Change, starts: float, differences: Differences) -> None:
+    """Add a contender's other moves; a slower start is a regression only beyond the factor `starts`."""
     was, now = change.was, change.now
     for measure in MEASURES:
-        measure.compare(label, now.key, was, now, found, change.drift, now.ours, starts)
+        measure.compare(label, now.key, was, now, differences, change.drift, now.ours, starts)
     if max(_share(was), _share(now)) > PARITY_SHARE:
-        PARITY.compare(label, now.key, was, now, found)
+        PARITY.compare(label, now.key, was, now, differences)
     if was.cases is not None and was.wrong_in is None and now.wrong_in is not None:
         reason = f"now it is wrong in {now.wrong_in}"
-        found.add(label, now.key, "parity", None, None, regression=now.ours, reason=reason)
+        differences.add(label, now.key, "parity", None, None, regression=now.ours, reason=reason)
 
 
-def _bundles(label: str, before: Model, after: Model, drift: float | None, found: Differences) -> None:
-    """Add bundles of another size, or that it takes another time to deploy: too noisy to be a regression."""
+def _bundles(label: str, before: Model, after: Model, drift: float | None, differences: Differences) -> None:
+    """Add bundles whose size or deploy time changed; deploy time is too noisy to be a regression."""
     was = {bundle.precision: bundle for bundle in before.deployed}
     for now in after.deployed:
         if now.precision in was:
             key = f"bundle {now.precision}"
-            SIZE.compare(label, key, was[now.precision], now, found, counts=True)
-            DEPLOYING.compare(label, key, was[now.precision], now, found, drift)
+            SIZE.compare(label, key, was[now.precision], now, differences, counts=True)
+            DEPLOYING.compare(label, key, was[now.precision], now, differences, drift)
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
 
 
-def _growths(old: Results, new: Results, found: Differences) -> None:
+def _growths(old: Results, new: Results, differences: Differences) -> None:
     """Add the series whose exponents moved."""
     before, after = ({f"{g.model} over {g.along}": g for g in run.growth} for run in (old, new))
     for label, now in after.items():
         if label in before:
-            _growth(label, before[label], now, found)
+            _growth(label, before[label], now, differences)
         else:
-            found.notes.append(f"{label}: only in the new run")
-    found.notes += [f"{label}: only in the old run" for label in before if label not in after]
+            differences.notes.append(f"{label}: only in the new run")
+    differences.notes += [f"{label}: only in the old run" for label in before if label not in after]
 
 
-def _growth(label: str, before: Growth, after: Growth, found: Differences) -> None:
+def _growth(label: str, before: Growth, after: Growth, differences: Differences) -> None:
     if before.sizes != after.sizes:
         sizes = [", ".join(map(str, growth.sizes)) for growth in (before, after)]
-        found.notes.append(f"{label}: not compared; sizes {sizes[0]} before, {sizes[1]} now")
+        differences.notes.append(f"{label}: not compared; sizes {sizes[0]} before, {sizes[1]} now")
         return
     was, now = ({f"{series.name} {series.precision}": series for series in growth.series} for growth in (before, after))
-    found.notes += [f"{label}, {key}: only in the new run" for key in now if key not in was]
+    differences.notes += [f"{label}, {key}: only in the new run" for key in now if key not in was]
     for key, series in was.items():
         if key in now:
-            _exponents(after, key, series, now[key], found)
+            _exponents(after, key, series, now[key], differences)
         elif series.ours:
-            what, reason = f"growth over {after.along}, gone", "the new run does not have it"
-            found.add(after.model, key, what, None, None, regression=True, reason=reason)
+            what, reason = f"growth over {after.along}, gone", "missing from the new run"
+            differences.add(after.model, key, what, None, None, regression=True, reason=reason)
         else:
-            found.notes.append(f"{label}, {key}: only in the old run")
+            differences.notes.append(f"{label}, {key}: only in the old run")
 
 
-def _exponents(growth: Growth, key: str, before: Series, after: Series, found: Differences) -> None:
-    """Add the exponents that differ, beyond their intervals, and between the two largest sizes too. A few MiB have none
-    that holds."""
+def _exponents(growth: Growth, key: str, before: Series, after: Series, differences: Differences) -> None:
+    """Add the exponents that differ beyond their intervals, and between the two largest sizes too. A few MiB have no
+    reliable exponent."""
     for kind, was, now, values, least in (
         ("time", before.time, after.time, (before.ms, after.ms), 0.0),
         ("memory", before.memory, after.memory, (before.extra_mib, after.extra_mib), MEMORY_MIB),
     ):
         at = [[i for i, value in enumerate(series) if value is not None] for series in values]
         if at[0] != at[1]:
-            why = "; ".join(after.notes) or "the new run does not say why"
+            why = "; ".join(after.notes) or "the new run gives no reason"
             label = f"{growth.model} over {growth.along}, {key}"
-            found.notes.append(f"{label}: {kind} is not of the same sizes as before: {why}")
+            differences.notes.append(f"{label}: {kind} was measured at other sizes than before: {why}")
         elif was is not None and now is not None:
             more = now.exponent.value - was.exponent.value, now.last - was.last
             largest = max((value for series in values for value in series if value is not None), default=0.0)
             low, high = sorted((was.exponent, now.exponent), key=lambda exponent: exponent.value)
             if largest > least and high.low > low.high and (min(more) > EXPONENT or max(more) < -EXPONENT):
-                found.add(
+                differences.add(
                     growth.model, key, f"exponent of {kind} over {growth.along}", was.exponent.value,
                     now.exponent.value, regression=after.ours and min(more) > 0,
                     reason=f"between the two largest sizes {was.last:.2f} before, {now.last:.2f} now",

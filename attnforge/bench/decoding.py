@@ -1,9 +1,9 @@
-"""Decoding, measured: time to first token, milliseconds a token and memory a step, of a bundle with a cache and of its
-peers.
+"""Decoding benchmark: time to first token, milliseconds per token and memory per step, of a bundle with a cache and of
+its peers.
 
-Contenders are opened several times in a run and take turns in an order drawn anew each round (:mod:`.race`). In each
-opening, at each context, the logits of every contender are held to the parity budget before it is timed. A turn goes
-back to the context, takes a step that is not timed, and then some that are.
+Contenders are loaded several times in a run and take turns in a new random order each round (:mod:`.race`). In each
+load, at each context, the logits of every contender are checked against the parity budget before it is timed. A turn
+rewinds to the context, takes an untimed step, and then the timed ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.decoding.stepper import Ours, Stepper
 from attnforge.bench.contenders.peers import PeerJob, expected, with_threads
-from attnforge.bench.experiment import Experiment, begun, finished, source_text
+from attnforge.bench.experiment import Experiment, finished, new_run, source_text
 from attnforge.bench.interval import latency_of, per_second, ratio_of
 from attnforge.bench.limits.work import work_of
 from attnforge.bench.race import Entry, Raced, Times, Workload, entries_of, run_race
@@ -40,24 +40,24 @@ from attnforge.runtime.parity.budget import budget_precision, judge
 from attnforge.runtime.race import in_turns, seconds_of
 
 CONTEXTS = (128, 512, 1024)
-"""Tokens before the timed steps, of which those are measured that the caches have places for."""
+"""Tokens before the timed steps; those that do not fit in the caches are left out."""
 
 PROMPTS = (16, 128, 512)
 
 STEPS = 8
-"""Timed steps of a turn. One more is taken before, untimed: going back and other contenders leave caches cold."""
+"""Timed steps of a turn. One untimed step comes first: the rewind and other contenders leave processor caches cold."""
 
 CHECKED = 4
-"""Steps whose logits are held to the budget, at every context and in every opening."""
+"""Steps whose logits are checked against the budget, at every context and in every load."""
 
 GROWN = 64
-"""Steps over which the growth of memory is measured, where the caches have as many places left."""
+"""Steps over which the growth of memory is measured, if the caches have that much capacity left."""
 
 COPY = "a copy of the bytes of a step"
-"""The name under which the limit takes turns with contenders."""
+"""Key of the limit's copy, which takes turns with the contenders."""
 
-DEAR = 4e12
-"""Operations from which no float64 reference is computed: weights times tokens times two. It would take minutes."""
+MOST_OPERATIONS = 4e12
+"""Operations (weights times tokens times two) from which no float64 reference is computed: it would take minutes."""
 
 TRUTH_SEED = 0
 
@@ -65,19 +65,20 @@ TRUTH_SEED = 0
 def measure_decoding(
     experiment: Experiment, contexts: Sequence[int] | None, prompts: Sequence[int] | None, batch: int, command: str
 ) -> DecodingResults:
-    """How a bundle with a cache decodes, and peers.
+    """Measure how a bundle with a cache decodes, and its peers.
 
     Args:
-        experiment: of one bundle. Without `memory` steps alone are measured.
-        contexts: tokens before the timed steps; by default those of :data:`CONTEXTS` that the caches have places for.
-        prompts: tokens of the prompts whose time to first token is measured; by default of :data:`PROMPTS`, likewise.
-        batch: samples that are decoded at once.
-        command: recorded as the one that measures the results again.
+        experiment: an experiment with one bundle. Without `memory` only steps are measured.
+        contexts: tokens before the timed steps; by default those of :data:`CONTEXTS` that fit in the caches.
+        prompts: tokens of the prompts whose time to first token is measured; by default those of :data:`PROMPTS` that
+            fit in the caches.
+        batch: number of samples decoded at once.
+        command: recorded as the command that reproduces the results.
 
     Raises:
         UsageError: the bundle has no cache, or a context, a prompt or the samples do not fit in it.
-        UntrustedError: a peer needs what the manifest names, which nobody trusts.
-        UnavailableError: a backend that was asked for by name cannot run steps here.
+        UntrustedError: a peer needs the source that the manifest names, which is not trusted.
+        UnavailableError: a backend that was requested by name cannot run steps here.
     """
     start, (bundle,) = time.perf_counter(), experiment.bundles
     manifest, decoding = bundle.manifest, bundle.manifest.decoding
@@ -95,8 +96,8 @@ def measure_decoding(
     prompts = _fitting("prompts", prompts, PROMPTS, decoding.places, decoding.places)
     spec = manifest.graph_inputs[0]
     if decoding.vocabulary is None or len(spec.dims) != 2:
-        raise UsageError(f"{spec.name} is {spec.text()}, and no ids of a table; --decode draws ids, so it takes those")
-    run_of = begun(command, experiment.threads)
+        raise UsageError(f"{spec.name} is {spec.text()}, not token ids; --decode measures models of token ids only")
+    run_of = new_run(command, experiment.threads)
     shape = batch, max(contexts[-1] + STEPS + 1, prompts[-1])
     ids = np.random.default_rng(TRUTH_SEED).integers(0, decoding.vocabulary, shape, dtype=spec.dtype)
     with ExitStack() as stack:
@@ -121,12 +122,20 @@ def measure_decoding(
         )
         copies = _copies(job, contexts) if experiment.memory else {}
         workloads: list[Workload[Stepper]] = [
-            Steps(f"check at {at:,} tokens", f"steps at {at:,} tokens", truth, ids, before, at, copies.get(at))
-            for before, at in zip([0, *contexts], contexts, strict=False)
+            Steps(
+                f"check at {context:,} tokens",
+                f"steps at {context:,} tokens",
+                truth,
+                ids,
+                before,
+                context,
+                copies.get(context),
+            )
+            for before, context in zip([0, *contexts], contexts, strict=False)
         ]
         for tokens in results.prompts:
-            what = f"{tokens:,} tokens"
-            workloads.append(Prompt(f"check the prompt of {what} on", f"prompts of {what}", truth, ids[:, :tokens]))
+            length = f"{tokens:,} tokens"
+            workloads.append(Prompt(f"check the prompt of {length} on", f"prompts of {length}", truth, ids[:, :tokens]))
         entries = entries_of(experiment, job, STEPPING, Ours, DECODING_PEERS, _refused, results.skipped)
         raced = run_race(experiment, entries, workloads, results.skipped, stack)
         results.wrong = raced.wrong
@@ -141,32 +150,32 @@ def measure_decoding(
     if (best := results.best) is not None:
         for contender in results.contenders:
             of_best = [*best.steps, *best.first_tokens]
-            for timed, own in zip([*contender.steps, *contender.first_tokens], of_best, strict=True):
-                timed.ratio = ratio_of(timed.latency.rounds, own.latency.rounds, raced.openings)
+            for timed, fastest in zip([*contender.steps, *contender.first_tokens], of_best, strict=True):
+                timed.ratio = ratio_of(timed.latency.rounds, fastest.latency.rounds, raced.openings)
     return finished(results, start)
 
 
 def _fitting(what: str, asked: Sequence[int] | None, usual: Sequence[int], most: int, places: int) -> list[int]:
-    """Numbers of tokens that the caches have places for, ascending.
+    """Return the numbers of tokens that fit in the caches, ascending.
 
     Raises:
-        UsageError: a number that was asked for does not fit, or none does.
+        UsageError: a requested number does not fit, or none does.
     """
     if most < 1:
-        raise UsageError(f"the caches hold {places} tokens, too few to time {STEPS + 1} steps behind others")
+        raise UsageError(f"the caches hold {places} tokens, too few to time {STEPS + 1} steps after a context")
     if asked is None:
         return [tokens for tokens in usual if tokens <= most] or [most]
     if not asked or min(asked) < 1 or max(asked) > most:
         wrong = next((tokens for tokens in asked if not 1 <= tokens <= most), "none")
-        raise UsageError(f"{what} are {wrong}; the caches hold {places} tokens, so give 1 to {most}")
+        raise UsageError(f"{what}: {wrong} given; the caches hold {places} tokens, so give 1 to {most}")
     return sorted(set(asked))
 
 
 def _refused(backend: str) -> str | None:
-    return None if backend in STEPPING else f"{backend} runs no steps"
+    return None if backend in STEPPING else f"{backend} cannot run steps"
 
 
-# --- what contenders are held to --------------------------------------------------------------------------------------
+# --- reference logits -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,8 @@ class Truth:
 
     Attributes:
         eager: at the bundle's precision, `(batch, tokens, vocabulary)`, as float64.
-        exact: in float64; eager's own where that would be too dear.
+        exact: in float64; eager's where that would take too long.
+        is_float64: whether `exact` was computed in float64.
     """
 
     eager: Array
@@ -184,16 +194,16 @@ class Truth:
 
     @classmethod
     def of(cls, experiment: Experiment, job: PeerJob) -> Truth:
-        """Computed by the module where it is at hand, else by the exported graph that the bundle keeps.
+        """Compute the logits with the module if it is available, otherwise with the exported graph in the bundle.
 
         Raises:
-            UsageError: neither is there.
+            UsageError: neither is available.
         """
         manifest = job.bundle.manifest
         (ids,) = job.feeds.values()
         operations = 2.0 * _weights(job) / job.precision.dtype.itemsize * ids.size
-        is_float64 = operations < DEAR
-        experiment.progress(f"compute what logits are held to, in {'float64' if is_float64 else 'eager mode'}")
+        is_float64 = operations < MOST_OPERATIONS
+        experiment.progress(f"compute reference logits, in {'float64' if is_float64 else 'eager mode'}")
         if is_at_hand(job) and is_float64:
             eager, exact = expected(job.module, job.precision, job.feeds)[job.output]
         elif is_at_hand(job):
@@ -203,11 +213,13 @@ class Truth:
             eager = as_it_is(plain)(job.feeds)[job.output].astype(np.float64)
             exact = in_float64(plain)(job.feeds)[job.output] if is_float64 else eager
         else:
-            raise UsageError(f"{manifest.name} keeps no exported graph to hold logits to; pass its module (module=…)")
+            raise UsageError(
+                f"{manifest.name} has no exported graph to check logits against; pass its module (module=…)"
+            )
         return cls(eager.reshape(*ids.shape, -1), exact.reshape(*ids.shape, -1), is_float64)
 
     def why_wrong(self, entry: Entry[Stepper], got: Array, tokens: slice, where: str) -> str | None:
-        """Why logits miss the budget, or None; the error that is closest to it is kept in the entry."""
+        """Return why logits miss the budget, or None; the error closest to the budget is kept in the entry."""
         case = Case(name=where, sizes={}, kind="normal", seed=TRUTH_SEED)
         precision = budget_precision(entry.job.bundle.manifest, entry.name)
         comparison = judge(case, "logits", got, self.eager[:, tokens], self.exact[:, tokens], precision)
@@ -216,27 +228,27 @@ class Truth:
 
 
 def is_at_hand(job: PeerJob) -> bool:
-    """Whether the module that was deployed is given, or may be made again."""
+    """Return whether the module that was deployed is given, or may be rebuilt."""
     source = job.bundle.manifest.source
     if job.given is not None:
         return True
-    own = source.kind == "registered" and source.weights is None
-    return own or (job.trust_source and source.kind != "module")
+    registered = source.kind == "registered" and source.weights is None
+    return registered or (job.trust_source and source.kind != "module")
 
 
-# --- what they do -----------------------------------------------------------------------------------------------------
+# --- workloads --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Steps(Workload[Stepper]):
-    """Steps of one token behind a context, and the copy that is their limit.
+    """Steps of one token after a context, and the copy that is their limit.
 
     Attributes:
-        truth: of all logits.
-        ids: of the longest run, `(batch, tokens)`.
-        before: tokens that contenders have been brought to, 0 for none.
+        truth: reference logits.
+        ids: token ids of the longest run, `(batch, tokens)`.
+        before: tokens already in the contenders' caches.
         context: tokens before the timed steps.
-        copy: takes turns with the contenders; None where no limit is measured.
+        copy: the copy that takes turns with the contenders; None where no limit is measured.
     """
 
     truth: Truth
@@ -246,18 +258,18 @@ class Steps(Workload[Stepper]):
     copy: Copy | None
 
     def why_wrong(self, entry: Entry[Stepper]) -> str | None:
-        """Bring a contender to the context, and judge the logits there and of some steps behind it."""
-        stepper, at, where = entry.opened, self.context, f"at {self.context:,} tokens"
+        """Bring a contender to the context, and check the logits there and of some steps after it."""
+        stepper, end, where = entry.opened, self.context, f"at {self.context:,} tokens"
         stepper.rewind() if self.before else stepper.reset()
-        logits = stepper.extend(self.ids[:, self.before : at])
-        if (reason := self.truth.why_wrong(entry, logits[:, None], slice(at - 1, at), where)) is not None:
+        logits = stepper.extend(self.ids[:, self.before : end])
+        if (reason := self.truth.why_wrong(entry, logits[:, None], slice(end - 1, end), where)) is not None:
             return reason
         stepper.mark()
-        steps = [stepper.extend(self.ids[:, i : i + 1]) for i in range(at, at + CHECKED)]
-        return self.truth.why_wrong(entry, np.stack(steps, axis=1), slice(at, at + CHECKED), f"steps {where}")
+        steps = [stepper.extend(self.ids[:, i : i + 1]) for i in range(end, end + CHECKED)]
+        return self.truth.why_wrong(entry, np.stack(steps, axis=1), slice(end, end + CHECKED), f"steps {where}")
 
     def time(self, entries: Mapping[str, Entry[Stepper]], rounds: int, seconds: float, seed: int) -> Times:
-        """Milliseconds of every step of a turn but the first, of all contenders and of :data:`COPY`."""
+        """Return the milliseconds of every step of a turn but the first, of all contenders and of :data:`COPY`."""
         tokens = [np.ascontiguousarray(self.ids[:, i : i + 1]) for i in range(self.context, self.context + STEPS + 1)]
 
         def turn(stepper: Stepper) -> list[float]:
@@ -275,21 +287,21 @@ class Prompt(Workload[Stepper]):
     """A prompt into an empty cache.
 
     Attributes:
-        truth: of all logits.
-        ids: of the prompt, `(batch, tokens)`.
+        truth: reference logits.
+        ids: token ids of the prompt, `(batch, tokens)`.
     """
 
     truth: Truth
     ids: Array
 
     def why_wrong(self, entry: Entry[Stepper]) -> str | None:
-        """Judge the logits of the prompt's last token."""
+        """Check the logits of the prompt's last token."""
         entry.opened.reset()
         logits, count = entry.opened.extend(self.ids), self.ids.shape[1]
         return self.truth.why_wrong(entry, logits[:, None], slice(count - 1, count), f"prompt of {count:,} tokens")
 
     def time(self, entries: Mapping[str, Entry[Stepper]], rounds: int, seconds: float, seed: int) -> Times:
-        """Milliseconds until the logits are there, once a turn."""
+        """Return the milliseconds until the logits are available, once per turn."""
 
         def turn(stepper: Stepper) -> list[float]:
             stepper.reset()
@@ -301,7 +313,7 @@ class Prompt(Workload[Stepper]):
 
 @dataclass(frozen=True)
 class Copy:
-    """As many bytes as a step reads, moved by a copy: half of them read, half written.
+    """A copy that moves as many bytes as a step reads: half of them read, half written.
 
     Attributes:
         weights: bytes of weights that a step reads.
@@ -312,14 +324,14 @@ class Copy:
     cache: int
 
     def turn(self) -> Callable[[], list[float]]:
-        """What gives the milliseconds of every copy of a turn but the first, in memory of its own."""
+        """Return a function that makes copies in its own memory and returns their milliseconds, without the first."""
         memory = torch.ones(2, (self.weights + self.cache) // 8 + 1)
         source, target = memory[:, : (self.weights + self.cache) // (2 * memory.itemsize)]
         return lambda: [1e3 * seconds_of(partial(target.copy_, source)) for _ in range(STEPS + 1)][1:]
 
 
 def _copies(job: PeerJob, contexts: Sequence[int]) -> dict[int, Copy]:
-    """The bytes that a step reads at least, by context."""
+    """Return the bytes that a step reads at least, by context."""
     weights, copies = _weights(job), {}
     for context in contexts:
         cache = 0
@@ -333,15 +345,15 @@ def _copies(job: PeerJob, contexts: Sequence[int]) -> dict[int, Copy]:
 
 
 def _weights(job: PeerJob) -> int:
-    """Bytes of weights that a step of one token of every sample reads."""
+    """Return the bytes of weights that a step of one token per sample reads."""
     dims = zip(job.bundle.manifest.graph_inputs[0].dims[:2], (job.batch, 1), strict=True)
     sizes = {dim.symbol: size // dim.factor for dim, size in dims if isinstance(dim, DimSpec)}
     return work_of(load_graph(job.bundle, CANONICAL), sizes).weights
 
 
 def _growth(entry: Entry[Stepper], ids: Array, context: int) -> float | None:
-    """By how many bytes the process grows with every step behind the shortest context, in the caches that the race
-    left; None where the system does not tell."""
+    """Return by how many bytes the process grows with every step after the shortest context, in the caches left by the
+    race; None where the system does not report it."""
     stepper = entry.opened
     count = min(GROWN, entry.job.decoding.places - context - STEPS, ids.shape[1] - context)
     stepper.reset()

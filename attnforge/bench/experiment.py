@@ -1,4 +1,4 @@
-"""What a benchmark measures: bundles of one model, contenders, and how often each has a turn."""
+"""The settings of a benchmark: bundles of one model, contenders, rounds and loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.options import check_threads
 
 ROUNDS = 20
-"""How often every contender has a turn, where that is not asked for."""
+"""Default number of timed rounds per contender."""
 
 R = TypeVar("R", bound=Run)
 
@@ -33,17 +33,19 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Experiment:
-    """What is measured, and how; :func:`~.run.benchmark` explains the arguments that it has too.
+    """What is measured, and how; :func:`~.run.benchmark` documents the arguments that they share.
 
     Attributes:
-        bundles: of one model, each at another precision.
-        backends: the bundles' backends; None for all that run here.
+        bundles: bundles of one model, each at a different precision.
+        backends: backends of the bundles; None for all that run here.
         against: names of peers.
-        throughput, starts, memory: whether those are measured, besides latency.
-        cases: whether ours, and peers that are as fast, are held to the budget in all of a bundle's reference cases.
-        fresh_peers: peers whose starts and memory are measured, besides ours; None for all.
+        throughput, starts, memory: whether to measure these in addition to latency.
+        cases: whether ours, and peers that are as fast, are checked against the budget in all of a bundle's reference
+            cases.
+        fresh_peers: peers whose starts and memory are measured in addition to ours; None for all.
         trust_source: whether what the bundles' manifests name may be imported, opened and run.
-        seconds: after which no further round begins; shared out among the openings as the rounds are.
+        seconds: time limit after which no further round starts; split between loads as the rounds are.
+        openings: how often each contender is loaded.
     """
 
     bundles: list[Bundle]
@@ -64,20 +66,20 @@ class Experiment:
 
     @property
     def shares(self) -> list[int]:
-        """How many rounds each opening has."""
+        """Number of rounds of each load."""
         openings = min(self.openings, self.rounds)
         return [self.rounds // openings + (i < self.rounds % openings) for i in range(openings)]
 
     def check(self, peers: Collection[str], threads: int | None) -> None:
-        """Check what was asked for.
+        """Check the arguments.
 
         Args:
-            peers: names of those that there are.
-            threads: as they were asked for.
+            peers: names of all peers.
+            threads: number of threads, as given by the caller.
 
         Raises:
             UnknownNameError: no such backend or peer.
-            UsageError: fewer than one round, opening or thread, or bundles that are not of one model, each at another
+            UsageError: fewer than one round, load or thread, or bundles that are not of one model, each at a different
                 precision.
         """
         for kind, names, known in (("backend", self.backends or (), BACKENDS), ("peer", self.against, tuple(peers))):
@@ -92,24 +94,24 @@ class Experiment:
         if not forms or any(form != forms[0] for form in forms) or len(set(precisions)) < len(precisions):
             raise UsageError(
                 f"the bundles are {', '.join(map(repr, self.bundles))}; give one, or several of one model, each at "
-                "another precision"
+                "a different precision"
             )
 
 
 def source_text(source: Source) -> str:
-    """Name and options that make a model again."""
+    """Return the name and options that rebuild a model, as text."""
     return " ".join([source.name, *(f"{name}={value}" for name, value in source.options.items())])
 
 
 def case_at(bundle: Bundle, sizes: Mapping[str, int]) -> Case:
-    """A case of these sizes: one whose outputs the bundle holds, where there is one.
+    """Return a case of these sizes, if possible one whose outputs are stored in the bundle.
 
     Args:
-        sizes: of the dynamic dims, by symbol; the example's where they are not named.
+        sizes: sizes of the dynamic dims, by symbol; a dim that is not named has the example's size.
 
     Raises:
         UnknownNameError: no such dim.
-        InputError: a size outside the profile.
+        InputError: a size is outside the profile.
     """
     inputs, cases = bundle.manifest.inputs, bundle.manifest.cases
     at = reference.at(inputs, sizes)
@@ -125,34 +127,34 @@ def case_at(bundle: Bundle, sizes: Mapping[str, int]) -> Case:
     return at
 
 
-def begun(command: str, threads: int) -> dict[str, Any]:
-    """The fields of :class:`~.results.Run` as it begins: when, on which machine, and how busy that is.
+def new_run(command: str, threads: int) -> dict[str, Any]:
+    """Return the fields of :class:`~.results.Run` that are known at its start: time, machine, versions and load.
 
     Args:
-        command: that measures the results again.
-        threads: of every CPU contender.
+        command: command that reproduces the results.
+        threads: number of threads of every CPU contender.
     """
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     try:
-        told = governor.read_text(encoding="ascii").strip()
+        clock = governor.read_text(encoding="ascii").strip()
     except OSError:
-        told = "the system does not tell"
+        clock = "not reported by the system"
     surroundings = Environment(
-        machine=this_machine(), versions=tool_versions(), threads=threads, governor=told, load_before=load_now()
+        machine=this_machine(), versions=tool_versions(), threads=threads, governor=clock, load_before=load_now()
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"command": command, "created": created, "seconds": 0, "environment": surroundings}
 
 
 def load_now() -> float | None:
-    """Processes that ran or waited over the last minute, where the system tells."""
+    """Return the number of processes that ran or waited over the last minute; None where it is not reported."""
     with contextlib.suppress(OSError, AttributeError):
         return os.getloadavg()[0]
     return None
 
 
 def finished(results: R, start: float) -> R:
-    """The results, with the seconds since `start` and how busy the machine is now."""
+    """Return the results with the seconds since `start` and the machine's load now."""
     results.environment.load_after = load_now()
     results.seconds = round(time.perf_counter() - start, 1)
     return results

@@ -1,5 +1,5 @@
-"""The page of a benchmark: one HTML file, without network or script, that first says which backend to ship and what it
-costs."""
+"""The page of a benchmark: one HTML file, without network access or scripts, that starts with which backend to ship and
+what it costs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def write_page(
     """Write results to one HTML file with tables and plots.
 
     Args:
-        results: of one run.
-        path: of the file.
+        results: results of one run.
+        path: path of the file.
         force: overwrite the file.
-        compared: how these results differ from an earlier run's, one sentence each.
+        compared: differences from an earlier run, one sentence each.
 
     Raises:
-        UnavailableError: the packages that a page needs are not installed: `pip install attnforge[report]`.
+        UnavailableError: the packages for pages are not installed: `pip install attnforge[report]`.
         UsageError: `path` is a folder, or exists and `force` is not given.
     """
     check_page(path, force)
@@ -47,7 +47,7 @@ def write_page(
         roofline=plots.roofline(results),
         compared=list(compared or ()),
         has_cases=any(c.cases is not None for model in results.models for c in model.contenders),
-        # what the template asks for, model by model
+        # functions that the template calls for each model
         decimals_of=decimals_of,
         latencies=plots.latencies,
         ratios=plots.ratios,

@@ -1,7 +1,7 @@
-"""The plots of a benchmark: where the times of one model's contenders lie, who is faster than the picked backend, the
-roofline, and how time and memory grow; as pictures of a page and as files.
+"""The plots of a benchmark: the times of one model's contenders, their ratios to the picked backend, the roofline, and
+the growth of time and memory; as pictures of a page and as files.
 
-Colours tell ours from peers, or models and backends apart; the marker and the dashes are the precision's.
+Colours distinguish ours from peers, or models and backends from each other; markers and dashes mark the precision.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ DASHES: dict[str, Any] = {"fp32": "-", "fp16": (0, (5, 1.5)), "bf16": (0, (2, 1.
 BLUES = (BLUE, "#5b9bd5", "#0a3564", "#6f7fc4")
 OTHERS = (ORANGE, "#7a4fa3", "#2f7d4f", "#b23a5c", "#8a6d3b", "#6b7480")
 LONGEST, MOST_NAMED = 26, 8
-"""Characters of a label, and contenders that the text of a picture names."""
+"""Maximum characters of a label, and maximum contenders named in the text of a picture."""
 
 PNG_DPI = 192
 
 LOGARITHMIC = 8
-"""An axis is logarithmic where the largest number is more than this many times the smallest."""
+"""An axis is logarithmic if the largest number is more than this many times the smallest."""
 
 
 def save_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write every plot of `results` that has something to show as a PNG.
+    """Write every plot of `results` that is not empty as a PNG.
 
     Returns:
         the files.
@@ -79,17 +79,17 @@ def save_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _unused(folder: Path, name: str, written: Sequence[Path]) -> Path:
-    """A file of this name, with a number where the results have one model twice."""
+    """Return a file of this name, numbered if the results contain a model twice."""
     safe = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "plot"
     names = [safe, *(f"{safe}-{i}" for i in range(2, len(written) + 2))]
     return next(file for file in (folder / f"{name}.png" for name in names) if file not in written)
 
 
-# --- what they share --------------------------------------------------------------------------------------------------
+# --- shared parts -----------------------------------------------------------------------------------------------------
 
 
 def finished(figure: Figure, kind: Kind, alt: str) -> Picture:
-    """The figure as a picture, a PNG in twice the resolution."""
+    """Return the figure as a picture; a PNG has twice the resolution."""
     return embedded(figure, kind, alt, PNG_DPI if kind == "png" else 96)
 
 
@@ -98,7 +98,7 @@ def marker_of(precision: str) -> str:
 
 
 def in_words(rows: Sequence[str]) -> str:
-    """The rows of a picture in words; of many rows the first and the last."""
+    """Return the rows of a picture as text; of many rows only the first ones and the last."""
     if len(rows) <= MOST_NAMED:
         return "; ".join(rows)
     return f"{'; '.join(rows[: MOST_NAMED - 1])}; {len(rows) - MOST_NAMED} more; {rows[-1]}"
@@ -109,7 +109,7 @@ def short_label(name: str) -> str:
 
 
 def dot(label: str, color: str, marker: str = "o", is_filled: bool = True) -> Any:
-    """A legend's handle."""
+    """Return a legend handle."""
     from matplotlib.lines import Line2D
 
     face = color if is_filled else "white"
@@ -117,13 +117,13 @@ def dot(label: str, color: str, marker: str = "o", is_filled: bool = True) -> An
 
 
 def precision_dots(names: Iterable[str]) -> list[Any]:
-    """Grey markers of the precisions, where there are several."""
+    """Return grey legend handles of the precisions if there are several."""
     ordered = precisions(names)
     return [dot(name, "#777777", marker_of(name)) for name in ordered] if len(ordered) > 1 else []
 
 
 def both_logarithmic(axes: Axes) -> None:
-    """Two logarithmic axes with few plain ticks, and a grid."""
+    """Make both axes logarithmic, with few plain ticks and a grid."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.autoscale_view()
@@ -137,11 +137,11 @@ def both_logarithmic(axes: Axes) -> None:
 
 
 def latencies(model: Model, kind: Kind = "svg") -> Picture | None:
-    """One row a contender, by its median: where its calls lie, and the median of every round."""
+    """Draw one row per contender, by median: the distribution of its calls, and the median of every round."""
     contenders = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
     rows = in_words([f"{contender.key} {milliseconds(contender.latency.median)}" for contender in contenders])
     alt = (
-        f"Milliseconds a call of {model.name}, one row for each of {len(contenders)} contenders, the fastest first. "
+        f"Milliseconds per call of {model.name}, one row for each of {len(contenders)} contenders, fastest first. "
         f"Medians: {rows}."
     )
 
@@ -151,11 +151,11 @@ def latencies(model: Model, kind: Kind = "svg") -> Picture | None:
 
     ends = [ms for c in contenders for ms in (c.latency.min, c.latency.median.low, c.latency.p99)]
     texts = [rounded(contender.latency.median.value) for contender in contenders]
-    return _in_rows(contenders, texts, ends, "milliseconds a call; right: the median", draw, kind, alt)
+    return _in_rows(contenders, texts, ends, "milliseconds per call; right: the median", draw, kind, alt)
 
 
 def _distribution(axes: Axes, y: int, contender: Contender) -> None:
-    """A line from the fastest call to p99, a box of the middle half, the medians of the rounds, and of all calls."""
+    """Draw a line from the fastest call to p99, a box of the middle half, the rounds' medians and the overall one."""
     latency, color, marker = contender.latency, _color(contender), marker_of(contender.precision)
     median = latency.median.value
     low, high = np.quantile([ms for calls in latency.rounds for ms in calls] or [median], [0.25, 0.75])
@@ -168,7 +168,7 @@ def _distribution(axes: Axes, y: int, contender: Contender) -> None:
 
 
 def ratios(model: Model, kind: Kind = "svg") -> Picture | None:
-    """One row a contender: its time over that of the picked backend at its precision, with the interval."""
+    """Draw one row per contender: its time over that of the picked backend at its precision, with the interval."""
     order = precisions(contender.precision for contender in model.contenders)
     compared = [(contender, contender.ratio) for contender in model.contenders if contender.ratio is not None]
     compared.sort(key=lambda pair: (order.index(pair[0].precision), pair[1].value))
@@ -201,16 +201,16 @@ def _in_rows(
     rows: Sequence[Contender], texts: Sequence[str], numbers: Sequence[float], xlabel: str,
     draw: Callable[[Axes], None], kind: Kind, alt: str,
 ) -> Picture | None:  # fmt: skip
-    """A picture of one row a contender, the first on top; None where there is none.
+    """Draw a picture with one row per contender, the first on top; None if there are no contenders.
 
     Args:
         rows: the contenders.
-        texts: down the right side.
-        numbers: that the x axis has to hold.
-        xlabel: what they are.
+        texts: labels on the right side.
+        numbers: numbers that the x axis must cover.
+        xlabel: label of the x axis.
         draw: draws the rows at y of 0, 1, ….
-        kind: of the picture.
-        alt: the picture in words.
+        kind: format of the picture.
+        alt: alternative text of the picture.
     """
     if not rows:
         return None
@@ -230,7 +230,7 @@ def _in_rows(
 
 
 def _name_rows(axes: Axes, rows: Sequence[Contender], right: Sequence[str]) -> None:
-    """The contenders down the left side, the picked ones bold, and these texts down the right."""
+    """Label the rows with the contenders on the left, the picked ones bold, and with `right` on the right."""
     several = len({c.precision for c in rows}) > 1
     ends = (len(rows) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), [short_label(c.name) + several * f" {c.precision}" for c in rows])
@@ -240,17 +240,17 @@ def _name_rows(axes: Axes, rows: Sequence[Contender], right: Sequence[str]) -> N
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#eeeeee")
     axes.set_axisbelow(True)
-    other = axes.twinx()
-    other.set_ylim(*ends)
-    other.set_yticks(range(len(rows)), [literal(text) for text in right])
-    other.tick_params(axis="y", length=0)
+    right_axes = axes.twinx()
+    right_axes.set_ylim(*ends)
+    right_axes.set_yticks(range(len(rows)), [literal(text) for text in right])
+    right_axes.tick_params(axis="y", length=0)
     for side in ("left", "right"):
         axes.spines[side].set_visible(False)
-        other.spines[side].set_visible(False)
+        right_axes.spines[side].set_visible(False)
 
 
 def _scale(axes: Axes, numbers: Sequence[float]) -> None:
-    """An x axis for `numbers` with few plain ticks, logarithmic where they are far apart."""
+    """Scale the x axis for `numbers`, with few plain ticks, logarithmic if they are far apart."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = min(numbers), max(numbers)
@@ -269,7 +269,7 @@ def _scale(axes: Axes, numbers: Sequence[float]) -> None:
 
 
 class Point(NamedTuple):
-    """A contender at `intensity` operations a byte, which computes `rate` · 10⁹ of them a second."""
+    """A contender at `intensity` operations per byte, which computes `rate` · 10⁹ of them per second."""
 
     intensity: float
     rate: float
@@ -278,9 +278,9 @@ class Point(NamedTuple):
 
 
 def roofline(results: Results, kind: Kind = "svg") -> Picture | None:
-    """Draw the roofline; None where the ceilings or the work of all contenders are unknown.
+    """Draw the roofline; None if the ceilings or the work of all contenders are unknown.
 
-    The intensity is that of the least bytes, so all contenders of a model at a precision have the same.
+    The intensity is computed from the least bytes, so it is the same for all contenders of a model at a precision.
     """
     ceilings, points = results.ceilings, _points(results)
     if ceilings is None or not points or ceilings.bandwidth <= 0:
@@ -296,7 +296,7 @@ def roofline(results: Results, kind: Kind = "svg") -> Picture | None:
             face = color if contender.ours else "white"
             axes.scatter([x], [y], s=36, marker=marker, facecolors=face, edgecolors=color, linewidths=1.3, zorder=3)
         both_logarithmic(axes)
-        axes.set_xlabel("floating-point operations a byte")
+        axes.set_xlabel("floating-point operations per byte")
         axes.set_ylabel("GFLOP/s")
         handles += [dot(name, color, "s") for name, color in colors.items()]
         for label, ours in (("ours", True), ("peers", False)):
@@ -307,7 +307,7 @@ def roofline(results: Results, kind: Kind = "svg") -> Picture | None:
 
 
 def _draw_roofs(axes: Axes, ceilings: Ceilings, ends: tuple[float, float]) -> list[Any]:
-    """Draw a line for every precision: what copying allows, up to what products allow."""
+    """Draw a line for every precision: the memory bandwidth's roof up to that of matrix products."""
     lines = []
     for precision in precisions(ceilings.flops):
         top = ceilings.flops[precision]
@@ -321,7 +321,7 @@ def _draw_roofs(axes: Axes, ceilings: Ceilings, ends: tuple[float, float]) -> li
 
 
 def _points(results: Results) -> list[Point]:
-    """A point for every contender whose work is known."""
+    """Return a point for every contender whose work is known."""
     return [
         Point(work.intensity, work.flops / (1e6 * contender.latency.median.value), model, contender)
         for model in results.models
@@ -338,18 +338,18 @@ def _roofline_in_words(ceilings: Ceilings, points: Sequence[Point]) -> str:
     for point in sorted(points, key=lambda point: point.rate):
         best[point.model.name, point.contender.precision] = point
     rows = [
-        f"{model.name} has {rounded(x, 2)} operations a byte, of its contenders {contender.key} does most, "
+        f"{model.name} has {rounded(x, 2)} operations per byte; its fastest contender is {contender.key} at "
         f"{rounded(y)} GFLOP/s"
         for x, y, model, contender in best.values()
     ]
-    return f"Roofline. The machine at best: {roofs}, {rounded(ceilings.bandwidth / 1e9)} GB/s copied. {in_words(rows)}."
+    return f"Roofline. Ceilings: {roofs}, {rounded(ceilings.bandwidth / 1e9)} GB/s copied. {in_words(rows)}."
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
 
 
 def growth_plot(growth: Growth, measure: Measure, kind: Kind = "svg") -> Picture | None:
-    """Draw time a call, or the memory that a call adds, over sizes, both logarithmic; None where there is neither."""
+    """Draw time per call, or memory added per call, over sizes, both logarithmic; None if there are no readings."""
     lines = [
         (series, readings, fit)
         for grown in growth_tables(growth)
@@ -359,7 +359,7 @@ def growth_plot(growth: Growth, measure: Measure, kind: Kind = "svg") -> Picture
     ]  # without zeros, which have no logarithm
     if not lines:
         return None
-    unit = "milliseconds a call" if measure == "time" else "MiB that one call adds"
+    unit = "milliseconds per call" if measure == "time" else "MiB added per call"
     with drawing(WIDTH, 3.1 + 0.19 * len(lines)) as figure:
         axes = figure.subplots()
         colors, handles, words = _colors([series for series, *_ in lines]), [], []
@@ -384,7 +384,7 @@ def growth_plot(growth: Growth, measure: Measure, kind: Kind = "svg") -> Picture
 
 
 def _law(along: str, fit: Fit | None, is_drawn: bool) -> str:
-    """`: ~ tokens^1.98 (1.95–2.01)`, the exponent raised where it is drawn; nothing where there is no fit."""
+    """Return `: ~ tokens^1.98 (1.95–2.01)`, with the exponent as superscript in a drawing; empty without a fit."""
     if fit is None:
         return ""
     power = f"$^{{{fit.exponent.value:.2f}}}$" if is_drawn else f"^{fit.exponent.value:.2f}"
@@ -393,7 +393,7 @@ def _law(along: str, fit: Fit | None, is_drawn: bool) -> str:
 
 
 def _colors(lines: Sequence[Series]) -> dict[str, str]:
-    """A colour by name, whatever the precision: blues for ours, other colours for peers."""
+    """Return a colour for every name, independent of the precision: blues for ours, other colours for peers."""
     ours = list(dict.fromkeys(series.name for series in lines if series.ours))
     peers = list(dict.fromkeys(series.name for series in lines if not series.ours))
     palettes = [(ours, BLUES), (peers, OTHERS)]

@@ -1,7 +1,7 @@
-"""The race: contenders are opened, checked, and timed in turns, several times over.
+"""The race: contenders are loaded, checked and timed in turns, several times over.
 
-One model opened twice in one process has two speeds, up to 8% apart, which it keeps for as long as it is open. So
-contenders are opened several times in a run, each time for a share of the rounds.
+A model that is loaded twice in one process runs at two speeds, up to 8% apart, each constant until it is closed. So
+contenders are loaded several times in a run, each time for a share of the rounds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Entry(Generic[T]):
     """A contender in the race.
 
     Attributes:
-        job: the bundle and inputs that it is opened for.
-        name: of the backend or peer.
-        key: its name among all contenders.
-        opener: makes what runs it.
-        peer: that it is; None for a backend of the bundle.
-        error, budget: the worst of all checks, relative to float64.
+        job: the bundle and inputs that it is loaded for.
+        name: name of the backend or peer.
+        key: unique name among all contenders.
+        opener: loads the contender and returns its runner.
+        peer: the peer; None for a backend of the bundle.
+        error, budget: error closest to its budget over all checks, relative to float64, and that budget.
         notes: what could not be measured, and why.
-        opened: what runs it, once it is open; closing `stack` closes it.
+        opened: the runner, once loaded; closing `stack` closes it.
     """
 
     job: PeerJob
@@ -56,44 +56,44 @@ class Entry(Generic[T]):
 
     @property
     def what(self) -> str:
-        """A line about it."""
+        """One-line description."""
         return self.peer.what if self.peer is not None else f"the bundle on {self.name}"
 
     @property
     def stays(self) -> bool:
-        """Whether it stays open for all rounds."""
+        """Whether it stays loaded for all rounds."""
         return self.peer is not None and self.peer.compiles
 
     def open(self, stack: ExitStack) -> None:
-        """Open it anew, until `stack` closes, unless it stays open.
+        """Load it again, until `stack` closes, unless it stays loaded.
 
-        The last opening is closed once this one is there: memory that was given back first would be taken again, page
-        for page, and with it the same speed.
+        The previous load is closed only after this one: memory freed before would be reused page for page, and the
+        speed would repeat with it.
         """
         if self.stays and self.stack is not None:
             return
-        own, last = stack.enter_context(ExitStack()), self.stack
+        new, previous = stack.enter_context(ExitStack()), self.stack
         try:
-            self.opened = self.opener(own)
+            self.opened = self.opener(new)
         finally:
-            if last is not None:
-                last.close()
-        self.stack = own
+            if previous is not None:
+                previous.close()
+        self.stack = new
 
     def keep(self, error: float, budget: float) -> None:
-        """Keep an error if it is as close to its budget as the worst so far."""
+        """Keep an error if it is at least as close to its budget as the worst so far."""
         if error * self.budget >= self.error * budget:
             self.error, self.budget = error, budget
 
 
 @dataclass
 class Workload(ABC, Generic[T]):
-    """Something that contenders do, which is checked and then timed.
+    """A task for contenders that is checked and then timed.
 
     Attributes:
-        checking: the words before a contender's name while it is checked.
-        timing: the words for what is timed.
-        in_last_opening_alone: whether it is timed there alone, in rounds of its own.
+        checking: progress text before a contender's name while it is checked.
+        timing: progress text for what is timed.
+        in_last_opening_alone: whether it is timed only in the last load, in rounds of its own.
     """
 
     in_last_opening_alone: ClassVar[bool] = False
@@ -103,28 +103,28 @@ class Workload(ABC, Generic[T]):
 
     @abstractmethod
     def why_wrong(self, entry: Entry[T]) -> str | None:
-        """Make a contender ready to be timed; why its answer is wrong, or None where it is right."""
+        """Prepare a contender for timing; return why its answer is wrong, or None if it is right."""
 
     @abstractmethod
     def time(self, entries: Mapping[str, Entry[T]], rounds: int, seconds: float, seed: int) -> Times:
-        """Time contenders in turns, in an order drawn anew each round.
+        """Time contenders in turns, in a new random order each round.
 
         Args:
             entries: the contenders, by key.
-            rounds: the most rounds.
-            seconds: after which no further round begins, where few rounds do.
-            seed: of the orders.
+            rounds: maximum number of rounds.
+            seconds: time limit after which no further round starts, where few rounds suffice.
+            seed: random seed for the orders.
         """
 
 
 @dataclass
 class Raced(Generic[T]):
-    """What came of a race.
+    """The outcome of a race.
 
     Attributes:
-        entries: the contenders that were right in every opening, and are still open.
-        times: of each workload, by key; also of contenders that were wrong later.
-        openings: how many of the rounds, in order, were of each opening.
+        entries: the contenders that were right in every load, and are still open.
+        times: times of each workload, by key, including those of contenders that were wrong later.
+        openings: number of rounds of each load, in order.
         wrong, skipped: why other contenders have no time, by key.
     """
 
@@ -142,32 +142,32 @@ def run_race(
     skipped: dict[str, str],
     stack: ExitStack,
 ) -> Raced[T]:
-    """Open all contenders anew for every share of the rounds, check them, and time them in turns.
+    """Load all contenders for every share of the rounds, check them, and time them in turns.
 
     Args:
-        experiment: how many rounds and openings there are.
-        contenders: in the order of the results.
-        workloads: that are timed in every opening, one after another; the first one in all of them.
-        skipped: why other contenders cannot run, by key; gets those that fail.
-        stack: closes what is open in the end.
+        experiment: gives the numbers of rounds and loads.
+        contenders: the contenders, in the order of the results.
+        workloads: workloads that are timed in every load, one after another; the first one must be timed in all loads.
+        skipped: why other contenders cannot run, by key; contenders that fail are added.
+        stack: closes what is still open at the end.
     """
     entries, wrong, openings = {entry.key: entry for entry in contenders}, dict[str, str](), list[int]()
     times: list[Times] = [{} for _ in workloads]
     count = len(experiment.shares)
 
     def each(words: str, act: Callable[[Entry[T]], str | None], opening: int) -> None:
-        """Let every contender act, in an order of the opening's own; those that fail or are wrong leave the race."""
+        """Apply `act` to every contender, in a random order per load; those that fail or are wrong leave the race."""
         for entry in random.Random(opening).sample(list(entries.values()), len(entries)):
             experiment.progress(f"{words} {entry.key}")
             try:
                 reason, reasons = act(entry), wrong
             except BundleError:
                 raise
-            except Exception as error:  # a peer that cannot run the model is a result, no failure of the benchmark
+            except Exception as error:  # a peer that cannot run the model is a result, not a failure of the benchmark
                 reason, reasons = first_line(error), wrong if entry.ours else skipped
             if reason is not None:
                 if any(entry.key in of_workload for of_workload in times):
-                    reason += f" (in opening {opening + 1} of {count}; before, it was right)"
+                    reason += f" (in load {opening + 1} of {count}; it was right before)"
                 reasons[entry.key] = reason
                 if entry.stack is not None:
                     entry.stack.close()
@@ -180,7 +180,7 @@ def run_race(
             if workload.in_last_opening_alone and i + 1 < count:
                 continue
             each(workload.checking, workload.why_wrong, i)
-            experiment.progress(f"time {workload.timing}{f', opening {i + 1} of {count}' if count > 1 else ''}")
+            experiment.progress(f"time {workload.timing}{f', load {i + 1} of {count}' if count > 1 else ''}")
             taken = workload.time(entries, share, experiment.seconds / count, seed=i)
             for key, rounds in taken.items():
                 so_far.setdefault(key, []).extend(rounds)
@@ -189,7 +189,7 @@ def run_race(
     for entry in entries.values():
         if entry.stays and len(openings) > 1:
             entry.notes.append(
-                "what is compiled was opened once, for it takes long: its interval does not tell how openings differ"
+                "compiled once, because that takes long: its interval does not cover differences between loads"
             )
     return Raced(list(entries.values()), times, openings, wrong, skipped)
 
@@ -204,20 +204,20 @@ def entries_of(
     skipped: dict[str, str],
     suffix: str = "",
 ) -> Iterator[Entry[T]]:
-    """The contenders on one bundle: its backends, all where none is asked for, and the peers.
+    """Yield the contenders on one bundle: its backends (all if none is named) and the peers.
 
     Args:
         experiment: names the backends and the peers.
-        job: that they are opened for.
+        job: the job that they are loaded for.
         known: all backends.
-        open_ours: makes what runs a backend.
-        peers: all of them, by name.
-        refused: why a backend is not tried; None where it is.
-        skipped: gets the reasons of backends that cannot run, by key.
-        suffix: of the keys.
+        open_ours: loads a backend.
+        peers: all peers, by name.
+        refused: returns why a backend is not tried, or None.
+        skipped: receives the reasons of backends that cannot run, by key.
+        suffix: suffix of the keys.
 
     Raises:
-        UnavailableError: a backend that was asked for by name cannot run here.
+        UnavailableError: a backend that was requested by name cannot run here.
     """
     why_not = why_not_unasked if experiment.backends is None else why_unavailable
     for name in experiment.backends or known:

@@ -1,6 +1,6 @@
-"""The records of a results file. Numbers are in the units that their names end in.
+"""The records of a results file. Numbers are in the units at the ends of their names.
 
-A results file is a JSON document of :class:`Results` or :class:`DecodingResults`, with a schema version of its own.
+A results file is a JSON document of :class:`Results` or :class:`DecodingResults`, each with its own schema version.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ RESULTS_VERSION, DECODING_RESULTS_VERSION = 1, 2
 
 
 class Latency(Record):
-    """Milliseconds a call, one caller, warm.
+    """Milliseconds per call, with one caller, warm.
 
     Attributes:
-        rounds: of every round, each call; contenders took turns within a round, so the rounds of two of them pair.
-        openings: how many of the rounds, in order, were of each opening; empty for a single one. All contenders of a
-            model have the same.
-        median, min, p90, p99: of all calls; with fewer than a hundred calls p99 is near the slowest.
-        samples: how many calls that is.
+        rounds: the calls of every round; contenders took turns within a round, so the rounds of two of them pair.
+        openings: number of rounds of each load, in order; empty for a single load. The same for all contenders of a
+            model.
+        median, min, p90, p99: statistics over all calls; with fewer than a hundred calls p99 is near the slowest.
+        samples: number of calls.
     """
 
     rounds: list[list[float]]
@@ -44,8 +44,8 @@ class Latency(Record):
 
 
 class Throughput(Record):
-    """Samples a second, with `batch` samples a call and `callers` at once, each in a thread of its own, on one loaded
-    model."""
+    """Samples per second, with `batch` samples per call and `callers` concurrent callers, each in its own thread, on
+    one loaded model."""
 
     batch: int
     callers: int
@@ -53,12 +53,12 @@ class Throughput(Record):
 
 
 class Cold(Record):
-    """Seconds that a contender's start takes in a process of its own.
+    """Seconds that a contender takes to start in its own process.
 
     Attributes:
         import_s: to import its libraries.
-        load_s: from then until the model is ready; a compiler's work is here or in `first_s`. Where it is long, the
-            lesser of two.
+        load_s: from then until the model is ready; compilation counts here or in `first_s`. If it is long, the shorter
+            of two loads.
         first_s: from then to the first output.
     """
 
@@ -68,13 +68,14 @@ class Cold(Record):
 
 
 class MemoryUse(Record):
-    """Memory of a contender in a process of its own, where the system tells (Linux).
+    """Memory of a contender in its own process, where the system reports it (Linux).
 
     Attributes:
-        loaded_mib: once the model is loaded and, if it can, has run at its least sizes; libraries included.
-        peak_mib: the most from its start until it has run at these sizes: once, and one of our backends twice, because
-            a session prepares for sizes that come again.
-        extra_mib: the most that these runs add to `loaded_mib`.
+        loaded_mib: after the model is loaded and, if it takes other sizes, has run at its least sizes; libraries
+            included.
+        peak_mib: peak from the start until it has run at these sizes: once, and our backends twice, because a session
+            prepares for repeated sizes.
+        extra_mib: peak that these runs add to `loaded_mib`.
     """
 
     loaded_mib: float
@@ -83,12 +84,12 @@ class MemoryUse(Record):
 
 
 class Cases(Record):
-    """How a contender did in a bundle's reference cases.
+    """The result of checking a contender in a bundle's reference cases.
 
     Attributes:
-        held: how many cases it ran, those at sizes that it was made for.
-        of: how many cases the bundle has.
-        wrong: the first case in which it misses the parity budget or fails, and how; None where there is none.
+        held: number of cases that it ran, those at sizes that it was compiled for.
+        of: number of cases in the bundle.
+        wrong: the first case in which it misses the parity budget or fails, and how; None if there is none.
     """
 
     held: int
@@ -100,10 +101,11 @@ class Right(Record):
     """A way to run or to decode with the model that answers within the parity budget.
 
     Attributes:
-        name: of the backend or the peer.
-        ours: whether it is a backend of the bundle, and no peer.
-        what: a line about it.
-        error, budget: of the answer that is closest to its budget, relative to float64, on the inputs that were timed.
+        name: name of the backend or the peer.
+        ours: whether it is a backend of the bundle, not a peer.
+        what: one-line description.
+        error, budget: error and budget of the answer that is closest to its budget, relative to float64, on the timed
+            inputs.
         notes: what could not be measured, and why.
     """
 
@@ -119,12 +121,12 @@ class Contender(Right):
     """One way to run the model, and its measurements; None for those that could not be made.
 
     Attributes:
-        precision: that it computes at, and whose parity budget it was held to.
+        precision: precision that it computes at, and whose parity budget applies to it.
         picked: whether `load(backend="auto")` picks it at this precision.
-        cases: how it did in the bundle's reference cases; ours, and peers that are as fast, are held to them.
+        cases: result in the bundle's reference cases; ours, and peers that are as fast, are checked in them.
         ratio: its median over that of the picked backend at the same precision; above 1, the picked backend is faster.
-        share: of the machine's limit, from 0 to 1 (:mod:`.limits`).
-        size_mb: of the model's or plan's files.
+        share: share of the machine's limit that it reaches, from 0 to 1 (:mod:`.limits`).
+        size_mb: MB of the model's or plan's files.
     """
 
     precision: str
@@ -140,29 +142,29 @@ class Contender(Right):
 
     @property
     def key(self) -> str:
-        """Its name where contenders of several precisions stand side by side."""
+        """Its name, unique among contenders of several precisions."""
         return f"{self.name} {self.precision}"
 
     @property
     def wrong_in(self) -> str | None:
-        """The first of the bundle's reference cases in which it is wrong, and how; None where none is known."""
+        """The first reference case of the bundle in which it is wrong, and how; None if none is known."""
         return self.cases.wrong if self.cases is not None else None
 
     @property
     def partly(self) -> str | None:
-        """A remark where it was held to some of the reference cases only; None where to all, or where it was wrong."""
+        """A remark if it was checked in only some of the reference cases; None if in all, or if it was wrong."""
         if self.cases is None or self.cases.held == self.cases.of or self.cases.wrong is not None:
             return None
-        return f"held to {self.cases.held} of {self.cases.of} cases"
+        return f"checked in {self.cases.held} of {self.cases.of} cases"
 
     @property
     def remarks(self) -> list[str]:
-        """Its notes, and which reference cases it was not held to, or is wrong in."""
+        """Its notes, and in which reference cases it was not checked or is wrong."""
         cases = f"it is wrong in {self.wrong_in}" if self.wrong_in is not None else self.partly
         return [*self.notes, *([cases] if cases is not None else [])]
 
     def rate_at(self, batch: int, callers: int) -> Throughput | None:
-        """Its throughput at a load, if that was measured."""
+        """Return its throughput at a load, or None if that was not measured."""
         return next((rate for rate in self.throughput if (rate.batch, rate.callers) == (batch, callers)), None)
 
 
@@ -170,9 +172,9 @@ class Deployed(Record):
     """A bundle that was measured.
 
     Attributes:
-        seconds: of every stage of deploying it.
-        size_mb: of the whole folder.
-        source: name and options that make the model again.
+        seconds: seconds of every stage of deploying it.
+        size_mb: MB of the whole folder.
+        source: name and options that rebuild the model.
     """
 
     precision: str
@@ -183,12 +185,12 @@ class Deployed(Record):
 
 
 class Model(Record):
-    """One model at one set of sizes: every contender took turns with every other in one run.
+    """One model at one set of sizes: all contenders took turns in one run.
 
     Attributes:
         work: operations and bytes, by precision.
-        limit: the least time that the machine allows for them, by precision.
-        wrong: contenders that missed the parity budget, which have no time, and by how much.
+        limit: least time that the machine allows for them, by precision.
+        wrong: contenders that missed the parity budget and so have no time, and by how much.
         skipped: contenders that could not run, and why.
     """
 
@@ -205,12 +207,12 @@ class Model(Record):
 
     @property
     def openings(self) -> int:
-        """How often every contender was opened."""
+        """How often every contender was loaded."""
         return max((len(contender.latency.openings) for contender in self.contenders), default=0) or 1
 
     @property
     def loads(self) -> list[tuple[int, int]]:
-        """Samples a call and callers at once, of every load that was measured."""
+        """Samples per call and concurrent callers of every measured load."""
         return sorted({(rate.batch, rate.callers) for c in self.contenders for rate in c.throughput})
 
     @property
@@ -220,7 +222,7 @@ class Model(Record):
 
     @property
     def by_precision(self) -> dict[str, list[Contender]]:
-        """The contenders by precision, the fastest first."""
+        """The contenders by precision, fastest first."""
         fastest_first = sorted(self.contenders, key=lambda contender: contender.latency.median.value)
         return {
             name: [contender for contender in fastest_first if contender.precision == name]
@@ -229,15 +231,15 @@ class Model(Record):
 
 
 def precisions(names: Iterable[str]) -> list[str]:
-    """Each precision once, fp32 first, then in the order of the names."""
+    """Return each precision once, fp32 first, the others in the given order."""
     return sorted(dict.fromkeys(names), key=lambda name: name != "fp32")
 
 
 class Fit(Record):
-    """The p of a law y ~ xᵖ, by least squares of the logarithms, and its 95% interval.
+    """The exponent p of a law y ~ xᵖ, by least squares of the logarithms, and its 95% interval.
 
     Attributes:
-        last: p between the two largest sizes alone, where constant costs weigh least.
+        last: p between the two largest sizes only, where constant costs weigh least.
     """
 
     exponent: Interval
@@ -245,7 +247,7 @@ class Fit(Record):
 
 
 class Series(Record):
-    """One contender over sizes; None where it was not measured, and `notes` says why."""
+    """One contender over sizes; None at sizes where it was not measured, with the reason in `notes`."""
 
     name: str
     precision: str
@@ -276,9 +278,9 @@ class Environment(Record):
     """The machine, and how busy it was.
 
     Attributes:
-        threads: of every CPU contender.
-        governor: of the first processor's clock; or a remark that the system does not tell.
-        load_before, load_after: processes that ran or waited over the minute before the run, and over its last.
+        threads: number of threads of every CPU contender.
+        governor: frequency governor of the first processor, or a remark that the system does not report it.
+        load_before, load_after: processes that ran or waited over the minute before the run, and over its last minute.
     """
 
     machine: Machine
@@ -290,12 +292,12 @@ class Environment(Record):
 
 
 class Run(Record):
-    """What is said of every run.
+    """The fields of every run.
 
     Attributes:
-        command: that measures its figures again.
-        created: when it began.
-        seconds: that it took.
+        command: command that reproduces its figures.
+        created: time at which it started.
+        seconds: duration.
     """
 
     schema_version: Annotated[int, Field(strict=True)]
@@ -309,7 +311,7 @@ class Results(Run):
     """All figures of one run of the benchmark.
 
     Attributes:
-        left_out: parts that were not measured, and why.
+        left_out: parts that were not measured, each with the reason.
     """
 
     schema_version: Annotated[int, Field(strict=True)] = RESULTS_VERSION
@@ -323,10 +325,10 @@ class Results(Run):
 
 
 class StepLimit(Record):
-    """The least time of a step: that of a copy of as many bytes as it reads, read and written bytes both counted.
+    """The least time of a step: the time of a copy that moves (reads plus writes) as many bytes as the step reads.
 
     Attributes:
-        weights: bytes of weights that a step reads, in the bundle's own types.
+        weights: bytes of weights that a step reads, in the bundle's types.
         cache: bytes of filled cache that it reads.
         latency: milliseconds of the copy, which took turns with the contenders.
     """
@@ -337,11 +339,11 @@ class StepLimit(Record):
 
 
 class Timed(Record):
-    """Something that decoders do.
+    """A timed operation of a decoder.
 
     Attributes:
-        latency: milliseconds of it, for all samples together.
-        ratio: the median over that of the bundle's own fastest backend; above 1, the bundle is faster.
+        latency: its milliseconds, for all samples together.
+        ratio: its median over that of the bundle's fastest backend; above 1, the bundle is faster.
     """
 
     latency: Latency
@@ -349,12 +351,12 @@ class Timed(Record):
 
 
 class StepTime(Timed):
-    """Steps of one token behind a context.
+    """Steps of one token after a context.
 
     Attributes:
         context: tokens in the cache before the first timed step.
-        per_second: tokens a second, of all samples together.
-        share: the limit's median over its own.
+        per_second: tokens per second, of all samples together.
+        share: the limit's median over the step's.
     """
 
     context: int
@@ -366,7 +368,7 @@ class FirstToken(Timed):
     """Time to first token: a prompt into an empty cache, until the logits of its last token are there.
 
     Attributes:
-        prompt: tokens of every sample.
+        prompt: tokens per sample.
     """
 
     prompt: int
@@ -378,8 +380,8 @@ class DecodingContender(Right):
     Attributes:
         steps: by context.
         first_tokens: by prompt.
-        growth: bytes that the process has more in memory after a step, the mean of many; None where the system does not
-            tell.
+        growth: bytes by which the process's memory grows per step, the mean of many; None where the system does not
+            report it.
     """
 
     steps: list[StepTime] = []
@@ -387,7 +389,7 @@ class DecodingContender(Right):
     growth: float | None = None
 
     def at(self, context: int) -> StepTime | None:
-        """Its steps behind a context."""
+        """Return its steps after a context, or None."""
         return next((step for step in self.steps if step.context == context), None)
 
 
@@ -395,16 +397,16 @@ class DecodingResults(Run):
     """All figures of one run of `bench --decode`.
 
     Attributes:
-        model: the bundle's name.
-        source: name and options that make the model again.
+        model: name of the bundle.
+        source: name and options that rebuild the model.
         batch: samples that are decoded at once.
-        places: tokens that the caches hold.
-        steps: timed steps of a turn, behind one that is not timed.
-        rounds: how often every contender had a turn at each context and prompt.
-        openings: how often every contender was opened.
-        held_to: what the logits were held to.
+        places: capacity of the caches in tokens.
+        steps: timed steps of a turn, after one that is not timed.
+        rounds: timed rounds per contender at each context and prompt.
+        openings: how often every contender was loaded.
+        held_to: the reference that the logits were checked against.
         limits: by context.
-        wrong: contenders that missed the parity budget, which have no time, and by how much.
+        wrong: contenders that missed the parity budget and so have no time, and by how much.
         skipped: contenders that could not run, and why.
     """
 
@@ -427,7 +429,7 @@ class DecodingResults(Run):
 
     @property
     def best(self) -> DecodingContender | None:
-        """The bundle's own contender that is fastest behind the longest context; None where none was timed."""
+        """The bundle's backend that is fastest after the longest context; None if none was timed."""
         ours = [contender for contender in self.contenders if contender.ours and contender.steps]
         return min(ours, key=lambda contender: contender.steps[-1].latency.median.value, default=None)
 
@@ -436,21 +438,21 @@ class DecodingResults(Run):
 
 
 def read(file: str | os.PathLike[str]) -> Results:
-    """The results in a file.
+    """Read the results in a file.
 
     Raises:
-        UsageError: there is none, or it is no results file of this schema.
+        UsageError: the file does not exist, or is not a results file of this schema.
     """
     try:
         document = json.loads(Path(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"{os.fspath(file)} is no results file ({error}); write one with attnforge bench --out"
+            f"{os.fspath(file)} is not a results file ({error}); write one with attnforge bench --out"
         ) from None
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != RESULTS_VERSION:
         raise UsageError(
-            f"{os.fspath(file)} has results of schema {version}, this attnforge reads {RESULTS_VERSION}; measure again"
+            f"{os.fspath(file)} has schema version {version}, this attnforge reads {RESULTS_VERSION}; measure again"
         )
     try:
         return Results.model_validate(document)
@@ -458,12 +460,12 @@ def read(file: str | os.PathLike[str]) -> Results:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(
-            f"{os.fspath(file)} is no whole results file: {where}: {first['msg']}; measure again"
+            f"{os.fspath(file)} is not a valid results file: {where}: {first['msg']}; measure again"
         ) from None
 
 
 def write(results: Run, file: str | os.PathLike[str]) -> None:
-    """Write results, numbers to five digits, whole or not at all."""
+    """Write results atomically, with numbers to five digits."""
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, f"{json.dumps(to_five_digits(results.model_dump(mode='json')), indent=1)}\n".encode())

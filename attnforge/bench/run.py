@@ -1,8 +1,8 @@
-"""Latency, throughput, memory and starts of a bundle's backends and of its peers, side by side in one run.
+"""Latency, throughput, memory and start-up of a bundle's backends and its peers, measured together in one run.
 
-Machines drift, so only ratios within a run mean anything (:mod:`attnforge.runtime.race`). Every contender is held to
-the parity budget before it is timed, on the very inputs that are timed: a wrong answer has no time. Ours, and peers
-that are as fast, are then held to it in every reference case of the bundle.
+Machines drift, so only ratios within a run mean anything (:mod:`attnforge.runtime.race`). Every contender is checked
+against the parity budget before it is timed, on the inputs that are timed: a wrong answer has no time. Ours, and peers
+that are as fast, are then checked in every reference case of the bundle.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import ExitStack
 from typing import Any, Literal, overload
 
 from attnforge.atomic import temporary_folder
-from attnforge.bench.calls import Caller, Calls, Yardstick, callers, check_all_cases
+from attnforge.bench.calls import Baseline, Caller, Calls, callers, check_all_cases
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.engines import Runner
 from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.contenders.registry import ON_GPU as GPU_PEERS
 from attnforge.bench.contenders.registry import PEERS, expanded, peers_here
 from attnforge.bench.decoding import measure_decoding
-from attnforge.bench.experiment import ROUNDS, Experiment, Progress, begun, case_at, source_text
+from attnforge.bench.experiment import ROUNDS, Experiment, Progress, case_at, new_run, source_text
 from attnforge.bench.experiment import finished as finished
 from attnforge.bench.interval import latency_of, per_second, ratio_of
 from attnforge.bench.limits import Ceilings, limit_seconds
@@ -85,52 +85,51 @@ def benchmark(
     command: str = "attnforge.benchmark(…)",
     progress: Progress = lambda stage: None,
 ) -> Results | DecodingResults:
-    """Measure a bundle's backends, and peers where asked, side by side.
+    """Measure a bundle's backends, and peers if requested, in one run.
 
     Args:
         bundle: a bundle or its folder; or several of one model at several precisions, measured in one run.
-        backends: by default every deployed one that this machine can run.
-        against: names of peers (`attnforge.bench.contenders.registry`, of `decode` those of
-            `attnforge.bench.contenders.decoding.registry`), or `all` that can run here; peers in
+        backends: backends to measure; by default every deployed backend that this machine can run.
+        against: names of peers (:mod:`attnforge.bench.contenders.registry`, with `decode`
+            :mod:`attnforge.bench.contenders.decoding.registry`), or `all` for every peer that can run here; peers in
             torch need the module.
-        sizes: of the dynamic dims, by symbol; or a sequence of such, each measured for itself. By default the
-            example's.
-        decode: of one bundle that was deployed with `cache_tokens`: measure how it decodes, and return
-            :class:`~attnforge.bench.results.DecodingResults`. Logits are held to the module where it is given,
-            registered or trusted, else to the exported graph that the bundle keeps.
-        contexts: of `decode`, tokens before the timed steps; by default those of 128, 512 and 1,024 that the caches
-            have places for.
-        prompts: of `decode`, tokens of the prompts whose time to first token is measured; by default 16, 128 and 512,
-            likewise.
-        batch: of `decode`, samples that are decoded at once; by default 1.
-        rounds: how often every contender has a turn.
-        openings: how often every contender is opened anew. The rounds are shared out among the openings, so there are
-            no more openings than rounds. By default 3; in a quick run 1, whose intervals do not tell how openings
-            differ.
-        threads: of CPU contenders; by default one a processor.
-        module: the module that was deployed, where the bundle does not say how to make it again.
-        quick: latency alone, of one opening: no throughput, starts, memory or limits, and parity on the timed inputs
-            alone; of `decode` steps alone.
-        trust_source: whether you trust whoever made the bundles as you would a program's maker: peers run the model
-            that was deployed, so what the manifest names (a callable, a Hugging Face folder, a file) is imported,
-            opened and run with all your rights.
-        trusted: files of public keys, one of which must have signed each bundle, as :func:`attnforge.load` takes them.
-        command: recorded as the one that measures the results again.
+        sizes: sizes of the dynamic dims, by symbol; or a sequence of such mappings, each measured separately. By
+            default the example's.
+        decode: measure decoding of one bundle that was deployed with `cache_tokens`, and return
+            :class:`~attnforge.bench.results.DecodingResults`. Logits are checked against the module if it is given,
+            registered or trusted, otherwise against the exported graph in the bundle.
+        contexts: with `decode`, numbers of tokens before the timed steps; by default those of 128, 512 and 1,024 that
+            fit in the caches.
+        prompts: with `decode`, lengths in tokens of the prompts whose time to first token is measured; by default those
+            of 16, 128 and 512 that fit in the caches.
+        batch: with `decode`, number of samples decoded at once; by default 1.
+        rounds: number of timed rounds per contender.
+        openings: how often each contender is loaded. Rounds are split between loads, so there are at most as many loads
+            as rounds. By default 3, in a quick run 1; the intervals of a single load do not cover differences between
+            loads.
+        threads: number of threads of CPU contenders; by default one per processor.
+        module: the module that was deployed, if the bundle does not say how to rebuild it.
+        quick: measure latency only, with one load: no throughput, starts, memory or limits, and parity on the timed
+            inputs only; with `decode`, steps only.
+        trust_source: whether to trust the source that the manifests name: peers run the model that was deployed, so
+            that callable, Hugging Face folder or file is imported, opened and run with your permissions.
+        trusted: files of public keys, one of which must have signed each bundle, as in :func:`attnforge.load`.
+        command: recorded as the command that reproduces the results.
         progress: called with the name of each stage as it starts.
 
     Raises:
         UnknownNameError: no such backend, peer or dim.
-        UntrustedError: a peer needs what a manifest names, and neither `module` nor `trust_source` was given.
-        UsageError: fewer than one round or opening, bundles of different models, a module is needed and not at hand, or
-            of `decode` a bundle without a cache, or a context or prompt that does not fit in it.
-        InputError: a size outside the profile.
-        UnavailableError: a backend that was asked for by name cannot run here.
-        BundleError: a bundle is not whole, or was altered.
+        UntrustedError: a peer needs the source that a manifest names, but neither `module` nor `trust_source` is given.
+        UsageError: fewer than one round or load, bundles of different models, a required module is missing, or with
+            `decode` a bundle without a cache, or a context or prompt that does not fit in it.
+        InputError: a size is outside the profile.
+        UnavailableError: a backend that was requested by name cannot run here.
+        BundleError: a bundle is incomplete, or was altered.
     """
     start = time.perf_counter()
     paths = [bundle] if isinstance(bundle, str | os.PathLike | Bundle) else list(bundle)
     if decode and (sizes is not None or len(paths) != 1):
-        raise UsageError("decode=True measures one bundle at a time, by contexts, prompts and batch; give no sizes")
+        raise UsageError("decode=True measures one bundle at a time, by contexts, prompts and batch; omit sizes")
     for name, given in (("contexts", contexts), ("prompts", prompts), ("batch", batch)):
         if given is not None and not decode:
             raise UsageError(f"{name} means nothing without decode=True")
@@ -152,22 +151,22 @@ def benchmark(
         check_trusted(opened.manifest.source, trust_source)
     every_sizes = [sizes or {}] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
     for dims in every_sizes:
-        case_at(bundles[0], dims)  # sizes that cannot be measured are an error before any others are
+        case_at(bundles[0], dims)  # invalid sizes raise before anything is measured
     results = new_results(command, experiment.threads, progress, with_ceilings=not quick)
     results.models = [measure(experiment, dims, results.ceilings) for dims in every_sizes]
     return finished(results, start)
 
 
 def new_results(command: str, threads: int, progress: Progress, with_ceilings: bool = True) -> Results:
-    """Results without models yet: when, on which machine, and what that can do at best.
+    """Return results without models: time, machine and the machine's ceilings.
 
     Args:
-        command: that measures them again.
-        threads: of every CPU contender.
+        command: command that reproduces the results.
+        threads: number of threads of every CPU contender.
         progress: called with the name of each stage as it starts.
         with_ceilings: whether the machine's limits are measured.
     """
-    results = Results(**begun(command, threads), models=[])
+    results = Results(**new_run(command, threads), models=[])
     if with_ceilings:
         progress("measure the machine's limits")
         results.ceilings = measure_ceilings(threads)
@@ -175,30 +174,31 @@ def new_results(command: str, threads: int, progress: Progress, with_ceilings: b
 
 
 def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings | None) -> Model:
-    """Every contender on one model at one set of sizes.
+    """Measure every contender on one model at one set of sizes.
 
     Args:
-        sizes: of the dynamic dims; the example's where they are not named.
-        ceilings: of the machine, to hold times against; None for none.
+        experiment: the bundles, contenders and settings.
+        sizes: sizes of the dynamic dims; a dim that is not named has the example's size.
+        ceilings: ceilings of the machine, to compare times with; None to skip that.
     """
     manifest = experiment.bundles[0].manifest
     case = case_at(experiment.bundles[0], sizes)  # the sizes of the other bundles are the same
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
-        with_threads(experiment.threads, stack)  # closing a contender restores torch's threads, so set them out here
-        yardsticks = [Yardstick(bundle, sizes, experiment, folder) for bundle in experiment.bundles]
-        at = ", ".join(f"{name} {size}" for name, size in case.sizes.items())
-        calls = Calls("check", f"{manifest.name} at {at}" if at else manifest.name, yardsticks)
+        with_threads(experiment.threads, stack)  # closing a contender restores torch's threads, so set them here
+        baselines = [Baseline(bundle, sizes, experiment, folder) for bundle in experiment.bundles]
+        dims = ", ".join(f"{name} {size}" for name, size in case.sizes.items())
+        calls = Calls("check", f"{manifest.name} at {dims}" if dims else manifest.name, baselines)
         workloads = [calls, *(loads(experiment.bundles[0], case) if experiment.throughput else ())]
         skipped: dict[str, str] = {}
-        entries = (entry for yardstick in yardsticks for entry in callers(experiment, yardstick, skipped))
+        entries = (entry for baseline in baselines for entry in callers(experiment, baseline, skipped))
         raced = run_race(experiment, entries, workloads, skipped, stack)
         contenders = [_contender(entry, raced, workloads) for entry in raced.entries]
         _compare(experiment, contenders)
         pairs = list(zip(raced.entries, contenders, strict=True))
         measure_starts_and_memory(experiment, pairs, case)
         if experiment.cases:
-            check_all_cases(experiment, yardsticks, pairs)
+            check_all_cases(experiment, baselines, pairs)
     model = Model(
         name=manifest.name,
         sizes=case.sizes,
@@ -210,7 +210,7 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         skipped=raced.skipped,
     )
     if ceilings is not None:
-        _hold_to_limits(experiment.bundles, model, ceilings)
+        _compare_with_limits(experiment.bundles, model, ceilings)
     return model
 
 
@@ -228,8 +228,8 @@ def _contender(entry: Caller, raced: Raced[Runner], workloads: Sequence[Workload
 
 
 def _compare(experiment: Experiment, contenders: Sequence[Contender]) -> None:
-    """Mark the backend that `auto` picks at each precision, and compare all others of that precision with it; with our
-    fastest where that backend was not timed."""
+    """Mark the backend that `auto` picks at each precision, and compare all contenders of that precision with it, or
+    with our fastest if that backend was not timed."""
     for bundle in experiment.bundles:
         same = [contender for contender in contenders if contender.precision == bundle.manifest.precision]
         ours = {contender.name: contender for contender in same if contender.ours}
@@ -244,7 +244,7 @@ def _compare(experiment: Experiment, contenders: Sequence[Contender]) -> None:
 
 
 def _size_mb(entry: Caller) -> float | None:
-    """MB of the files that a contender is made of; None for a peer in torch."""
+    """Return the MB of the files that a contender loads; None for a peer in torch."""
     bundle, manifest = entry.job.bundle, entry.job.bundle.manifest
     record = manifest.targets.get(entry.name)
     if entry.peer is not None:
@@ -260,8 +260,8 @@ def _size_mb(entry: Caller) -> float | None:
     return sum(file.stat().st_size for file in files) / 1e6 if files else None
 
 
-def _hold_to_limits(bundles: Sequence[Bundle], model: Model, ceilings: Ceilings) -> None:
-    """Record the work and the least time of every precision, and which share of it each CPU contender reaches."""
+def _compare_with_limits(bundles: Sequence[Bundle], model: Model, ceilings: Ceilings) -> None:
+    """Record the work and the limit of every precision, and the share of the limit that each CPU contender reaches."""
     for bundle in bundles:
         precision = bundle.manifest.precision
         work = work_of(whole_graph(bundle, CANONICAL), model.sizes)

@@ -1,4 +1,4 @@
-"""Starts and memory of contenders, each in a process of its own (:mod:`.alone`)."""
+"""Start-up time and memory of contenders, each in its own process (:mod:`.alone`)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from attnforge.bench.results import Cold, Contender
 from attnforge.bundle import Case
 
 LONG_START = 0.3
-"""Seconds of loading from which another process is worth it, to tell how long loading really takes.
+"""Seconds of loading above which a contender is loaded in a second process, and the shorter time counts.
 
-A virtual machine's memory is slow where it is touched for the first time, and the first process pays; so contenders
-that load longer than this are loaded twice, and the lesser time counts.
+A virtual machine's memory is slow when it is first touched, and the first process pays for that.
 """
 
 
 def measure_starts_and_memory(experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]], case: Case) -> None:
     """Measure starts, one after another, and then memory, two processes at a time, which do not disturb each other.
 
-    A process that starts a model of fixed sizes tells its memory too. Another takes a second process, which first runs
-    at other sizes, and tells a second load.
+    A process that starts a model of fixed sizes measures its memory too. Other models take a second process, which
+    first runs at other sizes, and measures a second load.
     """
     if not (experiment.starts or experiment.memory):
         return
     subjects, runs = list(_subjects(experiment, pairs, case)), dict[str, alone.FreshRun]()
     for contender, order in subjects if experiment.starts else ():
-        experiment.progress(f"start {contender.key} anew")
+        experiment.progress(f"start {contender.key} in a new process")
         with _noted(contender, "start"):
             run = alone.measured(order)
             contender.cold = run.cold
@@ -64,7 +63,7 @@ def _take_lesser_load(cold: Cold, run: alone.FreshRun) -> None:
 
 @contextlib.contextmanager
 def _noted(contender: Contender, what: str) -> Iterator[None]:
-    """A process that fails inside the block is a note of the contender's."""
+    """Turn the failure of a process inside the block into a note of the contender."""
     try:
         yield
     except alone.FailedError as error:
@@ -74,20 +73,18 @@ def _noted(contender: Contender, what: str) -> Iterator[None]:
 def _subjects(
     experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]], case: Case
 ) -> Iterator[tuple[Contender, alone.Order]]:
-    """The contenders to be measured, and what a process is told to run them; one that no process can run gets a note
-    that says why."""
+    """Yield the contenders to measure, each with the order for its process; a contender that no process can run gets a
+    note with the reason."""
     for entry, contender in pairs:
         peer, bundle = entry.peer, entry.job.bundle
         if peer is not None and experiment.fresh_peers is not None and entry.name not in experiment.fresh_peers:
             continue
         if peer is not None and peer.compiles:
             contender.notes.append(
-                "its start and memory are not measured: what it compiled is kept on disk, so no start of it is a first"
+                "its start and memory are not measured: compiled code is cached on disk, so no start is cold"
             )
         elif peer is not None and peer.file is None and bundle.manifest.source.kind in ("module", "onnx"):
-            contender.notes.append(
-                "its start and memory are not measured: another process cannot make the module again"
-            )
+            contender.notes.append("its start and memory are not measured: another process cannot rebuild the module")
         else:
             yield (
                 contender,

@@ -1,5 +1,4 @@
-"""Tables of a benchmark, with the decimals that let the points of a column stand below one another; as Markdown for the
-documentation."""
+"""Tables of a benchmark, with the decimals that align each column; as Markdown for the documentation."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ Measure = Literal["time", "memory"]
 
 
 def decimals_of(contenders: Sequence[Contender]) -> dict[str, int]:
-    """Decimals of every column of figures, by its name."""
+    """Return the decimals of every numeric column, by its name."""
     return {
         "ms": places(c.latency.median.value for c in contenders),
         "cold": places((c.cold.load_s for c in contenders if c.cold), 2),
@@ -27,7 +26,7 @@ def decimals_of(contenders: Sequence[Contender]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class GrowthTable:
-    """Time or memory of every series over the sizes, and its law; None where a series was not measured."""
+    """Time or memory of every series over the sizes, and its fitted law; None where a series was not measured."""
 
     measure: Measure
     unit: str
@@ -36,10 +35,10 @@ class GrowthTable:
 
 
 def growth_tables(growth: Growth) -> list[GrowthTable]:
-    """The table of time, and of memory where some was measured."""
+    """Return the table of time, and that of memory if any was measured."""
     count = len(growth.sizes)
     tables = []
-    measures: list[tuple[Measure, str]] = [("time", "ms a call"), ("memory", "MiB that a call adds")]
+    measures: list[tuple[Measure, str]] = [("time", "ms per call"), ("memory", "MiB added per call")]
     for measure, unit in measures:
         is_time = measure == "time"
         rows = [
@@ -56,7 +55,7 @@ def growth_tables(growth: Growth) -> list[GrowthTable]:
 
 
 def table(model: Model) -> str:
-    """One model's contenders as Markdown; ours in bold. † marks contenders that are wrong in another case."""
+    """Return one model's contenders as Markdown, ours in bold. † marks contenders that are wrong in another case."""
     contenders = [contender for group in model.by_precision.values() for contender in group]
     decimals = decimals_of(contenders)
     head = (
@@ -80,7 +79,7 @@ def table(model: Model) -> str:
 
 
 def growth_table(growth: Growth) -> str:
-    """Time over the sizes as Markdown, and after it memory where some was measured."""
+    """Return time over the sizes as Markdown, followed by memory if any was measured."""
     tables = []
     for grown in growth_tables(growth):
         head = (

@@ -1,4 +1,4 @@
-"""Throughput: samples a second over batches, and over callers at once, contenders in turns."""
+"""Throughput: samples per second over batch sizes and concurrent callers, with contenders in turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnforge.runtime.race import in_turns, seconds_of
 from attnforge.runtime.session import RUNS_TO_WARM
 
 THROUGHPUT_PEERS = ("onnxruntime-plain", "eager")
-"""Peers whose throughput is measured too; that of the others is close to their latency's inverse."""
+"""Peers whose throughput is measured too; that of other peers is close to the inverse of their latency."""
 
 BATCH = "batch"
 """The symbol of the dim that counts samples."""
@@ -28,18 +28,20 @@ BATCH = "batch"
 BATCHES, CALLERS = (1, 2, 4, 8), (1, 2, 4)
 
 BURST = 0.1
-"""Seconds that a turn takes, about."""
+"""Approximate seconds of a turn."""
 
 ROUNDS = 4
 
 
 @dataclass
 class Load(Workload[Runner]):
-    """Calls of `batch` samples by `callers` at once, each in a thread of its own, on one loaded model.
+    """Calls of `batch` samples by `callers` concurrent callers, each in its own thread, on one loaded model.
 
     Attributes:
-        case: whose sizes the other dims have.
-        runs: one call of each contender that can.
+        case: gives the sizes of the other dims.
+        batch: samples per call.
+        callers: number of concurrent callers.
+        runs: one call of each contender that takes the load, by key.
     """
 
     in_last_opening_alone = True
@@ -50,8 +52,8 @@ class Load(Workload[Runner]):
     runs: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
     def why_wrong(self, entry: Caller) -> None:
-        """Warm a contender up. Answers were judged before; where it fails, a note says so, and the rest is measured all
-        the same. Peers are opened for one caller."""
+        """Warm up a contender. Its answers were checked before; a failure becomes a note, and the other loads are still
+        measured. Peers support one caller only."""
         if not entry.ours and (entry.name not in THROUGHPUT_PEERS or self.callers > 1):
             return
         sizes = {**self.case.sizes, BATCH: self.batch} if BATCH in self.case.sizes else self.case.sizes
@@ -66,7 +68,7 @@ class Load(Workload[Runner]):
             self.runs[entry.key] = run
 
     def time(self, entries: Mapping[str, Caller], rounds: int, seconds: float, seed: int) -> Times:
-        """Milliseconds a sample, in bursts of :data:`BURST` seconds; as often as :data:`ROUNDS` says."""
+        """Return milliseconds per sample, in :data:`ROUNDS` bursts of :data:`BURST` seconds."""
         return in_turns({key: partial(self._burst, run) for key, run in self.runs.items()}, ROUNDS)
 
     def _burst(self, run: Callable[[], Any]) -> list[float]:
@@ -80,7 +82,7 @@ class Load(Workload[Runner]):
 
 
 def loads(bundle: Bundle, case: Case) -> Iterator[Load]:
-    """Batches that the bundle takes with one caller, and several callers at the sizes of `case`."""
+    """Yield the batch sizes that the bundle takes with one caller, and several callers at the sizes of `case`."""
     batches = []
     for batch in BATCHES if BATCH in case.sizes else ():
         with contextlib.suppress(InputError):  # outside the profile

@@ -160,7 +160,7 @@ def test_openings_that_are_alike_cost_little() -> None:
 
 @pytest.mark.parametrize("openings", [[1, 1], [2, 2], [3, 0], [4, -1]])
 def test_what_are_no_openings(openings: list[int]) -> None:
-    with pytest.raises(UsageError, match="not the 3 that there are"):
+    with pytest.raises(UsageError, match="do not add up to 3"):
         latency_of([[1.0]] * 3, openings)
 
 
@@ -338,7 +338,7 @@ def test_another_number_of_openings_is_noted() -> None:
     old, new = (run(model([contender("b", openings=of), contender("eager", openings=of)])) for of in ([], [4, 4]))
     assert compare(new, new).notes == []
     (note,) = compare(old, new).notes
-    assert "openings of each contender: 1 before, 2 now" in note
+    assert "loads of each contender: 1 before, 2 now" in note
 
 
 def test_what_slows_down_a_round_for_all_cancels() -> None:
@@ -389,7 +389,7 @@ def test_peers_that_scatter_hide_small_changes() -> None:
     before = [contender(name) for name in ("backend3", *PEERS)]
     assert said(compared(before, after([10, 10.1, 9.9, 10, 10])).regressions) == [("backend3 fp32", "latency")]
     hidden = compared(before, after([9, 10, 11, 10.5, 9.5]))
-    assert not hidden.moved and any("the peers' changes differ by" in note for note in hidden.notes)
+    assert not hidden.moved and any("the peers' changes spread by" in note for note in hidden.notes)
 
 
 def test_without_peers_all_of_a_change_counts() -> None:
@@ -469,7 +469,7 @@ def test_a_start_is_no_regression_where_a_peers_moved_as_much() -> None:
     for theirs in (4.0, 1.0):  # either way
         found = compared(at(1.0, 2.0), at(1.8, theirs))
         assert ("b fp32", "cold start") in said(found.moved) and not found.regressions
-        assert any("those of peers moved by up to 2 times" in line for line in found.text().splitlines())
+        assert any("those of peers changed by up to 2 times" in line for line in found.text().splitlines())
 
 
 def test_errors_within_the_budget_are_no_regression() -> None:
@@ -498,7 +498,7 @@ def test_to_miss_the_budget_in_a_case_is_a_regression() -> None:
         ({"wrong": {"b fp32": "error 1e-2 is over the budget"}}, "parity", "error 1e-2 is over the budget"),
         ({"skipped": {"b fp32": "no CUDA device"}}, "gone", "no CUDA device"),
         ({"deployed": []}, "gone", "the model is not deployed in fp32 in the new run"),
-        ({}, "gone", "the new run does not say why"),
+        ({}, "gone", "the new run gives no reason"),
     ],
 )
 def test_what_is_wrong_or_gone_is_a_regression(found: dict[str, Any], what: str, reason: str) -> None:
@@ -515,7 +515,7 @@ def test_peers_in_one_run_alone_are_noted() -> None:
     assert not found.moved
     for note in (
         "vit, eager fp32: only in the old run: error 2",
-        "vit, compiled fp32: only in the old run: the new one does not say why",
+        "vit, compiled fp32: only in the old run: the new run gives no reason",
         "vit, torchscript fp32: only in the new run",
     ):
         assert note in found.notes
@@ -569,13 +569,13 @@ def test_what_differs_is_noted_and_another_machine_first() -> None:
         left_out={"bert": "no time"},
     )  # fmt: skip
     found = compare(old, new)
-    assert [note.partition(":")[0] for note in found.notes[:2]] == ["another machine", "another number of threads"]
+    assert [note.partition(":")[0] for note in found.notes[:2]] == ["different machine", "different number of threads"]
     assert "processor some before, other now; processors 2 before, 4 now" in found.notes[0]
     notes = "\n".join(found.notes)
     for words in (
         "threads: 2 before, 4 now", "torch 2.11 before, 2.12 now; openvino none before, 2026.1 now", "powersave now",
-        "busy before the new run: load 3", "busy besides the new run: load 9 after it", "vit: made otherwise",
-        "x float32 before, float16 now", "3 rounds are too few", "another backend is picked: fp32 c before, b now",
+        "busy before the new run: load 3", "busy during the new run: load 9 after it", "vit: different source",
+        "x float32 before, float16 now", "3 rounds are too few", "different backend picked: fp32 c before, b now",
         "left out of the new run: bert: no time",
     ):  # fmt: skip
         assert words in notes
@@ -652,7 +652,7 @@ def test_series_that_do_not_compare() -> None:
     fewer.series[0].ms[-1], fewer.series[0].notes = None, ["out of memory at 512"]
     found = grown(growth(1.0), fewer)
     assert not found.moved
-    assert "vit over tokens, b fp32: time is not of the same sizes as before: out of memory at 512" in found.notes
+    assert "vit over tokens, b fp32: time was measured at other sizes than before: out of memory at 512" in found.notes
     assert "vit over tokens: only in the old run" in compare(run(growth=[growth(1.0)]), run()).notes
 
 

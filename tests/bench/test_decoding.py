@@ -193,7 +193,7 @@ def test_a_window_limits_the_cache_that_is_read_and_the_bundle_alone_is_enough(
 
 
 def test_a_dear_reference_is_eager(own: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "DEAR", 0)
+    monkeypatch.setattr(decoding, "MOST_OPERATIONS", 0)
     for at_hand in (True, False):
         monkeypatch.setattr(decoding, "is_at_hand", lambda job, at_hand=at_hand: at_hand)
         results = attnforge.benchmark(own, decode=True, contexts=[4], rounds=1, threads=1, quick=True)
@@ -203,9 +203,9 @@ def test_a_dear_reference_is_eager(own: Bundle, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_cannot_be_measured_is_refused(own: Bundle, llama: Bundle, tmp_path: Path) -> None:
     decodes = partial(attnforge.benchmark, decode=True)
-    with pytest.raises(UsageError, match="contexts are 40; the caches hold 48 tokens, so give 1 to 39"):
+    with pytest.raises(UsageError, match="contexts: 40 given; the caches hold 48 tokens, so give 1 to 39"):
         decodes(own, contexts=[4, 40])
-    with pytest.raises(UsageError, match="prompts are 0"):
+    with pytest.raises(UsageError, match="prompts: 0 given"):
         decodes(own, prompts=[0])
     with pytest.raises(UsageError, match="1 or more"):
         decodes(own, rounds=0)
@@ -213,7 +213,7 @@ def test_what_cannot_be_measured_is_refused(own: Bundle, llama: Bundle, tmp_path
         decodes(llama, batch=3)
     with pytest.raises(UnknownNameError, match="abacus"):
         decodes(own, against=["abacus"])
-    with pytest.raises(UnavailableError, match="runs no steps"):
+    with pytest.raises(UnavailableError, match="cannot run steps"):
         decodes(own, ["tensorrt"])
     with pytest.raises(UntrustedError):
         decodes(llama, against=["eager-static"])

@@ -315,8 +315,8 @@ BRANCHES = "then_branch = a () => (float[n] u) { u = Identity(x) }, else_branch 
 @pytest.mark.parametrize(
     ("inputs", "operator", "reason"),
     [
-        ("bool c", f"If<{BRANCHES}>(c)", "If holds graphs of its own"),
-        ("", "com.microsoft.FastGelu(x)", "com.microsoft::FastGelu is no standard operator"),
+        ("bool c", f"If<{BRANCHES}>(c)", "If contains subgraphs"),
+        ("", "com.microsoft.FastGelu(x)", "com.microsoft::FastGelu is not a standard operator"),
         ("float[1,4,n] w, float[1,4,4] r", "LSTM<hidden_size=1>(x, w, r)", "no rule for LSTM"),
         ("int32[n,2] i", "MatMul(i, i)", "a product of int32"),
         ("float[2,2] i", 'Einsum<equation = "ab,bc,cd->ad">(i, i, i)', "an Einsum of other than two operands"),

@@ -212,7 +212,7 @@ def test_what_fits_no_case_is_held_to_none(bundle: Bundle, monkeypatch: pytest.M
     monkeypatch.setitem(PEERS, "eager", Peer("planted", make=lambda job, stack: right, any_sizes=False))
     _, peer = held_to_all([bundle], ["eager"], monkeypatch, sizes={"batch": 3, "tokens": 11})
     count = len(bundle.manifest.cases)
-    assert peer.cases == found.Cases(held=0, of=count) and peer.partly == f"held to 0 of {count} cases"
+    assert peer.cases == found.Cases(held=0, of=count) and peer.partly == f"checked in 0 of {count} cases"
 
 
 @pytest.mark.parametrize(("picked", "held"), [("onnxruntime-cpu", False), ("openvino", True)])
@@ -358,7 +358,7 @@ def test_what_cannot_be_meant(bundle: Bundle, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="999"):
         attnforge.benchmark(bundle, sizes=[{"tokens": 9}, {"tokens": 999}], progress=stages.append)
     assert stages == []  # nothing that is lost was measured
-    with pytest.raises(UsageError, match="another precision"):
+    with pytest.raises(UsageError, match="a different precision"):
         attnforge.benchmark([bundle, bundle], quick=True)
     with pytest.raises(UnavailableError, match="tensorrt"):
         attnforge.benchmark(bundle, ["tensorrt"], quick=True)
@@ -378,7 +378,7 @@ def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
         module(*tensors)
         assert len(calls) == 2
-    with ExitStack() as stack, pytest.raises(UnavailableError, match="not this library's own"):
+    with ExitStack() as stack, pytest.raises(UnavailableError, match="its attention is not attnforge's"):
         job = PeerJob(fixed, {"input": np.zeros((3, 8), np.float32)}, 1, tmp_path, nn.Linear(8, 4))
         PEERS["eager-sdpa"].open(job, stack)(job.feeds)
 
@@ -486,7 +486,7 @@ def test_what_torch_compiles_stays_open(bundle: Bundle, monkeypatch: pytest.Monk
     assert happened == ["open 1", "race", "race", "close 1"]
     notes = {one.name: one.notes for one in model.contenders}
     assert notes.pop("eager") == [
-        "what is compiled was opened once, for it takes long: its interval does not tell how openings differ"
+        "compiled once, because that takes long: its interval does not cover differences between loads"
     ]
     assert notes == {"onnxruntime-cpu": [], "eager-sdpa": []}
 
@@ -500,7 +500,7 @@ def test_what_fails_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatch: 
 
     happened = planted(bundle, monkeypatch, fails)
     model = opened(bundle, 3, 3)
-    assert model.skipped == {"eager fp32": "no memory (in opening 2 of 3; before, it was right)"} and not model.wrong
+    assert model.skipped == {"eager fp32": "no memory (in load 2 of 3; it was right before)"} and not model.wrong
     assert happened == ["open 1", "race", "open 2", "close 1", "race", "race"]
     assert [one.latency.openings for one in model.contenders] == [[1, 1, 1]] * 2
     assert all(one.ratio is not None for one in model.contenders)
@@ -575,8 +575,8 @@ def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path
     assert found.read(tmp_path / "before.json").models[0].openings == 1
     for other, words in (
         (text.replace('"schema_version": 1', '"schema_version": 7'), "schema 7"),
-        (text.replace('"models"', '"modles"'), "no whole results file"),
-        ("{", "no results file"),
+        (text.replace('"models"', '"modles"'), "not a valid results file"),
+        ("{", "not a results file"),
     ):
         (tmp_path / "other.json").write_text(other, encoding="utf-8")
         with pytest.raises(UsageError, match=words):

@@ -300,7 +300,7 @@ def test_what_is_wrong_in_another_case_is_not_shipped(tmp_path: Path) -> None:
     page = parsed(results([found], growth=[]), tmp_path / "page.html")
     first = answer(page, "m", "fp32")
     assert "ship onnxruntime-cpu — 10.0 ms" in first and "A peer is faster: eager takes 9.50 ms" in first
-    assert "1.05× as fast, held to 2 of 14 cases." in first
+    assert "1.05× as fast, checked in 2 of 14 cases." in first
     for name, speed in (("openvino", "1.25"), ("openvino-plain", "1.11")):
         assert f"Not {name}, {speed}× as fast: it is wrong in scaled-16, output: error 2e-06" in first
     assert "| openvino-plain † | fp32 |" in table(found) and "† openvino-plain fp32 is wrong in scaled-16" in table(
@@ -413,7 +413,7 @@ def test_the_page_needs_nothing_else_and_can_be_read_aloud(written: tuple[Result
     assert len(set(alts)) == len(alts) == 7 and all(len(alt) > 60 for alt in alts)
     assert "onnxruntime-cpu fp32 33.0 ms (95%: 32.8–33.3)" in alts[0]
     assert "eager fp32 5.59 (5.57–5.62)" in alts[1]
-    assert "190 GFLOP/s in fp32" in alts[4] and "patch-attention has 364 operations a byte" in alts[4].replace(
+    assert "190 GFLOP/s in fp32" in alts[4] and "patch-attention has 364 operations per byte" in alts[4].replace(
         "360", "364"
     )
     assert "2.70 at 784, 309 at 12,544: ~ tokens^1.71 (1.68–1.74)" in alts[5]
@@ -493,7 +493,7 @@ def test_tables_in_markdown() -> None:
     assert len(lines) == 2 + 11 and len({line.count("|") for line in lines}) == 1
     assert lines[2] == ("| **onnxruntime-cpu** | fp32 | 33.0 (32.8–33.3) | 1.00 (1.00–1.00) | 38% | 23 | 2.1e-7 |")
     times, memory = growth_table(found.growth[0]).split("\n\n")
-    assert times.splitlines()[0].startswith("| ms a call | precision | 784 tokens | 3,136 tokens |")
+    assert times.splitlines()[0].startswith("| ms per call | precision | 784 tokens | 3,136 tokens |")
     assert times.splitlines()[5] == "| eager | fp32 | 11.0 | 168.8 | 655.0 | – | 1.97 (1.93–2.01) | 2.00 |"
     assert memory.splitlines()[4] == ("| onnxruntime-plain | fp32 | 9 | 143 | 559 | 2,228 | 1.98 (1.96–2.00) | 1.98 |")
 

@@ -47,7 +47,7 @@ def test_who_is_wrong_in_another_case_is_passed_over() -> None:
     right.cases = Cases(held=2, of=14)
     to_any, to_fast = claims.Ratio("m", "fp32", "fp32", 1.05), claims.Ratio("m", "fp32", "fast fp32", 1.05)
     found = to_any.measured_on(model(ours, fast, right))
-    assert found.against == "b fp32 to c fp32, held to 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
+    assert found.against == "b fp32 to c fp32, checked in 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
     assert isinstance(found.measured, Interval) and found.measured.value == pytest.approx(10 / 9)
     by_name = to_fast.measured_on(model(ours, fast, right))
     assert by_name.text == "m: fp32 to fast" and isinstance(by_name.measured, Interval)

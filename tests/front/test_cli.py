@@ -375,7 +375,7 @@ def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
     assert_one_line(here("bench", bundle, "--shapes", "batch=9999"), 2, "9999", "16")
     assert_one_line(here("bench", bundle, "--rounds", "0"), 2, "1 or more")
     assert_one_line(here("bench", bundle, "--against", "abacus"), 2, "unknown peer 'abacus'", "torch-compile")
-    assert_one_line(here("bench", bundle, "--compare", tmp_path / "none.json"), 2, "no results file", "--out")
+    assert_one_line(here("bench", bundle, "--compare", tmp_path / "none.json"), 2, "not a results file", "--out")
     out = tmp_path / "taken"
     out.mkdir()
     (out / "thesis.txt").write_text("all my work")

@@ -1,4 +1,4 @@
-"""Engines: what runs a model's file, for peers and in processes of their own. Imports no torch."""
+"""Engines: runners of model files, for peers and for measurements in separate processes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.session import Session, load
 
 Runner = Callable[[dict[str, Array]], dict[str, Array]]
-"""Runs a contender on inputs by name; a contender that was compiled for some sizes takes these sizes alone."""
+"""Runs a contender on inputs by name; a contender that was compiled for some sizes takes only those sizes."""
 
 
 @dataclass
 class Setup:
-    """What contenders are opened for.
+    """The bundle, inputs and threads that contenders are loaded for.
 
     Attributes:
-        bundle: the bundle of the model that they run.
+        bundle: bundle of the model that they run.
         feeds: inputs by name, in the bundle's dtypes.
-        threads: that a run may use on a CPU.
+        threads: number of threads that a run may use on a CPU.
     """
 
     bundle: Bundle
@@ -39,17 +39,17 @@ class Setup:
 
 
 def wide(feeds: dict[str, Array]) -> dict[str, Array]:
-    """Inputs with floating-point ones in fp32, which has room for every 16-bit number."""
+    """Return the inputs with floating-point ones in fp32, which represents every 16-bit number."""
     return {name: a.astype(np.float32, copy=False) if is_floating(a) else a for name, a in feeds.items()}
 
 
 def open_backend(name: str, setup: Setup, stack: ExitStack) -> Runner:
-    """A backend of the bundle itself."""
+    """Load a backend of the bundle."""
     return stack.enter_context(load(setup.bundle, name, threads=setup.threads)).run
 
 
 def product_of(size: int, precision: str = "fp32") -> bytes:
-    """The ONNX model of a product of a square matrix `a` with one of ones, a constant, as models have it."""
+    """Return the ONNX model of a product of a square matrix `a` and constant ones, like a model's weights."""
     from onnx import TensorProto, helper
 
     kind = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}.get(precision, TensorProto.FLOAT)
@@ -63,21 +63,21 @@ def product_of(size: int, precision: str = "fp32") -> bytes:
 
 @functools.cache
 def why_no_products(precision: str) -> str | None:
-    """Why ONNX Runtime's CPU cannot multiply matrices at a precision, in its words, or None; asked before a model is
-    exported for nothing."""
+    """Return why ONNX Runtime cannot multiply matrices at a precision on a CPU, in its words, or None; checked before a
+    model is exported in vain."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
         ort.InferenceSession(product_of(2, precision), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime's own kinds derive from nothing narrower
+    except Exception as error:  # ONNX Runtime's exceptions have no narrower base class
         return first_line(error)
     return None
 
 
 def _in_onnxruntime(setup: Setup, file: Path, stack: ExitStack) -> Runner:
-    """A file in ONNX Runtime, with inputs checked and bound as the bundle's own backends do it."""
+    """Load a file in ONNX Runtime, with inputs checked and bound as by the bundle's backends."""
     manifest = setup.bundle.manifest
     backend = OnnxRuntime(file.stem, file, manifest.inputs, manifest.outputs, setup.threads)
     return stack.enter_context(Session(setup.bundle, backend)).run
@@ -96,27 +96,28 @@ def _on_cuda(setup: Setup, file: Path, stack: ExitStack) -> Runner:
 def openvino_request(
     model: str | bytes, precision: str, threads: int, shapes: dict[str, list[int]] | None = None
 ) -> Any:
-    """An infer request of a model on the CPU at a precision.
+    """Return an infer request of a model on the CPU at a precision.
 
     Args:
         model: an ONNX file, or its bytes.
-        precision: that OpenVINO computes at.
-        threads: that a run may use.
-        shapes: of the inputs by name, to compile for these alone.
+        precision: precision that OpenVINO computes at.
+        threads: number of threads that a run may use.
+        shapes: input shapes by name, to compile for these only.
 
     Raises:
-        UnavailableError: OpenVINO is not here, or does not compute at the precision on this processor, or not rightly.
+        UnavailableError: OpenVINO is not installed, or does not compute at the precision on this processor, or not
+            correctly.
     """
     if (reason := why_not_here("openvino")) is not None:
         raise UnavailableError(reason)
     import openvino
 
     if precision == "fp16":
-        raise UnavailableError("OpenVINO's own fp16 is not right on every processor")
+        raise UnavailableError("OpenVINO's fp16 is wrong on some processors")
     core: Any = openvino.Core()
     ability, hint = CAPABILITIES.get(precision, ("FP32", "f32"))
     if ability not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        raise UnavailableError(f"this processor has no {ability} arithmetic that OpenVINO uses")
+        raise UnavailableError(f"OpenVINO has no {ability} arithmetic on this processor")
     graph = core.read_model(model)
     if shapes is not None:
         graph.reshape(shapes)
@@ -128,12 +129,12 @@ def _in_openvino(setup: Setup, file: Path, stack: ExitStack, static: bool = Fals
     shapes = {name: list(array.shape) for name, array in setup.feeds.items()} if static else None
     request = openvino_request(str(file), setup.bundle.manifest.precision, setup.threads, shapes)
     names = [spec.name for spec in setup.bundle.manifest.outputs]
-    held: list[dict[str, Array]] = [{}, {}]  # the last call's inputs and their fp32 copies, which take time to make
+    last: list[dict[str, Array]] = [{}, {}]  # the last call's inputs and their fp32 copies, which take time to make
 
     def run(feeds: dict[str, Array]) -> dict[str, Array]:
-        if feeds is not held[0]:
-            held[:] = feeds, wide(feeds)
-        request.infer(held[1], share_inputs=True)
+        if feeds is not last[0]:
+            last[:] = feeds, wide(feeds)
+        request.infer(last[1], share_inputs=True)
         return {name: request.get_tensor(name).data for name in names}
 
     return run
@@ -145,4 +146,4 @@ ENGINES: dict[str, Callable[[Setup, Path, ExitStack], Runner]] = {
     "openvino": _in_openvino,
     "openvino-static": functools.partial(_in_openvino, static=True),
 }
-"""By name; each opens a model's file."""
+"""By name; each loads a model's file."""

@@ -1,7 +1,7 @@
-"""Peers: other ways to run the same weights, which a deployed model is measured against.
+"""Peers: other ways to run the same weights, which a deployed model is compared with.
 
-Peers in ONNX Runtime and OpenVINO run the exporter's own graph, which is written once; those in torch run the module
-that was deployed. All have the same number of threads, and compute at the bundle's precision.
+Peers in ONNX Runtime and OpenVINO run the exporter's graph, which is written once; those in torch run the module that
+was deployed. All have the same number of threads, and compute at the bundle's precision.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import as_written, at_precision, named_outputs, run, torch_dtype
 
 T = TypeVar("T")
-"""What runs a contender: a function of inputs, or a decoder that takes steps."""
+"""The runner of a contender: a function of inputs, or a decoder that takes steps."""
 
 
 @dataclass
 class PeerJob(Setup):
-    """What peers are opened for.
+    """The setup that peers are loaded for.
 
     Attributes:
-        folder: where their files are written, once, and other processes find them.
-        given: the module that was deployed, where the bundle does not say how to make it again.
+        folder: folder of their files, each written once and shared with other processes.
+        given: the module that was deployed, if the bundle does not say how to rebuild it.
         trust_source: whether what the bundle's manifest names may be imported, opened and run.
+        precision: the bundle's precision.
     """
 
     folder: Path
@@ -63,8 +64,8 @@ class PeerJob(Setup):
         """The module, or the graph, that the bundle was deployed from.
 
         Raises:
-            UntrustedError: the manifest names code or a file, and nobody said that it is trusted.
-            UsageError: the bundle was deployed from a module that is not given, or from a file that is gone.
+            UntrustedError: the manifest names code or a file, and `trust_source` is not set.
+            UsageError: the bundle was deployed from a module that is not given, or from a file that no longer exists.
         """
         if self.given is not None:
             return self.given
@@ -77,14 +78,14 @@ class PeerJob(Setup):
 
     @property
     def decoding(self) -> Decoding:
-        """What a bundle with a cache says of it."""
+        """The manifest's record of the cache, for a bundle with a cache."""
         decoding = self.bundle.manifest.decoding
         assert decoding is not None
         return decoding
 
     @property
     def batch(self) -> int:
-        """How many samples are decoded at once; the feeds are the tokens of the longest run, `(batch, tokens)`."""
+        """Number of samples decoded at once; the feeds are the tokens of the longest run, `(batch, tokens)`."""
         return len(self.feeds[self.decoding.tokens])
 
     @property
@@ -93,14 +94,14 @@ class PeerJob(Setup):
         return self.bundle.manifest.outputs[0].name
 
     def file(self, name: str, write: Callable[[Path], object]) -> Path:
-        """A file of this name in the folder, which `write` writes where it is not there yet."""
+        """Return a file of this name in the folder; `write` creates it if it does not exist yet."""
         file = self.folder / name
         if not file.exists():
             write(file)
         return file
 
     def torch_module(self, precision: Precision | None = None) -> torch.nn.Module:
-        """The module at a precision, by default the bundle's.
+        """Return the module at a precision, by default the bundle's.
 
         Raises:
             UnavailableError: the bundle was deployed from an ONNX graph.
@@ -115,10 +116,10 @@ class Peer(Generic[T]):
     """Another way to run, or to decode with, the same weights.
 
     Attributes:
-        what: a line about it.
-        engine: name of the engine that runs its file (:data:`ENGINES`), or the library that runs what `make` returns.
-        file: writes its file, once; raises whatever its maker refuses the model with.
-        make: what runs it, for a peer without a file.
+        what: one-line description.
+        engine: name of the engine that runs its file (:data:`ENGINES`), or of the library behind what `make` returns.
+        file: writes its file, once; raises any error of the tool that refuses the model.
+        make: returns its runner, for a peer without a file.
         any_sizes: whether it runs at other sizes than those of the job.
     """
 
@@ -131,13 +132,13 @@ class Peer(Generic[T]):
     @property
     def compiles(self) -> bool:
         """Whether torch compiles the module and caches the result on disk for the next process. That takes minutes, so
-        a run opens the peer once."""
+        a run loads the peer once."""
         return self.make is not None and not self.any_sizes
 
     def open(self, job: PeerJob, stack: ExitStack) -> T:
-        """What runs the model; raises whatever refuses it."""
+        """Return the runner of the model; raises any error of the tool that refuses it."""
         if self.engine == "onnxruntime" and (reason := why_no_products(job.precision.name)) is not None:
-            raise UnavailableError(reason)  # before a model is exported for nothing
+            raise UnavailableError(reason)  # before a model is exported in vain
         if self.file is not None:
             runner: Any = ENGINES[self.engine](job, self.file(job), stack)
             return runner  # type: ignore[no-any-return]
@@ -145,19 +146,19 @@ class Peer(Generic[T]):
         if self.engine == "torch":
             with_threads(job.threads, stack)
         if self.compiles:
-            torch.compiler.reset()  # torch.compile gives up after some models
+            torch.compiler.reset()  # torch.compile stops compiling after a number of models
         return self.make(job, stack)
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def torch_runner(module: Callable[..., Any], precision: Precision, place: str = "cpu") -> Runner:
-    """Runs a module at a precision, whose floating-point inputs it gets so, on the device `place`."""
+def torch_runner(module: Callable[..., Any], precision: Precision, device: str = "cpu") -> Runner:
+    """Return a function that runs a module on a device, with floating-point inputs converted to `precision`."""
     dtype = torch_dtype(precision)
 
     def run_module(feeds: dict[str, Array]) -> dict[str, Array]:
-        tensors = [to_torch(array).to(place) for array in feeds.values()]
+        tensors = [to_torch(array).to(device) for array in feeds.values()]
         with torch.no_grad(), as_written():
             result = module(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))
         return {name: to_numpy(name, value) for name, value in named_outputs(result).items()}
@@ -176,7 +177,7 @@ def _compiled(job: PeerJob, stack: ExitStack) -> Runner:
 def _flex(job: PeerJob, stack: ExitStack) -> Runner:
     make = getattr(job.torch_module(), "with_flex_attention", None)
     if make is None:
-        raise UnavailableError("its module has no method with_flex_attention that returns its form for flex_attention")
+        raise UnavailableError("its module has no method with_flex_attention that returns a module with flex_attention")
     return torch_runner(make(), job.precision)
 
 
@@ -193,8 +194,8 @@ def _sdpa(job: PeerJob, stack: ExitStack) -> Runner:
             result = module(*tensors)
         if not calls:
             raise UnavailableError(
-                "its attention is not this library's own, so it cannot be exchanged for torch's fused one; modules of "
-                "attnforge.model and hf: models can"
+                "its attention is not attnforge's, so torch's fused attention cannot replace it; modules of "
+                "attnforge.model and hf: models can run this peer"
             )
         return result
 
@@ -203,25 +204,25 @@ def _sdpa(job: PeerJob, stack: ExitStack) -> Runner:
 
 @contextmanager
 def using_sdpa() -> Iterator[list[None]]:
-    """Make this library's modules compute attention with torch's `scaled_dot_product_attention`; yields a list that
-    every call appends to."""
-    written_out: Any = importlib.import_module("attnforge.model.attention")  # the package has a function of that name
+    """Make attnforge's modules compute attention with torch's `scaled_dot_product_attention`; yields a list that every
+    call appends to."""
+    decomposed: Any = importlib.import_module("attnforge.model.attention")  # the package has a function of that name
     calls: list[None] = []
-    before = written_out.attention
+    before = decomposed.attention
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *, scale: float, attn_mask: Tensor | None = None) -> Tensor:
         calls.append(None)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
 
-    written_out.attention = fused
+    decomposed.attention = fused
     try:
         yield calls
     finally:
-        written_out.attention = before
+        decomposed.attention = before
 
 
 def with_threads(threads: int, stack: ExitStack) -> None:
-    """Set the number of torch's threads, until the stack closes."""
+    """Set torch's number of threads until the stack closes."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     stack.callback(torch.set_num_threads, before)
@@ -240,7 +241,7 @@ def _torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
 
 
 def plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
-    """The exporter's graph, untouched, at the bundle's precision or a wider one, with the bundle's dynamic dims."""
+    """Return the exporter's unmodified graph, at the bundle's precision or a wider one, with its dynamic dims."""
     precision = precision_named(wide_precision or job.precision.name)
 
     def write(file: Path) -> None:
@@ -251,20 +252,18 @@ def plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
         elif precision == job.precision:
             save(job.module.original.model, file)
         else:
-            raise UnavailableError(
-                f"the bundle was deployed from an ONNX graph of another precision than {precision.name}"
-            )
+            raise UnavailableError(f"the bundle was deployed from an ONNX graph that is not in {precision.name}")
 
     return job.file(f"plain-{precision.name}.onnx", write)
 
 
 def _wide_file(job: PeerJob) -> Path:
-    """The exporter's graph in fp32, for OpenVINO, which converts it to the precision that it is told."""
+    """Return the exporter's graph in fp32, for OpenVINO, which converts it to the requested precision."""
     return plain_file(job, "fp32")
 
 
 def _older_file(job: PeerJob) -> Path:
-    """The exporter's graph at opset 18, the newest that the optimizers of others know."""
+    """Return the exporter's graph at opset 18, the newest that third-party optimizers support."""
 
     def write(file: Path) -> None:
         tensors = tuple(to_torch(array) for array in job.feeds.values())
@@ -277,7 +276,7 @@ def _older_file(job: PeerJob) -> Path:
 def export_at_18(
     module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path, outputs: list[str] | None = None
 ) -> None:
-    """Write a module as torch's exporter writes it at opset 18."""
+    """Write a module with torch's exporter at opset 18."""
     with quiet(), torch.no_grad(), as_written():
         program = torch.onnx.export(
             module.eval(),
@@ -293,7 +292,7 @@ def export_at_18(
 
 
 def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
-    """The dynamic shapes that the bundle was deployed with, from its manifest."""
+    """Return the dynamic shapes that the bundle was deployed with, from its manifest."""
     roots: dict[str, Any] = {}
     for dim in (d for spec in inputs for d in spec.dims if isinstance(d, DimSpec)):
         low, high = (bound // dim.factor for bound in (dim.min or 0, dim.max or 0))
@@ -308,12 +307,12 @@ def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
     }
 
 
-# --- others' optimizers -----------------------------------------------------------------------------------------------
+# --- third-party optimizers -------------------------------------------------------------------------------------------
 
 
 def _by_optimizer(job: PeerJob) -> Path:
     of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
-    kinds = ("bert" if of_text else "vit",)  # as an encoder alone: every other kind takes seconds for a large model
+    kinds = ("bert" if of_text else "vit",)  # encoders only: every other kind takes seconds for a large model
 
     def write(file: Path) -> None:
         onnx.save(transformers_optimizer(_older_file(job), load_graph(job.bundle, CANONICAL), kinds), file)
@@ -327,36 +326,37 @@ def _by_fusions(job: PeerJob) -> Path:
 
 
 KINDS = ("bert", "gpt2", "vit", "clip", "t5", "swin")
-"""Kinds of model that ONNX Runtime's optimizer can be told to look for."""
+"""Model types of ONNX Runtime's optimizer."""
 
 
 def transformers_optimizer(file: Path, canonical: ir.Model, kinds: Sequence[str] = KINDS) -> onnx.ModelProto:
-    """A model optimized by `onnxruntime.transformers.optimizer`: of all attempts, the one that fuses most attention.
+    """Optimize a model with `onnxruntime.transformers.optimizer`; of all attempts, return the one that fuses most
+    attention.
 
     Args:
         file: the model.
-        canonical: the same model's canonical graph, which tells the numbers of heads and hidden sizes; the optimizer
-            does not find them itself where the batch is dynamic.
-        kinds: kinds of model to try.
+        canonical: the same model's canonical graph, which gives the numbers of heads and hidden sizes; the optimizer
+            does not detect them if the batch is dynamic.
+        kinds: model types to try.
 
     Raises:
-        RuntimeError: the optimizer refuses the model as every kind.
+        RuntimeError: the optimizer refuses the model with every model type.
     """
     from onnxruntime.transformers import optimizer
 
     models: list[onnx.ModelProto] = []
     with quiet():
         for kind, (heads, hidden) in itertools.product(kinds, widths_of(canonical)):
-            with suppress(Exception):  # a kind that the model is not
+            with suppress(Exception):  # a model type that does not fit
                 models.append(optimizer.optimize_model(str(file), kind, heads, hidden, opt_level=0).model)
     if not models:
-        raise RuntimeError("it refuses the model as every kind that it knows")
+        raise RuntimeError("it refuses the model with every model type")
     return max(models, key=fused_operators)
 
 
 def widths_of(canonical: ir.Model) -> set[tuple[int, int]]:
-    """Number of heads and width of all heads together, of every canonical Attention node where both are known; zeros,
-    which let the optimizer look for them, where none has any."""
+    """Return the number of heads and the total width of all heads, for every canonical Attention node where both are
+    known; zeros, which let the optimizer detect them, if no node has them."""
     widths = set()
     for node in canonical.graph:
         if node.op_type == "Attention":
@@ -368,7 +368,7 @@ def widths_of(canonical: ir.Model) -> set[tuple[int, int]]:
 
 
 def ort_fusions(file: Path) -> onnx.ModelProto:
-    """A model optimized by onnxscript's `optimize_for_ort`."""
+    """Return a model optimized by onnxscript's `optimize_for_ort`."""
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
     with quiet():
@@ -384,7 +384,7 @@ def fused_operators(model: onnx.ModelProto) -> int:
     return sum(node.op_type in FUSED_OPERATORS for node in model.graph.node)
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all peers --------------------------------------------------------------------------------------------------------
 
 FLOATING: dict[str, Peer[Runner]] = {
     "eager": Peer("the module as its author wrote it", make=_eager),
@@ -401,11 +401,11 @@ FLOATING: dict[str, Peer[Runner]] = {
     "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", plain_file),
     "torch-tensorrt": Peer("the module through Torch-TensorRT", make=_torch_tensorrt, any_sizes=False),
 }
-"""Those that compute in floating point, by name."""
+"""Floating-point peers, by name."""
 
 
 def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict[str, tuple[Array, Array]]:
-    """Every output of eager at a precision, and of the same weights in float64: flat, both as float64."""
+    """Return every output of eager at a precision, and of the same weights in float64, both flattened as float64."""
     if isinstance(module, Imported):
         low, truth = module.eager(feeds), module.exact(feeds)
         return {name: tuple(a.astype(np.float64).reshape(-1) for a in (low[name], truth[name])) for name in low}  # type: ignore[misc]

@@ -1,8 +1,7 @@
-"""Peers of a bundle in 8 bits: the tools that quantise models for ONNX Runtime, OpenVINO and torch, as their makers
-advise.
+"""Peers of an 8-bit bundle: the quantisation tools for ONNX Runtime, OpenVINO and torch, as their authors recommend.
 
-Each starts from the exporter's fp32 graph, or from the module, and calibrates on the bundle's real data where it needs
-some.
+Each starts from the exporter's fp32 graph, or from the module, and calibrates on the bundle's real data if it needs
+calibration.
 """
 
 from __future__ import annotations
@@ -32,39 +31,39 @@ PRODUCTS = ["MatMul", "Gemm"]
 OPTIONS: dict[str, Any] = {
     "per_channel": True, "use_external_data_format": True, "extra_options": {"MatMulConstBOnly": True},
 }  # fmt: skip
-"""What ONNX Runtime's makers advise for transformers, of weights in int8."""
+"""Options that ONNX Runtime's authors recommend for transformers with int8 weights."""
 
 
 def _check_quantised(job: PeerJob) -> None:
-    """Check that somebody asked for a quantised peer.
+    """Check that the bundle is quantised.
 
     Raises:
-        UnavailableError: the bundle is in no 8 bits.
+        UnavailableError: the bundle is not quantised.
     """
     if job.bundle.manifest.quantised is None:
-        raise UnavailableError(f"it quantises to 8 bits, and the bundle is {job.precision.name}")
+        raise UnavailableError(f"it quantises to 8 bits, but the bundle is {job.precision.name}")
 
 
 def _fp32_file(job: PeerJob) -> Path:
-    """The exporter's graph in fp32.
+    """Return the exporter's graph in fp32.
 
     Raises:
-        UnavailableError: the bundle is in no 8 bits.
+        UnavailableError: the bundle is not quantised.
     """
     _check_quantised(job)
     return plain_file(job, "fp32")
 
 
 def _real_data(job: PeerJob) -> list[dict[str, Array]]:
-    """The bundle's real inputs.
+    """Return the bundle's real inputs.
 
     Raises:
-        UnavailableError: it was deployed without.
+        UnavailableError: it was deployed without real data.
     """
     manifest, stored = job.bundle.manifest, stored_inputs(job.bundle)
     data = [make_inputs(case, manifest.inputs, stored) for case in manifest.cases if case.kind == "data"]
     if not data:
-        raise UnavailableError("it calibrates on real data, and the bundle was deployed without")
+        raise UnavailableError("it calibrates on real data, but the bundle was deployed without any")
     return data
 
 
@@ -113,7 +112,7 @@ def _nncf_file(job: PeerJob) -> Path:
 
 
 def _torchao(job: PeerJob, stack: ExitStack) -> Runner:
-    """Weights by output channel, and inputs by token, as torchao ranges them on every call."""
+    """Quantise with torchao: weights per output channel, and inputs per token with ranges computed on every call."""
     _check_quantised(job)
     torchao, fp32 = _installed("torchao.quantization"), precision_named("fp32")
     module = copy.deepcopy(job.torch_module(fp32))
@@ -122,7 +121,7 @@ def _torchao(job: PeerJob, stack: ExitStack) -> Runner:
 
 
 def _installed(module: str) -> Any:
-    """A tool's module.
+    """Import a tool's module.
 
     Raises:
         UnavailableError: its package is not installed.
@@ -130,7 +129,7 @@ def _installed(module: str) -> Any:
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise UnavailableError(f"{package} is not installed; pip install {package}")
-    os.environ.setdefault("NNCF_CI", "1")  # else nncf sends its maker what it is used for
+    os.environ.setdefault("NNCF_CI", "1")  # otherwise nncf sends usage telemetry
     return importlib.import_module(module)
 
 
@@ -140,4 +139,4 @@ QUANTISED: dict[str, Peer[Runner]] = {
     "openvino-nncf": Peer("OpenVINO on what NNCF quantised, for transformers", "openvino", _nncf_file),
     "torchao-int8": Peer("torchao's int8 through torch.compile", make=_torchao, any_sizes=False),
 }
-"""By name."""
+"""Quantised peers, by name."""

@@ -14,14 +14,14 @@ ON_GPU = ("onnxruntime-cuda-plain", "torch-tensorrt")
 
 
 def expanded(against: Iterable[str], every: Callable[[], Iterable[str]]) -> list[str]:
-    """The names of peers, each once, where `all` stands for those of `every`."""
+    """Return the names of peers, each once, with `all` replaced by the names of `every`."""
     names = [name for given in against for name in (every() if given == "all" else [given])]
     return list(dict.fromkeys(names))
 
 
 def peers_here(precisions: Collection[str] = ()) -> list[str]:
-    """The peers that can run on a machine like this one: those on a GPU only where it has one, and those that quantise
-    only where a bundle of these precisions is quantised."""
+    """Return the peers that can run on this machine: GPU peers only if it has a GPU, and quantised peers only if int8
+    is among the bundles' precisions."""
     return [
         name
         for name in PEERS

@@ -1,7 +1,8 @@
-"""What a model's latency can be held against: the least work it is, and what a machine can do at best (a roofline).
+"""Limits of a model's latency: its least work and the machine's ceilings (a roofline).
 
 Williams, Waterman and Patterson 2009, https://doi.org/10.1145/1498765.1498785. The work is counted in the canonical
-graph (:mod:`.work`), so it is the same whatever form a backend was given; ceilings are measured (:mod:`.ceilings`).
+graph (:mod:`.work`), so it does not depend on the form that a backend receives; ceilings are measured
+(:mod:`.ceilings`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ FEWEST_RUNS = 3
 
 
 class Work(Record):
-    """What a model has to compute and to move for one run at given sizes.
+    """The operations and memory traffic of one run of a model at given sizes.
 
     Attributes:
-        products: floating-point operations of matrix products, convolutions and attention, two a multiply-add, by the
+        products: floating-point operations of matrix products, convolutions and attention, two per multiply-add, by the
             precision of the operands.
-        others: floating-point operations of other operators: one an element of the result; of a reduction one an
-            element of its input; of a softmax :data:`~.work.SOFTMAX` a score.
-        exponentials: of all softmaxes, those inside attention too.
-        weights: bytes of the initializers and constants that are read, each once; of a table whose rows are gathered,
-            those rows alone. Shapes and axes are among them, a few bytes each.
+        others: floating-point operations of other operators: one per element of the result; for a reduction one per
+            element of its input; for a softmax :data:`~.work.SOFTMAX` per score.
+        exponentials: exponentials of all softmaxes, including those inside attention.
+        weights: bytes of the initializers and constants that are read, each once; for a table whose rows are gathered,
+            only those rows. Shapes and axes are included, a few bytes each.
         inputs, outputs: bytes.
         uncounted: names of operators and tensors that are in none of these numbers, each with the reason.
     """
@@ -49,24 +50,24 @@ class Work(Record):
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that a program moves if it keeps everything between inputs and outputs in caches."""
+        """Bytes that a program moves if everything between inputs and outputs stays in caches."""
         return self.weights + self.inputs + self.outputs
 
     @property
     def intensity(self) -> float:
-        """Floating-point operations a byte."""
+        """Floating-point operations per byte."""
         return self.flops / max(self.least_bytes, 1)
 
 
 class Ceilings(Record):
-    """What a machine was measured to do at best.
+    """The best measured rates of a machine.
 
     Attributes:
-        threads: that each library had.
-        flops: floating-point operations a second of a square matrix product, by precision.
-        by: the library that reached them, by precision.
-        bandwidth: bytes a second of copying in memory, those read and those written both counted.
-        exponentials: exponentials a second, in fp32, of numbers that stay in the cache.
+        threads: number of threads of each library.
+        flops: floating-point operations per second of a square matrix product, by precision.
+        bandwidth: bytes per second of copying in memory, reads and writes both counted.
+        exponentials: exponentials per second, in fp32, of numbers that stay in the cache.
+        by: the library that reached `flops`, by precision.
     """
 
     threads: int
@@ -77,9 +78,9 @@ class Ceilings(Record):
 
 
 class Limit(Record):
-    """The least time that some work takes: for its products or for moving its bytes, whichever is longer.
+    """The least time of some work: for its products or for moving its bytes, whichever is longer.
 
-    Bytes are taken to come from memory: a small model whose weights stay in the caches from call to call may take less
+    Bytes are assumed to come from memory: a small model whose weights stay in the caches between calls may take less
     than `memory_seconds`.
     """
 
@@ -89,14 +90,15 @@ class Limit(Record):
     bound: Literal["compute", "memory"]
 
     def share(self, seconds: float) -> float:
-        """The limit over the seconds of a run, from 0 to 1: 1 is as fast as the limit."""
+        """Return the limit over the seconds of a run, from 0 to 1: 1 is as fast as the limit."""
         return self.seconds / seconds
 
 
 def limit_seconds(work: Work, ceilings: Ceilings) -> Limit:
-    """The least time that `work` takes on a machine with these `ceilings`.
+    """Return the least time that `work` takes on a machine with these `ceilings`.
 
-    A precision without a ceiling is taken to be as fast as fp32, and 16 bits are no slower, for fp32 holds them.
+    A precision without a ceiling is assumed to be as fast as fp32; 16-bit precisions are at least as fast as fp32,
+    because they can be computed in fp32.
 
     Raises:
         UsageError: neither the precision nor fp32 has a ceiling.
@@ -114,12 +116,12 @@ def limit_seconds(work: Work, ceilings: Ceilings) -> Limit:
 
 
 def best_rate(time_call: Callable[[], float], amount: float, seconds: float) -> float:
-    """The best amount a second of repeated calls.
+    """Return the best rate of repeated calls, in `amount` per second.
 
     Args:
         time_call: makes a call and returns the seconds that it took.
-        amount: what each call does, in any unit.
-        seconds: for which the call is repeated, :data:`FEWEST_RUNS` times at least.
+        amount: work of each call, in any unit.
+        seconds: time for which the call is repeated, at least :data:`FEWEST_RUNS` times.
     """
     best, runs, end = inf, 0, time.perf_counter() + seconds
     while runs < FEWEST_RUNS or time.perf_counter() < end:

@@ -1,6 +1,6 @@
-"""What a CPU can do at best, measured: matrix products by the fastest of the libraries at hand, copies, exponentials.
+"""Measured ceilings of a CPU: matrix products by the fastest available library, copies and exponentials.
 
-No library alone tells it: torch's own multiplies fp32 on AMD processors at half the rate of the others.
+A single library is not enough: on AMD processors, torch multiplies fp32 at half the rate of the others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from attnforge.runtime.options import check_threads
 from attnforge.runtime.race import seconds_of
 
 PRODUCT_SIZES = (256, 512, 1024, 2048)
-"""Rows of the square matrices. The smaller ones tell whether there is time for the next."""
+"""Rows of the square matrices. The smaller ones show whether there is time for the next."""
 
 COPIED = 2**27
-"""Bytes of the source of a copy, and of its target: more than a core has of any cache."""
+"""Bytes of the source of a copy, and of its target: more than any cache of a core."""
 
 CACHED = (2**15, 2**16, 2**17)
-"""Numbers a thread: with their exponentials 256 KiB to 1 MiB, which second-level caches hold. Torch gives no thread
-fewer."""
+"""Numbers per thread: with their exponentials 256 KiB to 1 MiB, which fit in second-level caches. Torch gives
+each thread at least 2¹⁵."""
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -42,16 +42,16 @@ Product = Callable[[], object]
 def measure_ceilings(
     threads: int, precisions: Sequence[str] = ("fp32", "bf16", "fp16"), seconds: float = 1.0
 ) -> Ceilings:
-    """Measure what this machine's CPU does at best: products with whichever library is fastest, all else with torch.
+    """Measure the ceilings of this machine's CPU: products with the fastest library, everything else with torch.
 
     Args:
-        threads: of each library; torch has as many as before afterwards.
-        precisions: whose products to measure, of fp32, bf16, fp16 and fp64.
-        seconds: for each precision and library, for copying and for exponentials; slow ones take longer, to run at all.
+        threads: number of threads of each library; torch's number of threads is restored afterwards.
+        precisions: precisions whose products to measure, of fp32, bf16, fp16 and fp64.
+        seconds: time for each precision and library, for copying and for exponentials; slow calls may take longer.
 
     Raises:
         UnknownNameError: no such precision.
-        UsageError: no threads.
+        UsageError: fewer than one thread.
     """
     if unknown := [name for name in precisions if name not in DTYPES]:
         raise UnknownNameError("precision", unknown[0], DTYPES)
@@ -69,12 +69,12 @@ def measure_ceilings(
 
 
 def _fastest_product(precision: str, threads: int, seconds: float) -> tuple[float, str]:
-    """Operations a second, and the library."""
+    """Return the operations per second, and the library that reaches them."""
     return max((_product_rate(partial(make, precision), threads, seconds), name) for name, make in LIBRARIES.items())
 
 
 def _product_rate(make: Callable[[int, int], Product | None], threads: int, seconds: float) -> float:
-    """Operations a second, 0 where nothing multiplies so."""
+    """Return the operations per second; 0 if the library has no such product."""
     best, end = 0.0, time.perf_counter() + seconds
     for i, size in enumerate(PRODUCT_SIZES):
         flops, left = 2 * size**3, end - time.perf_counter()
@@ -101,7 +101,7 @@ def _exponential_rate(threads: int, seconds: float) -> float:
 
 
 def _rate(call: Callable[[], object], amount: int, seconds: float) -> float:
-    """The best amount a second, by the clock, of calls that each do `amount`."""
+    """Return the best rate of `call`, in `amount` per second of wall-clock time."""
     return best_rate(partial(seconds_of, call), amount, seconds)
 
 
@@ -109,13 +109,13 @@ def _rate(call: Callable[[], object], amount: int, seconds: float) -> float:
 
 
 def _by_torch(precision: str, size: int, threads: int) -> Product | None:
-    """On as many threads as torch has."""
+    """Return torch's product, on torch's current number of threads."""
     a, b, out = torch.ones(3, size, size, dtype=DTYPES[precision])
     return partial(torch.mm, a, b, out=out)
 
 
 def _by_onnxruntime(precision: str, size: int, threads: int) -> Product | None:
-    """In fp32 alone: on a CPU it has no 16-bit products."""
+    """Return ONNX Runtime's product, in fp32 only: on a CPU it has no 16-bit products."""
     if precision != "fp32":
         return None
     session = ort.InferenceSession(product_of(size), session_options(threads), ["CPUExecutionProvider"])
@@ -123,7 +123,7 @@ def _by_onnxruntime(precision: str, size: int, threads: int) -> Product | None:
 
 
 def _by_openvino(precision: str, size: int, threads: int) -> Product | None:
-    """In fp32, and in the 16-bit types that it computes in on this processor."""
+    """Return OpenVINO's product, in fp32 and the 16-bit types that it supports on this processor."""
     if precision not in ("fp32", *CAPABILITIES):
         return None
     try:
@@ -139,4 +139,4 @@ LIBRARIES: dict[str, Callable[[str, int, int], Product | None]] = {
     "onnxruntime": _by_onnxruntime,
     "openvino": _by_openvino,
 }
-"""By name; each makes a product at a precision, of so many rows, on so many threads, or None where it has none."""
+"""By name; each takes a precision, a number of rows and a number of threads, and returns a product, or None."""

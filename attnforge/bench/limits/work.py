@@ -1,4 +1,4 @@
-"""The least work that a model is: operations and bytes, counted in its canonical graph."""
+"""The least work of a model: operations and bytes, counted in its canonical graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnforge.export.flops import PRODUCTS, Uncountable, attention_scores, prod
 from attnforge.export.precision.assign import MOVERS
 
 SOFTMAX = 5
-"""Operations a score: compared for the maximum, less that, its exponential, added up, times the reciprocal."""
+"""Operations per score: maximum, subtraction, exponential, addition, and multiplication by the reciprocal."""
 
 PRECISIONS = {
     ir.DataType.FLOAT: "fp32",
@@ -23,7 +23,7 @@ PRECISIONS = {
 }
 
 READS_PART = ("Gather", "GatherElements", "GatherND", "Slice")
-"""Operators that read no more of their first input than they return."""
+"""Operators that read only the part of their first input that they return."""
 
 FREE = MOVERS | {
     *("Compress", "Constant", "ConstantOfShape", "DepthToSpace", "Dropout", "EyeLike", "GatherND", "NonZero"),
@@ -53,12 +53,12 @@ ELEMENTWISE = frozenset({
 def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
     """Count the work of a model.
 
-    Attention counts the pairs of query and key that its causality and its mask are proved to leave
-    (:mod:`attnforge.export.attention.visibility`); what depends on data, such as padding, hides none of them.
+    Attention counts the pairs of query and key that are not proved to be hidden by causality or the mask
+    (:mod:`attnforge.export.attention.visibility`); pairs that depend on data, such as padding, count as visible.
 
     Args:
-        model: canonical; every value has its shape.
-        sizes: of the symbolic dims.
+        model: canonical graph; every value has its shape.
+        sizes: sizes of the symbolic dims.
     """
     graph, work = model.graph, Work()
     floats, shares = _floats(graph), dict[Hashable, float]()
@@ -86,7 +86,7 @@ def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
 
 
 def _floats(graph: ir.Graph) -> set[ir.Value]:
-    """The values that hold floating-point numbers; a value without a type does where an operand of its node does."""
+    """Return the values of floating-point type; an untyped value counts if an operand of its node does."""
     floats = {v for v in (*graph.inputs, *graph.initializers.values()) if v.dtype and v.dtype.is_floating_point()}
     for node in graph:
         reads_floats = any(v in floats for v in node.inputs) and node.op_type not in ("Shape", "Size")
@@ -107,14 +107,15 @@ def _count(
     """Add the operations of one node.
 
     Args:
-        work: is added to.
-        model: of the node.
-        floats: the values that hold floating-point numbers.
-        shares: of all pairs those that a mask leaves, of the nodes so far; layers share their masks.
-        sizes: of the symbolic dims.
+        work: the work to add to.
+        model: model of the node.
+        node: the node.
+        floats: values of floating-point type.
+        shares: share of visible pairs of the masks seen so far, a cache, since layers share their masks.
+        sizes: sizes of the symbolic dims.
 
     Raises:
-        Uncountable: they are not known; nothing was added.
+        Uncountable: the operations are unknown; nothing was added.
     """
     op_type = node.op_type
     if (why := _why_opaque(model, node)) is not None:
@@ -144,10 +145,10 @@ def _count(
 
 
 def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[str, int]) -> int:
-    """How many scores an Attention node needs: those of the pairs that are not proved to be hidden.
+    """Return the number of scores that an Attention node needs: those of pairs that are not proved to be hidden.
 
     Raises:
-        Uncountable: the node is not canonical, or a shape is not known.
+        Uncountable: the node is not canonical, or a shape is unknown.
     """
     scores = attention_scores(node, sizes)
     if len(node.inputs) < 4 or node.inputs[3] is None:
@@ -163,12 +164,12 @@ def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[
 
 
 def _why_opaque(model: ir.Model, node: ir.Node) -> str | None:
-    """Why the work of a node is hidden, or None."""
+    """Return why the work of a node cannot be counted, or None."""
     if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
-        return f"{node.op_type} holds graphs of its own"
+        return f"{node.op_type} contains subgraphs"
     if node.op_identifier() in model.functions:
         return f"{node.op_type} is a function of the model"
-    return f"{node.domain}::{node.op_type} is no standard operator" if node.domain else None
+    return f"{node.domain}::{node.op_type} is not a standard operator" if node.domain else None
 
 
 def _add_product(work: Work, node: ir.Node, flops: int) -> None:
@@ -180,18 +181,18 @@ def _add_product(work: Work, node: ir.Node, flops: int) -> None:
 
 def _bytes(value: ir.Value, dtype: ir.DataType | None, sizes: Mapping[str, int]) -> int:
     if dtype is None or dtype == ir.DataType.STRING:
-        raise Uncountable("elements of no known size")
+        raise Uncountable("elements of unknown size")
     return ceil(prod(shape_at(value, sizes)) * dtype.bitwidth / 8)
 
 
 def _read(weight: ir.Value, graph: ir.Graph, sizes: Mapping[str, int]) -> int:
-    """Bytes of a weight that are read: all of it, or the gathered rows where it is used for nothing else."""
+    """Return the bytes of a weight that are read: all of it, or only the gathered rows if all its uses gather."""
     tensor = ir.convenience.get_const_tensor(weight)
     if tensor is None:
         raise Uncountable("an initializer without a value")
     partial_reads = [
         node for node, i in weight.uses() if i == 0 and node.op_type in READS_PART and node.graph is graph
-    ]  # a graph within may run any number of times
+    ]  # a subgraph may run any number of times
     if len(partial_reads) < len(weight.uses()) or weight.is_graph_output():
         return tensor.nbytes
     return min(tensor.nbytes, sum(_bytes(node.outputs[0], tensor.dtype, sizes) for node in partial_reads))

@@ -1,1 +1,1 @@
-"""Contenders that decode: each takes tokens, keeps a cache of keys and values, and answers with logits."""
+"""Contenders that decode: each takes tokens, keeps a KV cache, and returns logits."""

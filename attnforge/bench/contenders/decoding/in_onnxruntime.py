@@ -1,12 +1,12 @@
-"""Peers in ONNX Runtime: the bundle's own canonical step, with the caches as others have them.
+"""Peers in ONNX Runtime: the bundle's canonical step, with the caches of other exporters.
 
-- In optimum's style `past` comes in and `present` goes out, longer by the new tokens: each step copies every cache.
-  Here Concat takes the place of TensorScatter. Attention is the standard operator, or what transformers' own code
-  exports to: keys and values repeated for the heads that share them, two products and a softmax.
-- onnxruntime-genai's models have `com.microsoft::GroupQueryAttention` with `do_rotary`: the operator turns queries and
-  keys itself, and writes to caches in place.
+- In optimum's style `past` is an input and `present` an output, longer by the new tokens: each step copies every cache.
+  Here Concat replaces TensorScatter. Attention is the standard operator, or what transformers' code exports to: keys
+  and values repeated for the heads that share them, two products and a softmax.
+- onnxruntime-genai's models have `com.microsoft::GroupQueryAttention` with `do_rotary`: the operator rotates queries
+  and keys, and updates the caches in place.
 
-Everything else is the graph that attnforge's own lowering begins with, so a peer differs by its caches alone.
+Everything else is the graph from which attnforge's lowering starts, so a peer differs only in its caches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from attnforge.export.lowering.onnxruntime import GROUP_QUERY_CACHE, candidates_
 from attnforge.runtime.backends.onnxruntime import bind_host_input, host_value, session_options
 
 PAST_TOKENS, TOTAL_TOKENS = "past_tokens", "past_tokens + tokens"
-"""Symbols of the dims of caches that grow."""
+"""Symbols of the dims of growing caches."""
 
 
 def concat(job: PeerJob, stack: ExitStack) -> Stepper:
@@ -55,19 +55,19 @@ def concat_products(job: PeerJob, stack: ExitStack) -> Stepper:
 
 
 def genai_operator(job: PeerJob, stack: ExitStack) -> Stepper:
-    """GroupQueryAttention that turns queries and keys itself, and writes to caches in place."""
+    """GroupQueryAttention that rotates queries and keys, and updates the caches in place."""
     sites = sites_of(job.bundle.manifest.attention)
     return InPlace(job, _file(job, "genai-operator", lambda model: with_rotary_operator(model, sites)))
 
 
 def _file(job: PeerJob, name: str, change: Callable[[ir.Model], None]) -> Path:
-    """The canonical step, changed, in a file that is written once.
+    """Return a file with the canonical step, modified by `change`; it is written once.
 
     Raises:
-        UnavailableError: the bundle is in another precision than fp32.
+        UnavailableError: the bundle is not in fp32.
     """
     if job.precision.name != "fp32":
-        raise UnavailableError(f"the bundle is in {job.precision.name}: its peers are built of the fp32 graph alone")
+        raise UnavailableError(f"the bundle is in {job.precision.name}; this peer is built from fp32 graphs only")
 
     def write_file(file: Path) -> None:
         model = load_graph(job.bundle, CANONICAL)
@@ -81,8 +81,8 @@ def _file(job: PeerJob, name: str, change: Callable[[ir.Model], None]) -> Path:
 
 
 def by_concatenation(model: ir.Model) -> None:
-    """Let every cache of a canonical step grow by Concat, in place: `(batch, heads, past tokens, size)` comes in, and
-    goes out with the new tokens behind. All samples have one length."""
+    """Make every cache of a canonical step grow by Concat; modifies the model. The input is
+    `(batch, heads, past tokens, size)`, the output has the new tokens appended. All samples have the same length."""
     graph = model.graph
     for node in [node for node in graph if node.op_type == "TensorScatter"]:
         cache, new, _ = node.inputs
@@ -101,7 +101,7 @@ def by_concatenation(model: ir.Model) -> None:
     for node in [node for node in graph if node.op_type == "Attention"]:
         key, mask = node.inputs[1], node.inputs[3]
         assert key is not None and mask is not None
-        if mask not in masks:  # the mask is over all places of the bundle's caches; these have as many as are filled
+        if mask not in masks:  # the mask covers the whole capacity of the bundle's caches; these have only filled slots
             masks[mask] = _of_filled(graph, node, mask, key)
         node.replace_input_with(3, masks[mask])
     RemoveUnusedNodesPass()(model)
@@ -117,17 +117,17 @@ def _of_filled(graph: ir.Graph, node: ir.Node, mask: ir.Value, key: ir.Value) ->
 
 
 def as_products(model: ir.Model) -> None:
-    """Write Attention of a step as transformers does, in place: keys and values are repeated for the heads that share
-    them, then two products around a softmax.
+    """Decompose Attention of a step as transformers does; modifies the model. Keys and values are repeated for the
+    heads that share them, followed by two products with a softmax between them.
 
     Raises:
-        UnavailableError: scores have a soft cap, which this form leaves out.
+        UnavailableError: scores have a soft cap, which this form does not support.
     """
     graph = model.graph
     biases: dict[ir.Value, ir.Value] = {}
     for node in [node for node in graph if node.op_type == "Attention"]:
         if node.attributes.get_float("softcap", 0.0):
-            raise UnavailableError("its scores have a soft cap, which this form of attention lacks")
+            raise UnavailableError("its scores have a soft cap, which this form of attention does not support")
         query, mask = node.inputs[0], node.inputs[3]
         assert query is not None and mask is not None
         if mask not in biases:
@@ -139,7 +139,7 @@ def as_products(model: ir.Model) -> None:
 
 
 def _bias(op: Builder, mask: ir.Value) -> ir.Value:
-    """0 where a query may attend, and the least number where not."""
+    """Return 0 where a query may attend, and the most negative number elsewhere."""
     least = float(np.finfo(np.float32).min)
     float32 = ir.DataType.FLOAT
     return like(op.Where(mask, constant(op, 0.0, float32), constant(op, least, float32)), mask, float32)
@@ -166,38 +166,38 @@ def _products(op: Builder, node: ir.Node, bias: ir.Value) -> ir.Value:
 
 
 def _heads(node: ir.Node) -> tuple[int, int, int]:
-    """Heads of queries, how many of them share one of keys, and a head's size."""
+    """Return the number of query heads, how many of them share a key head, and the head size."""
     query, key = node.inputs[:2]
     assert query is not None and key is not None and query.shape is not None and key.shape is not None
-    heads, own, size = query.shape[1], key.shape[1], query.shape[3]
-    if not (isinstance(heads, int) and isinstance(own, int) and isinstance(size, int)):
-        raise UnavailableError(f"the heads of {node.name} are not known")
-    return heads, heads // own, size
+    heads, key_heads, size = query.shape[1], key.shape[1], query.shape[3]
+    if not (isinstance(heads, int) and isinstance(key_heads, int) and isinstance(size, int)):
+        raise UnavailableError(f"the number of heads of {node.name} is unknown")
+    return heads, heads // key_heads, size
 
 
 def with_rotary_operator(model: ir.Model, sites: list[Site]) -> None:
-    """Let GroupQueryAttention turn queries and keys, write the caches and attend, in place.
+    """Replace rotation, cache update and attention with GroupQueryAttention; modifies the model.
 
     Raises:
-        UnavailableError: the operator does not take the heads of a site; or its queries and keys are not turned by
-            tables right before, as the operator does it.
+        UnavailableError: the operator does not support the heads of a site; or its queries and keys are not rotated by
+            tables right before attention, as the operator does it.
     """
     for site, attention in attentions(model, sites):
         candidates = {candidate.form: candidate for candidate in candidates_for(site.name, attention)}
         if GROUP_QUERY_CACHE not in candidates:
-            raise UnavailableError(f"the operator does not take the heads of {site.name}")
+            raise UnavailableError(f"the operator does not support the heads of {site.name}")
         write(model.graph, attention, candidates[GROUP_QUERY_CACHE])
     RemoveUnusedNodesPass()(model)
     written = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
     if not all(node.attributes.get_int("do_rotary", 0) for node in written):
-        raise UnavailableError("its queries or keys are not turned right before attention, which the operator does")
+        raise UnavailableError("its queries or keys are not rotated right before attention, as the operator does")
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runners ----------------------------------------------------------------------------------------------------------
 
 
 class _InOnnxRuntime(Counting):
-    """A session of a step, and how many tokens every sample has."""
+    """A session of a step, and the number of tokens of every sample."""
 
     def __init__(self, job: PeerJob, file: Path) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class _InOnnxRuntime(Counting):
         self._caches: dict[str, Any] = {}
 
     def _bound(self, tokens: Array) -> Any:
-        """A binding of the next tokens and how many came before."""
+        """Return a binding of the next tokens and of the number of earlier tokens."""
         binding = self._session.io_binding()
         bind_host_input(binding, self._decoding.tokens, np.ascontiguousarray(tokens))
         bind_host_input(binding, self._decoding.past, np.full(len(tokens), self._past, np.int64))
@@ -217,7 +217,7 @@ class _InOnnxRuntime(Counting):
 
 
 class Growing(_InOnnxRuntime):
-    """Caches that come in and go out as values of ONNX Runtime, longer each time; no copy is made between steps."""
+    """Caches that are passed in and out as ONNX Runtime values, longer each time, without copies between steps."""
 
     def __init__(self, job: PeerJob, file: Path) -> None:
         super().__init__(job, file)
@@ -253,7 +253,7 @@ class Growing(_InOnnxRuntime):
 
 
 class InPlace(_InOnnxRuntime):
-    """Caches of a fixed size, each input and output in one buffer."""
+    """Caches of a fixed size; input and output of each share a buffer."""
 
     def __init__(self, job: PeerJob, file: Path) -> None:
         super().__init__(job, file)
@@ -264,7 +264,7 @@ class InPlace(_InOnnxRuntime):
     def extend(self, tokens: Array) -> Array:
         if tokens.shape[1] == 1:
             logits = self._run(tokens, slice(None))
-        else:  # the operator takes several tokens behind earlier ones of one sample at a time
+        else:  # with tokens in the cache, the operator takes several tokens of only one sample at a time
             logits = np.concatenate([self._run(tokens[i : i + 1], slice(i, i + 1)) for i in range(self._batch)])
         self._past += tokens.shape[1]
         return logits

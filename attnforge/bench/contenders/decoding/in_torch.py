@@ -1,5 +1,5 @@
-"""Peers in torch: transformers' models with its static or growing cache, attnforge's own decoder with its cache, and
-the step of either through `torch.compile`."""
+"""Peers in torch: transformers' models with a static or growing cache, attnforge's decoder with its cache, and the step
+of either through `torch.compile`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from attnforge.runtime.backends.eager import as_written
 
 
 def compiled_static(job: PeerJob, stack: ExitStack) -> Stepper:
-    """:func:`eager_static`, its steps of one token through `torch.compile`; prompts run in eager mode."""
+    """:func:`eager_static` with steps of one token through `torch.compile`; prompts run in eager mode."""
     return eager_static(job, stack, is_compiled=True)
 
 
 def eager_dynamic(job: PeerJob, stack: ExitStack) -> Stepper:
-    """A model of transformers with the cache that its `generate` has by default, which grows by concatenation."""
+    """A model of transformers with the default cache of its `generate`, which grows by concatenation."""
     model = _of_transformers(job.torch_module())
     if model is None:
-        raise UnavailableError("its module is no model of transformers, whose growing cache this is")
+        raise UnavailableError("its module is not a model of transformers, which this growing cache needs")
     return OfTransformers(model, None, is_compiled=False)
 
 
 def eager_static(job: PeerJob, stack: ExitStack, is_compiled: bool = False) -> Stepper:
-    """The module step by step, with a cache of the bundle's size that it writes in place."""
+    """The module step by step, with a cache of the bundle's capacity that it updates in place."""
     module = job.torch_module()
     if isinstance(module, Decoder):
         return OfAttnforge(module, job.batch, job.decoding.places, is_compiled)
@@ -42,7 +42,7 @@ def eager_static(job: PeerJob, stack: ExitStack, is_compiled: bool = False) -> S
 
 
 def _of_transformers(module: nn.Module) -> Any:
-    """The outermost language model of transformers in a module; None where there is none."""
+    """Return the outermost language model of transformers in a module, or None."""
     try:
         from transformers import PreTrainedModel
     except ImportError:
@@ -54,8 +54,8 @@ class OfTransformers:
     """A language model of transformers with a cache of its own.
 
     Args:
-        model: of transformers, with a head for the next token.
-        places: of a static cache; None for one that grows.
+        model: model of transformers, with a language-model head.
+        places: capacity of a static cache; None for a growing cache.
         is_compiled: whether steps of one token run through `torch.compile`.
     """
 
@@ -73,7 +73,7 @@ class OfTransformers:
             self._cache: Any = DynamicCache(config=config)
         elif not hasattr(self, "_cache"):
             self._cache = StaticCache(config=config, max_cache_len=self._places)
-        else:  # its memory stays: what is compiled knows its place
+        else:  # its memory stays: compiled code refers to its address
             self._cache.reset()
 
     def extend(self, tokens: Array) -> Array:
@@ -81,7 +81,7 @@ class OfTransformers:
         with torch.no_grad(), as_written():
             result = run(
                 input_ids=to_torch(tokens), past_key_values=self._cache, use_cache=True, logits_to_keep=1
-            )  # the head runs on the last token alone, as in its own `generate`
+            )  # the head runs on the last token only, as in its `generate`
         return to_numpy("logits", result.logits[:, -1])
 
     def mark(self) -> None:
@@ -101,14 +101,14 @@ class OfTransformers:
 
 
 def _kept(value: Any, name: str, layer: str) -> Any:
-    """What a mark keeps of a cache. Rows of a whole static layer behind its length are hidden, and those of a growing
-    one are never written: neither is copied."""
+    """Return what a mark keeps of a cache. Rows of a whole static layer beyond its length are masked, and those of a
+    growing layer are never overwritten: neither is copied."""
     is_whole = layer in ("StaticLayer", "DynamicLayer") and name in ("keys", "values")
     return value.clone() if isinstance(value, Tensor) and not is_whole else value
 
 
 class OfAttnforge(Counting):
-    """:class:`attnforge.model.decoder.Decoder` with its own cache, every row of one length."""
+    """:class:`attnforge.model.decoder.Decoder` with its cache; all rows have the same length."""
 
     def __init__(self, module: Decoder, batch: int, places: int, is_compiled: bool) -> None:
         super().__init__()

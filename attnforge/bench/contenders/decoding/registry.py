@@ -13,12 +13,12 @@ from attnforge.errors import UnavailableError
 
 
 def _not_written(package: str, name: str) -> Peer[Stepper]:
-    """A library that decodes by its own loop and files, for which there is no contender."""
+    """Return a peer that always refuses: a library with its own decoding loop and files, which is not supported."""
 
     def refuse(job: PeerJob, stack: ExitStack) -> Stepper:
         if find_spec(package) is None:
             raise UnavailableError(f"{name} is not installed here")
-        raise UnavailableError(f"{name} is installed, but it runs models in files of its own; not measured")
+        raise UnavailableError(f"{name} is installed, but runs only its own model files; not measured")
 
     return Peer("the library", package, make=refuse)
 
@@ -47,4 +47,4 @@ DECODING_PEERS: dict[str, Peer[Stepper]] = {
     "onnxruntime-genai": _not_written("onnxruntime_genai", "onnxruntime-genai"),
     "openvino-genai": _not_written("openvino_genai", "OpenVINO GenAI"),
 }
-"""By name."""
+"""Decoding peers, by name."""

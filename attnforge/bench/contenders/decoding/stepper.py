@@ -1,4 +1,4 @@
-"""What a contender does to be timed step by step, and the bundle's own decoders, which do so."""
+"""The interface of contenders that are timed step by step, and the bundle's decoders."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from attnforge.runtime.session import load
 
 
 class Stepper(Protocol):
-    """A model with a cache of some samples, all of one length."""
+    """A model with a cache of a batch of samples, all of the same length."""
 
     def extend(self, tokens: Array) -> Array:
-        """Take the next tokens of every sample, `(batch, tokens)`; the logits of the last, `(batch, vocabulary)`."""
+        """Append tokens of every sample, `(batch, tokens)`; return the logits of the last, `(batch, vocabulary)`."""
 
     def mark(self) -> None:
-        """Remember the tokens that are there now."""
+        """Mark the current tokens for :meth:`rewind`."""
 
     def rewind(self) -> None:
-        """Forget all tokens since the last :meth:`mark`."""
+        """Discard all tokens since the last :meth:`mark`."""
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Discard all tokens."""
 
 
 class Counting:
-    """How many tokens the caches have, and had at the last :meth:`mark`: all that a cache of a fixed size forgets."""
+    """Token counts of the caches, now and at the last :meth:`mark`: all the state to rewind of a fixed-size cache."""
 
     def __init__(self) -> None:
         self._past = self._marked = 0
@@ -51,8 +51,8 @@ class Ours:
         self._marked = self._decoder.lengths
 
     def extend(self, tokens: Array) -> Array:
-        one = tokens.shape[1] == 1
-        answer = self._decoder.step(tokens[:, 0]) if one else self._decoder.prefill(tokens)
+        is_step = tokens.shape[1] == 1
+        answer = self._decoder.step(tokens[:, 0]) if is_step else self._decoder.prefill(tokens)
         logits: Array = answer[self._output] if isinstance(answer, dict) else answer
         return logits
 
