@@ -94,10 +94,7 @@ def image_to_input(spec: TensorSpec, image: Image.Image) -> Array:
     image = ImageOps.exif_transpose(image)
     height, width = (_fitting(dim, size) for dim, size in zip(spec.dims[2:], (image.height, image.width), strict=True))
     if image.mode in ("I", "F"):
-        raise InputError(
-            f"the image has numbers of 32 bits (mode {image.mode}), whose black and white nobody knows; scale them "
-            "yourself and give an .npy"
-        )
+        raise InputError(f"32-bit images (mode {image.mode}) have no defined range; scale it yourself and pass an .npy")
     deep = image.mode.startswith("I;16")
     image = Image.fromarray(np.asarray(image).astype(np.float32)) if deep else image.convert(_CHANNELS[channels])
     if image.size != (width, height):

@@ -30,12 +30,8 @@ class Progress(Protocol):
         The total is the most that there may be; None where nobody knows."""
 
 
-class Silent:
+class Silent(Progress):
     """Progress that nobody hears of."""
-
-    def stage(self, name: str, number: int, total: int) -> None: ...
-
-    def step(self, what: str, done: float, total: float | None) -> None: ...
 
 
 class StageNames(Silent):
@@ -61,8 +57,7 @@ class Stages:
     """
 
     def __init__(self, listener: Listener, names: Sequence[str]) -> None:
-        if listener is None:
-            listener = Silent()
+        listener = listener or Silent()
         self.progress = listener if isinstance(listener, Progress) else StageNames(listener)
         self._names = list(names)
         self._begun: dict[str, float] = {}
@@ -105,7 +100,7 @@ class Steps:
     """
 
     def __init__(self, progress: Progress | None, total: float | None = None) -> None:
-        self._progress, self._total = progress, total
+        self._progress, self._total = progress or Silent(), total
         self._done: float = 0
 
     def begin(self, what: str, work: float = 1) -> None:
@@ -115,6 +110,5 @@ class Steps:
             what: the step works on.
             work: of the total that it is.
         """
-        if self._progress is not None:
-            self._progress.step(what, self._done, self._total)
+        self._progress.step(what, self._done, self._total)
         self._done += work

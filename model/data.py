@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnforge.errors import UnavailableError
+from attnforge.errors import UnavailableError, extra
 from attnforge.model.decoder_digits import tokens_of
 from attnforge.model.digits import load_digits_split
 
@@ -52,12 +52,7 @@ def real_data(name: str, args: Sequence[Tensor]) -> Real:
 def photographs(height: int, width: int) -> Tensor:
     """scikit-learn's two sample photographs (2, 3, height, width) float32 in [0, 1], cropped about their middle to that
     shape and resized. Raises UnavailableError without scikit-learn."""
-    try:
-        from sklearn.datasets import load_sample_images
-    except ImportError as error:
-        raise UnavailableError(
-            "the photographs need scikit-learn, which is not installed; pip install scikit-learn"
-        ) from error
+    load_sample_images = extra("sklearn.datasets", "data").load_sample_images
     images = torch.stack([torch.tensor(image) for image in load_sample_images().images]).permute(0, 3, 1, 2) / 255
     rows, columns = images.shape[-2:]
     scale = min(rows / height, columns / width)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -125,16 +125,10 @@ def read_options(make: Callable[..., Example], options: dict[str, Any]) -> dict[
 
 def read_option(name: str, value: Any, kind: type) -> Any:
     """``value`` as a ``kind``; raises UsageError where it is not one."""
-    if isinstance(value, str) and kind is bool:
-        value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
-    elif isinstance(value, str) and kind in (int, float):
-        with suppress(ValueError):  # said below, in the same words as for any other type
-            value = kind(value)
-    if type(value) is int and kind is float:
-        value = float(value)
-    if type(value) is not kind:
-        raise UsageError(f"option {name} is {value!r}; give a {kind.__name__}")
-    return value
+    try:
+        return TypeAdapter(kind).validate_python(value, strict=not isinstance(value, str))
+    except ValidationError as error:
+        raise UsageError(f"option {name} is {value!r}; give a {kind.__name__}") from error
 
 
 def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -75,18 +76,13 @@ def generate(
                 chosen.append(int(token[0]))
                 yield chosen[-1]
 
-        if as_json:
-            for _ in following():
-                pass
-        elif tokenizer is None:
-            for token in following():
-                out.print(token, end=" ", markup=False)
-            out.print()
+        if tokenizer is None:
+            pieces: Iterator[str] = (f"{token} " for token in following())
         else:
-            out.print(plain_text(tokenizer.text(prompt)), end="", markup=False, soft_wrap=True)
-            for piece in tokenizer.stream(prompt, following()):
+            pieces = chain([tokenizer.text(prompt)], tokenizer.stream(prompt, following()))
+        for piece in chain(pieces, "\n"):
+            if not as_json:
                 out.print(plain_text(piece), end="", markup=False, soft_wrap=True)
-            out.print()
         seconds = time.perf_counter() - start
     rate = (len(chosen) - 1) / (seconds - first) if seconds > first and len(chosen) > 1 else None
     document = {

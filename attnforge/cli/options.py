@@ -101,8 +101,5 @@ def check_unwritten(file: Path | None, force: bool) -> None:
     Raises:
         UsageError: the file exists and `force` is not given, or it cannot be written.
     """
-    if file is None:
-        return
-    check_writable(file)
-    if file.exists() and not force:
-        raise UsageError(f"{file} exists; choose another file with --out, or overwrite it with --force")
+    if file is not None:
+        check_writable(file, force)

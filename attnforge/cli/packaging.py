@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 FORMS = ("triton", "polygraphy")
 
-OF_ALL = {"bundle", "form", "out_folder", "trusted", "as_json"}
-"""Parameters that every form takes; the others are Triton's."""
-
 _Model = partial(typer.Option, rich_help_panel="Triton: the model")
 _Batching = partial(typer.Option, rich_help_panel="Triton: batching")
 
@@ -66,7 +63,8 @@ def package(
     if form == "polygraphy":
         for parameter in context.command.params:
             source = context.get_parameter_source(parameter.name or "")
-            if parameter.name not in OF_ALL and source is not None and source.name == "COMMANDLINE":
+            in_panel = getattr(parameter, "rich_help_panel", None) is not None  # as Triton's options alone are
+            if in_panel and source is not None and source.name == "COMMANDLINE":
                 raise UsageError(f"{parameter.opts[0]} is Triton's; leave it out for polygraphy")
         return _for_polygraphy(bundle, out_folder, trusted, as_json)
     from attnforge.serving.triton.options import Packaging

@@ -140,9 +140,7 @@ def check_page(path: str | os.PathLike[str], force: bool = False) -> None:
         raise UnavailableError(f"a page needs {' and '.join(missing)}; pip install attnforge[report]")
     if os.path.isdir(path):  # False of a name that none can have, which is said below
         raise UsageError(f"{path} is a folder; name a file, such as {Path(path) / 'verify.html'}")
-    check_writable(Path(path))
-    if Path(path).exists() and not force:
-        raise UsageError(f"{path} exists; choose another file with --html, or overwrite it with --force (force=True)")
+    check_writable(Path(path), force, "--html")
 
 
 def write_template(template: str, path: str | os.PathLike[str], **values: Any) -> Path:

@@ -193,36 +193,24 @@ def written(band: Band) -> str:
     return " ".join(map(str, (band.least, band.most, band.first_keys)))
 
 
-def before_blocks(node: ir.Node) -> tuple[ir.Value, ir.Value, Band] | None:
-    """Query and key as :func:`in_blocks` was given them, and the band as :func:`mask_of_blocks` takes it; None where a
-    node does not attend in blocks."""
+def band_of(node: ir.Node) -> Band | None:
+    """The band of a node that attends in blocks, by :data:`BAND`; None of any other node."""
     text = node.metadata_props.get(BAND)
     if text is None:
         return None
-    query, key = (_before(node, i, op_type) for i, op_type in enumerate(("Pad", "Gather")))
     least, most, first_keys = map(int, text.split())
-    return query, key, Band(least, most, first_keys=first_keys)
+    return Band(least, most, first_keys=first_keys)
 
 
-def _before(node: ir.Node, i: int, op_type: str) -> ir.Value:
-    """The first input of the node behind whose reshaped result is input `i`."""
-    value = node.inputs[i]
-    while value is not None and (producer := value.producer()) is not None:
-        value = producer.inputs[0]
-        if producer.op_type == op_type and value is not None:
-            return value
-    raise ValueError(f"{node.name} does not attend in blocks")
-
-
-def mask_of_blocks(bias: Array, band: Band, tokens: int) -> Array:
-    """The bias of the first sample's blocks as one of all pairs, `(1 or heads, tokens, tokens)`."""
-    width, wide = bias.shape[2:]
-    blocks = -(-tokens // width)
-    mask = np.full((bias.shape[1], blocks * width, tokens), -np.inf, bias.dtype)
+def of_all_pairs(weights: Array, band: Band, tokens: int) -> Array:
+    """The weights of one sample's blocks, `(blocks, heads, width, keys)`, as those of all pairs, `(heads, tokens,
+    tokens)`."""
+    blocks, heads, width, wide = weights.shape
+    pairs = np.zeros((heads, blocks * width, tokens), weights.dtype)
     for i in range(blocks):
         reached = i * width - band.most + np.arange(wide - band.first_keys)
         keys = np.concatenate([np.arange(band.first_keys), reached])
         there = (keys >= 0) & (keys < tokens)
         there[band.first_keys :] &= reached >= band.first_keys
-        mask[:, i * width : (i + 1) * width, keys[there]] = bias[i][..., there]
-    return mask[:, :tokens]
+        pairs[:, i * width : (i + 1) * width, keys[there]] = weights[i][..., there]
+    return pairs[:, :tokens]

@@ -314,7 +314,7 @@ def test_a_process_of_a_benchmark_asks_for_the_signature_again(signed: Path, key
 
 def test_what_is_not_whole_is_not_signed(copy: Path, key: Path) -> None:
     (copy / "stray.py").touch()
-    with pytest.raises(BundleError, match=r"does not list, so nobody vouches for them: stray\.py; remove them"):
+    with pytest.raises(BundleError, match=r"not listed in its manifest: stray\.py; remove them"):
         sign(copy, key)
     (copy / "stray.py").unlink()
     (copy / MODEL).write_bytes(b"another")
