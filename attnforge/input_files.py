@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import os
 import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -114,14 +114,9 @@ def _fitting(dim: int | DimSpec, size: int) -> int:
 
 
 def _existing(name: str) -> Path:
-    file = Path(name)
-    try:
-        is_there = file.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        is_there = False
-    if not is_there:
+    if not os.path.isfile(name):  # nor is what no file can be called
         raise InputError(f"no file {shortened(name)!r}; give an .npy, an .npz or an image")
-    return file
+    return Path(name)
 
 
 def _read(spec: TensorSpec, file: Path) -> Array:
@@ -131,18 +126,13 @@ def _read(spec: TensorSpec, file: Path) -> Array:
                 return _array(spec, stream, file.stat().st_size, str(file))
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(file, formats=_formats()) as image:
+            Image.init()  # registers what this Pillow reads
+            with Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
                 return image_to_input(spec, image)
 
 
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "QOI", "DIB")
 """Formats that Pillow reads by itself; for others, such as EPS, it starts programs."""
-
-
-@functools.cache
-def _formats() -> list[str]:
-    Image.init()  # registers what this Pillow reads
-    return [name for name in _FORMATS if name in Image.OPEN]
 
 
 @contextmanager

@@ -200,7 +200,7 @@ def _print_report(report: Report) -> None:
         )
         for name, backend in report.backends.items()
     ]
-    print_table(head, rows, names=2, words=5)
+    print_table(head, rows, words=2, wraps=5)
     for name, backend in report.backends.items():
         for output, figures in backend.outputs.items():
             say(f"{name} {figures.text(output)}", "dim")
@@ -242,7 +242,7 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
         )
         for tensor in diagnosis.tensors
     ]
-    print_table(("largest", "error in", "error", "times", "tensor and module"), rows, names=0, words=4)
+    print_table(("largest", "error in", "error", "times", "tensor and module"), rows, words=0, wraps=4)
     say_reasons(diagnosis.not_traced, "the own tensors of {} could not be looked at", "dim")
     same = "; in float64, " + " = ".join(diagnosis.same_function) if diagnosis.same_function else ""
     say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}){same}", "dim")

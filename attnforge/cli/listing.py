@@ -57,7 +57,7 @@ def doctor(as_json: Json = False) -> Answer:
             for what, reasons in (("build", build), ("run", run))
             for name, reason in reasons.items()
         ]
-        print_table(("", "", ""), rows, names=2, words=2)
+        print_table(("", "", ""), rows, words=3, wraps=2)
         say("packages: " + ", ".join(f"{name} {version}" for name, version in packages.items()))
 
     return Answer({"python": python, "machine": machine, "packages": packages, "build": build, "run": run}, view)

@@ -93,7 +93,7 @@ def say_path(what: str, path: object) -> None:
 
 
 def print_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 1, words: int | None = None, gap: int = 2
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1, wraps: int | None = None, gap: int = 2
 ) -> None:
     """Print a table without lines; columns that are empty in all rows are left out.
 
@@ -102,8 +102,8 @@ def print_table(
     Args:
         head: heading of every column.
         rows: cells, with rich's markup.
-        names: how many of the first columns are text, the others being numbers that are aligned right.
-        words: the column of text that wraps in the room that is left; the cells of others stay in one piece.
+        words: how many of the first columns are text, the others being numbers that are aligned right.
+        wraps: the column of text that wraps in the room that is left; the cells of others stay in one piece.
         gap: spaces between columns.
     """
     shown = [i for i in range(len(head)) if any(row[i] for row in rows)]
@@ -115,11 +115,11 @@ def print_table(
     for i in shown:
         texts = [head[i], *(Text.from_markup(row[i]).plain for row in rows)]
         least = max(len(line) for text in texts for line in text.split("\n"))
-        if i == words:
+        if i == wraps:
             least = min(max(len(word) for text in texts for word in text.split()), 40)
         table.add_column(
-            head[i], min_width=least, no_wrap=i != words, vertical="bottom" if words is None else "top",
-            justify="left" if i < names or i == words else "right",
+            head[i], min_width=least, no_wrap=i != wraps, vertical="bottom" if wraps is None else "top",
+            justify="left" if i < words or i == wraps else "right",
         )  # fmt: skip
         width += least
     for row in rows:

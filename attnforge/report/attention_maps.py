@@ -26,7 +26,7 @@ from attnforge.export.diagnosis.stages import scores_of, sites_of, written_out
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.float64 import to_double
-from attnforge.export.graphs.nodes import input_of
+from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.graphs.parts import part_of, values_of
 from attnforge.export.graphs.rotary import turn_before_attention
 from attnforge.export.lowering.band import Band
@@ -291,7 +291,7 @@ def _deployed(
         elif node is not None:
             further = itertools.takewhile(nodes.__contains__, (f"{node.name}_{i}" for i in itertools.count(1)))
             fused[site] = [node, *(nodes[name] for name in further)]
-    operators = {site: [FusedOperator.of(model, node) for node in nodes] for site, nodes in fused.items()}
+    operators = {site: [FusedOperator.of(model, node) for node in heads] for site, heads in fused.items()}
     names = [*held.values(), *(name for some in operators.values() for one in some for name in one.inputs)]
     tensors = as_it_is(model, names, optimised=True)(inputs) if names else {}
     maps: dict[str, Array | Callable[[], Array]] = {site: tensors[name][0] for site, name in held.items()}
@@ -330,8 +330,14 @@ class FusedOperator:
         """The operator `node` of `model`."""
         given = [str(v.name) for v in node.inputs if v is not None and ir.convenience.get_const_tensor(v) is None]
         double = part_of(model, [str(node.outputs[0].name)], given)
+        mask = optional_input(node, 3) if node.attributes.get_float("softcap", 0.0) else None
+        if mask is not None:  # added behind the cap, which `to_double` leaves open
+            (inner,) = (one for one in double.graph if one.name == node.name)
+            mask, _ = inner.inputs[3], inner.replace_input_with(3, None)
         to_double(double)
         (softmax,) = (one for one in double.graph if one.op_type == "Softmax")
+        if mask is not None:
+            softmax.replace_input_with(0, insert(double.graph, softmax, partial(_masked, input_of(softmax), mask)))
         weights = part_of(double, [str(softmax.outputs[0].name)])
         for value in values_of(weights).values():
             if not value.is_initializer():
@@ -358,12 +364,19 @@ class FusedOperator:
         return weights
 
 
+def _masked(scores: ir.Value, mask: ir.Value, op: Builder) -> ir.Value:
+    if mask.dtype == ir.DataType.BOOL:
+        return op.Where(mask, scores, constant(op, -np.inf, ir.DataType.DOUBLE))
+    return op.Add(scores, mask)
+
+
 def _map_of(operators: list[FusedOperator], tensors: Tensors, samples: int, sizes: tuple[int, int, int]) -> Array:
     """The map of a site that one operator computes for all heads, or one for each."""
     parts = [operator.weights(tensors, samples) for operator in operators]
     if (band := operators[0].band) is not None:
         return of_all_pairs(parts[0], band, sizes[1])
-    return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
+    maps = np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
+    return maps[..., : sizes[2]]  # a cache has further slots, which no query sees
 
 
 # --- images -----------------------------------------------------------------------------------------------------------

@@ -97,16 +97,8 @@ def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(", ".join(names), reason) for reason, names in grouped(reasons.items()).items()]
 
 
-FILTERS: dict[str, Callable[..., Any]] = {
-    "by_reason": by_reason,
-    "error": error,
-    "fixed": fixed,
-    "interval": interval,
-    "milliseconds": milliseconds,
-    "percent": percent,
-    "rounded": rounded,
-    "sizes": sizes_text,
-}
+_FORMATS = (by_reason, error, fixed, interval, milliseconds, percent, rounded)
+FILTERS: dict[str, Callable[..., Any]] = {"sizes": sizes_text, **{format.__name__: format for format in _FORMATS}}
 """The formats, as the templates name them."""
 
 

@@ -88,7 +88,7 @@ def test_runs_of_names() -> None:
 def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Callable[[], str]) -> None:
     words = "a sentence of many words that does not fit into what is left of eighty columns beside a name"
     rows = [("a-name-in-one-piece", "", "1.25", words), ("b", "", "12", "short")]
-    terminal.print_table(("name", "nothing", "number", "why"), rows, words=3)
+    terminal.print_table(("name", "nothing", "number", "why"), rows, wraps=3)
     lines = printed().splitlines()
     assert lines[0].split() == ["name", "number", "why"] and max(map(len, lines)) <= 80
     assert " ".join(printed().split()).count("a-name-in-one-piece 1.25 a sentence of many words") == 1
