@@ -30,8 +30,12 @@ class Progress(Protocol):
         The total is the most that there may be; None where nobody knows."""
 
 
-class Silent(Progress):
+class Silent:
     """Progress that nobody hears of."""
+
+    def stage(self, name: str, number: int, total: int) -> None: ...
+
+    def step(self, what: str, done: float, total: float | None) -> None: ...
 
 
 class StageNames(Silent):

@@ -333,7 +333,8 @@ class FusedOperator:
         mask = optional_input(node, 3) if node.attributes.get_float("softcap", 0.0) else None
         if mask is not None:  # added behind the cap, which `to_double` leaves open
             (inner,) = (one for one in double.graph if one.name == node.name)
-            mask, _ = inner.inputs[3], inner.replace_input_with(3, None)
+            mask = inner.inputs[3]
+            inner.replace_input_with(3, None)
         to_double(double)
         (softmax,) = (one for one in double.graph if one.op_type == "Softmax")
         if mask is not None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import attnforge
-from attnforge import memory
 from attnforge.errors import BundleError, UnavailableError
 from attnforge.export import room
 from attnforge.export.attention.canonicalize import canonicalize
@@ -74,28 +73,6 @@ def test_memory_is_checked_before_it_is_needed(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UnavailableError, match="needs at least"):
         attnforge.deploy(module, args, tmp_path / "new", shapes, targets=["onnxruntime"])
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_cgroup_limits_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    names = memory._GROUP_FILES[2 - version]
-    for name, text in zip(names, ("1000000", "300000", "anon 7\ninactive_file 50000\n", ""), strict=True):
-        if text:
-            (tmp_path / name).write_text(text)
-    files = dict(zip(("limit", "used", "statistics"), names, strict=False))
-    group = f"4:memory,other:/its\n0::/{'its' if version == 2 else ''}\n" if version == 1 else "0::/its\n"
-    (tmp_path / "cgroup").write_text(group)
-    whole = Path
-
-    def elsewhere(*parts: str) -> Path:
-        if parts == ("/proc/self/cgroup",):
-            return whole(tmp_path / "cgroup")
-        return whole(tmp_path) if parts[0] == "/sys/fs/cgroup" else whole(*parts)
-
-    monkeypatch.setattr(memory, "Path", elsewhere)
-    assert memory._of_group(*names) == 750_000
-    (tmp_path / files["limit"]).write_text("max")
-    assert memory._of_group(*names) is None
 
 
 # A full disk
