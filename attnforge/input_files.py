@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.atomic import written_whole
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.errors import InputError, first_line, shortened
+from attnforge.errors import InputError, raised_as, shortened
 
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -138,14 +138,11 @@ _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "PPM", "
 @contextmanager
 def _read_from(file: Path) -> Iterator[None]:
     """A block that reads a file; whatever a library finds wrong with it becomes an InputError."""
-    try:
-        yield
-    except (InputError, MemoryError):
-        raise
-    except UnidentifiedImageError as error:
-        raise InputError(f"{file} is neither .npy, .npz nor an image that can be read") from error
-    except Exception as error:  # of NumPy, zipfile, zlib and Pillow, which have many kinds of them
-        raise InputError(f"{file} cannot be read: {shortened(first_line(error))}") from error
+    with raised_as(InputError, f"{file} cannot be read"):  # NumPy, zipfile, zlib and Pillow have many kinds of errors
+        try:
+            yield
+        except UnidentifiedImageError as error:
+            raise InputError(f"{file} is neither .npy, .npz nor an image that can be read") from error
 
 
 def _of_archive(file: Path, specs: Mapping[str, TensorSpec], beside: Collection[str]) -> dict[str, Array]:
