@@ -330,7 +330,8 @@ class FusedOperator:
         """The operator `node` of `model`."""
         given = [str(v.name) for v in node.inputs if v is not None and ir.convenience.get_const_tensor(v) is None]
         double = part_of(model, [str(node.outputs[0].name)], given)
-        mask = optional_input(node, 3) if node.attributes.get_float("softcap", 0.0) else None
+        is_capped = node.op_type == "Attention" and bool(node.attributes.get_float("softcap", 0.0))
+        mask = optional_input(node, 3) if is_capped else None
         if mask is not None:  # added behind the cap, which `to_double` leaves open
             (inner,) = (one for one in double.graph if one.name == node.name)
             mask = inner.inputs[3]
