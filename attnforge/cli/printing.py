@@ -10,8 +10,7 @@ from attnforge.cli.terminal import escape, out, print_table, say, say_reasons
 from attnforge.report.render import by_reason, error, interval, percent, rounded, sizes_text
 
 if TYPE_CHECKING:
-    from attnforge.bench.decoding.results import DecodingResults
-    from attnforge.bench.results import Contender, Environment, Model, Results
+    from attnforge.bench.results import Contender, DecodingResults, Environment, Model, Results
     from attnforge.bundle import Bundle, Certificate, Manifest, Quantised, QuantisedProduct, SiteRecord, TargetRecord
     from attnforge.certificate import SiteMask
 
