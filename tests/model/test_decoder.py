@@ -248,12 +248,12 @@ def test_steps_that_do_not_fit_are_refused_before_anything_is_written() -> None:
         ("ids are .* to 61; give 0 to 60", UsageError, (ids.clamp(max=5).index_fill(1, past[:1], 61), past, cache)),
         ("ids are -1 to", UsageError, (ids.index_fill(1, past[:1], -1), past, cache)),
         (
-            r"the cache is \(2, 2, 10, 8\) a layer; give \(1, 2, cache_tokens, 8\)",
+            r"the cache is \(2, 2, 10, 8\) per layer; give \(1, 2, cache_tokens, 8\)",
             ShapeError,
             (ids[:1], past[:1], cache),
         ),
-        (r"the cache is \(2, 1, 10, 8\) a layer; give \(2, 2", ShapeError, (ids, past, heads)),
-        ("the cache is of 1 layers; the decoder has 2", ShapeError, (ids, past, other)),
+        (r"the cache is \(2, 1, 10, 8\) per layer; give \(2, 2", ShapeError, (ids, past, heads)),
+        ("the cache has 1 layers; the decoder has 2", ShapeError, (ids, past, other)),
     ):
         with pytest.raises(error, match=message) as caught:
             decoder.step(*arguments)
@@ -307,8 +307,11 @@ def test_what_cannot_be_written_is_refused() -> None:
         ("33 new tokens after 9; the decoder has 40 positions", {"max_new_tokens": 33}),
         ("max_new_tokens is 0", {"max_new_tokens": 0}),
         ("temperature is -1", {"max_new_tokens": 3, "temperature": -1.0}),
-        (r"lengths are \[9, 10\]; give one of 1 to 9", {"max_new_tokens": 3, "lengths": torch.tensor([9, 10])}),
-        (r"lengths are \[9\]; give one of 1 to 9 for each of 2", {"max_new_tokens": 3, "lengths": torch.tensor([9])}),
+        (
+            r"lengths are \[9, 10\]; give 2, one per row, from 1 to 9",
+            {"max_new_tokens": 3, "lengths": torch.tensor([9, 10])},
+        ),
+        (r"lengths are \[9\]; give 2, one per row, from 1 to 9", {"max_new_tokens": 3, "lengths": torch.tensor([9])}),
         (r"lengths are \[0, 1\]", {"max_new_tokens": 3, "lengths": torch.tensor([0, 1])}),
     ):
         with pytest.raises(UsageError, match=message):
