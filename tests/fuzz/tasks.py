@@ -117,7 +117,7 @@ def _ranges(file: str) -> dict[str, tuple[int, int, int]]:
 
 
 def _original(file: str, inputs: dict[str, Array]) -> dict[str, Array] | None:
-    """Return ONNX Runtime's outputs for the file, or None if it refuses the file for a fault its outputs do not need."""
+    """Return ONNX Runtime's outputs for the file, or None if it refuses the file for an irrelevant fault."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
