@@ -118,8 +118,8 @@ class WideHead(nn.Module):
         self.query, self.key, self.value = (nn.Linear(DIM, dim) for _ in range(3))
         self.out = nn.Linear(dim, DIM)
         with torch.no_grad():
-            for one in (self.query, self.key):
-                one.weight *= 2.5 * (512 / dim) ** 0.25
+            for linear in (self.query, self.key):
+                linear.weight *= 2.5 * (512 / dim) ** 0.25
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.query(x), self.key(x), self.value(x)

@@ -48,7 +48,7 @@ class Dressed(nn.Module):
         self.register_buffer("table", torch.randn(width))
 
     def forward(self, a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Tensor:
-        result = self.inner(*(one for one in (a, b, c) if one is not None))
+        result = self.inner(*(x for x in (a, b, c) if x is not None))
         x: Tensor = result[0] if isinstance(result, tuple | list) else result
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.013) * self.gain + self.table
         return x + 0.3 * (4 * x).to(torch.int32).to(x.dtype).softmax(-1)
@@ -98,22 +98,22 @@ def _replaced(value: ir.Value, by: ir.Value) -> list[str]:
 
 def drop_a_constant(model: ir.Model, rng: random.Random) -> list[str]:
     """Replace `x + c`, or another operator with two operands, by `x`."""
-    found = []
+    candidates = []
     for node in model.graph:
         if node.op_type in ("Add", "Sub", "Mul", "Div"):
             for i, value in enumerate(node.inputs):
                 numbers, neutral = _constant(value), 0 if node.op_type in ("Add", "Sub") else 1
                 if numbers is not None and numbers.size == 1 and abs(float(numbers) - neutral) > 1e-3:
-                    found.append((node, node.inputs[1 - i]))
-    node, other = rng.choice(found)
-    assert other is not None
-    return _replaced(node.outputs[0], other)
+                    candidates.append((node, node.inputs[1 - i]))
+    node, kept = rng.choice(candidates)
+    assert kept is not None
+    return _replaced(node.outputs[0], kept)
 
 
 def round_a_constant(model: ir.Model, rng: random.Random) -> list[str]:
     """Round a constant or a weight to bfloat16's precision."""
     values = [*model.graph.initializers.values(), *(n.outputs[0] for n in model.graph if n.op_type == "Constant")]
-    found = []
+    candidates = []
     for value in values:
         numbers = _constant(value)
         if re.search(r"key\w*\.bias$", str(value.name)):  # shifts all scores of a query alike, without effect
@@ -123,16 +123,16 @@ def round_a_constant(model: ir.Model, rng: random.Random) -> list[str]:
         if numbers is not None and numbers.size and value.uses():
             rounded = torch.from_numpy(np.array(numbers)).bfloat16().float().numpy()
             if np.linalg.norm(rounded - numbers) > 1e-3 * np.linalg.norm(numbers):
-                found.append((value, rounded))
-    value, rounded = rng.choice(found)
+                candidates.append((value, rounded))
+    value, rounded = rng.choice(candidates)
     _set(value, rounded)
     return _used(value)
 
 
 def freeze_a_buffer(model: ir.Model, rng: random.Random) -> list[str]:
     """Give a buffer its initial values instead of the current ones."""
-    found = [value for name, value in model.graph.initializers.items() if name.endswith("table")]
-    value = rng.choice(found)
+    candidates = [value for name, value in model.graph.initializers.items() if name.endswith("table")]
+    value = rng.choice(candidates)
     _set(value, np.zeros_like(_constant(value)))
     return _used(value)
 

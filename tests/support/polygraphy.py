@@ -152,18 +152,18 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
 
 def measure() -> dict[str, Any]:
     """Measure the three verdicts on every fault and on every registered model."""
-    found = []
+    rows = []
     with temporary_folder() as folder:
         (folder / "registered").mkdir()
         for name in MODELS:
             for precision in ("fp32", "fp16", "bf16"):
                 say(f"{name} {precision}")
-                found.append(of_registered(name, precision, folder / "registered"))
+                rows.append(of_registered(name, precision, folder / "registered"))
         for name, precisions in PRECISIONS.items():
             for precision in precisions if name not in DECODERS else ():  # Polygraphy cannot run their steps
                 say(f"faults in {name} {precision}")
-                found += of_faults(name, precision, folder)
-    return {"verdicts": [asdict(row) for row in found]}
+                rows += of_faults(name, precision, folder)
+    return {"verdicts": [asdict(row) for row in rows]}
 
 
 EXPERIMENT = Experiment(

@@ -379,11 +379,11 @@ class Graph:
     # --- the whole
 
     def model(self, *outputs: ir.Value) -> ir.Model:
-        found = list(dict.fromkeys([*outputs, *self.extra_outputs]))
-        if any(v in self.inputs or v in self.initializers for v in found):
+        results = list(dict.fromkeys([*outputs, *self.extra_outputs]))
+        if any(v in self.inputs or v in self.initializers for v in results):
             raise Invalid("an output that depends on no input")
         graph = ir.Graph(
-            self.inputs, found, nodes=self.nodes, initializers=self.initializers, opset_imports={"": 23}, name="graph"
+            self.inputs, results, nodes=self.nodes, initializers=self.initializers, opset_imports={"": 23}, name="graph"
         )
         return ir.Model(graph, ir_version=10)
 
@@ -479,8 +479,8 @@ class Writer(Graph):
         if kind == "Identity":
             return Named(self.unary("Identity", x.value), x.dims)
         if kind == "squeeze":
-            at = self.choices.pick(range(rank + 1))
-            return Named(self.squeeze(self.unsqueeze(x.value, [at]), [at]), x.dims)
+            axis = self.choices.pick(range(rank + 1))
+            return Named(self.squeeze(self.unsqueeze(x.value, [axis]), [axis]), x.dims)
         if kind == "flatten":
             return self._reshaped(self._reshaped(x, (tuple(x.axes),)), x.dims)
         if rank < 2:
@@ -707,11 +707,11 @@ class _Attention:
         sizes = [g.size(dim) for dim in order]
         if chance(8) and all(size.is_static for size in sizes):
             return Named(g.weight(sizes), order)
-        at = next(i for i, dim in enumerate(order) if tokens in dim)
-        if order[at] == (tokens,) and sizes[at].is_static and sizes[at].factor > 1 and chance(15):
+        position = next(i for i, dim in enumerate(order) if tokens in dim)
+        if order[position] == (tokens,) and sizes[position].is_static and sizes[position].factor > 1 and chance(15):
             first, second = list(sizes), list(sizes)
-            first[at], second[at] = Size(sizes[at].factor - 1), ONE
-            return Named(g.concat([g.input("past", first), g.input("x", second)], at, sizes[at]), order)
+            first[position], second[position] = Size(sizes[position].factor - 1), ONE
+            return Named(g.concat([g.input("past", first), g.input("x", second)], position, sizes[position]), order)
         return Named(g.input("x", sizes), order)
 
     def packed(self) -> tuple[Named, Named, Named]:
@@ -728,23 +728,24 @@ class _Attention:
         if inner[0] == "three" and self.choices.chance(50):
             whole = (*dims, tuple(inner[1:]))
             parts = self.split(together, len(dims), [g.size(whole[-1])] * 3)
-            found = [Named(part, whole) for part in parts]
+            three = [Named(part, whole) for part in parts]
         else:
             named = g.arranged(Named(together, (*dims, tuple(inner))), [*dims, *((a,) for a in inner)])
             if self.choices.chance(50):
                 named = g.arranged(named, [(a,) for a in g.shuffled(named.axes)])
-            at = named.dims.index(("three",))
-            rest = (*named.dims[:at], *named.dims[at + 1 :])
+            axis = named.dims.index(("three",))
+            rest = (*named.dims[:axis], *named.dims[axis + 1 :])
             sizes = [g.size(dim) for dim in rest]
             if self.choices.chance(50):
                 index = [g.constant(np.int64(i), INT64) for i in range(3)]
-                found = [Named(g.op("Gather", [named.value, i], sizes, axis=at), rest) for i in index]
+                three = [Named(g.op("Gather", [named.value, i], sizes, axis=axis), rest) for i in index]
             else:
-                parts = self.split(named.value, at, [ONE] * 3)
-                found = [Named(g.squeeze(part, [at]), rest) for part in parts]
+                parts = self.split(named.value, axis, [ONE] * 3)
+                three = [Named(g.squeeze(part, [axis]), rest) for part in parts]
         names: tuple[dict[str, str], ...] = ({}, {"i": "j"}, {"i": "j", "d": "e"})
         query, key, value = (
-            Named(x.value, tuple(tuple(names[k].get(a, a) for a in dim) for dim in x.dims)) for k, x in enumerate(found)
+            Named(x.value, tuple(tuple(names[k].get(a, a) for a in dim) for dim in x.dims))
+            for k, x in enumerate(three)
         )
         return query, key, value
 

@@ -141,8 +141,8 @@ class Graph:
     def after(self, value: ir.Value, build: Build) -> None:
         """Apply `build` to `value`, for all its users."""
         uses, node, is_output = list(value.uses()), value.producer(), value.is_graph_output()
-        at = next(iter(self.graph)) if node is None else node
-        made = self.insert(at, value, build, after=node is not None)
+        anchor = next(iter(self.graph)) if node is None else node
+        made = self.insert(anchor, value, build, after=node is not None)
         for user, index in uses:
             user.replace_input_with(index, made)
         if is_output:
