@@ -744,8 +744,7 @@ class _Attention:
                 three = [Named(g.squeeze(part, [axis]), rest) for part in parts]
         names: tuple[dict[str, str], ...] = ({}, {"i": "j"}, {"i": "j", "d": "e"})
         query, key, value = (
-            Named(x.value, tuple(tuple(names[k].get(a, a) for a in dim) for dim in x.dims))
-            for k, x in enumerate(three)
+            Named(x.value, tuple(tuple(names[k].get(a, a) for a in dim) for dim in x.dims)) for k, x in enumerate(three)
         )
         return query, key, value
 
