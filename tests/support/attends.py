@@ -139,7 +139,7 @@ CPU: dict[str, Attends] = {
     "causal": Attends(is_causal=True),
     "mask": Attends(mask=("batch", 1, "n", "m")),
     "mask of keys": Attends(mask=(1, 1, 1, "m")),
-    "mask, NaN for silent rows": Attends(mask=("batch", 4, "n", "m"), silent_rows="nan"),
+    "mask, NaN for fully masked rows": Attends(mask=("batch", 4, "n", "m"), silent_rows="nan"),
     "mask and causal": Attends(mask=(1, 1, 1, "m"), is_causal=True),
     "bias": Attends(mask=(1, 4, "n", "m"), bias=True),
     "soft cap": Attends(softcap=3.0),
