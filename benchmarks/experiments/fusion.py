@@ -10,17 +10,20 @@ TensorRT-RTX fused attention kernels in the plan.
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import torch
+from torch import Tensor
 
 from attnforge.bench.contenders.peers import (
     export_at_18,
-    export_by_torchscript,
     fused_operators,
     ort_fusions,
     transformers_optimizer,
@@ -33,7 +36,9 @@ from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt import build as engine
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
+from attnforge.quiet import quiet
 from attnforge.report.render import markdown_table
+from attnforge.runtime.backends.eager import as_written
 from benchmarks.experiment import Experiment
 from tests.support.huggingface import build, minilm, variants
 
@@ -55,13 +60,11 @@ Exporter = Callable[[torch.nn.Module, tuple[Any, ...], Any, Path], None]
 
 def models() -> dict[str, Callable[[], Example]]:
     """Every model by name: Hugging Face's in both their forms of attention, one with trained weights, our own."""
-    every: dict[str, Callable[[], Example]] = {}
-    for name, attention in variants():
-        every[f"{name}, {attention}"] = lambda n=name, a=attention: build(n, a)  # type: ignore[misc]
+    every: dict[str, Callable[[], Example]] = {
+        f"{name}, {attention}": partial(build, name, attention) for name, attention in variants()
+    }
     every["all-MiniLM-L6-v2"] = lambda: example(minilm(), max_tokens=64)
-    for name in MODELS:
-        every[name] = lambda n=name: build_model(n)  # type: ignore[misc]
-    return every
+    return every | {name: partial(build_model, name) for name in MODELS}
 
 
 def coverage(make: Callable[[], Example]) -> dict[str, Any]:
@@ -75,24 +78,21 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
 
-        def exported(write: Exporter) -> Path:
+        def optimized(write: Exporter, optimize: Callable[[Path], onnx.ModelProto]) -> int:
             write(model.module, model.args, model.dynamic_shapes, file)
-            return file
+            return fused_operators(optimize(file))
 
         def kernels() -> int:
             plan = _plan(captured.model, captured, file)
             return sum(plan.kernel_of(attention.node) is not None for attention in lowered)
 
+        for_ort = partial(transformers_optimizer, canonical=canonical)
         ways: dict[str, Callable[[], int]] = {
             "tensorrt_rtx": kernels,
-            "tensorrt_rtx_alone": lambda: sum(
-                layer.is_fused_attention for layer in _plan(plain, captured, file).layers
-            ),
-            "optimizer": lambda: fused_operators(transformers_optimizer(exported(export_at_18), canonical)),
-            "optimizer_torchscript": lambda: fused_operators(
-                transformers_optimizer(exported(export_by_torchscript), canonical)
-            ),
-            "ort_fusions": lambda: fused_operators(ort_fusions(exported(export_at_18))),
+            "tensorrt_rtx_alone": lambda: sum(each.is_fused_attention for each in _plan(plain, captured, file).layers),
+            "optimizer": partial(optimized, export_at_18, for_ort),
+            "optimizer_torchscript": partial(optimized, export_by_torchscript, for_ort),
+            "ort_fusions": partial(optimized, export_at_18, ort_fusions),
         }
         counts: dict[str, Any] = {"sites": len(sites), "canonical": sum(site.node is not None for site in sites)}
         refused: dict[str, str] = {}
@@ -103,6 +103,25 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
             except refusals as error:
                 counts[column], refused[column] = 0, f"{type(error).__name__}: {first_line(error)}"
     return {**counts, "refused": refused}
+
+
+def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path) -> None:
+    """Write a module as torch's older exporter, which traces it to TorchScript, writes it at opset 17.
+
+    Args:
+        shapes: dynamic shapes as torch.export takes them, by the input's name or in order.
+    """
+    names = list(inspect.signature(module.forward).parameters)[: len(args)]
+    by_name = shapes if isinstance(shapes, dict) else dict(zip(names, shapes or (), strict=False))
+    axes = {
+        name: {axis: f"{name}_{axis}" for axis, dim in dims.items() if dim is not None}
+        for name, dims in by_name.items()
+        if dims
+    }
+    with quiet(), torch.no_grad(), as_written():
+        torch.onnx.export(
+            module.eval(), args, str(file), input_names=names, dynamic_axes=axes, dynamo=False, opset_version=17
+        )
 
 
 def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
