@@ -143,7 +143,7 @@ def test_bands_are_known_and_nothing_else_is_one() -> None:
     sites = [attention for _, attention in attentions(model, canonicalize(model).sites)]
     assert [attention.band for attention in sites] == [*BANDS.values(), *[None] * len(NO_BANDS)]
     assert [attention.is_triangle for attention in sites] == [name in TRIANGLES for name in (*BANDS, *NO_BANDS)]
-    assert [attention.staircase for attention in sites] == [STAIRS.get(name) for name in (*BANDS, *NO_BANDS)]
+    assert [attention.causal_prefix for attention in sites] == [STAIRS.get(name) for name in (*BANDS, *NO_BANDS)]
 
 
 def form_of(band: Band, nearly: int) -> str:
@@ -160,7 +160,7 @@ def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
         if attention.band is not None:
             form = form_of(attention.band, width)
             (candidate,) = (each for each in candidates_for(site.name, attention) if each.form == form)
-            assert not candidate.holds_scores
+            assert not candidate.materialises_scores
             write(model.graph, attention, candidate)
     outputs = {str(value.name): value for value in model.graph.outputs}
     model.graph.outputs[:] = [outputs[name] for name in BANDS]
@@ -178,10 +178,10 @@ def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
 def test_a_prefix_is_causal_but_for_its_own_queries() -> None:
     model = exported().model.clone()
     found = list(attentions(model, canonicalize(model).sites))
-    sites = {a.staircase: candidates_for(site.name, a) for site, a in found if a.staircase}
+    sites = {a.causal_prefix: candidates_for(site.name, a) for site, a in found if a.causal_prefix}
     assert [GROUP_QUERY_FIRST in [each.form for each in sites[first]] for first in (5, 70)] == [True, False]
     (candidate,) = (each for each in sites[5] if each.form == GROUP_QUERY_FIRST)
-    write(model.graph, next(a for _, a in found if a.staircase == 5), candidate)
+    write(model.graph, next(a for _, a in found if a.causal_prefix == 5), candidate)
     model.graph.outputs[:] = [value for value in model.graph.outputs if value.name == "causal and prefix"]
     RemoveUnusedNodesPass()(model)
     session = session_of(model)

@@ -81,7 +81,7 @@ def drawn(tokens: int) -> dict[str, Array]:
 @settings(max_examples=60)
 @given(bands(), st.sampled_from([1, 2, 3, 7, 13, 16, 17, 31, 48]), st.integers(1, 9), st.data())
 def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.DataObject) -> None:
-    mask = band.holds(tokens, tokens)
+    mask = band.visible(tokens, tokens)
     assert band.pairs(tokens) == mask.sum()
     if data.draw(st.booleans(), label="a pair too few or too many"):
         q, k = (data.draw(st.integers(0, tokens - 1)) for _ in range(2))
@@ -93,8 +93,8 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
     found = attention.band
     if found is None:
         return
-    assert not (mask & ~found.holds(tokens, tokens)).any()
-    assert not found.is_all or np.array_equal(mask, found.holds(tokens, tokens))
+    assert not (mask & ~found.visible(tokens, tokens)).any()
+    assert not found.is_all or np.array_equal(mask, found.visible(tokens, tokens))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (nearly,))
         (candidate,) = (each for each in candidates_for(site.name, attention) if "blocks" in each.form)
@@ -105,7 +105,7 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
 @settings(max_examples=25)
 @given(st.one_of(bands(), st.builds(stairs, st.integers(0, 60))), st.sampled_from([29, 48]))
 def test_what_tensorrt_gets_equals_float64(band: Band, tokens: int) -> None:
-    mask, feeds = band.holds(tokens, tokens), drawn(tokens)
+    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
     model, sites = graph_of(mask, tokens)
     with pytest.MonkeyPatch.context() as patched:
         for name, value in (("BLOCKS", (4,)), ("MANY_SCORES", 1), ("MANY_TOKENS", 1), ("MANY_IN_CHUNK", 8)):
@@ -127,7 +127,7 @@ def test_what_tensorrt_gets_equals_float64(band: Band, tokens: int) -> None:
 def test_a_key_that_is_no_number_reaches_no_block_that_it_is_not_in(band: Band) -> None:
     """Further than a mask hides it from, which it does not by itself: 0 · NaN is NaN."""
     tokens, width = 48, 8
-    mask, feeds = band.holds(tokens, tokens), drawn(tokens)
+    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
     model, sites = graph_of(mask, tokens)
     ((site, attention),) = attentions(model, sites)
     assert attention.band == band

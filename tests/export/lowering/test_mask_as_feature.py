@@ -102,7 +102,7 @@ def as_features() -> tuple[ir.Model, Any]:
     for site, attention in list(attentions(model, canonicalize(model).sites)):
         if attention.residue == "by key":
             (candidate,) = (each for each in candidates_for(site.name, attention) if each.form == MASK_AS_FEATURE)
-            assert not candidate.holds_scores
+            assert not candidate.materialises_scores
             write(model.graph, attention, candidate)
     outputs = {str(value.name): value for value in model.graph.outputs}
     model.graph.outputs[:] = [outputs[name] for name in BY_KEY]

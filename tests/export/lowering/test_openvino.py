@@ -147,9 +147,9 @@ def in_blocks(mask: Array, tokens: int, nearly: int) -> tuple[Site, Any, ir.Mode
 @settings(max_examples=30)
 @given(bands(), st.sampled_from([1, 2, 3, 7, 13, 16, 17, 31, 48]), st.integers(1, 9), st.data())
 def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.DataObject) -> None:
-    mask, feeds = band.holds(tokens, tokens), drawn(tokens)
+    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
     if data.draw(st.booleans(), label="causal"):
-        mask = stairs(data.draw(st.sampled_from([0, 1, 7, 30]))).holds(tokens, tokens)
+        mask = stairs(data.draw(st.sampled_from([0, 1, 7, 30]))).visible(tokens, tokens)
     if data.draw(st.booleans(), label="a pair too few or too many"):
         q, k = (data.draw(st.integers(0, tokens - 1)) for _ in range(2))
         if q != k:
@@ -165,7 +165,7 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
 )
 def test_a_key_that_is_no_number_reaches_no_block_that_it_is_not_in(band: Band) -> None:
     tokens, width, at = 48, 8, 21
-    mask, feeds = band.holds(tokens, tokens), drawn(tokens)
+    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
     written = in_blocks(mask, tokens, width)
     assert written is not None
     expected = truth_of_mask(feeds, mask)
