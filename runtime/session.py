@@ -287,9 +287,7 @@ class Session:
         self._backend.close()
 
     def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            "a session belongs to its process and cannot be pickled or copied; load the bundle in each"
-        )
+        raise UsageError("a session belongs to its process and cannot be pickled or copied; load the bundle in each")
 
     def __enter__(self) -> Session:
         return self
