@@ -112,7 +112,7 @@ def test_an_output_of_another_form_fails(change: str, tmp_path: Path) -> None:
         results["output"] = y.reshape(-1) if change == "flat" else y.astype(np.float64)
 
     reason = failing(bundle, altered)[0]
-    assert "and has to be float32[2, 24, 64]" in reason
+    assert "and must be float32[2, 24, 64]" in reason
 
 
 def test_a_mask_of_its_own_type_does_not_spoil_float64(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_mask_of_its_own_type_does_not_spoil_float64(tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_type_of_their_own_are_said(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="have to be of its inputs' dtype"):
+    with pytest.raises(CaptureError, match="need the dtype of its inputs"):
         deployed(lambda s, y: y @ torch.ones(DIM, DIM), tmp_path / "b", "auto")
 
 
@@ -172,7 +172,7 @@ def test_a_module_that_keeps_tensors_out_of_sight_is_refused_in_one_line(tmp_pat
 
     module, x = Remembers(Box).eval(), torch.randn(2, TOKENS, DIM)
     module(x)
-    with pytest.raises(CaptureError, match=r"^Remembers does not run in float16: .*of its inputs' dtype$"):
+    with pytest.raises(CaptureError, match=r"^Remembers does not run in float16: .*the dtype of its inputs$"):
         attnforge.deploy(module, (x,), tmp_path / "b", None, "fp16", ["onnxruntime"], tune=False)
 
 

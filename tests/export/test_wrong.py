@@ -204,7 +204,7 @@ def sigmoid_for_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_export_does_not_show_the_backends_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle of an earlier version, whose export nobody compared, is diagnosed by what its graph gives in float64."""
     monkeypatch.setattr("attnforge.export.deploy.departure", lambda source: None)
-    with pytest.raises(WrongError, match=r"onnxruntime-cpu: it missed .* the exporter wrote another function"):
+    with pytest.raises(WrongError, match=r"onnxruntime-cpu: it missed .* the exporter wrote a different function"):
         deployed(torch.tanh, tmp_path / "b")
     bundle = deployed(torch.tanh, tmp_path / "b", keep_wrong=True)
     assert bundle.manifest.wrong is not None and bundle.manifest.wrong.cause == "export"

@@ -165,7 +165,7 @@ def test_altered_weights_are_named(broken: DeployBroken, tmp_path: Path) -> None
         weight.const_value = ir.tensor(numbers, name=weight.name)
 
     found = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change)
-    assert found.finding.rule == "the weights steps.1.mlp.0.bias differ at 1 of 256 places, first at [7]"
+    assert found.finding.rule == "the weights steps.1.mlp.0.bias differ at 1 of 256 positions, first at [7]"
     assert found.finding.module == "steps.1.mlp.0"
 
 

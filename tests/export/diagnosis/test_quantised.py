@@ -84,7 +84,7 @@ def test_where_nothing_is_wrong_what_costs_most_is_told(tmp_path: Path, precisio
     )
     found = attnforge.diagnose(bundle, ONLY)
     assert found.healthy and found.finding.cause == "quantisation", found.finding
-    assert "down errs most by itself" in found.finding.evidence
+    assert "down has the largest error by itself" in found.finding.evidence
     assert ("costs most" in found.finding.evidence) == (precision == "fp8")
 
 

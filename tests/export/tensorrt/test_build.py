@@ -254,7 +254,7 @@ def test_tensorrt_itself_is_told_from_tensorrt_rtx(tmp_path: Path) -> None:
         assert "pip install attnforge[tensorrt]" in str(error)
     else:
         inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
-        with pytest.raises(UsageError, match="tensorrt builds for the GPU at hand"):
+        with pytest.raises(UsageError, match="tensorrt builds for a GPU of this machine"):
             build(attention(tmp_path / "model.onnx", inputs), "tensorrt", inputs, "fp16", ("SM89",))
 
 

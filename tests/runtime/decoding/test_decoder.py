@@ -197,13 +197,13 @@ def test_rows_of_several_lengths_are_no_array(session: Session) -> None:
         lambda: decoder.prefill(ids(2, 3), lengths=[[1], [1, 2]]),
     ]
     for call in calls:
-        with pytest.raises(InputError, match=r"cannot be made an array: .*; give rows of one length"):
+        with pytest.raises(InputError, match=r"cannot be converted to an array: .*; give rows of one length"):
             call()
     assert decoder.lengths.tolist() == [0, 0]
 
 
 def test_a_decoder_stays_in_its_process(session: Session) -> None:
-    with pytest.raises(UsageError, match=r"cannot be pickled or copied; fork\(\) makes another here"):
+    with pytest.raises(UsageError, match=r"cannot be pickled or copied; fork\(\) makes another one here"):
         pickle.dumps(session.decoder())
 
 
@@ -298,7 +298,7 @@ def test_memory_is_said_before_it_is_taken(session: Session, monkeypatch: pytest
 
 WRONG: dict[str, tuple[Any, str]] = {
     "a prompt longer than the cache": (lambda d: d.prefill(ids(2, PLACES - 2)), r"sample 0 has 3 tokens .* 38 more"),
-    "ids outside the table": (lambda d: d.step(np.array([0, VOCABULARY])), r"has the id 50; the table has 0 to 49"),
+    "ids outside the table": (lambda d: d.step(np.array([0, VOCABULARY])), r"has the id 50; the table's ids are 0 to 49"),
     "negative ids": (lambda d: d.step(np.array([-1, 0])), r"has the id -1"),
     "another batch": (lambda d: d.step(np.array([1])), r"has the shape \[1\]; give \(2\)"),
     "another rank": (lambda d: d.prefill(ids(2, 3, 1)), r"has the shape \[2, 3, 1\]; give \(2, tokens\)"),
@@ -309,9 +309,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "lengths of another batch": (lambda d: d.prefill(ids(2, 3), [1, 2, 3]), r"lengths are int64\[3\]"),
     "lengths that are no numbers": (lambda d: d.prefill(ids(2, 3), [0.5, 1]), r"lengths are float64"),
     "no token": (lambda d: d.prefill([ids(3), ids(0)]), r"sample 1 has no token"),
-    "keeping more than is there": (lambda d: d.crop([3, 4]), r"sample 1 is to keep 4 tokens and has 3"),
-    "keeping less than nothing": (lambda d: d.crop(-1), r"sample 0 is to keep -1 tokens"),
-    "a sample that is not there": (lambda d: d.fork([2]), r"no sample 2; there are 0 to 1"),
+    "keeping more than is there": (lambda d: d.crop([3, 4]), r"sample 1 has 3 tokens, so 4 cannot be kept"),
+    "keeping less than nothing": (lambda d: d.crop(-1), r"so -1 cannot be kept"),
+    "a sample that is not there": (lambda d: d.fork([2]), r"no sample 2; samples are 0 to 1"),
     "more samples than the bundle takes": (lambda d: d.fork([0] * 5), r"5 samples were asked for; .* 1 to 4"),
 }  # fmt: skip
 
@@ -331,7 +331,7 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_written(session: Ses
 def test_a_step_beyond_the_last_place_leaves_the_decoder_whole(session: Session) -> None:
     decoder, tokens = session.decoder(2), ids(2, PLACES)
     decoder.prefill([tokens[0], tokens[1, :5]])
-    with pytest.raises(InputError, match=r"sample 0 has 40 tokens in the cache and 1 more were given; there are 40"):
+    with pytest.raises(InputError, match=r"sample 0 has 40 tokens in the cache and 1 more were given; its capacity is 40"):
         decoder.step(tokens[:, 0])
     decoder.crop([20, 5])
     answer = decoder.step(np.array([tokens[0, 20], tokens[1, 5]]))
@@ -399,7 +399,7 @@ def test_a_bundle_without_a_cache_decodes_nothing(small: DeploySmall) -> None:
 
 
 def test_other_backends_say_that_they_have_no_steps(decoders: DeployDecoder) -> None:
-    with pytest.raises(UnavailableError, match="steps of a decoder run on onnxruntime-cpu, openvino so far"):
+    with pytest.raises(UnavailableError, match="decoder steps run on onnxruntime-cpu, openvino only"):
         attnforge.load(decoders("rotary", "fp32"), "tensorrt_rtx")
     assert "tensorrt_rtx" in attnforge.verify(decoders("rotary", "fp32")).skipped
 
@@ -437,7 +437,7 @@ def test_what_the_caches_hold(session: Session) -> None:
     alone.prefill(tokens[1:, :3])
     for name, cache in alone.cached(0).items():
         assert relative_error(held[1][name], cache) < CLOSE
-    with pytest.raises(InputError, match="there is no sample 2; there are 0 to 1"):
+    with pytest.raises(InputError, match="there is no sample 2; samples are 0 to 1"):
         decoder.cached(2)
 
 
@@ -467,4 +467,4 @@ def test_a_bundle_that_keeps_no_caches_says_so(decoders: DeployDecoder, tmp_path
     assert attnforge.verify(folder, ["onnxruntime-cpu"]).warnings == []
     report = attnforge.verify(rewrite(folder, forget), ["onnxruntime-cpu"])
     assert report.passed and "caches" not in report.backends["onnxruntime-cpu"].outputs
-    assert any("what the caches hold is not compared" in warning for warning in report.warnings)
+    assert any("the contents of caches are not compared" in warning for warning in report.warnings)

@@ -73,7 +73,7 @@ def test_the_last_token_needs_no_place(session: Session) -> None:
         ({"temperature": 1, "top_p": 0}, "top_p is 0"),
         ({"temperature": 1, "top_p": 1.5}, "top_p is 1.5"),
         ({"temperature": 1, "seed": -1}, "seed is -1"),
-        ({"top_k": 3}, "without a temperature the likeliest"),
+        ({"top_k": 3}, "without one the most likely"),
     ],
 )
 def test_a_sampler_that_cannot_be_meant(options: dict[str, float], message: str) -> None:
@@ -111,5 +111,5 @@ def test_logits_without_a_largest_number_choose_nothing(sampler: Sampler, wrong:
     generators = [np.random.default_rng(i) for i in range(2)]
     hidden = np.array([[-np.inf, 1.0], [2.0, -np.inf]], np.float32)
     assert sampler.choose(hidden, generators).tolist() == [1, 0]
-    with pytest.raises(RunError, match=r"sample 1 has no likeliest token: the largest of its logits is (nan|-?inf)"):
+    with pytest.raises(RunError, match=r"sample 1 has no most likely token: its largest logit is (nan|-?inf)"):
         sampler.choose(np.array([[0.0, 1.0], wrong], np.float32), generators)

@@ -158,7 +158,7 @@ def test_where_eager_overflows_a_backend_may_or_may_be_right() -> None:
     assert not tried(wrong, eager).passed, "a number there is held to float64"
     nowhere = TRUTH.copy()
     nowhere[[5, 6]] = np.nan
-    assert "NaN at 1 places where neither eager nor float64 has it" in str(tried(nowhere, eager).reason)
+    assert "NaN at 1 positions where neither eager nor float64 has it" in str(tried(nowhere, eager).reason)
     assert tried(TRUTH, eager).overflowed == 1
 
 
@@ -167,7 +167,7 @@ def test_a_model_that_overflows_on_ordinary_inputs_fails_with_eager() -> None:
     eager[5] = np.inf
     found = tried(eager, eager, case=CASE)
     assert not found.passed and found.worst is not None and found.worst.index == [5]
-    assert "fp16 does not hold this model: NaN or infinity at 1 places" in str(found.reason)
+    assert "fp16 overflows: NaN or infinity at 1 positions" in str(found.reason)
     assert tried(TRUTH, eager, case=CASE).passed, "who computes in more bits may be right"
 
 
@@ -234,7 +234,7 @@ def test_what_is_finite_beside_a_nan_is_still_judged() -> None:
 def test_an_output_of_another_size_fails() -> None:
     found = judged(TRUTH[:-1], TRUTH, TRUTH)
     assert not found.passed
-    assert found.reason == "999 numbers where float64 eager has 1000"
+    assert found.reason == "999 elements, where float64 eager has 1000"
 
 
 def test_relative_error() -> None:
@@ -675,4 +675,4 @@ def test_no_number_of_a_large_output_is_left_unseen(what: float, product: Callab
         report = hold(session.bundle, session.backend, session.run)
     assert not report.passed
     start = missing // reference.BLOCK * reference.BLOCK
-    assert f"among the numbers {start} to {start + reference.BLOCK - 1}" in str(report.failures[0].reason)
+    assert f"among elements {start} to {start + reference.BLOCK - 1}" in str(report.failures[0].reason)
