@@ -141,8 +141,8 @@ UNFUSED: dict[str, tuple[Attends, str]] = {
     "fp32, causal and static": (Attends(batch=1, n_q=9, n_k=9, is_causal=True), "no fused attention kernel"),
     "fp32, mask": (Attends(mask=("batch", 1, "n", "m")), "no fused attention kernel"),
     "fp32, grouped": (Attends(key_heads=2), "no fused attention kernel"),
-    "heads of 257": (Attends(heads=2, d_k=257, d_v=257, precision="fp16"), "heads of 257 are larger"),
-    "values of 320": (Attends(heads=2, d_v=320, precision="fp16"), "heads of 320 are larger"),
+    "heads of 257": (Attends(heads=2, d_k=257, d_v=257, precision="fp16"), "heads of 257 exceed"),
+    "values of 320": (Attends(heads=2, d_v=320, precision="fp16"), "heads of 320 exceed"),
     "soft cap": (Attends(softcap=5.0, precision="fp16"), "a soft cap on the scores"),
 }  # fmt: skip
 

@@ -60,7 +60,7 @@ def test_what_is_drawn_depends_on_the_seed_and_the_sample_alone(session: Session
 
 def test_the_last_token_needs_no_place(session: Session) -> None:
     assert len(list(session.generate(ids(1, PLACES - 4), 5))) == 5
-    with pytest.raises(InputError, match="the prompt and 6 new tokens are 42, and the cache has room for 41"):
+    with pytest.raises(InputError, match="the prompt and 6 new tokens are 42 tokens, and the cache has room for 41"):
         session.generate(ids(1, PLACES - 4), 6)
 
 
@@ -82,7 +82,7 @@ def test_a_sampler_that_cannot_be_meant(options: dict[str, float], message: str)
 
 
 def test_no_new_token(session: Session) -> None:
-    with pytest.raises(UsageError, match="0 new tokens"):
+    with pytest.raises(UsageError, match="max_new_tokens is 0"):
         session.generate(ids(1, 3), 0)
 
 

@@ -70,7 +70,7 @@ def test_where_attention_alone_is_narrower_its_eager_is_the_yardstick() -> None:
     assert not found(off_by(TRUTH, 2.1e-2, 1), low).passed
     # Where numbers must be finite, fp32 eager says; and a yardstick that overflows where it does not allows nothing.
     nowhere = np.where(np.arange(TRUTH.size) == 3, np.nan, low)
-    assert "NaN at 1 places" in str(found(nowhere, nowhere).reason)
+    assert "NaN at 1 positions" in str(found(nowhere, nowhere).reason)
     assert not found(off_by(TRUTH, 1.9e-2, 1), nowhere).passed
     assert found(off_by(TRUTH, 0.9e-3, 1), nowhere).passed
     truth = np.where(np.isnan(nowhere), np.nan, TRUTH)

@@ -83,7 +83,7 @@ def test_a_sound_run_is_judged_as_verify_judges(bundle: Bundle, document: Docume
     ("change", "reason"),
     [
         (lambda a: a * 1.001, "error .* over the budget"),
-        (lambda a: np.where(a == a.max(), np.nan, a).astype(a.dtype), "NaN at 1 places"),
+        (lambda a: np.where(a == a.max(), np.nan, a).astype(a.dtype), "NaN at 1 positions"),
         (lambda a: np.full_like(a, np.inf), "infinity"),
         (lambda a: a[:-1], r"it is float32\[.* and must be float32\["),
         (lambda a: a.reshape(-1), r"it is float32\[\d+\] and must be"),
