@@ -93,7 +93,9 @@ def test_of_equally_near_ones_the_narrowest() -> None:
 
 def test_without_dynamic_dims_there_is_one_and_sizes_that_none_holds_are_refused() -> None:
     assert profile_for([], {}) == 0
-    with pytest.raises(InputError, match="no optimization profile of the plan includes batch 65, tokens 1; deploy again"):
+    with pytest.raises(
+        InputError, match="no optimization profile of the plan includes batch 65, tokens 1; deploy again"
+    ):
         profile_for([WHOLE, ONE], {"batch": 65, "tokens": 1})
 
 
@@ -136,7 +138,9 @@ def test_profiles_are_the_whole_and_what_is_added() -> None:
 
 @pytest.mark.parametrize("wrong", [(0, 1, 2), (1, 65, 65), (2, 1, 3), (3, 3, 2), (1, 4, 65)])
 def test_a_profile_that_cannot_be_meant_is_refused(wrong: Range) -> None:
-    with pytest.raises(UsageError, match=r"a profile has batch from .*; give min ≤ opt ≤ max within the dim's range, 1 to 64"):
+    with pytest.raises(
+        UsageError, match=r"a profile has batch from .*; give min ≤ opt ≤ max within the dim's range, 1 to 64"
+    ):
         profiles_of(INPUTS, [{"batch": wrong}])
 
 

@@ -146,7 +146,9 @@ def test_profiles_are_in_the_plan_and_in_the_manifest_and_are_built_again(tmp_pa
 
 def test_a_profile_outside_the_dims_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     module, args, shapes = small_example()
-    with pytest.raises(UsageError, match="a profile has batch from 1 over 2 to 5; give min ≤ opt ≤ max within the dim's range, 1 to 4"):
+    with pytest.raises(
+        UsageError, match="a profile has batch from 1 over 2 to 5; give min ≤ opt ≤ max within the dim's range, 1 to 4"
+    ):
         attnforge.deploy(module, args, tmp_path / "b", shapes, targets=[RTX], profiles=[{"batch": (1, 2, 5)}])
     assert list(tmp_path.iterdir()) == []
 

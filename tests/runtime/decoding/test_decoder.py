@@ -331,7 +331,9 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_written(session: Ses
 def test_a_step_beyond_the_last_place_leaves_the_decoder_whole(session: Session) -> None:
     decoder, tokens = session.decoder(2), ids(2, PLACES)
     decoder.prefill([tokens[0], tokens[1, :5]])
-    with pytest.raises(InputError, match=r"sample 0 has 40 tokens in the cache and 1 more were given; its capacity is 40"):
+    with pytest.raises(
+        InputError, match=r"sample 0 has 40 tokens in the cache and 1 more were given; its capacity is 40"
+    ):
         decoder.step(tokens[:, 0])
     decoder.crop([20, 5])
     answer = decoder.step(np.array([tokens[0, 20], tokens[1, 5]]))
