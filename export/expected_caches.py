@@ -35,7 +35,7 @@ class ExpectedCaches:
     """Keys and values of a model without a cache, for given inputs.
 
     Attributes:
-        places: capacity of the caches, in tokens per sample.
+        capacity: of the caches, in tokens per sample.
         names: names of the caches, in the order of sites, each key before its value.
         graph: the deployed canonical model, before caches were inserted.
         exact: the canonical graph that is the truth in float64: without the rounding of quantisation.
@@ -43,7 +43,7 @@ class ExpectedCaches:
         scales: scales of int8 caches, `(key heads, 1, size)` by name.
     """
 
-    places: int
+    capacity: int
     names: Sequence[str]
     graph: ir.Model
     exact: ir.Model

@@ -161,7 +161,7 @@ def write_reference(
     cost = run_cost(graph)
     stored, cases = stored_inputs(model, data or Data(), cost)
     if caches is not None:
-        cases += _whole_cache(model.inputs[0], caches.places, len(cases))
+        cases += _whole_cache(model.inputs[0], caches.capacity, len(cases))
     low = model.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
     few, few_in_caches = _FewNumbers(), _FewNumbers()
@@ -225,13 +225,13 @@ def stored_inputs(model: ReferenceModel, data: Data, cost: Cost) -> tuple[dict[s
     return stored, cases
 
 
-def _whole_cache(tokens: TensorSpec, places: int, seed: int) -> list[Case]:
+def _whole_cache(tokens: TensorSpec, capacity: int, seed: int) -> list[Case]:
     """The case of one sample that fills a decoder's caches; none if a call may have as many tokens."""
     batch, count, *_ = tokens.dims
     assert isinstance(count, DimSpec)
-    if count.max == places:
+    if count.max == capacity:
         return []
-    sizes = {count.symbol: places} | ({batch.symbol: 1} if isinstance(batch, DimSpec) else {})
+    sizes = {count.symbol: capacity} | ({batch.symbol: 1} if isinstance(batch, DimSpec) else {})
     return [Case(name=WHOLE_CACHE, sizes=sizes, kind="normal", seed=seed)]
 
 

@@ -413,12 +413,12 @@ def _mask(masks: Masks, shape: tuple[int, ...], rng: np.random.Generator) -> Arr
 
 
 def sampled(array: Array, case: Case) -> Array:
-    """The stored elements of an output: all of it, flattened, or the elements at its :func:`places`."""
-    kept = places(array.size, case)
+    """The stored elements of an output: all of it, flattened, or the elements at its :func:`stored_indices`."""
+    kept = stored_indices(array.size, case)
     return array.reshape(-1) if kept is None else array.reshape(-1)[kept]
 
 
-def places(size: int, case: Case) -> Array | None:
+def stored_indices(size: int, case: Case) -> Array | None:
     """The flat indices at which an output of `size` elements is stored, in order; None if it is stored whole. Outputs
     of real data are stored whole, because metrics are measured on them."""
     if size <= SAMPLED or case.kind == "data":
@@ -433,7 +433,7 @@ BLOCK = 64
 def blocks(array: Array, case: Case) -> Array | None:
     """The sums of every :data:`BLOCK` elements of an output that is stored in part, so that every element is checked:
     float64, each element with a sign determined by the case's seed. None if the output is stored whole."""
-    if places(array.size, case) is None:
+    if stored_indices(array.size, case) is None:
         return None
     rng, sums = np.random.Generator(np.random.PCG64([case.seed, array.size, BLOCK])), []
     for (numbers,) in pieces(array):

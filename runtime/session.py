@@ -1,4 +1,4 @@
-"""A session: a deployed model, loaded on one of many backends, behind one interface."""
+"""A session: a deployed model loaded on one backend. All backends have the same interface."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SATURATES = 2**15
 """Limit of the sum of two neighbouring 8-bit products on processors without VNNI."""
 
 MUCH = 4.0
-"""How many times the graph's own error the error of saturated sums has to be, to be told apart."""
+"""Minimum ratio of the error of saturated sums to the graph's own error, to distinguish the two."""
 
 ALIKE = 0.25
 """Maximum relative difference between the error of a backend's tensor and that of saturated sums, to be attributed to

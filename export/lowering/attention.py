@@ -96,7 +96,7 @@ class Cached:
         tokens: the graph's input, `(batch, tokens, …)`.
         past: `(batch,)`, int64: how many tokens each sample has in the cache.
         new_key, new_value: `(batch, key heads, tokens, size)`, what is written after them.
-        key, value: `(batch, key heads, places, size)`, the cache before that.
+        key, value: `(batch, key heads, capacity, size)`, the cache before that.
         next_key, next_value: the cache after it, which are outputs of the graph.
         seen: what a query sees.
         in_int8: how keys and values are rounded if the cache is int8; `new_key` and `new_value` are int8 then, too.

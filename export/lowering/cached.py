@@ -167,21 +167,21 @@ def over_filled(
     return attend(op, part, name)
 
 
-def step_mask(op: Builder, positions: ir.Value, site: Seen, places: int, dtype: ir.DataType) -> ir.Value:
-    """The mask of a step over all slots of a cache, `(batch, 1 or heads, tokens, places)`: boolean, or numeric if there
-    is a bias by distance.
+def step_mask(op: Builder, positions: ir.Value, site: Seen, capacity: int, dtype: ir.DataType) -> ir.Value:
+    """The mask of a step over all slots of a cache, `(batch, 1 or heads, tokens, capacity)`: boolean, or numeric if
+    there is a bias by distance.
 
     Args:
         op: records the nodes.
         positions: `(batch, tokens)`, int64, the positions of the tokens.
         site: which keys are seen, and how.
-        places: capacity of the cache, in tokens.
+        capacity: of the cache, in tokens.
         dtype: type of a numeric mask.
     """
     batch, tokens = dims_of(positions)
-    columns = constant(op, [[[list(range(places))]]])
+    columns = constant(op, [[[list(range(capacity))]]])
     positions = typed(op.Unsqueeze(positions, constant(op, [1, 3])), INT64, [batch, 1, tokens, 1])
-    shown = typed(op.LessOrEqual(columns, positions), BOOL, [*dims_of(positions)[:3], places])
+    shown = typed(op.LessOrEqual(columns, positions), BOOL, [*dims_of(positions)[:3], capacity])
     if site.window is not None:
         first = like(op.Sub(positions, constant(op, site.window)), positions)
         shown = like(op.And(shown, like(op.Greater(columns, first), shown)), shown)

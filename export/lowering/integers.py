@@ -12,7 +12,8 @@ and 0.58 ms, 0.20 with weights in fp32) with an error far below that of the weig
 ONNX Runtime has no fp8 products. It refuses some graphs with fp8 Q/DQ that its own rewriting makes, so these become
 casts and products, which is equivalent.
 
-A table behind DQ would be dequantised whole, on every call or once into fp32 memory. So rows are looked up first.
+A table followed by DQ would be dequantised as a whole, on every call or once into fp32 memory. So its rows are looked
+up first.
 """
 
 from __future__ import annotations

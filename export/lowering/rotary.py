@@ -24,7 +24,7 @@ class Turned:
 
     Attributes:
         operand: the operand before the rotation.
-        cosine, sine: initializers, `(places, half a head)`.
+        cosine, sine: initializers, `(positions, half a head)`.
         interleaved: 1 if neighbours form a pair, 0 if halves of a head do.
     """
 
@@ -154,8 +154,8 @@ def _table(rows: ir.Value | None, width: int) -> ir.Value | None:
     node = _producer(value)
     if node is None or node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
         return None
-    table, places = node.inputs
-    of_tokens = _producer(places)
+    table, positions = node.inputs
+    of_tokens = _producer(positions)
     if table is None or not table.is_initializer() or of_tokens is None or PLACES not in of_tokens.metadata_props:
         return None
     dims = layout.dims

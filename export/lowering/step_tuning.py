@@ -70,8 +70,8 @@ def measured(
     Raises:
         Unmeasurable: ONNX Runtime runs none of the forms.
     """
-    places, tokens = evaluated(a.size("n_k"), sizes), max(evaluated(a.size("n_q"), sizes), 2)
-    work = {"token": (1, places // 2), "prompt": (min(tokens, places), 0)}
+    capacity, tokens = evaluated(a.size("n_k"), sizes), max(evaluated(a.size("n_q"), sizes), 2)
+    work = {"token": (1, capacity // 2), "prompt": (min(tokens, capacity), 0)}
     times: dict[str, dict[str, float]] = {}
     dropped: dict[str, str] = {}
     for kind, (count, past) in work.items():
@@ -126,13 +126,13 @@ def _opened(
 
 def _sizes(a: Attention, sizes: Mapping[str, int]) -> tuple[int, int, int, int, int]:
     """Number of heads and of heads of keys and values, sizes of keys and values, and capacity of the cache."""
-    heads, shared, d_k, d_v, places = (evaluated(a.size(name), sizes) for name in ("H", "H_kv", "d_k", "d_v", "n_k"))
-    return heads, shared, d_k, d_v, places
+    heads, shared, d_k, d_v, capacity = (evaluated(a.size(name), sizes) for name in ("H", "H_kv", "d_k", "d_v", "n_k"))
+    return heads, shared, d_k, d_v, capacity
 
 
 def _alone(a: Attention, sizes: Mapping[str, int], tokens: int) -> ir.Model:
     """A canonical step of one site and one sample, with heads side by side in its inputs and output."""
-    heads, shared, d_k, d_v, places = _sizes(a, sizes)
+    heads, shared, d_k, d_v, capacity = _sizes(a, sizes)
     op, cached = Builder(), a.cached
     assert cached is not None
 
@@ -150,19 +150,19 @@ def _alone(a: Attention, sizes: Mapping[str, int], tokens: int) -> ir.Model:
     for which, (name, size) in enumerate((("key", d_k), ("value", d_v))):
         new, cache = (
             taken(f"new_{name}", a.dtype, 1, tokens, shared * size),
-            taken(f"{name}_cache", kept, 1, shared, places, size),
+            taken(f"{name}_cache", kept, 1, shared, capacity, size),
         )
         inputs += [new, cache]
         rows = apart(new, shared, size)
         rounded = None if cached.in_int8 is None else InInt8.of(op, rows, cached.in_int8[which].scale)
         written = op.op("TensorScatter", [cache, rows if rounded is None else rounded.stored, past], {"axis": 2})
         written.name = f"{name}.next"
-        outputs.append(typed(written, kept, [1, shared, places, size]))
+        outputs.append(typed(written, kept, [1, shared, capacity, size]))
         read.append(written if rounded is None else rounded.restored(op, written))
     positions = typed(
         op.Add(op.Unsqueeze(past, constant(op, [1])), constant(op, [list(range(tokens))])), INT64, [1, tokens]
     )
-    mask = step_mask(op, positions, cached.seen, places, a.dtype)
+    mask = step_mask(op, positions, cached.seen, capacity, a.dtype)
     result = attention_node(
         op, SITE, apart(query, heads, d_k), read[0], read[1], mask, scale=a.scale, softcap=a.softcap,
         softmax_precision=a.softmax_dtype.value if a.softmax_dtype != a.dtype else 0,
@@ -180,7 +180,7 @@ def _alone(a: Attention, sizes: Mapping[str, int], tokens: int) -> ir.Model:
 
 def _feeds(a: Attention, sizes: Mapping[str, int], tokens: int, past: int) -> dict[str, Array]:
     """Random inputs of a site alone, whose scores are of magnitude one."""
-    heads, shared, d_k, d_v, places = _sizes(a, sizes)
+    heads, shared, d_k, d_v, capacity = _sizes(a, sizes)
     assert a.cached is not None
     rng = np.random.default_rng(0)
     arrays: dict[str, Array] = {
@@ -190,7 +190,7 @@ def _feeds(a: Attention, sizes: Mapping[str, int], tokens: int, past: int) -> di
     }
     for which, (name, size) in enumerate((("key", d_k), ("value", d_v))):
         arrays[f"new_{name}"] = rng.standard_normal((1, tokens, shared * size), np.float32)
-        cache = rng.standard_normal((1, shared, places, size), np.float32)
+        cache = rng.standard_normal((1, shared, capacity, size), np.float32)
         if a.cached.in_int8 is not None:
             cache = np.clip(np.rint(cache / a.cached.in_int8[which].scale), -127, 127).astype(np.int8)
         arrays[f"{name}_cache"] = cache

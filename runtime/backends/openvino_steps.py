@@ -41,7 +41,7 @@ def read_step(core: Any, model: Any) -> Any:
 
 
 def write_rows(caches: Mapping[str, Array], rows: Mapping[str, Array], past: Array) -> None:
-    """Write new rows, `(batch, heads, tokens, size)`, into caches, `(batch, heads, places, size)`, after the tokens
+    """Write new rows, `(batch, heads, tokens, size)`, into caches, `(batch, heads, capacity, size)`, after the tokens
     that each sample has."""
     for name, cache in caches.items():
         for of_sample, new, first in zip(cache, rows[name], past.tolist(), strict=True):
@@ -61,7 +61,7 @@ class _Step:
         self._new: Any = None
 
     def scattered(self, node: Any) -> Any:
-        """The filled part of a cache `(batch, heads, places, size)`, followed by the new rows."""
+        """The filled part of a cache `(batch, heads, capacity, size)`, followed by the new rows."""
         ops = self._ops
         cache, new, past = (node.get_input(i) for i in range(3))
         rows = ops.range(_ints(0), ops.gather(ops.shape_of(new, "i64"), _ints(2), _ints(0)), _ints(1), "i64")
@@ -71,7 +71,7 @@ class _Step:
         return ops.concat([filled, new], 2).outputs()
 
     def _seen(self, mask: Any) -> Any:
-        """A mask over all slots `(batch, heads, tokens, places)` as one over the filled part and the new rows."""
+        """A mask over all slots `(batch, heads, tokens, capacity)` as one over the filled part and the new rows."""
         ops = self._ops
         filled = ops.slice(mask, _ints([0]), self._most, _ints([1]), _ints([3]))
         slots = ops.range(_ints(0), ops.squeeze(self._most, _ints([0])), _ints(1), "i64")

@@ -123,8 +123,8 @@ class MeasuredMetric:
     def report(self) -> MetricReport:
         """The means over all samples, and whether they suffice.
 
-        By default the metric may fall short of float64's by twice as much as eager's, and by the smallest difference
-        that can be told: one sample of a count, and the rounding of the last digits of other metrics.
+        By default the metric may fall short of float64's by twice as much as eager's does, and by the smallest
+        measurable difference: one sample of a count, and the rounding of the last digits of other metrics.
 
         Raises:
             UsageError: no sample was measured.

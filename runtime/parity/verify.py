@@ -557,7 +557,7 @@ class _CaseOnBackend:
 def _locate(comparison: Comparison, case: Case, shape: tuple[int, ...]) -> None:
     """Convert the worst element's index among the compared elements to its index in the whole output."""
     if comparison.worst is not None and comparison.worst.index:
-        indices = reference.places(int(np.prod(shape)), case)
+        indices = reference.stored_indices(int(np.prod(shape)), case)
         index = comparison.worst.index[0] if indices is None else int(indices[comparison.worst.index[0]])
         comparison.worst.index = [int(i) for i in np.unravel_index(index, shape)]
 

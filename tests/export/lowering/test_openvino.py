@@ -113,7 +113,7 @@ def test_forms_are_measured_on_openvino() -> None:
     """On what the mask is proved to leave visible; additional padding is not part of any measured form."""
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
     sites = lower(model, canonicalize(model).sites, sizes, Tuner(sizes, 2.0, engine=ENGINE)).sites
-    forms = {CANONICAL_FORM, *(form_of(BANDS["behind"], width) for width in for_openvino.BLOCKS)}
+    forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in for_openvino.BLOCKS)}
     assert set(sites[0].measured) == forms
     causal = {CANONICAL_FORM, *(f"MatMul·Softmax·MatMul, {steps} blocks" for steps in STEPS)}
     spent = Tuner(sizes, 6.0, engine=ENGINE)

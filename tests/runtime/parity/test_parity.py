@@ -316,7 +316,7 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Bundle]
 def test_the_worst_element_is_named_by_its_index_in_the_output(product: Callable[[int], Bundle], rows: int) -> None:
     bundle = product(rows)
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
-    flat = reference.places(rows * 8, case)
+    flat = reference.stored_indices(rows * 8, case)
     row, column = np.unravel_index(5 if flat is None else flat[5], (rows, 8))
 
     class Off(Session):
@@ -673,7 +673,7 @@ def test_every_element_of_a_large_output_is_checked(wrong: float, product: Calla
     """Elements of a large output that are not stored one by one are part of a stored sum."""
     bundle = product(9001)
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
-    kept = reference.places(9001 * 8, case)
+    kept = reference.stored_indices(9001 * 8, case)
     assert kept is not None
     missing = int(np.setdiff1d(np.arange(9001 * 8), kept)[4321])
 
