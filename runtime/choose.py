@@ -55,19 +55,19 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     if len(able) < 2:
         return None
     dropped = why_dropped(bundle, able, progress)
-    names, openings = [name for name in able if name not in dropped], []
+    names, timings = [name for name in able if name not in dropped], []
     end = time.perf_counter() + seconds
     for order, share in ((names, 1 / 2), (names[::-1], 1)):
-        opening = time.perf_counter()
+        load_start = time.perf_counter()
         with ExitStack() as stack:
             opened = {name: _opened(stack, bundle, name, dropped) for name in order}
             runs = {name: run for name, run in opened.items() if run is not None}
-            opening = time.perf_counter() - opening
-            openings.append(medians(runs, ROUNDS // 2, share * (end - time.perf_counter())))
+            load_seconds = time.perf_counter() - load_start
+            timings.append(medians(runs, ROUNDS // 2, share * (end - time.perf_counter())))
         names = [name for name in names if name in runs]
-        if len(names) < 2 or time.perf_counter() + opening > end:
+        if len(names) < 2 or time.perf_counter() + load_seconds > end:
             break
-    milliseconds = {name: round(mean(times[name] for times in openings), 4) for name in able if name not in dropped}
+    milliseconds = {name: round(mean(times[name] for times in timings), 4) for name in able if name not in dropped}
     return Choice(
         machine=this_machine(),
         versions=versions(libraries_of(able)),
