@@ -25,15 +25,15 @@ def certify(
 
     Args:
         sites: the sites that canonicalize found.
-        built: what was built for each target, by target name.
-        masks: what is proved about the sites' masks, by site name.
+        built: the result for each target, by target name.
+        masks: proved properties of the sites' masks, by site name.
     """
     records = [_record(site, built, (masks or {}).get(site.name)) for site in sites]
     return Certificate.of(records, [name for name, target in built.items() if target.kernel_of is not None])
 
 
 def _record(site: Site, built: Mapping[str, Built], mask: SiteMask | None) -> SiteRecord:
-    """What every target made of one site; a site that is not canonical is not lowered for any target."""
+    """The form of one site on every target; a site that is not canonical is not lowered for any target."""
     forms = {name: next((f for f in target.lowered if f.site == site.name), None) for name, target in built.items()}
     return SiteRecord(
         site=site.name,
@@ -64,7 +64,7 @@ def _compiled(form: Lowered, target: Built) -> SiteTarget:
 
 
 def masks_of(model: ir.Model, sites: Sequence[Site], inputs: Sequence[TensorSpec]) -> dict[str, SiteMask]:
-    """What is proved about the mask of every canonical site that has one or is causal, by site name.
+    """The proved properties of the mask of every canonical site that has one or is causal, by site name.
 
     Args:
         model: the canonical graph.

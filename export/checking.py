@@ -60,12 +60,12 @@ def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
 
 
 def _why(bundle: Bundle, evidence: str) -> Wrong:
-    """The result of a diagnosis, or, if it fails, what is known already."""
+    """The result of a diagnosis, or, if it fails, of the checks before it."""
     try:
         with temporary_folder() as reproduction:
             finding = diagnose(bundle, out=reproduction).finding
     except (AttnforgeError, MemoryError) as error:
         return Wrong(cause="unknown", stage="backends", evidence=f"{evidence} (no diagnosis: {first_line(error)})")
-    stage = "backends" if finding.cause in COSTS else finding.stage  # a mere cost has no stage of its own
+    stage = "backends" if finding.cause in COSTS else finding.stage  # a cost has no separate stage
     fields = {"stage": stage, "evidence": f"{evidence}; {finding.evidence}"}
     return Wrong.model_validate({**finding.model_dump(include=set(Wrong.model_fields)), **fields})

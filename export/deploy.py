@@ -167,7 +167,7 @@ def deploy(
 
 
 def _kept(wrong: Wrong | None, name: str, options: DeployOptions) -> Wrong | None:
-    """What is wrong with a bundle that is written anyway.
+    """The problems of a bundle that is written anyway.
 
     Raises:
         WrongError: it is not to be written.

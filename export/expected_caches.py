@@ -51,8 +51,8 @@ class ExpectedCaches:
     scales: Mapping[str, Array]
 
     def computed(self, cases: Mapping[str, Mapping[str, Array]]) -> dict[str, tuple[Caches, Caches]]:
-        """What the caches contain after all tokens: at the graph's own precision, with 16-bit numbers as float32, and
-        in float64.
+        """The contents of the caches after all tokens: at the graph's own precision, with 16-bit numbers as float32,
+        and in float64.
 
         Args:
             cases: the inputs of every case, by case name and input name.

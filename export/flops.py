@@ -68,8 +68,8 @@ def run_cost(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
 
 
 def attention_scores(node: ir.Node, sizes: Mapping[str, int]) -> int:
-    """How many scores a canonical Attention node needs: for causal attention, the pairs of a query and a key that it
-    attends to; with a mask, all pairs.
+    """The number of scores that a canonical Attention node needs: for causal attention, the pairs of a query and a key
+    that it attends to; with a mask, all pairs.
 
     Raises:
         Uncountable: the node is not canonical, or a shape is not known.

@@ -1,4 +1,4 @@
-"""The measurements to choose by, in a process of its own: `python -m attnforge.export.measuring FOLDER SECONDS`.
+"""The measurements to choose by, in a separate process: `python -m attnforge.export.measuring FOLDER SECONDS`.
 
 Like the process that will load the bundle it imports no torch and has no module, so that the times are those of a
 deployment, the weights of the deploying process and of every backend are not in memory at once, and a backend that
@@ -39,7 +39,7 @@ MEASURING = "measure backends"
 
 
 class Measured(Record):
-    """What the process measured.
+    """The measurements of the process.
 
     Attributes:
         session: settings of ONNX Runtime's session; None if the bundle has no model for it, or it cannot run it.

@@ -73,7 +73,7 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class DeployOptions:
-    """How a model is deployed; :func:`attnforge.deploy` describes each option.
+    """The options of a deploy; :func:`attnforge.deploy` describes each option.
 
     Raises:
         UnknownNameError: an unknown precision, target or metric.
@@ -129,7 +129,7 @@ class DeployOptions:
 
     @property
     def quantised(self) -> Precision | None:
-        """What products are quantised to; None if they are not."""
+        """The quantisation of products; None without one."""
         return QUANTISED.get(self.precision or "")
 
     @property
@@ -324,7 +324,7 @@ class DeployOptions:
         return Data(cases, [np.asarray(to_numpy(LABELS, array)) for array in labels])
 
     def requirement(self, data: Data) -> Requirement:
-        """What the chosen precisions have to meet, if they are chosen."""
+        """The requirement on chosen precisions; None if they are not chosen."""
         if self.metric is None:
             return Requirement(self.max_error)
         labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}

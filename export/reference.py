@@ -52,14 +52,14 @@ from attnforge.runtime.parity.budget import (
 )
 
 NEAR = 4
-"""How far below the floor eager's error has to be for the floor to be the budget, whatever is drawn."""
+"""Ratio of the floor to eager's error from which the floor is the budget, whatever inputs are drawn."""
 
 BY_CHANCE = 1000
 """Factor by which such an output may be smaller than usual by chance, on inputs that are not usual themselves; a model
 whose outputs shrink with its inputs has far smaller ones on denormal inputs."""
 
 MARGIN = 16
-"""How far below the largest inputs that eager can take the extremes are: other summation orders overflow sooner."""
+"""Ratio of the largest inputs that eager supports to the extremes: other summation orders overflow sooner."""
 
 
 class ReferenceModel(Protocol):
@@ -75,7 +75,7 @@ class ReferenceModel(Protocol):
 
     @property
     def reference(self) -> str:
-        """What computes the outputs, for the manifest."""
+        """Description of what computes the outputs, for the manifest."""
 
     @property
     def example(self) -> dict[str, Array]:
@@ -278,7 +278,7 @@ def _run(case: Case, model: ReferenceModel, stored: Mapping[str, Array], reach: 
 
 
 def _sampled(case: Case, outputs: Mapping[str, Array], which: str) -> dict[str, Array]:
-    """What the bundle stores of all outputs of a case, by key."""
+    """The stored arrays of all outputs of a case, by key."""
     arrays: dict[str, Array] = {}
     for output, array in outputs.items():
         arrays |= kept(array, case, key(case, output, which))
@@ -286,7 +286,7 @@ def _sampled(case: Case, outputs: Mapping[str, Array], which: str) -> dict[str, 
 
 
 def kept(array: Array, case: Case, name: str) -> dict[str, Array]:
-    """What the bundle stores of one output: all of it under `name`, or sampled elements and block sums."""
+    """The stored arrays of one output: all of it under `name`, or sampled elements and block sums."""
     sums = blocks(array, case)
     numbers = {name: np.ascontiguousarray(sampled(array, case))}
     return numbers if sums is None else {**numbers, f"{name}/blocks": sums}
@@ -342,19 +342,19 @@ def _set_scale(case: Case, model: ReferenceModel, low: ReferenceModel | None, re
     if case.kind == "denormal":
         case.scale = model.precision.smallest_normal / _limit(model, "smallest_normal")
     if case.kind == "extremes":
-        case.scale = min(_borne(case, bearer, reach) for bearer in (model, low) if bearer is not None)
+        case.scale = min(_largest_scale(case, computed, reach) for computed in (model, low) if computed is not None)
 
 
-def _borne(case: Case, model: ReferenceModel, reach: _Reach) -> float:
-    """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right and for
-    all intermediate results to be within the range. If eager overflows on the way, its output depends on its summation
-    order and says nothing about a backend."""
+def _largest_scale(case: Case, model: ReferenceModel, reach: _Reach) -> float:
+    """The maximum size of the extremes, relative to the largest number of the inputs' dtype, for eager to be right and
+    for all intermediate results to be within the range. If eager overflows on the way, its output depends on its
+    summation order and says nothing about a backend."""
     precision, largest = model.precision, _limit(model, "max")
     step = 4.0 if precision.largest < 1e5 else 256.0
     count = max(math.ceil(math.log(precision.largest, step)), 0)  # down to inputs of 1
     scales = [precision.largest / largest / step**i for i in range(count)]
 
-    def is_borne(scale: float) -> bool:
+    def is_supported(scale: float) -> bool:
         inputs = make_inputs(case.model_copy(update={"scale": scale}), model.inputs, {})
         eager = model.eager(at_precision(inputs, precision))
         if not any(np.isfinite(array).any() for array in eager.values()):
@@ -364,11 +364,11 @@ def _borne(case: Case, model: ReferenceModel, reach: _Reach) -> float:
         is_right = all(_is_right(array, exact[output], precision) for output, array in eager.items())
         return is_right and not reach.is_left(peaks)
 
-    first = _first(scales, is_borne)
+    first = _first(scales, is_supported)
     return scales[first] / MARGIN if first < count else scales[-1] / step
 
 
-def _first(scales: Sequence[float], is_borne: Callable[[float], bool]) -> int:
+def _first(scales: Sequence[float], is_supported: Callable[[float], bool]) -> int:
     """Index of the first scale that the model can take, as it can all after it; their number if there is none. The
     search starts in the middle: a model that normalises squares its inputs, and overflows in the middle of a
     precision's range."""
@@ -376,7 +376,7 @@ def _first(scales: Sequence[float], is_borne: Callable[[float], bool]) -> int:
     probe = high // 2
     while high - low > 1:
         probe = probe if low < probe < high else (low + high) // 2
-        if is_borne(scales[probe]):
+        if is_supported(scales[probe]):
             high, probe = probe, probe - step
         else:
             low, probe = probe, probe + step

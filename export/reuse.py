@@ -1,4 +1,4 @@
-"""What a deploy reuses from an earlier deploy of the same model on the same machine: TensorRT plans, reference outputs,
+"""Results reused from an earlier deploy of the same model on the same machine: TensorRT plans, reference outputs,
 and measurements. Each is keyed by the content of the files that it was made from."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Reuse:
         folder: the bundle's folder, while it is written.
 
     Attributes:
-        reused: names of what was taken from the cache.
+        reused: names of the results taken from the cache.
     """
 
     def __init__(self, cache: DeployCache, folder: Path) -> None:

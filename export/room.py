@@ -1,4 +1,4 @@
-"""How much memory a deploy needs at least, checked against what is available before it starts."""
+"""The minimum memory of a deploy, checked against the available memory before it starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILDER = 3
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be deployed.
+    """A deploy whose memory is estimated.
 
     Attributes:
         model: the canonical graph.
@@ -83,7 +83,7 @@ class Numbers:
         self._known: dict[str, int] = {}
 
     def __call__(self, value: ir.Value) -> int:
-        shape = str(value.shape)  # few of a graph's values have a shape of their own
+        shape = str(value.shape)  # few values of a graph have distinct shapes
         if shape not in self._known:
             self._known[shape] = 0
             with suppress(Uncountable):

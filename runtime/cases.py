@@ -80,7 +80,7 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
 
     The cost of a case is counted in runs of the example, or of :data:`CHEAP` operations if that is more. All dims are
     largest once, whatever that costs. Other cases cost at most: the corners four runs together, prime sizes one, odd
-    sizes half a run, and a kind of inputs or of masks, where the sizes are not what is tested, a quarter. If they would
+    sizes half a run, and a kind of inputs or of masks, where sizes are not under test, a quarter. If they would
     cost more, the sizes move towards the smallest, and in corners the other dims are as in the example.
 
     Args:
@@ -151,7 +151,7 @@ def _symbols(inputs: Sequence[TensorSpec]) -> dict[str, DimSpec]:
 
 
 SHARES = (1, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8, 1 / 12, 1 / 16, 1 / 24, 1 / 32, 1 / 64, 1 / 128, 0)
-"""How far sizes move towards the smallest, until the case is cheap enough."""
+"""Steps of sizes towards the smallest, until the case is cheap enough."""
 
 
 def run_of_example(sizes: Mapping[str, int], cost: Cost) -> float:

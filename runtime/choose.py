@@ -29,7 +29,7 @@ from attnforge.runtime.race import ALIKE, FEWEST_ROUNDS, LONG, medians, seconds_
 from attnforge.runtime.session import Session, load
 
 ROUNDS = 16
-"""How many times every backend, and every setting, is timed."""
+"""Number of times that every backend, and every setting, is timed."""
 
 FEWEST_CALLS = 4 * FEWEST_ROUNDS
 """Approximate minimum number of calls in a race of two."""

@@ -27,7 +27,7 @@ from attnforge.runtime.inputs import Form, Shapes, check_out, on_host, target_te
 from attnforge.runtime.pool import Recent
 
 SIZES_KEPT, IDLE_OUTPUTS = 32, 4
-"""How many sizes of output memory are kept for later calls, and how many idle blocks of each size."""
+"""Number of sizes of output memory kept for later calls, and of idle blocks of each size."""
 
 ALIGNMENT = 256
 """Bytes; TensorRT requires addresses that are multiples of it."""

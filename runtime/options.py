@@ -11,7 +11,7 @@ from attnforge.numbers import whole
 
 @dataclass(frozen=True)
 class Options:
-    """How a bundle is loaded; :func:`attnforge.load` describes each option."""
+    """The options of a session; :func:`attnforge.load` describes each option."""
 
     threads: int | None = None
     device: int = 0

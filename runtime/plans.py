@@ -71,9 +71,9 @@ def own_code(sha256: str) -> str | None:
         return None
 
 
-def is_vouched_for(bundle: Bundle, engine: Engine) -> bool:
-    """Whether somebody vouches for a plan, which may run code: this user built it, or the bundle's signature was
-    checked when it was opened."""
+def is_trusted_plan(bundle: Bundle, engine: Engine) -> bool:
+    """Whether a plan, which may run code, is trusted: this user built it, or the bundle's signature was checked when it
+    was opened."""
     code = bytes.fromhex(engine.code or "")
     return bool(bundle.trusted) or is_made_by_user(_PLAN, bundle.manifest.files[engine.file].encode(), code)
 

@@ -59,7 +59,7 @@ class Pool(Generic[T]):
 
     @property
     def made(self) -> int:
-        """How many items there are."""
+        """The number of items."""
         return self._made
 
     def close(self, free: Callable[[T], None]) -> None:

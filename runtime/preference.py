@@ -1,4 +1,4 @@
-"""Which backends `auto` tries, and in which order."""
+"""The backends that `auto` tries, in order."""
 
 from __future__ import annotations
 

@@ -449,7 +449,7 @@ def load(
 
 
 TRIES = 5
-"""How many times a bundle is read that is replaced while it is read."""
+"""Maximum number of attempts to read a bundle that is replaced while it is read."""
 
 
 def _loaded(

@@ -65,7 +65,7 @@ FEW_UNITS = 32.0
 
 @dataclass(frozen=True)
 class Blame:
-    """Where an error begins and its cause.
+    """The origin of an error and its cause.
 
     Attributes:
         tensor: the tensor at which the error begins; None if no single tensor is responsible.
@@ -218,7 +218,7 @@ def _wrong_in_itself(trace: Trace) -> Blame | None:
 
 
 def _terms(node: ir.Node, trace: Trace) -> int | None:
-    """How many numbers each result of a node is the sum of; None if the node is not a sum."""
+    """The number of terms in each result of a node; None if the node is not a sum."""
     source = trace.exact.get(str(node.inputs[0].name)) if node.inputs and node.inputs[0] is not None else None
     if source is None:
         return None
@@ -342,7 +342,7 @@ def _only_rounding(trace: Trace) -> Blame:
 
 
 def _roundings(trace: Trace) -> tuple[int, float]:
-    """How many results are rounded, and the largest unit roundoff among them."""
+    """The number of rounded results, and the largest unit roundoff among them."""
     units = [tensor.unit for tensor in trace.tensors if tensor.own > 0]
     return len(units), max(units or [tensor.unit for tensor in trace.tensors])
 

@@ -44,8 +44,8 @@ SHOWN = 4
 
 
 def departure(source: Captured) -> Wrong | None:
-    """Where the exported graph differs from the module, on inputs of small sizes; None if it is the same function. What
-    a small input does not show, backends show in the check at the end of a deploy.
+    """The first difference between the exported graph and the module, on inputs of small sizes; None if it is the same
+    function. What a small input does not show, backends show in the check at the end of a deploy.
 
     Args:
         source: not modified.

@@ -99,7 +99,7 @@ def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
 
 
 _NEAR = 8
-"""How many nodes before a tensor are searched for a cast."""
+"""Number of nodes before a tensor that are searched for a cast."""
 
 
 def _show(model: ir.Model, names: Collection[str], sites: Collection[str]) -> list[str]:

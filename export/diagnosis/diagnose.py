@@ -192,7 +192,7 @@ def allowed_of(quantised: Quantised) -> float:
 
 
 class Choice(NamedTuple):
-    """What to examine.
+    """The subject of a diagnosis.
 
     Attributes:
         case: a case of the bundle.

@@ -1,4 +1,4 @@
-"""What a diagnosis may find, and the finders that look for it.
+"""The possible findings of a diagnosis, and the finders that look for it.
 
 The :data:`FINDERS` run in order; the first that finds something decides, and the last always finds something.
 """
@@ -30,7 +30,7 @@ WORSE = 8.0
 
 
 class Finding(Wrong):
-    """Where a deployment first goes wrong, and why.
+    """The first wrong step of a deployment, and its cause.
 
     Attributes:
         cause: `export`: the graph is a different function from the module; `rewrite`: a graph is a different function
@@ -97,7 +97,7 @@ def first_finding(examination: Examination) -> Finding:
 
 
 def _recorded(examination: Examination) -> Finding | None:
-    """What the deploy, which had the module, found to be wrong with the export."""
+    """The problem of the export that the deploy, which had the module, found."""
     wrong = examination.bundle.manifest.wrong
     return Finding.model_validate(wrong.model_dump()) if wrong is not None and wrong.cause == "export" else None
 

@@ -34,7 +34,7 @@ SAME_IN_FP32 = 1e-3
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two graphs diverge.
+    """A region in which two graphs diverge.
 
     Attributes:
         before, after: the stages.
@@ -135,7 +135,7 @@ def region_of(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.N
 
 
 def _altered(before: ir.Model, after: ir.Model, region: Sequence[ir.Node]) -> str | None:
-    """How the weights of a region differ from those with the same name in the graph before."""
+    """The difference between the weights of a region and those with the same name in the graph before."""
     for node in region:
         for value in node.inputs:
             original = before.graph.initializers.get(str(value.name)) if value is not None else None
@@ -152,7 +152,7 @@ def _altered(before: ir.Model, after: ir.Model, region: Sequence[ir.Node]) -> st
 
 
 def _rule(before: Stage, after: Stage, region: Sequence[ir.Node], certificate: Certificate) -> str:
-    """What was rewritten in a region."""
+    """A description of the rewrite in a region."""
     for detail in certificate.details:
         if any((node.name or "").startswith(f"{detail.site}/") for node in region):
             if after.name == "canonical":

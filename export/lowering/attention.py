@@ -1,4 +1,4 @@
-"""What all lowerings share: the record of a lowered site, and a canonical node as a lowering reads it."""
+"""Shared parts of all lowerings: the record of a lowered site, and a canonical node as a lowering reads it."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Lowered:
 
 
 Slopes = tuple[float, ...]
-"""By how much the score of a key increases per position, for each head."""
+"""Increase of the score of a key per position, for each head."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Which of the tokens up to itself a token sees.
+    """The tokens, up to itself, that a token sees.
 
     Attributes:
         window: how many, itself included; None for all.
@@ -95,10 +95,10 @@ class Cached:
     Attributes:
         tokens: the graph's input, `(batch, tokens, …)`.
         past: `(batch,)`, int64: how many tokens each sample has in the cache.
-        new_key, new_value: `(batch, key heads, tokens, size)`, what is written after them.
+        new_key, new_value: `(batch, key heads, tokens, size)`, written after them.
         key, value: `(batch, key heads, capacity, size)`, the cache before that.
         next_key, next_value: the cache after it, which are outputs of the graph.
-        seen: what a query sees.
+        seen: the keys that a query sees.
         in_int8: how keys and values are rounded if the cache is int8; `new_key` and `new_value` are int8 then, too.
     """
 
@@ -228,7 +228,7 @@ class Attention:
 
 
 def blocks_of(tokens: Size, width: int) -> Size:
-    """How many blocks of `width` cover all tokens."""
+    """The number of blocks of `width` that cover all tokens."""
     if tokens.is_static:
         return Size(-(-tokens.factor // width))
     return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {width - 1})//{width}"))

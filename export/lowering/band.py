@@ -22,8 +22,8 @@ Residue = Literal["none", "by key", "other"]
 
 @dataclass(frozen=True)
 class Band:
-    """What a mask leaves visible: pairs with `least ≤ query − key ≤ most`, and those of some first keys and first
-    queries.
+    """The pairs that a mask leaves visible: those with `least ≤ query − key ≤ most`, and those of some first keys and
+    first queries.
 
     With chunks, the band is on the first tokens of the query's and the key's chunk: 0 and 0 if a query sees its own
     chunk.
@@ -56,7 +56,7 @@ class Band:
 
     @property
     def span(self) -> int:
-        """How many more keys of the band than queries a block has."""
+        """Number of keys of the band in a block, less its queries."""
         return self.most - self.least
 
     def wide(self, width: int) -> int:
@@ -73,7 +73,7 @@ class Band:
         return -(-tokens // width) * width * self.wide(width) + self.first_queries * tokens
 
     def pairs(self, tokens: int) -> int:
-        """How many pairs are visible, with as many queries as keys."""
+        """The number of visible pairs, with as many queries as keys."""
         query = np.arange(tokens)
         begin, end = query // self.chunk * self.chunk - self.most, query // self.chunk * self.chunk - self.least
         least, most = self.inside
@@ -180,14 +180,15 @@ def is_triangle(seen: Visibility) -> bool:
 
 
 def causal_prefix_of(node: ir.Node, seen: Visibility) -> int | None:
-    """How many first keys every query sees in addition to earlier ones, if a canonical node's attention can be computed
-    in causal blocks (:mod:`.causal_blocks`): a mask may hide more, but adds no numbers to scores. None if it cannot."""
+    """The number of first keys that every query sees in addition to earlier ones, if a canonical node's attention can
+    be computed in causal blocks (:mod:`.causal_blocks`): a mask may hide more, but adds no numbers to scores. None if
+    it cannot."""
     return None if "bias" in seen.residue or not is_by_blocks(node, seen) else _prefix(seen)
 
 
 def residue_of(node: ir.Node, seen: Visibility) -> Residue:
-    """What a canonical node's mask does beyond its regions: nothing; it hides the same keys from every query, and fully
-    masked rows get zeros or, if nothing else is hidden, the mean of all values; or more than that."""
+    """The effect of a canonical node's mask beyond its regions: nothing; it hides the same keys from every query, and
+    fully masked rows get zeros or, if nothing else is hidden, the mean of all values; or more than that."""
     if not seen.residue:
         return "none"
     gets_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
@@ -199,8 +200,8 @@ def residue_of(node: ir.Node, seen: Visibility) -> Residue:
 
 
 def _prefix(seen: Visibility) -> int | None:
-    """How many first keys every query sees in addition to those that are not later, with as many queries as keys; None
-    if it sees others."""
+    """The number of first keys that every query sees in addition to those that are not later, with as many queries as
+    keys; None if it sees others."""
     parts = _parts(seen) if seen.n_q == seen.n_k else None
     if parts is None or parts[2] or parts[0].blocks is not None or _numbers(parts[0].band) != (0, None):
         return None

@@ -122,8 +122,8 @@ def _lengths(cached: Cached) -> list[ir.Value]:
 
 
 def _written(new: ir.Value) -> tuple[Operand, Layout]:
-    """What is written into a cache, `(batch, heads, tokens, size)`, before all views, and its layout with heads side by
-    side."""
+    """The rows written into a cache, `(batch, heads, tokens, size)`, before all views, and its layout with heads side
+    by side."""
     layout = Layout.fresh(new)
     batch, heads, tokens, size = layout.dims
     return Operand(*before_views(new, layout)), Layout([batch, tokens, (*heads, *size)])

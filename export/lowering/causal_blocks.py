@@ -1,7 +1,7 @@
 """Causal attention in blocks of queries: each block attends to the keys up to its own, and to no later ones except some
 first keys that every query sees (a prefix).
 
-Of n² products, `steps` blocks compute the share `(steps + 1) / (2 · steps)`, each in a kernel of its own. A query's
+Of n² products, `steps` blocks compute the share `(steps + 1) / (2 · steps)`, each in a separate kernel. A query's
 keys stay together, so nothing has to be merged. Whatever a mask hides in addition to later keys is computed only for
 the pairs of each block.
 """
@@ -125,11 +125,11 @@ class _Cut:
         return typed(x, dtype, [batch, heads, *dims])
 
     def _ends(self, number: int) -> tuple[ir.Value, ir.Value]:
-        """Where a block's queries begin and end."""
+        """Start and end of a block's queries."""
         return self._end(number), self._end(number + 1)
 
     def _end_of_keys(self, number: int) -> ir.Value:
-        """Where a block's keys end; they begin with the first key."""
+        """End of a block's keys, which start with the first key."""
         op, end = self._op, self._end(number + 1)
         return op.Min(op.Max(end, constant(op, [self._first])), self._end(self._steps)) if self._first else end
 

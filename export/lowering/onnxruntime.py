@@ -193,7 +193,7 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
 
 
 OF_STEPS = Measurement(step_tuning.signature, partial(step_tuning.measured, write=write))
-"""How attention over a cache is measured."""
+"""The measurement of attention over a cache."""
 
 
 def _candidates_for_step(site: str, a: Attention) -> list[Candidate]:
@@ -299,12 +299,12 @@ def _packed(a: Attention) -> list[Layout]:
 
 
 def _apart(a: Attention) -> list[Layout]:
-    """Layouts of query, key, value and output with every head a batch of its own."""
+    """Layouts of query, key, value and output with heads as batches."""
     return [a.layout("B H", tokens, features) for tokens, features in ENDS]
 
 
 def _moves(a: Attention, layouts: Sequence[Layout]) -> int:
-    """How many operands have to be transposed, or need a computed shape, to get `layouts`."""
+    """The number of operands that have to be transposed, or need a computed shape, to get `layouts`."""
     return sum(effort(have, want) for have, want in zip(_layouts(a), layouts, strict=True))
 
 

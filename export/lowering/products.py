@@ -103,7 +103,7 @@ class MaskStep:
 
 
 def mask_steps(mask: ir.Value | None) -> list[MaskStep]:
-    """What the mask of a canonical node does to the scores, in the author's order."""
+    """The operations of a canonical node's mask on the scores, in the author's order."""
     if mask is None:
         return []
     if mask.dtype == BOOL:

@@ -15,7 +15,7 @@ from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import dims_of, initializer
 
 Parts = tuple[ir.Value, ir.Value, ir.Value]
-"""What is rotated, the cosines and the sines."""
+"""The rotated value, the cosines and the sines."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which form of attention over a cache is fastest on this machine, for one token after many and for a prompt.
+"""The fastest form of attention over a cache on this machine, for one token after many and for a prompt.
 
 One graph serves both, so it has one form: the fastest for a prompt and as many single tokens after it. A site is
 measured alone, its caches input and output in one buffer, as a decoder's are.

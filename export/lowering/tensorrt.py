@@ -149,7 +149,7 @@ def _is_constant(value: ir.Value, known: dict[ir.Value, bool], depth: int = 24) 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a site is written.
+    """The form in which a site is written.
 
     Attributes:
         why: why this way.

@@ -1,4 +1,4 @@
-"""Which form of a site is fastest on this machine: all candidates are run and compared at the sizes they will see.
+"""The fastest form of a site on this machine: all candidates are run and compared at the sizes they will see.
 
 A site is measured alone, from its operands as the graph has them before any views to its output as the graph reads it,
 so that transposes count. Sites with the same operands, mask and output layouts share one measurement. Every candidate
@@ -37,7 +37,7 @@ from attnforge.runtime.race import ALIKE, medians
 BOOL = ir.DataType.BOOL
 
 ROUNDS = 9
-"""How many times every candidate is timed."""
+"""Number of times that every candidate is timed."""
 
 LARGEST_SCORES = 2**26
 """Bytes of scores above which no form that materialises them is tried: the forms of a site, which are in memory at
@@ -96,7 +96,7 @@ class Unmeasurable(Exception):
 
 @dataclass(frozen=True)
 class Measurement:
-    """How a site is measured.
+    """The measurement of a site.
 
     Attributes:
         signature: identifies the work of a site at the usual sizes: equal for two sites that one measurement serves.
@@ -291,7 +291,7 @@ def _fastest(measured: Mapping[str, float], without_scores: set[str], ruled: str
 
 
 def _disagreement(output: Array, expected: Array, tolerance: float) -> str | None:
-    """How an output differs from the products' output; None if rounding explains the difference."""
+    """The difference between an output and the products' output, as text; None if rounding explains the difference."""
     lost, without = (np.where(np.isfinite(array), 0, array) for array in (output, expected))
     if not np.array_equal(lost, without, equal_nan=True):
         return "it differs from the products in fully masked rows"
@@ -383,7 +383,7 @@ def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
 
 
 def _shown(a: Attention, shape: Sequence[int], rng: np.random.Generator) -> Array:
-    """Which pairs are visible if a mask hides by a rule; the first key is, wherever the rule allows it."""
+    """The visible pairs of a mask that hides by a rule; the first key is, wherever the rule allows it."""
     band = Band(0, sys.maxsize, first_keys=a.causal_prefix or 0) if a.is_triangle or a.causal_prefix else a.band
     shown = np.ones(shape[-2:], bool) if band is None else band.visible(*shape[-2:])
     if a.residue != "by key":

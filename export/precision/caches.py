@@ -1,6 +1,6 @@
 """int8 caches: ranges of keys and values, and the error of rounding them.
 
-Keys and values are rounded before attention reads them, each channel of each head with a scale of its own from
+Keys and values are rounded before attention reads them, each channel of each head with a separate scale from
 calibration data, because a few channels of keys are much larger than the others (KIVI,
 https://arxiv.org/abs/2402.02750). Numbers beyond the data's range are clipped. A token's keys and values do not change
 later, so whole sequences and steps round alike.

@@ -23,10 +23,10 @@ ROWS = 256
 """Tokens on which forms are tried; ranges are over all tokens."""
 
 DEGREES = (0.5, 0.65, 0.8, 0.9)
-"""How much of the spread of an input's channels balancing moves to the weights: 0 none, 1 all of it."""
+"""Part of the spread of an input's channels that balancing moves to the weights: 0 none, 1 all of it."""
 
 HEADROOM = 1.2
-"""How far beyond the largest number of the data a single scale for a whole input reaches, as a factor."""
+"""Ratio of the range of a single scale for a whole input to the largest number of the data."""
 
 PAYS = 1.25
 """Factor by which the error of a balanced form has to be smaller."""
@@ -85,8 +85,8 @@ def calibrate(
 
 
 def allowed_by_tensor(value: ir.Value) -> tuple[float, float] | None:
-    """How many times the error by token a value's error by tensor may be, and what error is always allowed; None if its
-    range depends on the data."""
+    """Maximum ratio of a value's error by tensor to its error by token, and the error that is always allowed; None if
+    its range depends on the data."""
     if not is_normed(value):
         return None
     node = value.producer()

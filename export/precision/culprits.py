@@ -17,7 +17,7 @@ from attnforge.export.precision.trials import Assignment, Trials
 from attnforge.export.tensorrt.build import site_of
 
 HEADROOM = 2.0
-"""How far below the largest number of a type a tensor has to stay, because untested inputs may reach further."""
+"""Factor below the largest number of a type that a tensor has to stay, because untested inputs may reach further."""
 
 STANDS_FOR_INFINITY = 1e30
 """A number of this size in a mask excludes keys, and any other as low has the same effect."""

@@ -206,7 +206,7 @@ def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, prec
 
 @dataclass(frozen=True)
 class _Parts:
-    """What may be quantised."""
+    """The products that may be quantised."""
 
     products: Sequence[Product]
     tables: Sequence[Table]

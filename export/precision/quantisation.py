@@ -104,7 +104,7 @@ FOLLOWS = frozenset(
 
 @dataclass(frozen=True)
 class Form:
-    """How a product is quantised.
+    """The quantisation of a product.
 
     Attributes:
         scale: scale of the whole input, > 0; None by token, and if the input is not quantised.

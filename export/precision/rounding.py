@@ -34,7 +34,7 @@ class Rounding(ABC):
 
     @property
     def name(self) -> str:
-        """Name of what is rounded."""
+        """Name of the rounded value."""
         return self.site.name
 
     @abstractmethod

@@ -49,7 +49,7 @@ class MixedReference(Derived):
 
 @dataclass(frozen=True)
 class Requirement:
-    """What an assignment has to meet.
+    """The requirement on an assignment.
 
     Attributes:
         max_error: maximum relative error on every ordinary case; None for twice eager's, and at most ten floors.

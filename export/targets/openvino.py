@@ -1,5 +1,5 @@
 """OpenVINO, which runs the canonical graph of every bundle: if it computes a site faster in blocks, or with queries and
-keys in int8, it gets a graph of its own. It is not a target that can be named."""
+keys in int8, it gets a separate graph. It is not a target that can be named."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from attnforge.progress import Steps
 
 @dataclass(frozen=True)
 class Job:
-    """What a target is built from.
+    """The inputs of a target's build.
 
     Attributes:
         out: the final folder of the bundle.
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """What was built for a target.
+    """The result of a target's build.
 
     Attributes:
         record: its entry in the manifest.

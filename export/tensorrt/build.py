@@ -36,7 +36,7 @@ class Plan:
     Attributes:
         data: the plan itself; empty if it was written to a file.
         version: version of the TensorRT that built it; only the same version is certain to load it.
-        layers: what was compiled, as listed by the builder.
+        layers: the compiled layers, as listed by the builder.
         seconds: duration of the build.
         size: size of the plan in bytes.
         activation_memory: device memory in bytes for everything between inputs and outputs, at the largest sizes; None
@@ -62,8 +62,8 @@ class Plan:
         return fused[0].name if nodes and nodes <= {node for layer in fused for node in layer.onnx_nodes} else None
 
     def scores_of(self, onnx_node: str) -> int | None:
-        """How many scores the fused layers of `onnx_node` compute together; None if it is not fused, or if a layer's
-        tensors do not show it, as with dynamic dims."""
+        """The number of scores that the fused layers of `onnx_node` compute together; None if it is not fused, or if a
+        layer's tensors do not show it, as with dynamic dims."""
         if self.kernel_of(onnx_node) is None:
             return None
         names = {*self.layers_of(onnx_node)}
@@ -189,7 +189,7 @@ def build(
     timing_cache: Path | None = None,
     device: int = 0,
 ) -> Plan:
-    """Build a plan from `onnx_file`, in a process of its own, and wait for it.
+    """Build a plan from `onnx_file`, in a separate process, and wait for it.
 
     Args:
         onnx_file: the lowered graph.
@@ -216,7 +216,7 @@ def build(
 
 
 class Builders:
-    """Builders that run alongside this process, one after another, each in a process of its own. Leaving the block
+    """Builders that run alongside this process, one after another, each in a separate process. Leaving the block
     kills the one that is still running.
 
     Args:
@@ -275,7 +275,7 @@ class Builders:
         )
 
     def _answer(self, request: Request, device: int) -> Answer:
-        """Run a builder in a process of its own and return its answer.
+        """Run a builder in a separate process and return its answer.
 
         Raises:
             BuildError: the process crashed, failed or was killed.

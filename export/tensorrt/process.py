@@ -1,6 +1,6 @@
-"""The TensorRT builder in a process of its own: `python -m attnforge.export.tensorrt.process < request`.
+"""The TensorRT builder in a separate process: `python -m attnforge.export.tensorrt.process < request`.
 
-The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a process of its own a crash is an
+The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a separate process a crash is an
 error to report, and the calling process goes on. The request is read from standard input as JSON, the answer is written
 to standard output; the plan is written directly to its file.
 
@@ -45,7 +45,7 @@ _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
 File = Annotated[Path, AfterValidator(Path.absolute)]
-"""A file by its absolute path, because the builder runs in a folder of its own."""
+"""A file by its absolute path, because the builder runs in a separate folder."""
 
 
 class Layer(Record):
@@ -72,9 +72,9 @@ class Layer(Record):
 
     @property
     def scores(self) -> int | None:
-        """How many scores a fused attention layer computes, from its tensors: from three inputs `(…, queries, d_k)`,
-        `(…, d_k, keys)` and `(…, keys, d_v)` it computes `(heads, queries, d_v)`. If the inputs can be assigned in two
-        ways, the larger number; None if a dim is dynamic, or the tensors do not match."""
+        """The number of scores that a fused attention layer computes, from its tensors: from three inputs `(…, queries,
+        d_k)`, `(…, d_k, keys)` and `(…, keys, d_v)` it computes `(heads, queries, d_v)`. If the inputs can be assigned
+        in two ways, the larger number; None if a dim is dynamic, or the tensors do not match."""
         if not self.is_fused_attention or len(self.outputs) != 1:
             return None
         *heads, queries, d_v = self.outputs[0]
@@ -88,7 +88,7 @@ class Layer(Record):
 
 
 class Request(Record):
-    """What to build.
+    """A request to build.
 
     Attributes:
         onnx_file: the graph.
@@ -112,7 +112,7 @@ class Request(Record):
 
 
 class Answer(Record):
-    """What was built, or why nothing was.
+    """The result of a build, or the reason why there is none.
 
     Attributes:
         version: version of TensorRT.

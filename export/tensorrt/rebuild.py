@@ -18,7 +18,7 @@ from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, SIGNATURE, Bundle, Ce
 from attnforge.errors import BundleError, ReplacedError, SignatureError, UnavailableError
 from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
 from attnforge.machine import compute_capability, cuda_devices, device_name
-from attnforge.runtime.plans import engine_for, is_vouched_for
+from attnforge.runtime.plans import engine_for, is_trusted_plan
 
 log = logging.getLogger("attnforge")
 
@@ -46,7 +46,7 @@ def rebuilt(
             continue
         capability = compute_capability(device)
         try:
-            if not fits(opened, flavour, capability, vouched=backend == "auto"):
+            if not fits(opened, flavour, capability, trusted=backend == "auto"):
                 opened = rebuild(opened, flavour, capability, device)
         except UnavailableError:  # TensorRT is not installed
             if backend == flavour:
@@ -54,14 +54,14 @@ def rebuilt(
     return opened
 
 
-def fits(bundle: Bundle, flavour: str, capability: str, *, vouched: bool = False) -> bool:
+def fits(bundle: Bundle, flavour: str, capability: str, *, trusted: bool = False) -> bool:
     """Whether the bundle contains an unaltered plan for this version and device.
 
     Args:
         bundle: the bundle.
         flavour: `tensorrt` or `tensorrt_rtx`.
         capability: the device's compute capability, such as `SM89`.
-        vouched: whether somebody has to vouch for the plan, as for plans that `auto` loads.
+        trusted: whether only trusted plans fit, as for `auto`.
 
     Raises:
         UnavailableError: TensorRT is not installed.
@@ -69,7 +69,7 @@ def fits(bundle: Bundle, flavour: str, capability: str, *, vouched: bool = False
     whole = [record for record in bundle.manifest.targets[flavour].engines if _is_whole(bundle, record.file)]
     version = load_tensorrt(flavour).__version__
     engine = engine_for(whole, version, capability) if whole else ""
-    return isinstance(engine, Engine) and (not vouched or is_vouched_for(bundle, engine))
+    return isinstance(engine, Engine) and (not trusted or is_trusted_plan(bundle, engine))
 
 
 def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> Bundle:

@@ -222,7 +222,7 @@ def host_value(array: Array) -> Any:
 
 
 def copied(value: Any) -> Array:
-    """An OrtValue on the host as an array with memory of its own."""
+    """An OrtValue on the host as an array with its own memory."""
     if value.element_type() != BFLOAT16_ONNX:
         result: Array = value.numpy()
         return result

@@ -72,7 +72,7 @@ class OnnxRuntimeGpu:
         self._weights = weights_of(bundle.file(file))
         ort.preload_dlls()  # the CUDA libraries of torch's or NVIDIA's wheels, if installed
         with self.gpu.current(), bundle.steady(), refusals(f"{bundle.path / file}"):
-            # a stream of its own: while ONNX Runtime captures a graph on it, nothing else may use it
+            # a separate stream: while ONNX Runtime captures a graph on it, nothing else may use it
             self._stream: Stream = self.gpu.device.create_stream()
             providers = provider_options(bundle, backend, options, int(self._stream.handle))
             self._session: Any = ort.InferenceSession(

@@ -43,7 +43,7 @@ WIDE = ("int64", "uint32", "uint64")
 """Integers that OpenVINO computes as signed 32-bit without warning."""
 
 SPECIALIZED, SPECIALIZED_BYTES = 8, 2**28
-"""Maximum number of combinations of input shapes that get a compiled model of their own, and maximum bytes of weights
+"""Maximum number of combinations of input shapes that get their own compiled model, and maximum bytes of weights
 of these models (the first is always compiled). Fixed shapes save a tenth of the time if attention is most of it."""
 
 WIDENED_BYTES = 2**26
@@ -290,7 +290,7 @@ class _Compiled:
             ]
 
     def bound(self, arrays: Mapping[str, Array]) -> Callable[[], object]:
-        """Bind a run from and to arrays, in a request of its own."""
+        """Bind a run from and to arrays, in a separate request."""
         request = self._new_request()
         for name, array in arrays.items():
             request.set_tensor(name, self._tensor(array))

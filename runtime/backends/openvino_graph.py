@@ -104,7 +104,7 @@ def heads_first(model: Any) -> None:
     """Add a missing batch dim before heads and tokens are transposed, and remove it after they are transposed back.
 
     OpenVINO fuses a transpose into the attention before or after it. If a dim is added or removed between the two, the
-    transpose is a pass over memory of its own.
+    transpose is a separate pass over memory.
     """
     from openvino import opset13 as ops
 

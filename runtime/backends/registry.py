@@ -20,7 +20,7 @@ from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.backends.backend import PROVIDERS, Backend
 from attnforge.runtime.backends.whole_sequences import STEPPING, as_model
 from attnforge.runtime.options import Options
-from attnforge.runtime.plans import engine_for, is_vouched_for
+from attnforge.runtime.plans import engine_for, is_trusted_plan
 
 log = logging.getLogger("attnforge")
 
@@ -41,7 +41,7 @@ class Registered:
             no such count.
         uncertified: why the bundle has no such count.
         has_target: whether a bundle is deployed for it by name. A backend without a target runs the canonical graph, or
-            a graph of its own; if it misses the budget, another backend may still meet it.
+            a separate graph; if it misses the budget, another backend may still meet it.
     """
 
     name: str
@@ -66,13 +66,13 @@ def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None
     """Why `backend` does not run `bundle` here for a caller who has not named it, or None.
 
     In addition to what :func:`why_unavailable` says: a plan may run code, so without being named it is loaded only if
-    somebody vouches for it.
+    it is trusted.
     """
     if (reason := why_unavailable(bundle, backend, device)) is not None or backend not in FLAVOURS:
         return reason
     version = importlib.import_module(backend).__version__
     engine = engine_for(bundle.manifest.targets[backend].engines, version, compute_capability(device))
-    return engine if isinstance(engine, str) else None if is_vouched_for(bundle, engine) else STRANGERS.format(backend)
+    return engine if isinstance(engine, str) else None if is_trusted_plan(bundle, engine) else STRANGERS.format(backend)
 
 
 def why_not_here(backend: str) -> str | None:
@@ -97,7 +97,7 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
         bundle: the bundle to open.
         candidates: backends, in order of preference.
         options: options of the session.
-        named: whether the caller named them; otherwise plans that nobody vouches for are skipped.
+        named: whether the caller named them; otherwise untrusted plans are skipped.
 
     Raises:
         UnavailableError: none runs here; gives the reason for each.
@@ -121,8 +121,8 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
 
 
 def fused_by(certificate: Certificate, backend: str) -> int | str:
-    """How many attention sites `backend` runs as one kernel each, by the certificate; or the reason why it is not
-    known.
+    """The number of attention sites that `backend` runs as one kernel each, by the certificate; or the reason why it is
+    not known.
 
     A count is valid only for the backend that it was taken from: ONNX Runtime's is of the graph that its CPU provider
     compiled, and says nothing about its CUDA or TensorRT provider.
@@ -203,7 +203,7 @@ def _no_openvino(backend: str) -> str | None:
     return None
 
 
-# --- what a bundle lacks ----------------------------------------------------------------------------------------------
+# --- availability of a bundle's backends ------------------------------------------------------------------------------
 
 
 def _no_plan(bundle: Bundle, backend: str, device: int) -> str | None:

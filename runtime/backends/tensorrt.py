@@ -2,7 +2,7 @@
 
 A call borrows a lane: activation memory, a stream, staging memory for NumPy arrays, an execution context for shapes
 that occur once, and captured CUDA graphs. A context from which a graph was captured must not be touched again (NVIDIA's
-TensorRT Developer Guide, "CUDA Graphs"), so every graph has a context of its own. A lane runs one call at a time, so
+TensorRT Developer Guide, "CUDA Graphs"), so every graph has its own context. A lane runs one call at a time, so
 all its contexts share its activation memory. The event that a lane records after each call orders calls on several
 streams.
 
@@ -68,7 +68,7 @@ INVALID = {
 
 
 class Call(NamedTuple):
-    """Everything that determines what is enqueued: equal calls can share a CUDA graph.
+    """All arguments of the enqueued work: equal calls can share a CUDA graph.
 
     Attributes:
         profile: number of the optimization profile.

@@ -42,7 +42,7 @@ class Stepping(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """What the manifest says about a step.
+    """The manifest's description of a step.
 
     Attributes:
         tokens: the input with tokens.
@@ -79,7 +79,7 @@ class Step:
 class Decoder:
     """The caches of some samples, on the host, and the model's next step for them.
 
-    Every sample has a length of its own. A decoder is for one thread at a time; several decoders of one session can run
+    Every sample has its own length. A decoder is for one thread at a time; several decoders of one session can run
     at once, each in its own thread.
 
     Args:
@@ -193,7 +193,7 @@ class Decoder:
         return self._handed({name: answer[:, 0].copy() for name, answer in self._answers.items()}, tokens)
 
     def extend(self, tokens: Any, lengths: Any = None) -> dict[str, list[Array]]:
-        """As :meth:`prefill`, but returns the outputs for every token: by output, `(tokens, …)` for each sample."""
+        """Like :meth:`prefill`, but return the outputs for every token: by output, `(tokens, …)` for each sample."""
         return self._extended(self.rows(tokens, lengths), only_last=False)
 
     def reset(self) -> None:
@@ -257,9 +257,7 @@ class Decoder:
     def _running(self) -> Iterator[None]:
         """A block in which no other thread runs this decoder."""
         if not self._busy.acquire(blocking=False):
-            raise UsageError(
-                "this decoder runs in another thread; wait for it, or give every thread a decoder of its own"
-            )
+            raise UsageError("this decoder runs in another thread; wait for it, or give every thread its own decoder")
         try:
             yield
         except (AttnforgeError, MemoryError):

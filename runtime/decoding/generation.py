@@ -19,7 +19,7 @@ STOPPED = -1
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen.
+    """The choice of the next token.
 
     Attributes:
         temperature: divisor of the logits; 0 takes the most likely token (greedy).

@@ -63,7 +63,7 @@ COARSE = 10
 """Mantissa bits up to which products are considered to round coarsely."""
 
 FAR_OFF = 10
-"""How many floors eager's error may be before its precision is said to drift."""
+"""Maximum ratio of eager's error to the floor, above which its precision is reported to drift."""
 
 UNPROVED = 0.1
 """Relative error of eager, in the median of ordinary cases, beyond which nothing is proved unless another limit was
@@ -88,7 +88,7 @@ class Allowed:
 
     @classmethod
     def by(cls, manifest: Manifest) -> Allowed | None:
-        """What a bundle is allowed; None if it did not choose its precisions."""
+        """The errors that a bundle is allowed; None if it did not choose its precisions."""
         return cls(manifest.mixed.max_error, manifest.mixed.exactly) if manifest.mixed is not None else None
 
 
@@ -262,7 +262,7 @@ def _without_overflow(eager: Array, baseline: Array | None) -> Array:
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where a backend has NaN, infinity or a number that is not allowed there, as boolean arrays.
+    """The elements with a NaN, infinity or number that is not allowed there, as boolean arrays.
 
     Attributes:
         wrong: positions, by kind of number.

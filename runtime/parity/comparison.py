@@ -109,7 +109,7 @@ def quantiles_of(errors: Array) -> dict[str, float]:
 
 
 def histogram_of(errors: Array) -> list[int]:
-    """How many of the errors fall in each of :data:`BINS` bins."""
+    """The number of errors in each of :data:`BINS` bins."""
     exponents = np.log10(np.maximum(errors, 10.0 ** (LEAST_DECADE - 1)))
     bins = np.clip(np.floor((exponents - LEAST_DECADE) * BINS_A_DECADE), 0, BINS - 1).astype(int)
     return [int(count) for count in np.bincount(bins, minlength=BINS)]

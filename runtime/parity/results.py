@@ -28,7 +28,7 @@ def verify_results(
     """Check the results of a Polygraphy run against the parity budget, as :func:`~attnforge.verify` checks a backend.
 
     Args:
-        bundle: the bundle, or its folder. Its cases, in the manifest's order, are what was run.
+        bundle: the bundle, or its folder. Its cases, in the manifest's order, are the iterations of the run.
         results: file of `polygraphy run --save-outputs`, with any number of runners.
         backend: the backend whose model was run, if its budget differs from the bundle's: that of a target which
             computes attention at another precision.

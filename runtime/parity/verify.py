@@ -224,8 +224,8 @@ def reported(bundle: Bundle, reports: dict[str, BackendReport], skipped: dict[st
 
 
 def _skipped(bundle: Bundle) -> dict[str, str]:
-    """The backends that are not verified unless they are named, and why: those that cannot run here, those whose plan
-    nobody vouches for, and those without a model of their own in the bundle that `auto` does not load."""
+    """The backends that are not verified unless they are named, and why: those that cannot run here, those with
+    an untrusted plan, and those without a separate model in the bundle that `auto` does not load."""
     choice = chosen_here(bundle)
     measured, dropped = (choice.milliseconds, choice.dropped) if choice is not None else ({}, {})
     unknown = "it was not checked against the budget on this machine when the bundle was deployed; verify it by name"
@@ -270,7 +270,7 @@ def every_case(manifest: Manifest) -> list[Case]:
 
 
 def _compared(manifest: Manifest, case: Case) -> list[str]:
-    """The names of what is compared in a case: outputs and, if they are stored, caches."""
+    """The names of the arrays compared in a case: outputs and, if they are stored, caches."""
     caches = manifest.decoding.tensors if case.caches and manifest.decoding is not None else []
     return [spec.name for spec in (*manifest.outputs, *caches)]
 

@@ -1,4 +1,4 @@
-"""Measurements in a process of its own."""
+"""Measurements in a separate process."""
 
 from __future__ import annotations
 

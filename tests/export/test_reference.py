@@ -1,4 +1,4 @@
-"""How large the inputs of hard cases are, and how many times eager's error is drawn."""
+"""The size of inputs in hard cases, and the number of draws of eager's error."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_large_lengths_are_as_large_as_the_sizes_allow(tmp_path: Path) -> None:
 
 
 def test_integers_from_eager_are_stored_unchanged(tmp_path: Path) -> None:
-    """In fp32, which rounds 2^24 + 1, an output that is wrong by one would pass."""
+    """fp32 rounds 2^24 + 1, so an output in fp32 that is wrong by one would pass."""
 
     class Next(nn.Module):
         def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ class Noisy:
         return write_reference(folder, self, ir.Model(ir.Graph([], [], nodes=[]), ir_version=10))
 
     def drawn(self, kind: str, cases: list[Case]) -> int:
-        """How many times a case was run, including the first."""
+        """The number of runs of a case, including the first."""
         (case,) = (case for case in cases if case.name == kind)
         first = float(make_inputs(case, self.inputs, self.example)["x"][0])
         return sum(abs(run - first) <= 0.01 * abs(first) for run in self.runs)

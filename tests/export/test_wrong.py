@@ -183,7 +183,7 @@ def test_few_numbers_that_are_nearly_zero_by_chance_are_proved_together(tmp_path
     assert verify(deployed(lambda x: x.mean(), tmp_path / "b", "bf16")).passed
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- wrong bundles ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

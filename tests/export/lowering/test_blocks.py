@@ -35,7 +35,7 @@ SIZE = 8
 
 
 class Windows(nn.Module):
-    """Several sites, each with a mask of its own."""
+    """Several sites, each with its own mask."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()

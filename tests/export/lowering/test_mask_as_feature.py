@@ -33,7 +33,7 @@ LEAST = torch.finfo(torch.float32).min
 
 
 class Padded(nn.Module):
-    """Several sites, each with a mask of its own."""
+    """Several sites, each with its own mask."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()

@@ -110,7 +110,8 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
 
 
 def test_forms_are_measured_on_openvino() -> None:
-    """On what the mask is proved to leave visible; additional padding is not part of any measured form."""
+    """Forms are measured on the keys that the mask is proved to leave visible; additional padding is not part of any
+    measured form."""
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
     sites = lower(model, canonicalize(model).sites, sizes, Tuner(sizes, 2.0, engine=ENGINE)).sites
     forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in for_openvino.BLOCKS)}

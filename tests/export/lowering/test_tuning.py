@@ -129,7 +129,7 @@ def test_every_candidate_computes_the_same_at_any_sizes(
 
 @pytest.mark.parametrize("shape", [("batch", 1, "n", "m"), ("batch", 4, "n", "m"), (1, 1, 3, 5)])
 def test_a_query_with_the_least_number_for_every_key_attends_to_all(shape: tuple[int | str, ...]) -> None:
-    """As padding is often written, with a bias of positions: ONNX Runtime's Attention takes it for no keys."""
+    """Padding is often written so, with a bias of positions: ONNX Runtime's Attention treats it as no keys."""
     attends = Attends(mask=shape, bias=True, n_q=shape[2], n_k=shape[3])
     feeds = attends.feeds({"batch": 2, "n": 3, "m": 5})
     least = np.finfo(np.float32).min

@@ -1,4 +1,4 @@
-"""precision="int8": products in 8 bits, counted in what is compiled, and refused if they cost too much."""
+"""precision="int8": products in 8 bits, counted in the compiled graph, and refused if they cost too much."""
 
 from __future__ import annotations
 

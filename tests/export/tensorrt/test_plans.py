@@ -1,7 +1,7 @@
 """Plans for each device: every registered model, compiled for one device in turn, with its attention fused. For
 `portable`, which every model is deployed for, `tests/model/test_registered.py` counts what is fused.
 
-The builder lists layers once per plan, however many devices the plan is for, so each device gets a plan of its own.
+The builder lists layers once per plan, however many devices the plan is for, so each device gets its own plan.
 """
 
 from __future__ import annotations

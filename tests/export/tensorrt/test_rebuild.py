@@ -122,11 +122,11 @@ def test_for_auto_another_users_plan_is_built_again(
     half: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan may run code: only this user's own plans are loaded without being named."""
-    assert fits(half, RTX, "SM89") and fits(half, RTX, "SM89", vouched=True)
+    assert fits(half, RTX, "SM89") and fits(half, RTX, "SM89", trusted=True)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
-    assert fits(half, RTX, "SM89") and not fits(half, RTX, "SM89", vouched=True)
+    assert fits(half, RTX, "SM89") and not fits(half, RTX, "SM89", trusted=True)
     again = rebuild(half, RTX, "SM89")
-    assert fits(again, RTX, "SM89", vouched=True), "of two plans for a device, the one that was built last"
+    assert fits(again, RTX, "SM89", trusted=True), "of two plans for a device, the one that was built last"
 
 
 def test_profiles_are_in_the_plan_and_in_the_manifest_and_are_built_again(tmp_path: Path) -> None:
