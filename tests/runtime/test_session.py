@@ -754,7 +754,7 @@ def test_tensorrt_rtx_agrees_with_eager(small: DeploySmall) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_starts_its_own_threads(small: DeploySmall) -> None:
-    """The threads of the parent do not exist in the child, which would wait for them for ever."""
+    """The threads of the parent do not exist in the child, which would wait for them forever."""
     with attnforge.load(small("fp32"), "onnxruntime-cpu", threads=1) as session:
         feeds = arrays()
         expected = session.run_async(feeds).result()["output"]
