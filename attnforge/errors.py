@@ -7,7 +7,8 @@ a traceback and exits with 2 for a :class:`UsageError` and 1 for any other.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command line shows its help without pydantic, which takes a while to import
@@ -124,6 +125,27 @@ def first_line(error: BaseException | str) -> str:
         lines.reverse()
     otherwise = type(error).__name__ if isinstance(error, BaseException) else ""
     return next((line for line in lines if line and not line.startswith("Failed to export")), otherwise)
+
+
+@contextmanager
+def raised_as(
+    kind: type[AttnforgeError], message: str, advice: str = "", passing: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """A block in which another library's error, of whatever type, is raised as one of attnforge's: `message`, the first
+    line of what the library said, and `advice`.
+
+    Args:
+        kind: type of the error to raise.
+        message: what failed, for whom.
+        advice: what to do about it; begins with its own punctuation.
+        passing: types of errors that leave the block as they are, besides attnforge's own and `MemoryError`.
+    """
+    try:
+        yield
+    except (AttnforgeError, MemoryError, *passing):
+        raise
+    except Exception as error:
+        raise kind(f"{message}: {shortened(first_line(error))}{advice}") from error
 
 
 LONGEST = 400

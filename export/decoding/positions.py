@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.errors import UsageError, first_line
+from attnforge.errors import UsageError, raised_as
 from attnforge.export.decoding.tokens import Kinds, is_count_as_shape, token_axes
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, typed
 from attnforge.export.graphs.execute import at_own_precision
@@ -96,12 +96,9 @@ def _tables(
 
     def at(count: int) -> list[Array]:
         shape = [_static(batch), count, *(dim for dim in dims[2:] if isinstance(dim, int))]
-        try:
+        message = f"the model has no positions for {count} tokens"  # where its table of them ends
+        with raised_as(NotByPlace, message, "; give a smaller cache_tokens"):
             found = run({str(ids.name): np.zeros(shape, numpy_type(ids))})
-        except Exception as error:  # a table of positions that ends, in ONNX Runtime's words
-            raise NotByPlace(
-                f"the model has no positions for {count} tokens: {first_line(error)}; give a smaller cache_tokens"
-            ) from error
         return [_places_first(found[str(value.name)], value, tokens, batch) for value in values]
 
     whole, fewer = at(places), at(max(places // 2, 1))

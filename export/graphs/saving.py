@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from attnforge.bundle import WEIGHTS, Bundle
-from attnforge.errors import AttnforgeError, BundleError, first_line
+from attnforge.errors import BundleError, raised_as
 
 LIMIT = 2**31 - 2**26
 """Bytes of weights that one file can hold; the rest of 2 GiB is for the graph itself."""
@@ -145,16 +145,9 @@ def load_graph(bundle: Bundle, name: str) -> ir.Model:
     Raises:
         BundleError: the file is missing, altered, or no ONNX model.
     """
-    try:
-        with bundle.steady():
-            model = bundle.model(name)
-            return ir.from_proto(onnx.load_model_from_string(model)) if isinstance(model, bytes) else ir.load(model)
-    except AttnforgeError:
-        raise
-    except Exception as error:  # protobuf's, and onnx_ir's of every kind
-        raise BundleError(
-            f"{bundle.path / name} is no ONNX model: {first_line(error)}; deploy the model again"
-        ) from error
+    with raised_as(BundleError, f"{bundle.path / name} is no ONNX model", "; deploy the model again"), bundle.steady():
+        model = bundle.model(name)
+        return ir.from_proto(onnx.load_model_from_string(model)) if isinstance(model, bytes) else ir.load(model)
 
 
 def beside(model: ir.Model, other: ir.Model) -> ir.Model:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +13,11 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from attnforge.errors import AttnforgeError, CaptureError, UntrustedError, UsageError, first_line, shortened
+from attnforge.errors import CaptureError, UntrustedError, UsageError, raised_as
 from attnforge.export.sources.specs import check_range
 from attnforge.quiet import quiet
+
+UNREADABLE = "is not an exported program that can be read"
 
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -55,25 +56,8 @@ def load_program(file: Path, trusted: bool = False) -> ExportedProgram:
             f"{file} is a .pt2 file, from which torch may run code with all your rights: where you trust its maker as "
             "a program's, say --trust-source (trust_source=True)"
         )
-    with _readable(str(file)):
+    with raised_as(UsageError, f"{file} {UNREADABLE}"), quiet():
         return torch.export.load(file)
-
-
-@contextmanager
-def _readable(what: str) -> Iterator[None]:
-    """A block in which torch reads a program, whose content may be none, which torch says in errors of every kind.
-
-    Raises:
-        UsageError: in place of any error that is not attnforge's own.
-    """
-    try:
-        with quiet():
-            yield
-    except (AttnforgeError, MemoryError):
-        raise
-    except Exception as error:
-        why = shortened(first_line(error))
-        raise UsageError(f"{what} is no exported program that can be read ({type(error).__name__}: {why})") from error
 
 
 def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, int]] | None = None) -> Opened:
@@ -91,7 +75,7 @@ def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, 
             is missing or cannot be meant.
     """
     module, example = as_module(program)
-    with _readable("what was given"):
+    with raised_as(UsageError, f"what was given {UNREADABLE}"), quiet():
         return Opened(module, tuple(example.values()), _dims(program, example, ranges or {}), _PRECISIONS[module.own])
 
 
@@ -107,7 +91,7 @@ def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
         training = node.kwargs.get("train", node.args[-1:] == (True,))
         if node.op == "call_function" and "dropout" in str(node.target) and training:
             raise UsageError(f"the program draws random numbers ({node.name}); export it in eval mode")
-    with _readable("what was given"):
+    with raised_as(UsageError, f"what was given {UNREADABLE}"), quiet():
         leaves, spec = pytree.tree_flatten(program.example_inputs)
         names = [str(name) for name in program.graph_signature.user_inputs]
         example = {n: leaf for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attnforge.errors import UnavailableError, UsageError, first_line, shortened
+from attnforge.errors import UnavailableError, UsageError, raised_as, shortened
 from attnforge.export.sources import sentences
 from attnforge.memory import available
 from attnforge.model.registry import Example
@@ -153,13 +153,8 @@ def load(
     folder = Path(path)
     if not (folder.is_file() or (folder / "config.json").is_file()):
         raise UsageError(f"no Hugging Face configuration at {folder}; give a folder with config.json, or such a file")
-    try:
-        with quiet():
-            config = transformers.AutoConfig.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-    except Exception as error:  # of transformers, which has one for every kind of nonsense
-        raise UsageError(f"{folder} holds no configuration that transformers knows: {first_line(error)}") from error
+    with raised_as(UsageError, f"{folder} holds no configuration that transformers knows"), quiet():
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     named = architecture or next(iter(config.architectures or ()), None)
     kind = getattr(transformers, str(named), None) if named else transformers.AutoModel
     if not inspect.isclass(kind) or not (
@@ -171,17 +166,13 @@ def load(
         )
     _check_size(folder, config)
     torch.manual_seed(seed)
-    try:
+    with raised_as(UsageError, f"transformers cannot make {kind.__name__} of {folder}"):
         try:
             return _build(kind, config, folder, attention or "sdpa", random).eval()
         except ValueError as error:
             if attention is not None or "attention implementation" not in str(error):
                 raise
             return _build(kind, config, folder, "eager", random).eval()
-    except UsageError:
-        raise
-    except Exception as error:  # a form that it lacks, sizes that do not fit, weights of another model
-        raise UsageError(f"transformers cannot make {kind.__name__} of {folder}: {first_line(error)}") from error
 
 
 def _check_size(folder: Path, config: Any) -> None:
@@ -214,10 +205,8 @@ def _has_weights(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     for index in (*folder.glob("*.safetensors.index.json"), *folder.glob("pytorch_model*.bin.index.json")):
-        try:
+        with raised_as(UsageError, f"{index} is no index of weights"):
             shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UsageError(f"{index} is no index of weights: {first_line(error)}") from error
         if outside := [name for name in shards if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts]:
             raise UsageError(f"{index} names {str(outside[0])!r}, outside the folder; copy the weights into it")
         if missing := sorted(str(name) for name in shards if not (folder / str(name)).is_file()):

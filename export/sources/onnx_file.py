@@ -23,7 +23,7 @@ from onnx_ir.passes import common
 
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, DimSpec, TensorSpec
-from attnforge.errors import AttnforgeError, CaptureError, UsageError, first_line, shortened
+from attnforge.errors import CaptureError, UsageError, raised_as
 from attnforge.export.attention.roles import index_range
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
@@ -101,15 +101,8 @@ def import_graph(
             be meant.
         BuildError: ONNX Runtime cannot run the graph, or no float64 reference can be computed.
     """
-    try:
+    with raised_as(UsageError, f"{file} cannot be read as a graph", "; onnx.checker may say more", (OSError,)):
         return _imported(Path(file), ranges, precision, example)
-    except (AttnforgeError, OSError, MemoryError):
-        raise
-    except Exception as error:  # of onnx, onnx_ir, onnxscript, sympy and protobuf: the graph is none that they know
-        raise UsageError(
-            f"{file} cannot be read as a graph ({type(error).__name__}: {shortened(first_line(error))}); onnx.checker "
-            "may say more"
-        ) from error
 
 
 def _imported(
@@ -152,14 +145,10 @@ def _imported(
 def _read(file: Path) -> ir.Model:
     if not file.is_file():
         raise UsageError(f"no file {str(file)!r}; give the path of an ONNX model")
-    try:
+    with raised_as(UsageError, f"{file} is no ONNX model that can be read"):
         proto = onnx.load(file, load_external_data=False)
         check_files(proto, file.parent)
         model = ir.from_proto(proto)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{file} is no ONNX model that can be read: {first_line(error)}") from error
     if not model.graph.outputs or not model.opset_imports:
         raise UsageError(f"{file} is no ONNX model: it has no outputs")
     for tensor in tensors(model):

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from attnforge.arrays import Array
-from attnforge.errors import AttnforgeError, BuildError, CaptureError, first_line, shortened
+from attnforge.errors import AttnforgeError, BuildError, CaptureError, first_line, raised_as, shortened
 from attnforge.export.graphs.execute import Runner, as_it_is, at_own_precision, in_float64, wide
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
@@ -50,10 +50,8 @@ class Original:
 
     @cached_property
     def _eager(self) -> Runner:
-        try:
+        with raised_as(BuildError, "ONNX Runtime cannot run the graph as it was given"):
             return (at_own_precision if self._precision.is_low else as_it_is)(self.model)
-        except Exception as error:
-            raise BuildError(f"ONNX Runtime cannot run the graph as it was given: {first_line(error)}") from error
 
     @cached_property
     def _exact(self) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
@@ -64,13 +62,8 @@ class Original:
             reason = str(error)
         except Exception as error:  # ONNX Runtime refuses the graph in one of its own kinds of errors
             reason = first_line(error)
-        try:
+        with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
             evaluator = self._evaluator()
-        except Exception as error:
-            raise BuildError(
-                f"no float64 reference: ONNX Runtime has no double path ({reason}), nor has onnx.reference "
-                f"({first_line(error)})"
-            ) from error
         return lambda inputs: _evaluate(evaluator, inputs, reason)
 
     def _evaluator(self) -> ReferenceEvaluator:
@@ -95,10 +88,8 @@ def _run(runner: Callable[[Mapping[str, Array]], dict[str, Array]], inputs: Mapp
 def _evaluate(evaluator: ReferenceEvaluator, inputs: Mapping[str, Array], reason: str) -> dict[str, Array]:
     """Run onnx's reference, and see that no operator fell back to fp32 on the way."""
     feeds = {name: wide(array) for name, array in inputs.items()}
-    try:
+    with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
         results: Any = evaluator.run(None, feeds, intermediate=True)
-    except Exception as error:
-        raise BuildError(f"no float64 reference: {reason}; onnx.reference: {first_line(error)}") from error
     fp32 = {name for name, a in results.items() if isinstance(a, np.ndarray) and a.dtype == np.float32}
     for node in evaluator.nodes_:
         if not fp32.isdisjoint(node.output) and any(

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from attnforge.errors import UsageError
+from attnforge.errors import UsageError, raised_as
 
 MODULES = "modules.json"
 _MODES = {
@@ -113,10 +113,8 @@ def parts(folder: Path) -> tuple[Path, Embedding] | None:
     if not (folder / MODULES).is_file():
         return None
     listed = _read(folder / MODULES)
-    try:
+    with raised_as(UsageError, f"{folder / MODULES} is no list of parts, each with its type and path"):
         kinds = [(str(part["type"]).rpartition(".")[2], folder / str(part["path"])) for part in listed]
-    except (TypeError, KeyError) as error:
-        raise UsageError(f"{folder / MODULES} is no list of parts, each with its type and path") from error
     if not kinds or kinds[0][0] != "Transformer":
         raise UsageError(f"{folder} does not begin with a Transformer; give architecture=… to deploy its model alone")
     if len(kinds) == 1:
@@ -157,15 +155,11 @@ def _dense(folder: Path) -> nn.Module:
         raise UsageError(f"the Dense layer in {folder} has an activation or residual that is not known here")
     linear = nn.Linear(config["in_features"], config["out_features"], bias=bool(config.get("bias", True)))
     file = folder / "model.safetensors"
-    try:
+    with raised_as(UsageError, f"the weights of the Dense layer are not in {file}"):
         linear.load_state_dict({key.removeprefix("linear."): value for key, value in load_file(file).items()})
-    except (OSError, RuntimeError) as error:
-        raise UsageError(f"the weights of the Dense layer are not in {file}: {str(error).splitlines()[0]}") from error
     return nn.Sequential(linear, _ACTIVATIONS[name]())
 
 
 def _read(file: Path) -> Any:
-    try:
+    with raised_as(UsageError, f"{file} cannot be read"):
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error

@@ -10,7 +10,7 @@ from onnx_ir.passes import PassResult, common
 from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, is_literal
 from onnxscript import optimizer, version_converter
 
-from attnforge.errors import UsageError
+from attnforge.errors import UsageError, raised_as
 from attnforge.export.graphs.float64 import through_onnx
 from attnforge.export.graphs.types import FLOATS
 from attnforge.quiet import quiet
@@ -28,16 +28,12 @@ def at_opset(model: ir.Model) -> PassResult:
     have = model.opset_imports.get("") or 0
     if have >= OPSET:
         return PassResult(model, False)
-    try:
-        with quiet():
-            if have >= 18:
-                version_converter.convert_version(model, OPSET)
-            else:  # below, onnxscript's converter changes the number alone
-                through_onnx(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
-                model.opset_imports[""] = OPSET
-    except Exception as error:
-        why = str(error).splitlines()[0]
-        raise UsageError(f"the graph is of opset {have} and cannot be brought to {OPSET}: {why}") from error
+    with raised_as(UsageError, f"the graph is of opset {have} and cannot be brought to {OPSET}"), quiet():
+        if have >= 18:
+            version_converter.convert_version(model, OPSET)
+        else:  # below, onnxscript's converter changes the number alone
+            through_onnx(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
+            model.opset_imports[""] = OPSET
     for node in model.graph:
         node.version = None
     model.ir_version = max(model.ir_version, 10)

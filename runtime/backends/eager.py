@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.bundle import Bundle
-from attnforge.errors import CaptureError, UsageError, first_line
+from attnforge.errors import CaptureError, UsageError, first_line, raised_as
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
@@ -33,10 +33,8 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
         CaptureError: the module cannot be copied.
     """
     dtype = torch_dtype(precision)
-    try:
+    with raised_as(CaptureError, f"{type(module).__name__} cannot be copied"):
         copied = _copy(module, dtype)
-    except Exception as error:
-        raise CaptureError(f"{type(module).__name__} cannot be copied: {first_line(error)}") from error
     return copied.eval().requires_grad_(False).to(dtype)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
-from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line
+from attnforge.errors import UnavailableError, UsageError, raised_as
 from attnforge.machine import processors, this_machine
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
@@ -46,8 +46,7 @@ def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
         )
 
 
-@contextmanager
-def refusals(model: str) -> Iterator[None]:
+def refusals(model: str) -> AbstractContextManager[None]:
     """A block in which ONNX Runtime opens a model. Its errors have no class in common, and none names the file.
 
     Args:
@@ -56,12 +55,7 @@ def refusals(model: str) -> Iterator[None]:
     Raises:
         UnavailableError: ONNX Runtime refuses the model.
     """
-    try:
-        yield
-    except (AttnforgeError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        raise UnavailableError(f"ONNX Runtime cannot open {model}: {first_line(error)}") from error
+    return raised_as(UnavailableError, f"ONNX Runtime cannot open {model}", passing=(OSError,))
 
 
 def _are_valid(settings: SessionSettings) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from attnforge.arrays import Array, is_torch, to_numpy, to_torch
 from attnforge.bundle import NEXT, Decoding, DimSpec, Manifest, TensorSpec
-from attnforge.errors import AttnforgeError, InputError, RunError, UnavailableError, UsageError, first_line
+from attnforge.errors import InputError, RunError, UnavailableError, UsageError, first_line, raised_as
 from attnforge.memory import available
 from attnforge.numbers import whole
 from attnforge.runtime.inputs import check_index, writable
@@ -259,11 +259,8 @@ class Decoder:
         if not self._busy.acquire(blocking=False):
             raise UsageError("this decoder runs in another thread; wait for it, or give every thread its own decoder")
         try:
-            yield
-        except (AttnforgeError, MemoryError):
-            raise
-        except Exception as error:
-            raise RunError(f"{self._backend.name} cannot run this step: {first_line(error)}") from error
+            with raised_as(RunError, f"{self._backend.name} cannot run this step"):
+                yield
         finally:
             self._busy.release()
 

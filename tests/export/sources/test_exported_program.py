@@ -178,7 +178,7 @@ def test_a_trusted_program_whose_text_was_changed_ends_in_one_line(
     else:
         reads.append(lambda: rebuild(source, trusted=True))
     for read in reads:
-        with pytest.raises(UsageError, match="no exported program that can be read") as raised:
+        with pytest.raises(UsageError, match="not an exported program that can be read") as raised:
             read()
         assert "\n" not in str(raised.value)
 

@@ -442,7 +442,7 @@ def test_graphs_that_are_no_function_or_not_one_graph(body: str, words: str, tmp
         ("none.onnx", None, "no file"),
         ("junk.onnx", b"junk", "no ONNX model"),
         ("empty.onnx", b"", "no ONNX model"),
-        ("junk.pt2", b"junk", "no exported program"),
+        ("junk.pt2", b"junk", "not an exported program"),
         ("model.bin", b"junk", "no .onnx or .pt2 file"),
     ],
 )
