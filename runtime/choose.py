@@ -82,7 +82,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
 def why_dropped(
     bundle: Bundle, names: Sequence[str], progress: Progress | None = None, cases: Sequence[Case] | None = None
 ) -> dict[str, str]:
-    """Why backends fail, or miss the budget, by name of those that do. Each is alone in memory, because the largest
+    """The reasons why backends fail or miss the budget, by backend. Each is alone in memory, because the largest
     case takes the most.
 
     Args:

@@ -71,7 +71,7 @@ def integer_products(model: ir.Model) -> PassResult:
 
 
 def _unshared(graph: ir.Graph, between: Between) -> ir.Value:
-    """The weight of a product under a name of its own, because ONNX Runtime cannot load one that two products read when
+    """The weight of a product under a separate name, because ONNX Runtime cannot load one that two products read when
     it makes weights unsigned (:func:`~attnforge.runtime.backends.onnxruntime.session_options`). A bundle stores it
     once."""
     if len(between.stored.uses()) == 1:

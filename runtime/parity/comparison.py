@@ -39,7 +39,7 @@ class Element(Record):
         return cls(case=case, index=[index], got=first, eager=second, float64=third)
 
     def text(self, output: str) -> str:
-        """A line for people.
+        """One line of human-readable text.
 
         Args:
             output: name of the output.

@@ -41,7 +41,7 @@ class MetricReport(Record):
     reason: str | None = None
 
     def text(self) -> str:
-        """A line for people."""
+        """One line of human-readable text."""
         value = f"{self.name} {self.value:.6g} over {self.samples} samples"
         return f"{value}, where float64 has {self.float64:.6g} and eager {self.eager:.6g}; at least {self.least:.6g}"
 

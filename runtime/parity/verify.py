@@ -85,7 +85,7 @@ class OutputReport(Record):
         )
 
     def text(self, output: str) -> str:
-        """A line for people.
+        """One line of human-readable text.
 
         Args:
             output: name of the output.
