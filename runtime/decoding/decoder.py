@@ -185,7 +185,7 @@ class Decoder:
         with self._running():
             self._check_capacity(np.ones(self.batch, np.int64))
             self._token[:, 0] = array
-            self._run_token()
+            self._run_one()
             self._past += 1
         if target is not None:
             np.copyto(target, next(iter(self._answers.values()))[:, 0])
@@ -348,14 +348,14 @@ class Decoder:
             self._check_capacity(counts)
             if (counts == 1).all():
                 self._token[:, 0] = np.stack([row[0] for row in rows])
-                self._run_token()
+                self._run_one()
                 answers = {name: list(answer.copy()) for name, answer in self._answers.items()}
             else:
                 answers = self._sample_by_sample(rows, only_last)
             self._past += counts
         return answers
 
-    def _run_token(self) -> None:
+    def _run_one(self) -> None:
         """Run one token of every sample; the arrays are bound only once."""
         if self._next is None:
             self._next = self._bound(self._token, self._past, self._answers, slice(None))
