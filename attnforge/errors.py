@@ -140,9 +140,10 @@ def raised_as(
         advice: what to do about it; begins with its own punctuation.
         passing: types of errors that leave the block as they are, besides attnforge's own and `MemoryError`.
     """
+    as_they_are: tuple[type[Exception], ...] = (AttnforgeError, MemoryError, *passing)
     try:
         yield
-    except (AttnforgeError, MemoryError, *passing):
+    except as_they_are:
         raise
     except Exception as error:
         raise kind(f"{message}: {shortened(first_line(error))}{advice}") from error

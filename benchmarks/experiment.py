@@ -24,7 +24,7 @@ from attnforge.atomic import write_whole
 from attnforge.bench.decoding.results import DecodingResults
 from attnforge.bench.results import Interval, Results, to_five_digits
 from attnforge.machine import processors, this_machine, tool_versions, versions
-from attnforge.report.render import markdown_table
+from attnforge.report.render import NOTHING, markdown_table
 
 COMMAND = "python -m benchmarks run"
 RESULTS = Path("benchmarks/results")
@@ -132,6 +132,36 @@ def claims_table(claims: Iterable[Claim]) -> str:
     return markdown_table(("", "against", "at most", "measured", "95%", "holds"), rows)
 
 
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+Columns = Mapping[str, Callable[[Figures], object]]
+"""By heading, what makes a cell of a record, such as `"{seconds:.1f}".format_map`."""
+
+
+def table_of(columns: Columns, records: Iterable[Figures], words: int | None = 1, missing: str = NOTHING) -> str:
+    """Records as a table in Markdown.
+
+    Args:
+        columns: of the table.
+        records: one for each row.
+        words: how many of the first columns are text, the others being numbers that are aligned right; None for all.
+        missing: the cell of a record that has not what the cell is made of.
+    """
+
+    def cell(make: Callable[[Figures], object], record: Figures) -> object:
+        try:
+            return make(record)
+        except (KeyError, TypeError):
+            return missing
+
+    return markdown_table([*columns], [[cell(make, each) for make in columns.values()] for each in records], words)
+
+
+def named(records: Mapping[str, Figures]) -> list[Figures]:
+    """Records, each with its `name`."""
+    return [{"name": name, **record} for name, record in records.items()]
+
+
 # --- experiments ------------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +177,7 @@ class Experiment:
     Attributes:
         file: name of the results file.
         measure: measures, with the command's options as its arguments. With `subjects`, it takes one of them first and
-            returns its figures; else it returns all figures, or yields them as they grow.
+            returns its figures, or results with those alone; else it returns all figures, or yields them as they grow.
         tables: Markdown by the name of its place in a page, made of the figures.
         claims: made of the figures.
         broken: lines on what must not be, made of the figures; the run ends with 1 where there are any.
@@ -229,12 +259,30 @@ class Experiment:
             made = self.measure(**options)
             yield from made if isinstance(made, Iterator) else [made]
             return
-        models: dict[str, Any] = before.get("models", {})
+        models = before.get("models", {})
+        earlier = Results.model_validate(before) if isinstance(models, list) else None
         for name in chosen_of(self.subjects, only):
-            if only or name not in models:
-                say(f"{name} …")
-                models[name] = self.measure(self.subjects[name], **options)
+            if earlier is None and not only and name in models:
+                continue
+            say(f"{name} …")
+            made = self.measure(self.subjects[name], **options)
+            if isinstance(made, Results):
+                earlier = made if earlier is None else self._beside(earlier, made, name)
+                yield earlier
+            else:
+                models[name] = made
                 yield {"models": {name: models[name] for name in self.subjects if name in models}}
+
+    def _beside(self, earlier: Results, made: Results, name: str) -> Results:
+        """Results of a subject, with those that there were of the others."""
+        names = list(self.subjects)
+        others = {*names} - {name}
+        models = [model for model in earlier.models if model.name in others] + made.models
+        growth = [growth for growth in earlier.growth if growth.model in others] + made.growth
+        made.models = sorted(models, key=lambda model: names.index(model.name))
+        made.growth = sorted(growth, key=lambda growth: names.index(growth.model))
+        made.seconds += earlier.seconds
+        return made
 
 
 def chosen_of(subjects: Iterable[str], only: Sequence[str] | None) -> list[str]:

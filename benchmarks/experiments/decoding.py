@@ -52,10 +52,7 @@ def measure(
 
 
 def deployed(
-    folder: Path,
-    sizes: Mapping[str, Any] = SIZES,
-    cache_tokens: int = CACHE_TOKENS,
-    max_tokens: int = MAX_TOKENS,
+    folder: Path, sizes: Mapping[str, Any] = SIZES, cache_tokens: int = CACHE_TOKENS, max_tokens: int = MAX_TOKENS
 ) -> Bundle:
     """The bundle, for 1 or 2 samples.
 

@@ -14,13 +14,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from attnforge.export.measuring import MEASURING
 from attnforge.model.registry import Example
-from attnforge.report.render import markdown_table
+from attnforge.report.render import fixed, markdown_table
+from benchmarks.child import GIB
+from benchmarks.deploy_steps import Order, in_a_process
 from benchmarks.experiment import Claim, Experiment, not_held, where
 from benchmarks.experiments import masks
-from benchmarks.experiments.real_sizes import GIB, in_a_process, peak_of
-from benchmarks.experiments.real_sizes_steps import Order
+from benchmarks.experiments.real_sizes import builder_of, peak_of
 from benchmarks.published import CALLABLE, PUBLISHED, Published
 
 AGAIN = 1 / 3
@@ -48,7 +48,7 @@ class Limit:
 
     model: Published
     tune: bool = True
-    targets: tuple[str, ...] | None = None
+    targets: list[str] | None = None
     ratio: float = inf
     seconds: float = inf
     gib: float | None = None
@@ -80,38 +80,26 @@ _LLAMA = Published(
     {"tokens": 64, "max_tokens": 64},
 )  # fmt: skip
 _BARE = Published("bare_causal_attention", CALLABLE, "benchmarks.experiments.deploy_costs:bare_causal_attention")
-_USUAL = [
-    model
-    for model in PUBLISHED
-    if model.name in ("vit-base-patch16-224", "bert-base-uncased", "dinov2-base at 224", "distilbert-base-uncased")
-]
+_NAMES = ("vit-base-patch16-224", "bert-base-uncased", "dinov2-base at 224", "distilbert-base-uncased")
+_USUAL = [model for model in PUBLISHED if model.name in _NAMES]
 
 LIMITS = (
     *(Limit(model, ratio=6) for model in _USUAL),
-    *(Limit(model, tune=False, targets=("onnxruntime",), ratio=3) for model in _USUAL),
-    Limit(_LLAMA, targets=("onnxruntime",), ratio=6, gib=13, verify_gib=8),
-    Limit(_BARE, targets=("onnxruntime",), seconds=60, gib=1.5),
+    *(Limit(model, tune=False, targets=["onnxruntime"], ratio=3) for model in _USUAL),
+    Limit(_LLAMA, targets=["onnxruntime"], ratio=6, gib=13, verify_gib=8),
+    Limit(_BARE, targets=["onnxruntime"], seconds=60, gib=1.5),
 )
 
 
 def measure(limit: Limit) -> dict[str, Any]:
-    """What every step gave, as :func:`benchmarks.experiments.real_sizes.in_a_process` has it."""
-    record: dict[str, Any] = {}
+    """What every step gave, as :func:`benchmarks.deploy_steps.in_a_process` has it."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         order = Order(
-            step="",
-            model=limit.model.source(folder),
-            options=dict(limit.model.options),
-            bundle=str(folder / "bundle"),
-            answer=str(folder / "answer.json"),
-            tune=limit.tune,
-            targets=None if limit.targets is None else list(limit.targets),
-            cache=str(folder / "cache"),
-        )
-        for title, step in {"plain": "plain", "deploy": "deploy", "again": "deploy", "verify": "verify"}.items():
-            record[title] = in_a_process(order.model_copy(update={"step": step}), 1800, 20 * GIB)
-    return record
+            model=limit.model.source(Path(name)), options=dict(limit.model.options), folder=Path(name),
+            tune=limit.tune, targets=limit.targets, cached=True,
+        )  # fmt: skip
+        steps = {"plain": "plain", "deploy": "deploy", "again": "deploy", "verify": "verify"}
+        return {title: in_a_process(order, step, 1800, 20 * GIB) for title, step in steps.items()}
 
 
 def _pairs(figures: Mapping[str, Any]) -> list[tuple[Limit, dict[str, Any]]]:
@@ -177,17 +165,16 @@ def table(figures: dict[str, Any]) -> str:
 
 def _row(limit: Limit, record: Mapping[str, Any]) -> list[str]:
     plain, deploy, verify = (record[step] for step in ("plain", "deploy", "verify"))
-    builders = [child["memory"] for name, child in deploy["children"].items() if name != MEASURING]
-    most = f"{limit.seconds:.0f} s" if limit.ratio == inf else f"{limit.ratio:.0f}"
+    builder = builder_of(deploy)
     return [
         limit.model.name,
         limit.how,
         *(f"{step['seconds']:.1f}" for step in (deploy, plain)),
         f"{deploy['seconds'] / plain['seconds']:.2f}",
-        most,
+        f"{limit.seconds:.0f} s" if limit.ratio == inf else f"{limit.ratio:.0f}",
         f"{_gib(deploy):.2f}",
         f"{_most_gib(limit, record):.2f}",
-        f"{max(builders) / GIB:.2f}" if builders else "–",
+        fixed(None if builder is None else builder / GIB, 2),
         f"{record['again']['seconds']:.1f}",
         f"{_again(record):.2f}",
         f"{_gib(verify):.2f}",

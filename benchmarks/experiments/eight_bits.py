@@ -31,11 +31,10 @@ from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
 from attnforge.machine import processors
 from attnforge.model.registry import Example
-from attnforge.report.render import markdown_table
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.race import race
-from benchmarks.experiment import Claim, Experiment, claims_table, say, where
-from benchmarks.published import SENTENCES, Published
+from benchmarks.experiment import Claim, Columns, Experiment, claims_table, named, say, table_of, where
+from benchmarks.published import SENTENCES, Published, deployed
 from tests.support.huggingface import minilm
 
 TOKENS, BATCH = 128, 8
@@ -85,7 +84,7 @@ def measure(
     """What every contender errs by, weighs and takes, at a batch of one and all tokens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        return _measured(build(model.source(folder), dict(model.options), None)[0], folder, rounds, threads)
+        return _measured(build(model.source(folder), model.options, None)[0], folder, rounds, threads)
 
 
 def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict[str, Any]:
@@ -96,12 +95,9 @@ def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict
     truth = [_first(exact(feeds)) for feeds in tried]
     bundles = {}
     for precision in ("fp32", "bf16", "int8"):
-        say(f"deploy {precision}")
-        options = {"data": calibrating, **GATE} if precision == "int8" else {}
-        bundles[precision] = attnforge.deploy(
-            example.module, example.args, folder / precision, example.dynamic_shapes, precision,
-            ["onnxruntime"], cache=False, **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        options: dict[str, Any] = {"data": calibrating, **GATE} if precision == "int8" else {}
+        to = folder / precision
+        bundles[precision] = deployed(example, to, to.name, precision=precision, cache=False, **options)
     timed = _timed(names)
     contenders: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -157,7 +153,7 @@ def _first(outputs: Any) -> Array:
 
 def _error(answers: Sequence[Array], truth: Sequence[Array]) -> float:
     """The largest relative error of a batch."""
-    return max(relative_error(answer, exact) for answer, exact in zip(answers, truth, strict=True))
+    return max(map(relative_error, answers, truth))
 
 
 def _cosine(answers: Sequence[Array], truth: Sequence[Array]) -> float:
@@ -167,7 +163,7 @@ def _cosine(answers: Sequence[Array], truth: Sequence[Array]) -> float:
         norms = np.linalg.norm(answer, axis=-1) * np.linalg.norm(exact, axis=-1)
         return float((np.sum(answer * exact, axis=-1) / norms).min())
 
-    return min(least(answer, exact) for answer, exact in zip(answers, truth, strict=True))
+    return min(map(least, answers, truth))
 
 
 def _megabytes(bundle: Bundle) -> float:
@@ -189,29 +185,21 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
         yield Claim(f"{name}: int8's weights on disk", low / high, OF_SIZE, "attnforge fp32")
 
 
+COLUMNS: Columns = {
+    "model": "{model}".format_map,
+    "contender": lambda one: f"{one['name']}, {one['backend']}" if "backend" in one else one["name"],
+    "ms (95%)": "{ms[value]:.1f} ({ms[low]:.1f}–{ms[high]:.1f})".format_map,
+    "MB": "{mb:,.0f}".format_map,
+    "error": "{error:.1e}".format_map,
+    "least cosine": "{cosine:.4f}".format_map,
+    "within 0.1": lambda one: one["refused"] if "refused" in one else "yes" if one["passes"] else "no",
+}
+
+
 def table(figures: dict[str, Any]) -> str:
     """Every contender, and the limits, as Markdown."""
-    rows = []
-    for name, model in figures["models"].items():
-        for key, one in model["contenders"].items():
-            backend = f", {one['backend']}" if "backend" in one else ""
-            if "refused" in one:
-                rows.append((name, key, "", "", "", "", one["refused"]))
-                continue
-            ms, size = one["ms"], f"{one['mb']:,.0f}" if "mb" in one else ""
-            rows.append(
-                (
-                    name,
-                    key + backend,
-                    f"{ms['value']:.1f} ({ms['low']:.1f}–{ms['high']:.1f})",
-                    size,
-                    f"{one['error']:.1e}",
-                    f"{one['cosine']:.4f}",
-                    "yes" if one["passes"] else "no",
-                )
-            )
-    header = ("model", "contender", "ms (95%)", "MB", "error", "least cosine", "within 0.1")
-    return "\n\n".join((markdown_table(header, rows, 2), claims_table(claims(figures)), where(figures)))
+    rows = [{**one, "model": n} for n, model in figures["models"].items() for one in named(model["contenders"])]
+    return "\n\n".join((table_of(COLUMNS, rows, 2, ""), claims_table(claims(figures)), where(figures)))
 
 
 EXPERIMENT = Experiment(

@@ -43,6 +43,7 @@ from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import stored_inputs
 from benchmarks.experiment import Experiment, say
+from benchmarks.published import deployed
 from tests.support.hostile_models import draw_hostile, make_hostile
 from tests.support.random_decoders import draw_decoder, make_decoder, places_of
 from tests.support.random_models import Recipe, draw, make
@@ -140,12 +141,11 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
     """
     outcome = Outcome(recipe)
     with tempfile.TemporaryDirectory() as folder:
-        module, args, shapes = make(recipe)
         try:
-            bundle = attnforge.deploy(
-                module, args, Path(folder) / "b", shapes, recipe.precision, ["onnxruntime"], recipe.kind,
-                tune=False, cache=False, max_error=MAX_ERROR if recipe.precision == "int8" else None,
-                cache_tokens=places_of(recipe), keep_wrong=True,
+            bundle = deployed(
+                make(recipe), Path(folder) / "b", recipe.kind, precision=recipe.precision, tune=False, cache=False,
+                max_error=MAX_ERROR if recipe.precision == "int8" else None, cache_tokens=places_of(recipe),
+                keep_wrong=True,
             )  # fmt: skip
         except AttnforgeError as error:
             outcome.refused = str(error)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import torch
 
@@ -55,13 +57,11 @@ Exporter = Callable[[torch.nn.Module, tuple[Any, ...], Any, Path], None]
 
 def models() -> dict[str, Callable[[], Example]]:
     """Every model by name: Hugging Face's in both their forms of attention, one with trained weights, our own."""
-    every: dict[str, Callable[[], Example]] = {}
-    for name, attention in variants():
-        every[f"{name}, {attention}"] = lambda n=name, a=attention: build(n, a)  # type: ignore[misc]
+    every: dict[str, Callable[[], Example]] = {
+        f"{name}, {attention}": partial(build, name, attention) for name, attention in variants()
+    }
     every["all-MiniLM-L6-v2"] = lambda: example(minilm(), max_tokens=64)
-    for name in MODELS:
-        every[name] = lambda n=name: build_model(n)  # type: ignore[misc]
-    return every
+    return every | {name: partial(build_model, name) for name in MODELS}
 
 
 def coverage(make: Callable[[], Example]) -> dict[str, Any]:
@@ -75,24 +75,21 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
 
-        def exported(write: Exporter) -> Path:
+        def optimized(write: Exporter, optimize: Callable[[Path], onnx.ModelProto]) -> int:
             write(model.module, model.args, model.dynamic_shapes, file)
-            return file
+            return fused_operators(optimize(file))
 
         def kernels() -> int:
             plan = _plan(captured.model, captured, file)
             return sum(plan.kernel_of(attention.node) is not None for attention in lowered)
 
+        for_ort = partial(transformers_optimizer, canonical=canonical)
         ways: dict[str, Callable[[], int]] = {
             "tensorrt_rtx": kernels,
-            "tensorrt_rtx_alone": lambda: sum(
-                layer.is_fused_attention for layer in _plan(plain, captured, file).layers
-            ),
-            "optimizer": lambda: fused_operators(transformers_optimizer(exported(export_at_18), canonical)),
-            "optimizer_torchscript": lambda: fused_operators(
-                transformers_optimizer(exported(export_by_torchscript), canonical)
-            ),
-            "ort_fusions": lambda: fused_operators(ort_fusions(exported(export_at_18))),
+            "tensorrt_rtx_alone": lambda: sum(each.is_fused_attention for each in _plan(plain, captured, file).layers),
+            "optimizer": partial(optimized, export_at_18, for_ort),
+            "optimizer_torchscript": partial(optimized, export_by_torchscript, for_ort),
+            "ort_fusions": partial(optimized, export_at_18, ort_fusions),
         }
         counts: dict[str, Any] = {"sites": len(sites), "canonical": sum(site.node is not None for site in sites)}
         refused: dict[str, str] = {}

@@ -26,8 +26,7 @@ from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt.build import Plan, build
 from attnforge.model.registry import Example
 from attnforge.precision import precision_named
-from attnforge.report.render import markdown_table
-from benchmarks.experiment import Claim, Experiment, where
+from benchmarks.experiment import Claim, Columns, Experiment, table_of, where
 from benchmarks.experiments.masks import SUBJECTS
 from benchmarks.published import CALLABLE, Published
 
@@ -104,21 +103,19 @@ def attended_in(model: Published, layers: int | None = None, tokens: int = TOKEN
         model = replace(model, sizes={**model.sizes, "num_hidden_layers": layers})
     _, fused_dynamic = plan_of(captured_as(model, tokens, "tokens"), tokens)
     needed, fused = plan_of(captured_as(model, tokens, "none"), tokens)
+    sites_of: dict[Needed, list[str]] = {}
+    for site, of_site in needed.items():
+        sites_of.setdefault(of_site, []).append(site)
     attended = []
-    for mask, needs, whole in dict.fromkeys(needed.values()):
-        sites = [site for site in needed if needed[site] == (mask, needs, whole)]
-        counts = [fused.get(site) for site in sites]
+    for (mask, needs, whole), sites in sites_of.items():
+        counts = [count for site in sites if (count := fused.get(site)) is not None]
         attended.append(
             Attended(
-                mask=mask,
-                sites=len(sites),
-                fused=sum(site in fused for site in sites),
+                mask=mask, sites=len(sites), fused=sum(site in fused for site in sites),
                 fused_dynamic=sum(site in fused_dynamic for site in sites),
-                scores=None if None in counts else max(count for count in counts if count is not None),
-                needed=needs,
-                whole=whole,
+                scores=max(counts) if len(counts) == len(sites) else None, needed=needs, whole=whole,
             )
-        )
+        )  # fmt: skip
     return attended
 
 
@@ -158,27 +155,25 @@ def _needed(node: ir.Node, sizes: Mapping[str, int]) -> Needed:
     return seen.text(), round(seen.share(sizes) * whole), whole
 
 
+COLUMNS: Columns = {
+    "model": "{model}".format_map,
+    "mask": "{mask}".format_map,
+    "sites": "{sites}".format_map,
+    "fused, static tokens": "{fused}".format_map,
+    "fused, dynamic": "{fused_dynamic}".format_map,
+    "scores of those needed": lambda mask: f"{mask['scores'] / mask['needed']:.2f}",
+    "of n²": lambda mask: f"{mask['scores'] / mask['whole']:.3f}",
+    "kept": "{kept}".format_map,
+}
+
+
 def table(figures: dict[str, Any]) -> str:
     """What is compiled of every mask, as Markdown."""
-    header = (
-        "model",
-        "mask",
-        "sites",
-        "fused, static tokens",
-        "fused, dynamic",
-        "scores of those needed",
-        "of n²",
-        "kept",
-    )
-    rows = []
-    for model, mask in _masks(figures):
-        shares = ("?", "?")
-        if mask.scores is not None:
-            shares = (f"{mask.scores / mask.needed:.2f}", f"{mask.scores / mask.whole:.3f}")
-        kept = "yes" if mask.keeps else "**no**"
-        rows.append((model, mask.mask, mask.sites, mask.fused, mask.fused_dynamic, *shares, kept))
+    rows = [
+        {**asdict(mask), "model": model, "kept": "yes" if mask.keeps else "**no**"} for model, mask in _masks(figures)
+    ]
     about = f"TensorRT-RTX {figures['tools'].get('tensorrt_rtx', '?')}"
-    return f"{markdown_table(header, rows, 2)}\n\n{about}; {where(figures)}"
+    return f"{table_of(COLUMNS, rows, 2, '?')}\n\n{about}; {where(figures)}"
 
 
 def _masks(figures: dict[str, Any]) -> Iterator[tuple[str, Attended]]:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,6 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from attnforge.bench import results as files
 from attnforge.bench.experiment import Experiment as Bench
 from attnforge.bench.results import Growth, Model, Results
 from attnforge.bench.run import finished, new_results
@@ -27,11 +27,9 @@ from attnforge.bench.run import measure as measure_bundles
 from attnforge.bench.tables import growth_table
 from attnforge.machine import processors
 from attnforge.model.registry import Example
-from benchmarks.experiment import RESULTS, Claim, Experiment, chosen_of, claims_table, say, where
+from benchmarks.experiment import Claim, Experiment, claims_table, say, where
 from benchmarks.experiments.suite import measured_growth
 from benchmarks.published import CALLABLE, Published
-
-FILE = RESULTS / "masks.json"
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 EXAMPLE, HEADS, HEAD_SIZE = 4096, 8, 64
@@ -99,21 +97,14 @@ def seen_by(is_window: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
 
 
 def bare(is_window: bool, most: int = max(TOKENS)) -> Example:
-    """Eight heads of 64 over 1 to `most` tokens, 4,096 in the example."""
+    """Attention to the last 256 tokens, or causal: eight heads of 64 over 1 to `most` tokens, 4,096 in the example."""
     tokens = torch.export.Dim("tokens", min=1, max=most)
     generator = torch.Generator().manual_seed(0)
     inputs = tuple(torch.randn(1, HEADS, EXAMPLE, HEAD_SIZE, generator=generator) for _ in range(3))
     return Example(Bare(is_window), inputs, {name: {2: tokens} for name in ("query", "key", "value")})
 
 
-def window() -> Example:
-    """Attention to the last 256 tokens."""
-    return bare(is_window=True)
-
-
-def causal() -> Example:
-    """Causal attention."""
-    return bare(is_window=False)
+window, causal = partial(bare, True), partial(bare, False)
 
 
 @dataclass(frozen=True)
@@ -149,9 +140,7 @@ SUBJECTS = (
         extra_mib=64,
     ),
     Subject(
-        Published("ModernBERT-base", "encoder", "ModernBertModel", {}, _WHOLE),
-        {EXAMPLE: 0.7},
-        {EXAMPLE: _OTHERS},
+        Published("ModernBERT-base", "encoder", "ModernBertModel", {}, _WHOLE), {EXAMPLE: 0.7}, {EXAMPLE: _OTHERS}
     ),
     Subject(
         Published(
@@ -169,35 +158,29 @@ SUBJECTS = (
 
 
 def measure(
-    only: Annotated[list[str] | None, typer.Option(help="A model; repeat. The others keep their figures.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 9,
-) -> Iterator[Results]:
-    """The times of every subject, and how time and memory grow; all figures so far after each."""
-    start = time.perf_counter()
-    chosen = chosen_of((subject.model.name for subject in SUBJECTS), only)
-    measured = new_results("", processors(), say, with_ceilings=False)
-    if only and FILE.is_file():
-        before = files.read(FILE)
-        measured.command = before.command
-        measured.models = [model for model in before.models if model.name not in chosen]
-        measured.growth = [growth for growth in before.growth if growth.model not in chosen]
-    for subject in (subject for subject in SUBJECTS if subject.model.name in chosen):
-        with tempfile.TemporaryDirectory() as folder:
-            bundle = subject.model.deployed(Path(folder))
-            bench = Bench(
-                [bundle], None, (), rounds, processors(), throughput=False, starts=False, memory=False, cases=False,
-                trust_source=True, seconds=120, progress=say,
-            )  # fmt: skip
-            for tokens, peers in subject.peers.items():
-                bench.against = peers
-                bench.backends = None if tokens <= EXAMPLE else FRUGAL
-                measured.models.append(measure_bundles(bench, {"tokens": tokens}, None))
-            if subject.exponents is not None:
-                bench.against, bench.memory, bench.fresh_peers = ("eager",), True, ()
-                bench.backends = FRUGAL
-                points = {tokens: (bundle, {"tokens": tokens}) for tokens in TOKENS}
-                measured.growth.append(measured_growth(bench, "tokens", points))
-        yield finished(measured, start)
+    subject: Subject, rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 9
+) -> Results:
+    """The times of a subject, and how its time and memory grow."""
+    measured, start = new_results("", processors(), say, with_ceilings=False), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = subject.model.deployed(Path(folder))
+        bench = Bench(
+            [bundle], None, (), rounds, processors(), throughput=False, starts=False, memory=False, cases=False,
+            trust_source=True, seconds=120, progress=say,
+        )  # fmt: skip
+        for tokens, peers in subject.peers.items():
+            bench.against = peers
+            bench.backends = None if tokens <= EXAMPLE else FRUGAL
+            model = measure_bundles(bench, {"tokens": tokens}, None)
+            for made in model.deployed:  # from a folder that nobody finds again
+                made.source = made.source.replace(f"{folder}/", "")
+            measured.models.append(model)
+        if subject.exponents is not None:
+            bench.against, bench.memory, bench.fresh_peers = ("eager",), True, ()
+            bench.backends = FRUGAL
+            points = {tokens: (bundle, {"tokens": tokens}) for tokens in TOKENS}
+            measured.growth.append(measured_growth(bench, "tokens", points))
+    return finished(measured, start)
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------
@@ -245,4 +228,10 @@ def table(figures: dict[str, Any]) -> str:
     return "\n\n".join([claims_table(claims(figures)), *grown, where(figures)])
 
 
-EXPERIMENT = Experiment("masks.json", measure, lambda figures: {"masks": table(figures)}, claims)
+EXPERIMENT = Experiment(
+    "masks.json",
+    measure,
+    lambda figures: {"masks": table(figures)},
+    claims,
+    subjects={subject.model.name: subject for subject in SUBJECTS},
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.bundle import Bundle
-from attnforge.model.registry import build_model
-from attnforge.report.render import markdown_table
+from attnforge.model.registry import Example, build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime.race import in_turns, seconds_of
-from benchmarks.experiment import Experiment, where
+from benchmarks.experiment import Columns, Experiment, named, table_of, where
+from benchmarks.published import deployed
 
 
 class Subject(NamedTuple):
@@ -37,7 +37,7 @@ class Subject(NamedTuple):
         spreads: whether a call uses all threads.
     """
 
-    make: Callable[[], Sequence[Any]]
+    make: Callable[[], Example]
     calls: int
     spreads: bool
 
@@ -45,8 +45,7 @@ class Subject(NamedTuple):
 def measure(subject: Subject, rounds: int = 60, threads: int = 2) -> dict[str, float]:
     """Median microseconds of a call, bare and through a Session, over rounds of calls each in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        module, args, shapes = subject.make()
-        bundle = attnforge.deploy(module, args, Path(folder) / "bundle", shapes, targets=["onnxruntime"])
+        bundle = deployed(subject.make(), Path(folder) / "bundle")
         return medians(bundle, threads if subject.spreads else 1, subject.calls, rounds)
 
 
@@ -60,20 +59,17 @@ def medians(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, 
     binding = bare.io_binding()
     with attnforge.load(bundle, "onnxruntime-cpu", threads=threads) as session:
         results = session.run(feeds)
-        for name, array in feeds.items():
-            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for name, array in results.items():
-            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for bind, arrays in ((binding.bind_input, feeds), (binding.bind_output, results)):
+            for name, array in arrays.items():
+                bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         contenders: dict[str, Callable[[], object]] = {
             "bare_us": lambda: bare.run_with_iobinding(binding),
             "session_us": lambda: session.run(feeds),
             "session_out_us": lambda: session.run(feeds, out=results),
         }
-        turns = {name: partial(_microseconds, call, calls) for name, call in contenders.items()}
-        times = in_turns(turns, rounds)
+        times = in_turns({name: partial(_microseconds, call, calls) for name, call in contenders.items()}, rounds)
     us = {name: statistics.median(series) for name, series in times.items()}
-    added = us["session_us"] - us["bare_us"]
-    return {**us, "added_us": added, "ratio": us["session_us"] / us["bare_us"]}
+    return {**us, "added_us": us["session_us"] - us["bare_us"], "ratio": us["session_us"] / us["bare_us"]}
 
 
 def _microseconds(call: Callable[[], object], calls: int) -> float:
@@ -82,24 +78,25 @@ def _microseconds(call: Callable[[], object], calls: int) -> float:
     return 1e6 * seconds_of(call, calls) / calls
 
 
-def _tiny() -> tuple[Any, ...]:
+def _tiny() -> Example:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Linear(16, 16), (torch.randn(2, 16),), ({0: Dim("batch", min=1, max=64)},)
+        return Example(nn.Linear(16, 16), (torch.randn(2, 16),), {"input": {0: Dim("batch", min=1, max=64)}})
+
+
+COLUMNS: Columns = {
+    "median µs a call": "{name}".format_map,
+    "bare ONNX Runtime": "{bare_us:,.1f}".format_map,
+    "Session": "{session_us:,.1f}".format_map,
+    "Session, `out=`": "{session_out_us:,.1f}".format_map,
+    "added": "{added_us:,.1f}".format_map,
+    "ratio": "{ratio:.3f}".format_map,
+}
 
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    header = ("median µs a call", "bare ONNX Runtime", "Session", "Session, `out=`", "added", "ratio")
-    rows = [
-        (
-            name,
-            *(f"{of[key]:,.1f}" for key in ("bare_us", "session_us", "session_out_us", "added_us")),
-            f"{of['ratio']:.3f}",
-        )
-        for name, of in figures["models"].items()
-    ]
-    return f"{markdown_table(header, rows)}\n\n{where(figures)}"
+    return f"{table_of(COLUMNS, named(figures['models']), None)}\n\n{where(figures)}"
 
 
 EXPERIMENT = Experiment(

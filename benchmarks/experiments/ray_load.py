@@ -13,14 +13,13 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 import attnforge
 from attnforge.arrays import Array
@@ -29,15 +28,15 @@ from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import first_line
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
-from attnforge.report.render import markdown_table
+from attnforge.runtime.race import in_turns
 from attnforge.serving.batching import APART
-from attnforge.serving.ray import Handle
-from benchmarks.experiment import Claim, Experiment, say, where
-from benchmarks.load import Load
+from benchmarks.experiment import Claim, Columns, Experiment, named, say, table_of, where
+from benchmarks.load import Load, press, spread
+from benchmarks.published import deployed
 from benchmarks.servers.ray.cluster import descendants, killing, local_cluster
-from benchmarks.servers.ray.load import press
-from benchmarks.servers.ray.rows import busy_after, in_actors
+from benchmarks.servers.ray.rows import asking, busy_after, in_actors
 from benchmarks.servers.ray.tiles import Rows, batches_of, in_plain_processes, outcome_of, write_tiles
+from tests.support.keys import new_key
 
 MODEL = "vit"
 SAMPLES = 64
@@ -56,9 +55,7 @@ def measure(
     """What came of rows, of a deployment, of what was killed, and of bundles that nobody signed."""
     busy = os.getloadavg()[0]
     with temporary_folder() as folder:
-        say("deploy, and cut tiles …")
-        module, args, shapes = build_model(MODEL, max_batch=SAMPLES)
-        bundle = attnforge.deploy(module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=MODEL)
+        bundle = deployed(build_model(MODEL, max_batch=SAMPLES), folder / "bundle", MODEL)
         (folder / "tiles").mkdir()
         files = write_tiles(folder / "tiles", tiles)
         with attnforge.load(bundle, threads=1) as session:
@@ -69,39 +66,39 @@ def measure(
                 RAY: lambda: [in_actors(bundle.path, files, SAMPLES, ACTORS, folder / "progress")],
                 PLAIN: lambda: list(in_plain_processes(bundle.path, files, SAMPLES, ACTORS)),
             }
-            turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-            for number in range(rounds):
-                for way in ways if number % 2 else reversed(ways):
-                    say(f"round {number + 1}: {way} …")
-                    start = time.perf_counter()
-                    rows = ways[way]()
-                    turns[way].append(_turn(rows, expected, time.perf_counter() - start))
+            turns = in_turns({way: partial(_turn, run, expected) for way, run in ways.items()}, rounds, settle=0)
             say("kill an actor in the middle …")
-            killed = _killed_actor(bundle, files, expected, folder / "killed")
+            progress = folder / "killed"
+            with killing(lambda: busy_after(progress, tiles // SAMPLES // 2)) as victims:
+                killed = _turn(lambda: [in_actors(bundle.path, files, SAMPLES, ACTORS, progress)], expected)
+            killed["in_the_middle"] = bool(victims)
             say("clients of two replicas, one of which is killed …")
-            served, killed_replica = _served(bundle, files, expected, clients, requests)
+            served, replica = _served(bundle, files, expected, clients, requests)
             say("bundles that nobody signed …")
             trust = _trust(bundle, files, folder)
     return {
         "backend": backend, "tiles": tiles, "samples": SAMPLES, "clients": clients, "requests": requests,
         "busy": round(busy, 1),
         "ways": {way: {key: [turn[key] for turn in of] for key in of[0]} for way, of in turns.items()},
-        "killed_actor": killed, "served": served, "killed_replica": killed_replica, "trust": trust,
+        "killed_actor": killed, "served": served, "killed_replica": replica, "trust": trust,
     }  # fmt: skip
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _turn(parts: Sequence[Rows], expected: Array, seconds: float) -> dict[str, Any]:
+def _turn(run: Callable[[], Sequence[Rows]], expected: Array) -> dict[str, Any]:
     """What came of a turn: whether the rows are all there and right, how many a second, in how many processes, and
     which share of a processor their calls had, which other work on the machine takes from them.
 
     Args:
-        parts: the rows.
+        run: predicts the rows.
         expected: the outputs of one Session, by `id`.
-        seconds: that all of it took.
     """
+    start = time.perf_counter()
+    parts = run()
+    seconds = time.perf_counter() - start
+    say(f"{len(expected)} rows in {seconds:.1f} s")
     process, began, ended, cpu = (
         np.concatenate([part[name] for part in parts]) for name in ("process", "began", "ended", "cpu")
     )
@@ -115,14 +112,6 @@ def _turn(parts: Sequence[Rows], expected: Array, seconds: float) -> dict[str, A
     }
 
 
-def _killed_actor(bundle: Bundle, files: Sequence[Path], expected: Array, progress: Path) -> dict[str, Any]:
-    """A turn in which an actor is killed when half of the rows are predicted."""
-    start = time.perf_counter()
-    with killing(lambda: busy_after(progress, len(expected) // SAMPLES // 2)) as killed:
-        rows = in_actors(bundle.path, files, SAMPLES, ACTORS, progress)
-    return {**_turn([rows], expected, time.perf_counter() - start), "in_the_middle": bool(killed)}
-
-
 # --- a deployment -----------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +121,7 @@ def _served(
     """What comes of a load on two replicas, and of one during which a replica is killed."""
     from ray import serve
 
-    from attnforge.serving.ray import PredictorDeployment
+    from attnforge.serving.ray import Handle, PredictorDeployment
 
     images = next(batches_of(files[:1], 512))["image"]
     inputs = [{"image": image[None]} for image in images]
@@ -141,35 +130,24 @@ def _served(
     application = PredictorDeployment.options(num_replicas=ACTORS, health_check_period_s=1).bind(Handle(bundle.path))
     handle = serve.run(application, name="tiles", route_prefix=None)
 
+    def pressed(load: Load) -> None:
+        press(lambda: asking(handle, inputs), answers, clients, requests, tolerance=tolerance, again=True, outcome=load)
+
     def victim() -> int | None:
         return descendants(REPLICA)[0] if len(load.milliseconds) > clients * requests // 2 else None
 
     calm, load = Load(), Load()
     try:
-        press(handle, inputs, answers, clients, requests, tolerance=tolerance, outcome=calm)
+        pressed(calm)
         with killing(victim) as killed:
-            press(handle, inputs, answers, clients, requests, tolerance=tolerance, outcome=load)
+            pressed(load)
         in_the_middle = bool(killed)
         end = time.monotonic() + 60
-        while len(descendants(REPLICA)) < ACTORS and time.monotonic() < end:
+        while (replicas := len(descendants(REPLICA))) < ACTORS and time.monotonic() < end:
             time.sleep(0.1)
-        replicas = len(descendants(REPLICA))
     finally:
         serve.shutdown()
-    return _load(calm), {**_load(load), "in_the_middle": in_the_middle, "replicas": replicas}
-
-
-def _load(load: Load) -> dict[str, Any]:
-    return {
-        "per_second": round(load.per_second, 1),
-        "p50_ms": round(load.quantile(0.5), 2),
-        "p99_ms": round(load.quantile(0.99), 2),
-        "answered": len(load.milliseconds),
-        "errors": load.errors,
-        "wrong": load.wrong,
-        "asked_again": load.asked_again,
-        "error": load.error,
-    }
+    return calm.figures(), {**load.figures(), "in_the_middle": in_the_middle, "replicas": replicas}
 
 
 # --- trust ------------------------------------------------------------------------------------------------------------
@@ -179,12 +157,9 @@ def _trust(bundle: Bundle, files: Sequence[Path], folder: Path) -> dict[str, dic
     """What an unsigned and a signed bundle make of actors and of replicas where the environment names a key: None where
     they answer, else what the driver is told."""
     signed = Bundle(shutil.copytree(bundle.path, folder / "signed"))
-    key = ec.generate_private_key(ec.SECP256R1())
-    private, public = folder / "maker.key", folder / "maker.pub"
-    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    sign(signed.path, private)
-    os.environ[TRUSTED] = str(public)
+    key = new_key(folder / "maker.key")
+    sign(signed.path, key)
+    os.environ[TRUSTED] = str(key.with_suffix(".pub"))
     try:
         return {
             name: {"unsigned": _said(run, bundle), "signed": _said(run, signed)}
@@ -200,7 +175,7 @@ def _trust(bundle: Bundle, files: Sequence[Path], folder: Path) -> dict[str, dic
 def _asked_once(bundle: Bundle) -> None:
     from ray import serve
 
-    from attnforge.serving.ray import PredictorDeployment
+    from attnforge.serving.ray import Handle, PredictorDeployment
 
     try:
         handle: Any = serve.run(PredictorDeployment.bind(Handle(bundle.path)), name="trust", route_prefix=None)
@@ -226,39 +201,43 @@ def _said(run: Callable[[Bundle], Any], bundle: Bundle) -> str | None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+ROWS: Columns = {
+    "": "{name}".format_map,
+    "tiles a second": lambda way: spread(way["per_second"]),
+    "seconds with the start": lambda way: spread(way["seconds"]),
+    "share of a processor": lambda way: spread(way["cpu_share"]),
+    "rows": lambda way: f"{way['tiles'] * len(way['lost']):,}",
+    "lost": lambda way: sum(way["lost"]),
+    "twice": lambda way: sum(way["twice"]),
+    "equal to one Session": lambda way: "yes" if all(way["equal"]) else "no",
+}
+REQUESTS: Columns = {
+    "": "{name}".format_map,
+    "requests a second": "{per_second:,.0f}".format_map,
+    "p50 ms": "{p50_ms:.1f}".format_map,
+    "p99 ms": "{p99_ms:.1f}".format_map,
+    "answered": "{answered:,}".format_map,
+    "sent again": "{asked_again}".format_map,
+    "errors": "{errors}".format_map,
+    "wrong": "{wrong}".format_map,
+}
+
+
+def _ways(figures: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """The figures of all rounds, by way; an actor that was killed makes one."""
+    return {**figures["ways"], "an actor killed": {key: [value] for key, value in figures["killed_actor"].items()}}
+
+
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    header = (
-        "", "tiles a second", "seconds with the start", "share of a processor", "rows", "lost", "twice",
-        "equal to one Session",
-    )  # fmt: skip
-    tiles, ways = figures["tiles"], figures["ways"]
-    rows = [
-        (way, *(_spread(of[key]) for key in ("per_second", "seconds", "cpu_share")), *_outcome(of, tiles))
-        for way, of in ways.items()
-    ]
-    killed, calm, replica = figures["killed_actor"], figures["served"], figures["killed_replica"]
-    one = {key: [value] for key, value in killed.items()}
-    rows.append(
-        (
-            "an actor killed", f"{killed['per_second']:,.0f}", f"{killed['seconds']:.1f}", f"{killed['cpu_share']:.2f}",
-            *_outcome(one, tiles),
-        )
-    )  # fmt: skip
+    tiles, ways, replica = figures["tiles"], figures["ways"], figures["killed_replica"]
     ratios = [ray / plain for ray, plain in zip(ways[RAY]["per_second"], ways[PLAIN]["per_second"], strict=True)]
     whole = [plain / ray for ray, plain in zip(ways[RAY]["seconds"], ways[PLAIN]["seconds"], strict=True)]
-    clients = ("", "requests a second", "p50 ms", "p99 ms", "answered", "sent again", "errors", "wrong")
-    loads = [
-        (
-            name, f"{of['per_second']:,.0f}", f"{of['p50_ms']:.1f}", f"{of['p99_ms']:.1f}", f"{of['answered']:,}",
-            *(of[key] for key in ("asked_again", "errors", "wrong")),
-        )
-        for name, of in (("two replicas", calm), ("a replica killed under load", replica))
-    ]  # fmt: skip
+    loads = {"two replicas": figures["served"], "a replica killed under load": replica}
     said = figures["trust"]["actor"]["unsigned"]
     return "\n\n".join(
         (
-            markdown_table(header, rows, words=1),
+            table_of(ROWS, [{**way, "tiles": tiles} for way in named(_ways(figures))]),
             f"{tiles:,} tiles in each of {len(ratios)} rounds, in turns, {figures['samples']} in a call; seconds count "
             f"from the beginning of the first call to the end of the last. Ray's actors reach "
             f"{statistics.median(ratios):.2f} of the plain processes' tiles a second (by round "
@@ -266,7 +245,7 @@ def table(figures: dict[str, Any]) -> str:
             "the processes counts. Where calls had less than a whole processor, other work on the machine had the "
             f"rest (its load average was {figures['busy']} before). An actor was killed when half of the rows were "
             "predicted; Ray started another.",
-            markdown_table(clients, loads, words=1),
+            table_of(REQUESTS, named(loads)),
             f"{figures['clients']} clients × {figures['requests']} requests of one tile, over a handle; every answer "
             "is compared with a Session's. Requests that the killed replica held were sent again; "
             f"{replica['replicas']} replicas stood again after the load.",
@@ -277,21 +256,10 @@ def table(figures: dict[str, Any]) -> str:
     )
 
 
-def _spread(numbers: Sequence[float]) -> str:
-    digits = 0 if min(numbers) >= 100 else 1 if min(numbers) > 2 else 2
-    low, middle, high = min(numbers), statistics.median(numbers), max(numbers)
-    return f"{middle:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
-
-
-def _outcome(of: Mapping[str, Sequence[Any]], tiles: int) -> tuple[str, int, int, str]:
-    return f"{tiles * len(of['lost']):,}", sum(of["lost"]), sum(of["twice"]), "yes" if all(of["equal"]) else "no"
-
-
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
     """No row and no request may be lost or wrong, and what nobody signed may not answer."""
     killed, replica, trust = figures["killed_actor"], figures["killed_replica"], figures["trust"]
-    ways = {**figures["ways"], "an actor killed": {key: [value] for key, value in killed.items()}}
-    for way, of in ways.items():
+    for way, of in _ways(figures).items():
         if way in figures["ways"]:
             yield Claim(f"{way}: rounds of another number of processes", sum(n != ACTORS for n in of["processes"]), 0)
         for key in ("lost", "twice"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -21,6 +22,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 from attnforge.report.render import markdown_table
+from attnforge.runtime.race import seconds_of
 from benchmarks.experiment import Experiment
 
 LAYERS = (6, 12, 24, 48)
@@ -36,32 +38,22 @@ def measure() -> dict[str, Any]:
 
 
 def _seconds(layers: int) -> dict[str, float]:
-    example = build_model("transformer-encoder", num_layers=layers)
-    times: dict[str, float] = {}
     start = time.perf_counter()
-    captured = capture(*example, precision_named("fp16"))
-    times["export"] = time.perf_counter() - start
-    times["canonicalize"] = _best(canonicalize, captured.model)
+    captured = capture(*build_model("transformer-encoder", num_layers=layers), precision_named("fp16"))
+    times = {"export": time.perf_counter() - start, "canonicalize": _best(canonicalize, captured.model)}
     sites = canonicalize(captured.model).sites
     assert sum(site.node is not None for site in sites) == layers
     lowerings: dict[str, Callable[[ir.Model], object]] = {
         "onnxruntime": lambda model: for_onnxruntime.lower(model, sites, {}),
         "tensorrt": lambda model: for_tensorrt.lower(model, sites),
     }
-    for name, lower in lowerings.items():
-        times[f"lower for {name}"] = _best(lower, captured.model)
-    return times
+    return times | {f"lower for {name}": _best(lower, captured.model) for name, lower in lowerings.items()}
 
 
 def _best(stage: Callable[[ir.Model], object], model: ir.Model) -> float:
     """The least time of three, each on a fresh copy."""
-    seconds = []
-    for _ in range(3):
-        copy = model.clone()
-        start = time.perf_counter()
-        stage(copy)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    copies = [model.clone() for _ in range(3)]
+    return min(seconds_of(partial(stage, copy)) for copy in copies)
 
 
 def table(figures: dict[str, Any]) -> str:

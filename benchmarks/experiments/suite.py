@@ -10,31 +10,30 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-import attnforge
 from attnforge.bench import results as files
 from attnforge.bench.compare import compare
 from attnforge.bench.contenders.registry import peers_here
 from attnforge.bench.experiment import Experiment as Bench
-from attnforge.bench.interval import fit_of
+from attnforge.bench.interval import fit_of, ratio_of
 from attnforge.bench.page import write_page
 from attnforge.bench.plots import save_plots
 from attnforge.bench.results import Growth, Model, Results, Series
 from attnforge.bench.run import finished, new_results
 from attnforge.bench.run import measure as measure_bundles
 from attnforge.bench.tables import growth_table, table
-from attnforge.bundle import Bundle, Source
+from attnforge.bundle import Bundle
+from attnforge.export.sources.named import build
 from attnforge.machine import processors
-from attnforge.model.registry import build_model
 from attnforge.report.render import markdown_table
-from benchmarks.experiment import Experiment, claims_table, say, where
-from benchmarks.experiments.suite_claims import measured_claims
+from benchmarks.experiment import Claim, Experiment, claims_table, say, where
+from benchmarks.published import deployed
 
 
 @dataclass(frozen=True)
@@ -45,48 +44,33 @@ class Subject:
         name: of the model in the results.
         model: name of the registered model.
         options: of the registered model.
-        peers: to measure against; by default all.
         precisions: to deploy in.
-        fresh: whether starts and memory are measured.
-        throughput: whether throughput is measured.
-        fresh_peers: peers whose starts and memory are measured, besides ours; by default all.
+        peers: to measure against; by default all.
+        bench: further attributes of the benchmark, such as what is not measured.
     """
 
     name: str
     model: str
-    options: Mapping[str, Any]
-    peers: Sequence[str] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     precisions: Sequence[str] = ("fp32", "bf16")
-    fresh: bool = True
-    throughput: bool = True
-    fresh_peers: Sequence[str] | None = None
+    peers: Sequence[str] | None = None
+    bench: Mapping[str, Any] = field(default_factory=dict)
 
 
 BASE: Mapping[str, Any] = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "batch_size": 1, "max_batch": 1}
 USUAL = ("eager", "onnxruntime-plain", "openvino-plain")
 """Peers of a small model, and of models whose growth alone is measured."""
-SERVED = ("onnxruntime-plain", "openvino-plain")
-"""Peers whose starts and memory are measured where weights are most of a model."""
+LARGE: Mapping[str, Any] = {"throughput": False, "fresh_peers": ("onnxruntime-plain", "openvino-plain")}
+"""Where weights are most of a model, starts and memory are measured of these peers alone."""
+GROWING: Mapping[str, Any] = {"throughput": False, "starts": False, "cases": False}
 
 SUBJECTS = (
     Subject("patch-attention", "patch-attention", {"max_image_size": 224, "max_batch": 1}),
-    Subject("vit", "vit", {}, USUAL, ("fp32",), fresh=False),
+    Subject("vit", "vit", {}, ("fp32",), USUAL, {"starts": False, "memory": False}),
     Subject(
-        "vit-b-16",
-        "vit",
-        {**BASE, "image_size": 224, "patch_size": 16, "num_classes": 1000},
-        None,
-        ("fp32",),
-        throughput=False,
-        fresh_peers=SERVED,
+        "vit-b-16", "vit", {**BASE, "image_size": 224, "patch_size": 16, "num_classes": 1000}, ("fp32",), bench=LARGE
     ),
-    Subject(
-        "bert-base",
-        "transformer-encoder",
-        {**BASE, "vocab_size": 30522, "num_tokens": 128},
-        throughput=False,
-        fresh_peers=SERVED,
-    ),
+    Subject("bert-base", "transformer-encoder", {**BASE, "vocab_size": 30522, "num_tokens": 128}, bench=LARGE),
 )
 """Patch attention of 3136 tokens, a small ViT, a ViT-B/16, and an encoder of BERT-base's size at 128 tokens."""
 
@@ -149,20 +133,10 @@ def run_suite(folder: Path, threads: int, only: Sequence[str] | None) -> Results
     results = new_results("", threads, say)
 
     def measure_subject(subject: Subject) -> None:
-        bundles = [deployed(folder, subject, precision) for precision in subject.precisions]
+        bundles = [deployed_at(folder, subject, precision) for precision in subject.precisions]
+        against = peers_here() if subject.peers is None else subject.peers
         bench = Bench(
-            bundles,
-            None,
-            peers_here() if subject.peers is None else subject.peers,
-            ROUNDS,
-            threads,
-            throughput=subject.throughput,
-            starts=subject.fresh,
-            memory=subject.fresh,
-            fresh_peers=subject.fresh_peers,
-            seconds=SECONDS,
-            openings=OPENINGS,
-            progress=say,
+            bundles, None, against, ROUNDS, threads, seconds=SECONDS, openings=OPENINGS, progress=say, **subject.bench
         )
         results.models.append(measure_bundles(bench, {}, results.ceilings))
 
@@ -179,23 +153,11 @@ def run_suite(folder: Path, threads: int, only: Sequence[str] | None) -> Results
     return results
 
 
-def deployed(folder: Path, subject: Subject, precision: str, tune: bool = True) -> Bundle:
-    """The bundle of a subject, deployed as `attnforge deploy` does."""
-    say(f"deploy {subject.name} in {precision}")
-    module, args, shapes = build_model(subject.model, **subject.options)
-    source = Source(kind="registered", name=subject.model, options=dict(subject.options))
-    return attnforge.deploy(
-        module,
-        args,
-        folder / f"{subject.name}-{precision}",
-        shapes,
-        precision,
-        ["onnxruntime"],
-        subject.name,
-        tune=tune,
-        cache=False,  # its seconds are reported
-        source=source,
-    )
+def deployed_at(folder: Path, subject: Subject, precision: str, tune: bool = True) -> Bundle:
+    """The bundle of a subject, deployed as `attnforge deploy` does, without the cache: its seconds are reported."""
+    example, source = build(subject.model, subject.options, None)
+    to = folder / f"{subject.name}-{precision}"
+    return deployed(example, to, subject.name, precision=precision, tune=tune, cache=False, source=source)
 
 
 Points = Mapping[int, tuple[Bundle, Mapping[str, int]]]
@@ -215,28 +177,21 @@ def measured_growth(bench: Bench, along: str, points: Points) -> Growth:
     for size, (bundle, dims) in points.items():
         bench.bundles = [bundle]
         models[size] = measure_bundles(bench, dims, None)
-    bundles = list({bundle.path: bundle for bundle, _ in points.values()}.values())
-    seconds = [bundle.manifest.seconds for bundle in bundles] if len(bundles) > 1 else []
-    sizes = list(models)
-    contenders = {contender.key: contender for model in models.values() for contender in model.contenders}
-    series = []
-    for key, contender in contenders.items():
+    bundles = {bundle.path: bundle for bundle, _ in points.values()}.values()
+    sizes, series = list(models), []
+    for key, contender in {c.key: c for model in models.values() for c in model.contenders}.items():
         at = [next((c for c in model.contenders if c.key == key), None) for model in models.values()]
         ms = [None if c is None else c.latency.median.value for c in at]
         mib = [None if c is None or c.memory is None else c.memory.extra_mib for c in at]
         reasons = {size: (model.wrong | model.skipped).get(key) for size, model in models.items()}
+        notes = [f"{along} {size}: {reason}" for size, reason in reasons.items() if reason]
         series.append(
             Series(
-                name=contender.name,
-                precision=contender.precision,
-                ours=contender.ours,
-                ms=ms,
-                extra_mib=mib,
-                time=fit_of(sizes, ms),
-                memory=fit_of(sizes, mib),
-                notes=[f"{along} {size}: {reason}" for size, reason in reasons.items() if reason],
+                name=contender.name, precision=contender.precision, ours=contender.ours, ms=ms, extra_mib=mib,
+                time=fit_of(sizes, ms), memory=fit_of(sizes, mib), notes=notes,
             )
-        )
+        )  # fmt: skip
+    seconds = [bundle.manifest.seconds for bundle in bundles] if len(bundles) > 1 else []
     name = next(iter(models.values())).name
     return Growth(model=name, along=along, sizes=sizes, series=series, deploy_seconds=seconds)
 
@@ -244,9 +199,8 @@ def measured_growth(bench: Bench, along: str, points: Points) -> Growth:
 def over_tokens(folder: Path, threads: int) -> Growth:
     """Patch attention over its tokens, one bundle for all of them."""
     subject = Subject("patch-attention", "patch-attention", {"max_image_size": 4 * max(SIDES), "max_batch": 1})
-    bundle = deployed(folder / "tokens", subject, "fp32")
-    bench = Bench([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say)
-    bench.throughput = bench.starts = bench.cases = False
+    bundle = deployed_at(folder / "tokens", subject, "fp32")
+    bench = Bench([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say, **GROWING)
     return measured_growth(bench, "tokens", {side**2: (bundle, {"rows": side, "cols": side}) for side in SIDES})
 
 
@@ -256,9 +210,8 @@ def over_layers(folder: Path, threads: int) -> Growth:
     for layers in LAYERS:
         options = {"num_layers": layers, "num_tokens": 128, "batch_size": 1, "max_batch": 1}
         subject = Subject(f"encoder-{layers}", "transformer-encoder", options)
-        bundles[layers] = deployed(folder, subject, "fp32", tune=False), {}
-    bench = Bench([], None, USUAL, 7, threads, seconds=10, progress=say)
-    bench.throughput = bench.starts = bench.cases = False
+        bundles[layers] = deployed_at(folder, subject, "fp32", tune=False), {}
+    bench = Bench([], None, USUAL, 7, threads, seconds=10, progress=say, **GROWING)
     grown = measured_growth(bench, "layers", bundles)
     grown.model = "transformer-encoder"
     return grown
@@ -284,6 +237,78 @@ def tables(figures: dict[str, Any]) -> dict[str, str]:
     texts["summary"] = summary(measured)
     texts |= {f"growth-{growth.along}": growth_table(growth) for growth in measured.growth}
     return {name: f"{text}\n\n{where(figures)}" for name, text in texts.items()}
+
+
+# --- claims: ratios of times within one run, memory, and how memory grows ------------------------------------------
+
+MIB_AT_MOST, TOKENS = 64, 12544
+EXPONENT_AT_MOST = 1.1
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The claim that one contender takes at most `at_most` times as long as another.
+
+    Attributes:
+        model: name of the model in the results.
+        ours: key of a contender; or a precision, for the backend that `auto` picks at it.
+        peer: key of the other; or a precision, for the fastest of all others at it that is not known to be wrong in a
+            reference case of the bundle.
+    """
+
+    model: str
+    ours: str
+    peer: str
+    at_most: float
+
+    def measured_on(self, model: Model | None) -> Claim:
+        """What `model` says of the claim; None where the results lack the model."""
+        name, _, precision = self.peer.partition(" ")
+        claim = f"{self.model}: {self.ours} to {name if precision else f'any {name} contender'}"
+        contenders = model.contenders if model is not None else []
+        ours = next((c for c in contenders if c.key == self.ours or (c.picked and c.precision == self.ours)), None)
+        if ours is None:
+            return Claim(claim, None, self.at_most)
+        others = [c for c in contenders if c is not ours and self.peer in (c.key, c.precision)]
+        others.sort(key=lambda c: c.latency.median.value)
+        first = next((i for i, c in enumerate(others) if precision or not c.wrong_in), len(others))
+        ratios = [ratio_of(ours.latency.rounds, c.latency.rounds, ours.latency.openings) for c in others[: first + 1]]
+        over = tuple(f"{c.key} ({ratio.value:.2f})" for c, ratio in zip(others[:first], ratios, strict=False))
+        if first == len(others):
+            return Claim(claim, None, self.at_most, "", over, ours.wrong_in)
+        partly = f", {others[first].partly}" if others[first].partly is not None else ""
+        against = "" if precision else f"{ours.key} to {others[first].key}{partly}"
+        return Claim(claim, ratios[first], self.at_most, against, over, ours.wrong_in)
+
+
+RATIOS = (
+    Ratio("patch-attention", "onnxruntime-cpu fp32", "onnxruntime-plain fp32", 0.75),
+    Ratio("patch-attention", "onnxruntime-cpu fp32", "ort-fusions fp32", 0.70),
+    Ratio("patch-attention", "onnxruntime-cpu fp32", "eager-sdpa fp32", 0.95),
+    Ratio("patch-attention", "onnxruntime-cpu fp32", "openvino-plain fp32", 1.05),
+    Ratio("patch-attention", "bf16", "fp32", 0.40),
+    Ratio("patch-attention", "fp32", "fp32", 1.05),
+    Ratio("patch-attention", "bf16", "bf16", 1.05),
+    Ratio("vit-b-16", "fp32", "fp32", 1.05),
+    Ratio("bert-base", "fp32", "fp32", 1.05),
+    Ratio("bert-base", "bf16", "bf16", 1.05),
+)
+
+
+def measured_claims(results: Results) -> list[Claim]:
+    """Every claim, with what was measured."""
+    models = {model.name: model for model in results.models}
+    ratios = [claim.measured_on(models.get(claim.model)) for claim in RATIOS]
+    return [*ratios, *_of_memory(results.growth)]
+
+
+def _of_memory(growth: Sequence[Growth]) -> Iterator[Claim]:
+    over = next((one for one in growth if one.along == "tokens"), None)
+    series = next((s for s in over.series if s.name == "onnxruntime-cpu"), None) if over is not None else None
+    mib = dict(zip(over.sizes, series.extra_mib, strict=True)).get(TOKENS) if over and series else None
+    yield Claim(f"patch-attention: MiB that {TOKENS} tokens add on onnxruntime-cpu", mib, MIB_AT_MOST)
+    exponent = series.memory.exponent if series is not None and series.memory is not None else None
+    yield Claim("patch-attention: p of memory ~ tokensᵖ on onnxruntime-cpu", exponent, EXPONENT_AT_MOST)
 
 
 EXPERIMENT = Experiment(

@@ -11,29 +11,29 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import attnforge
-from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
-from attnforge.report.render import markdown_table
+from attnforge.runtime.race import in_turns
 from attnforge.serving.batching import APART
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
-from benchmarks.experiment import Claim, Experiment, say, where
-from benchmarks.load import Load
-from benchmarks.servers.triton.client import client_of
-from benchmarks.servers.triton.load import press
+from benchmarks.experiment import Claim, Columns, Experiment, named, say, table_of, where
+from benchmarks.load import Load, press, spread
+from benchmarks.published import deployed
+from benchmarks.servers.triton.client import client_of, connecting
 from benchmarks.servers.triton.server import WHEEL, Server, unpack
 
 MODEL = "patch-attention-digits"
@@ -50,9 +50,7 @@ def measure(
     unpack()
     busy, tolerance = os.getloadavg()[0], APART * precision_named("fp32").floor
     with temporary_folder() as folder:
-        say("deploy …")
-        module, args, shapes = build_model(MODEL)
-        bundle = attnforge.deploy(module, args, folder / "bundle", shapes, targets=["onnxruntime"], name=MODEL)
+        bundle = deployed(build_model(MODEL), folder / "bundle", MODEL)
         repository = folder / "repository"
         (joined,) = package([bundle], repository, Packaging(threads=1), name=NAMES[JOINED])
         package([bundle], repository, Packaging(threads=1, max_batch=1), name=NAMES[ALONE])
@@ -60,23 +58,31 @@ def measure(
         with attnforge.load(bundle) as session:
             backend, expected = session.backend, [session.run(feeds)["output"] for feeds in inputs]
         with Server(repository, folder / "log") as server:
-            outcomes: dict[str, list[Load]] = {ALONE: [], JOINED: []}
-            batches: dict[str, float] = {}
-            for number in range(rounds):
-                for way, name in NAMES.items() if number % 2 else reversed(NAMES.items()):
-                    say(f"round {number + 1}: {way} …")
-                    before = _counts(server, name)
-                    load = press(server, name, inputs, expected, clients, requests, tolerance=tolerance)
-                    outcomes[way].append(load)
-                    calls = [after - was for after, was in zip(_counts(server, name), before, strict=True)]
-                    batches[way] = calls[0] / calls[1]
+
+            def pressed(way: str, **options: Any) -> Load:
+                connect = connecting(server, NAMES[way], inputs)
+                return press(connect, expected, clients, requests, tolerance=tolerance, **options)
+
+            def turn(way: str) -> dict[str, Any]:
+                say(f"{way} …")
+                before = _counts(server, NAMES[way])
+                load = pressed(way).figures()
+                samples, calls = (after - was for after, was in zip(_counts(server, NAMES[way]), before, strict=True))
+                return {**load, "batch": round(samples / calls, 1)}
+
+            turns = in_turns({way: partial(turn, way) for way in NAMES}, rounds, settle=0)
             say("kill the server under load, and start it again …")
-            killed = _killed(server, inputs, expected, clients, requests, tolerance)
+            killed = _killed(server, partial(pressed, JOINED, again=True), clients * requests // 2)
         altered = _altered(repository, folder / "altered.log")
+    ways = {
+        way: {key: [load[key] for load in loads] for key in ("per_second", "p50_ms", "p99_ms")}
+        | {key: sum(load[key] for load in loads) for key in ("answered", "errors", "wrong")}
+        | {"batch": loads[-1]["batch"]}
+        for way, loads in turns.items()
+    }
     return {
         "server": WHEEL, "backend": backend, "clients": clients, "requests": requests, "busy": round(busy, 1),
-        "preferred": joined.preferred, "ways": {way: _summary(of, batches[way]) for way, of in outcomes.items()},
-        "killed": killed, "altered": altered,
+        "preferred": joined.preferred, "ways": ways, "killed": killed, "altered": altered,
     }  # fmt: skip
 
 
@@ -87,51 +93,26 @@ def _counts(server: Server, name: str) -> tuple[int, int]:
     return int(answer.get("inference_count", 0)), int(answer.get("execution_count", 0))
 
 
-def _summary(loads: Sequence[Load], batch: float) -> dict[str, Any]:
-    """The figures of one way, of every round."""
-    return {
-        "per_second": [round(load.per_second, 1) for load in loads],
-        "p50_ms": [round(load.quantile(0.5), 2) for load in loads],
-        "p99_ms": [round(load.quantile(0.99), 2) for load in loads],
-        "batch": round(batch, 1),
-        "answered": sum(len(load.milliseconds) for load in loads),
-        "errors": sum(load.errors for load in loads),
-        "wrong": sum(load.wrong for load in loads),
-    }
+def _killed(server: Server, pressed: Callable[..., Load], half: int) -> dict[str, Any]:
+    """What becomes of a load during which the server is killed and started again; clients send again what was lost.
 
-
-def _killed(
-    server: Server,
-    inputs: Sequence[dict[str, Array]],
-    expected: Sequence[Array],
-    clients: int,
-    requests: int,
-    tolerance: float,
-) -> dict[str, Any]:
-    """What becomes of a load during which the server is killed and started again; clients send again what was lost."""
-    loads: list[Load] = []
-    name = NAMES[JOINED]
-    half = clients * requests // 2
-    before, _ = _counts(server, name)
-    pressing = threading.Thread(
-        target=lambda: loads.append(
-            press(server, name, inputs, expected, clients, requests, tolerance=tolerance, again=True)
-        )
-    )
-    pressing.start()
-    while pressing.is_alive() and _counts(server, name)[0] < before + half:
-        time.sleep(0.02)
-    in_the_middle = pressing.is_alive()
-    server.kill()
-    start = time.perf_counter()
-    server.start()
-    ready = time.perf_counter() - start
-    pressing.join()
-    (load,) = loads
-    return {
-        "in_the_middle": in_the_middle, "answered": len(load.milliseconds), "asked_again": load.asked_again,
-        "errors": load.errors, "wrong": load.wrong, "ready_again_s": round(ready, 1), "error": load.error,
-    }  # fmt: skip
+    Args:
+        server: that is killed.
+        pressed: the load.
+        half: of its requests, after whose answers the server is killed.
+    """
+    load = Load()
+    with ThreadPoolExecutor(1) as thread:
+        pressing = thread.submit(pressed, outcome=load)
+        while not pressing.done() and len(load.milliseconds) < half:
+            time.sleep(0.02)
+        in_the_middle = not pressing.done()
+        server.kill()
+        start = time.perf_counter()
+        server.start()
+        ready = time.perf_counter() - start
+        pressing.result()
+    return {**load.figures(), "in_the_middle": in_the_middle, "ready_again_s": round(ready, 1)}
 
 
 def _altered(repository: Path, log: Path) -> dict[str, Any]:
@@ -148,21 +129,26 @@ def _altered(repository: Path, log: Path) -> dict[str, Any]:
         }  # fmt: skip
 
 
+COLUMNS: Columns = {
+    "": "{name}".format_map,
+    "requests a second": lambda way: spread(way["per_second"]),
+    "p50 ms": lambda way: f"{statistics.median(way['p50_ms']):.1f}",
+    "p99 ms": lambda way: f"{statistics.median(way['p99_ms']):.1f}",
+    "samples a call": "{batch:.1f}".format_map,
+    "answered": "{answered:,}".format_map,
+    "errors": "{errors:,}".format_map,
+    "wrong": "{wrong:,}".format_map,
+}
+
+
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    header = ("", "requests a second", "p50 ms", "p99 ms", "samples a call", "answered", "errors", "wrong")
-    rows = []
-    for way, of in figures["ways"].items():
-        rate, p50, p99 = (statistics.median(of[key]) for key in ("per_second", "p50_ms", "p99_ms"))
-        spread = f"{rate:,.0f} ({min(of['per_second']):,.0f}–{max(of['per_second']):,.0f})"
-        counts = [f"{of[key]:,}" for key in ("answered", "errors", "wrong")]
-        rows.append((way, spread, f"{p50:.1f}", f"{p99:.1f}", f"{of['batch']:.1f}", *counts))
     by_round = zip(*(figures["ways"][way]["per_second"] for way in (JOINED, ALONE)), strict=True)
     ratios = [joined / alone for joined, alone in by_round]
     killed, altered = figures["killed"], figures["altered"]
     return "\n\n".join(
         (
-            markdown_table(header, rows, words=1),
+            table_of(COLUMNS, named(figures["ways"])),
             f"{figures['clients']} clients × {figures['requests']} requests of one image in each of {len(ratios)} "
             f"rounds, in turns; every answer is compared with a Session's. Joined, {statistics.median(ratios):.1f} "
             f"times as many requests a second (by round {', '.join(f'{ratio:.1f}' for ratio in ratios)}). Other work "

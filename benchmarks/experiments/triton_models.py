@@ -9,7 +9,7 @@ anything is wrong. No figure depends on the machine's speed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,18 +17,17 @@ import numpy as np
 import typer
 from tritonclient.utils import InferenceServerException
 
-import attnforge
 from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
 from attnforge.bundle import Bundle
 from attnforge.errors import RunError
 from attnforge.model.registry import MODELS, Example, build_model
-from attnforge.report.render import markdown_table
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import Run, hold, stored_inputs
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import Packaged, package
-from benchmarks.experiment import Claim, Experiment, say, where
+from benchmarks.experiment import Claim, Columns, Experiment, named, say, table_of, where
+from benchmarks.published import deployed
 from benchmarks.servers.triton.client import PROTOCOLS, asking, client_of
 from benchmarks.servers.triton.server import WHEEL, Server, unpack
 from tests.support import huggingface
@@ -50,45 +49,35 @@ def measure(
     """What came of every model."""
     unpack()
     made = {name: make for name, make in models().items() if not only or name in only}
-    with temporary_folder() as folder, ExitStack() as stack:
-        bundles = dict(deployed(made, folder))
+    with temporary_folder() as folder:
+        bundles = list(_bundles(made, folder))
         options = Packaging(preferred=(), threads=1, kind="cpu")
-        packaged = package(list(bundles.values()), folder / "repository", options, progress=say)
+        packaged = package(bundles, folder / "repository", options, progress=say)
         say("start the server …")
-        server = stack.enter_context(Server(folder / "repository", folder / "log", timeout=600))
-        figures = {}
-        for model, bundle in zip(packaged, bundles.values(), strict=True):
-            say(f"ask {model.name} …")
-            figures[model.name] = asked(server, model, bundle)
-        if "Traceback" in server.text():
-            raise RunError(server.text())
+        with Server(folder / "repository", folder / "log", timeout=600) as server:
+            figures = {}
+            for model, bundle in zip(packaged, bundles, strict=True):
+                say(f"ask {model.name} …")
+                figures[model.name] = asked(server, model, bundle)
+            if "Traceback" in server.text():
+                raise RunError(server.text())
     return {"server": WHEEL, "models": figures}
 
 
 def models() -> dict[str, Callable[[], Example]]:
     """The models by name, each with a function that makes it."""
     made: dict[str, Callable[[], Example]] = {
-        name: lambda name=name: build_model(name, **SMALLER.get(name, {}))  # type: ignore[misc]
-        for name in MODELS
+        name: partial(build_model, name, **SMALLER.get(name, {})) for name in MODELS
     }
-    for name, form in HUGGING_FACE:
-        made[f"hf-{name}-{form}"] = lambda name=name, form=form: huggingface.build(name, form)  # type: ignore[misc]
-    return made
+    return made | {f"hf-{name}-{form}": partial(huggingface.build, name, form) for name, form in HUGGING_FACE}
 
 
-def deployed(made: Mapping[str, Callable[[], Example]], folder: Path) -> Iterator[tuple[str, Bundle]]:
+def _bundles(made: Mapping[str, Callable[[], Example]], folder: Path) -> Iterator[Bundle]:
     """Every model at every precision, deployed for ONNX Runtime."""
     for name, make in made.items():
         for precision in PRECISIONS:
-            say(f"deploy {name} {precision} …")
-            module, args, shapes = make()
             to = folder / f"{name}-{precision}"
-            yield (
-                to.name,
-                attnforge.deploy(
-                    module, args, to, shapes, precision, ["onnxruntime"], name=name, tune=False, cache=False
-                ),
-            )
+            yield deployed(make(), to, name, precision=precision, tune=False, cache=False)
 
 
 def asked(server: Server, model: Packaged, bundle: Bundle) -> dict[str, Any]:
@@ -153,18 +142,23 @@ def _same(got: Mapping[str, Array], before: Mapping[str, Array]) -> str | None:
     return None if same and got.keys() == before.keys() else "the next request got another answer than the first"
 
 
+COLUMNS: Columns = {
+    "model": "{name}".format_map,
+    "requests": lambda of: f"up to {of['max_batch']} samples joined" if of["max_batch"] else "one a call",
+    "warm-up": "{warmups}".format_map,
+    "cases": "{cases}".format_map,
+    "HTTP, error of budget": "{http[error]:.1e} of {http[budget]:.1e}".format_map,
+    "gRPC": "{grpc[error]:.1e} of {grpc[budget]:.1e}".format_map,
+    "wrong requests refused": "{http[refused]} and {grpc[refused]}".format_map,
+}
+
+
 def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    header = ("model", "requests", "warm-up", "cases", "HTTP, error of budget", "gRPC", "wrong requests refused")
-    rows = []
-    for name, of in figures["models"].items():
-        joins = f"up to {of['max_batch']} samples joined" if of["max_batch"] else "one a call"
-        errors = [f"{of[protocol]['error']:.1e} of {of[protocol]['budget']:.1e}" for protocol in PROTOCOLS]
-        refused = " and ".join(str(of[protocol]["refused"]) for protocol in PROTOCOLS)
-        rows.append((name, joins, of["warmups"], of["cases"], *errors, refused))
-    failed = sum(bool(of["wrong"]) for of in figures["models"].values())
+    models = named(figures["models"])
+    failed = sum(bool(of["wrong"]) for of in models)
     return (
-        f"{markdown_table(header, rows)}\n\n{len(rows)} models, {failed} with anything wrong; the server of "
+        f"{table_of(COLUMNS, models, None)}\n\n{len(models)} models, {failed} with anything wrong; the server of "
         f"{figures['server']}; {where(figures)}"
     )
 

@@ -22,9 +22,8 @@ from benchmarks.experiment import RESULTS
 from benchmarks.gpu.conclusions import failed_tests, wrong_answers
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.environment import environment, tests
-from benchmarks.gpu.parity import parity, parity_of
-from benchmarks.gpu.processes import TAKE, supervise
-from benchmarks.gpu.running import GpuRun, Task, read, step, write
+from benchmarks.gpu.parity import parity_of, supervise_models
+from benchmarks.gpu.running import TAKE, GpuRun, Task, read, step, supervise, write
 from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
 from benchmarks.gpu.timings import attention, ceilings, latency, overhead
 
@@ -32,14 +31,9 @@ NO_DEVICE = 3
 """Exit code without a CUDA device."""
 
 STEPS: dict[str, Callable[[Device], list[Task]]] = {
-    "environment": environment,
-    "tests": tests,
-    "parity": parity,
-    "ceilings": ceilings,
-    "attention": attention,
-    "latency": latency,
-    "overhead": overhead,
+    step.__name__: step for step in (environment, tests, ceilings, attention, latency, overhead)
 }
+"""What lists the tasks of each step but `parity`."""
 
 
 def main(
@@ -72,7 +66,8 @@ def main(
         for name in [name for name in SHARES if not only or name in only]:
             print(f"{name} …", file=sys.stderr, flush=True)
             left = settings.ends - time.time()
-            supervise(settings.model_copy(update={"ends": time.time() + SHARES[name] * left}), name)
+            of_step = settings.model_copy(update={"ends": time.time() + SHARES[name] * left})
+            supervise_models(of_step) if name == "parity" else supervise(of_step, name)
             results = read(out)
             results.seconds = time.time() - start
             write(results, out)
@@ -99,7 +94,7 @@ def run_step(name: str, settings: Settings) -> None:
     run = GpuRun(settings, read(settings.out))
     kind, _, model = name.partition(":")
     device = Device(run)
-    step(run, name, partial(parity_of, device, model) if kind == "model" else partial(STEPS[name], device))
+    step(run, name, partial(parity_of, device, model) if kind == "parity" else partial(STEPS[name], device))
     sys.stdout.flush()
     os._exit(0)  # threads that are still running, if any, must not keep the process alive
 

@@ -19,6 +19,8 @@ from benchmarks.gpu.steps import Item, why_broken
 if TYPE_CHECKING:
     from torch import Tensor
 
+BY_QUICK = "left out by --quick"
+
 CYCLES_PER_MS, LONGEST_HOLD = 2_000_000, 20.0
 """Cycles a millisecond at 2 GHz, which no device exceeds; the milliseconds that one is kept busy at most."""
 
@@ -65,7 +67,7 @@ class Device:
 
     def leave_out(self, step: str, tasks: Sequence[str]) -> None:
         """Note the tasks that a step skips because the run is to be quick."""
-        self.run.results.steps[step].left_out |= dict.fromkeys(tasks, "left out by --quick")
+        self.run.results.steps[step].left_out |= dict.fromkeys(tasks, BY_QUICK)
 
     def scratch(self, name: str) -> Path:
         """A new folder below the run's own temporary one."""

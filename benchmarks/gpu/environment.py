@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -17,10 +16,10 @@ from pathlib import Path
 from attnforge.arrays import to_numpy
 from attnforge.bundle import PORTABLE
 from attnforge.runtime.backends.registry import why_unavailable
-from attnforge.runtime.session import load
 from benchmarks.experiment import machine
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.models import PatchPoint, large_of, patch_attention, patch_truth, targets_of
+from benchmarks.gpu.racing import Ways, in_session, race
 from benchmarks.gpu.running import Task, attempt, shortened, tail
 from benchmarks.gpu.steps import SIDES, Item
 
@@ -28,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 """Of the source checkout, if this is one."""
 
 PYTEST = "pytest -m gpu"
+
+SECONDS = 0.2
+"""For which a backend is timed that is tried."""
 
 
 def environment(device: Device) -> list[Task]:
@@ -52,9 +54,7 @@ def _device(device: Device, item: Item) -> None:
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id={device.settings.device}"]
 
     def ask() -> None:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
-        if done.returncode != 0:
-            raise RuntimeError(f"{shlex.join(query)} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        done = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=30, check=True)
         row = next(csv.reader([done.stdout.strip()], skipinitialspace=True))
         item.values.update(zip(fields, row, strict=True))
 
@@ -91,7 +91,7 @@ def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> Non
     images = point.images(device)
     truth = patch_truth(device, large, images, point)
     start = time.perf_counter()
-    bundle = large.deploy(device.scratch("try"), *point.shapes, targets_of([backend]), item, wanted)
+    bundle = large.deploy(device.scratch("try"), point.sizes, targets_of([backend]), item, wanted)
     if item.failed:
         return
     item.values["seconds to build"] = round(time.perf_counter() - start, 2)
@@ -99,27 +99,14 @@ def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> Non
         item.failed["load"] = reason
         return
     with device.stream(), ExitStack() as stack:
-        start = time.perf_counter()
-        session = attempt(
-            item.failed, "load", lambda: stack.enter_context(load(bundle.path, backend, device=device.settings.device))
-        )
-        if session is None:
-            return
-        item.values["seconds to load"] = round(time.perf_counter() - start, 3)
-        feeds = {"NumPy": to_numpy("image", images)} | ({"torch": images} if device.peers else {})
-        for kind, feed in feeds.items():
-            for turn in ("first", "third"):  # the third replays a graph, where there are graphs
-                start = time.perf_counter()
-                answered = attempt(item.failed, f"{backend}, {kind}, {turn} call", partial(session, feed))
-                if answered is None:
-                    break
-                device.sync()
-                item.values[f"{kind}: ms of the {turn} call"] = round(1e3 * (time.perf_counter() - start), 2)
-                item.checks[f"{backend}, {kind}, {turn} call"] = truth.check(answered)
-                del answered
-                device.run.save()
-                if turn == "first":
-                    attempt(item.failed, f"{backend}, {kind}, second call", partial(session, feed))
+        opened = partial(in_session, device, stack, bundle, backend)
+        ways: Ways = {f"{backend}, NumPy": partial(opened, [to_numpy("image", images)])}
+        if device.peers:
+            ways[f"{backend}, torch"] = partial(opened, [images])
+        race(device, item, ways, truth, 1, seconds=SECONDS)
+    for name, timing in item.timings.items():
+        item.values[f"{name}: seconds until ready"] = round(timing.ready_seconds, 2)
+        item.values[f"{name}: ms"] = round(timing.wall.median.value, 3)
 
 
 def tests(device: Device) -> list[Task]:

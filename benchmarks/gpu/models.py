@@ -21,17 +21,15 @@ from attnforge.progress import Silent, Steps
 from attnforge.runtime.parity.budget import judge
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.running import attempt
-from benchmarks.gpu.steps import HEADS, PATCH, WIDTH, Item, ParityCheck, capabilities
+from benchmarks.gpu.steps import HEADS, PATCH, Item, ParityCheck, capabilities
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from torch import Tensor
 
     from attnforge.export.attention.canonicalize import Site
     from attnforge.export.sources.torch_module import Captured
     from attnforge.model.registry import Example
-
-StaticShapes = tuple[Sequence[Sequence[int]], Sequence[int], Mapping[str, int]]
-"""StaticShapes of a model's inputs and of its output, and the sizes of its symbolic dims."""
 
 PLACES = 2**20
 """How many numbers of an output are compared at most."""
@@ -67,14 +65,12 @@ class Large:
     def deploy(
         self,
         folder: Path,
-        shapes: Sequence[Sequence[int]],
-        output: Sequence[int],
         sizes: Mapping[str, int],
         targets: Sequence[str],
         item: Item,
         wanted: Sequence[str] | None = None,
     ) -> Bundle:
-        """A bundle whose inputs have just these shapes, as torch.compile's have, and that holds no reference outputs.
+        """A bundle whose inputs have just these sizes, as torch.compile's have, and that holds no reference outputs.
 
         The targets and the certificate are made by the steps of :func:`attnforge.export.deploy.deploy`. That itself
         cannot serve: it computes reference outputs of every size on the CPU, hours at many tokens, and it would export
@@ -82,8 +78,6 @@ class Large:
 
         Args:
             folder: to write the bundle to.
-            shapes: of the inputs.
-            output: shape of the only output.
             sizes: of the graph's symbolic dims.
             targets: of `onnxruntime`, `tensorrt` and `tensorrt_rtx`.
             item: where sites that are fused and refusals of builders go.
@@ -97,7 +91,7 @@ class Large:
         from attnforge.export.targets.target import Built, Job
         from attnforge.export.tensorrt.build import Builders
 
-        captured = self.captured
+        captured, model = self.captured, self._at(sizes)
         folder.mkdir(parents=True, exist_ok=True)  # a target that is refused writes nothing
         wanted = capabilities(self.device.run.results) if wanted is None else wanted
         with Builders() as builders:
@@ -107,9 +101,9 @@ class Large:
                 shelf=Shelf(folder),
                 reuse=Reuse(DeployCache(None), folder),
                 builders=builders,
-                model=self._at(sizes),
+                model=model,
                 sites=self.sites,
-                inputs=_fixed(captured.inputs, shapes),
+                inputs=_fixed(captured.inputs, model.graph.inputs),
                 precision=captured.precision,
                 attention=None,
                 measuring=0.0,
@@ -133,7 +127,7 @@ class Large:
             tools=tool_versions(),
             source=Source(kind="module", name=type(captured.module).__qualname__),
             inputs=job.inputs,
-            outputs=_fixed(captured.outputs, [output]),
+            outputs=_fixed(captured.outputs, model.graph.outputs),
             attention=certify(self.sites, built),
             targets={target: result.record for target, result in built.items()},
             cases=[],
@@ -142,7 +136,7 @@ class Large:
         item.values |= {f"fused by {name}": count for name, count in manifest.attention.fused.items()}
         return Bundle(folder)
 
-    def _at(self, sizes: Mapping[str, int]) -> Any:
+    def _at(self, sizes: Mapping[str, int]) -> ir.Model:
         """The canonical graph with numbers for its symbolic dims."""
         import onnx_ir as ir
 
@@ -155,8 +149,9 @@ class Large:
         return model
 
 
-def _fixed(specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
-    """Inputs or outputs with these shapes for their dims."""
+def _fixed(specs: Sequence[TensorSpec], values: Sequence[ir.Value]) -> list[TensorSpec]:
+    """Inputs or outputs with the shapes of a graph's, which are numbers, for their dims."""
+    shapes = [value.shape.numpy() for value in values if value.shape is not None]
     return [spec.model_copy(update={"dims": list(shape)}) for spec, shape in zip(specs, shapes, strict=True)]
 
 
@@ -256,11 +251,9 @@ class PatchPoint:
         return f"{self.precision}, batch {self.batch}, {self.tokens} tokens"
 
     @property
-    def shapes(self) -> StaticShapes:
-        """Of its one input, (batch, 3, side, side), and of its output, (batch, tokens, width)."""
-        patches = self.side // PATCH
-        image = (self.batch, 3, self.side, self.side)
-        return [image], (self.batch, self.tokens, WIDTH), {"batch": self.batch, "rows": patches, "cols": patches}
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the model's symbolic dims."""
+        return {"batch": self.batch, "rows": self.side // PATCH, "cols": self.side // PATCH}
 
     @property
     def score_bytes(self) -> int:
@@ -270,7 +263,7 @@ class PatchPoint:
     def images(self, device: Device) -> Tensor:
         """Random images on the device, of unit variance, shape (batch, 3, side, side)."""
         generator = device.torch.Generator().manual_seed(self.side)
-        images = device.torch.randn(self.shapes[0][0], generator=generator)
+        images = device.torch.randn((self.batch, 3, self.side, self.side), generator=generator)
         return device.to_device(images, precision_named(self.precision))
 
 

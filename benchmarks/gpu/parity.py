@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,22 +17,11 @@ from attnforge.precision import precision_named
 from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.parity.verify import BackendReport, hold
 from attnforge.runtime.session import load
-from benchmarks.gpu.device import Device
+from benchmarks.gpu.device import BY_QUICK, Device
 from benchmarks.gpu.models import patch_attention, targets_of
-from benchmarks.gpu.processes import supervise
-from benchmarks.gpu.running import NO_TIME, UNDER_WAY, OutOfTime, Task, attempt, device_lost, read, write
+from benchmarks.gpu.running import NO_TIME, Task, attempt, device_lost, read, supervise, write
 from benchmarks.gpu.second_opinion import opinion_of, second_opinion
-from benchmarks.gpu.steps import (
-    COMPILE,
-    EAGER,
-    WHOLE,
-    GpuResults,
-    Item,
-    ParityCheck,
-    Settings,
-    Step,
-    capabilities,
-)
+from benchmarks.gpu.steps import COMPILE, EAGER, WHOLE, GpuResults, Item, ParityCheck, Settings, Step, capabilities
 
 if TYPE_CHECKING:
     from attnforge.model.registry import Example
@@ -65,48 +55,46 @@ def chosen_keys(model: str, quick: bool) -> list[str]:
     return keys_of(model, PRECISIONS_TRIED[:2]) if model in MODELS_FIRST[:4] else []
 
 
-def parity(device: Device) -> list[Task]:
-    """Every registered model in every precision on every backend: a process a model, several at once."""
-    settings = device.settings
+def supervise_models(settings: Settings) -> None:
+    """Every registered model in every precision on every backend: a process a model, several at once, each with results
+    of its own, which are taken over when it has ended."""
+    results = read(settings.out)
+    record = results.steps["parity"] = Step()
+    attempt(record.failed, WHOLE, partial(_supervise_each, settings, results, record))
+    write(results, settings.out)
+
+
+def _supervise_each(settings: Settings, results: GpuResults, record: Step) -> None:
     workers = max(min(6, (os.cpu_count() or 1) // 2), 1)
     threads = max((os.cpu_count() or 1) // workers, 1)
-    pool = ThreadPoolExecutor(workers)
-    tasks: list[Task] = []
-    for model in models():
-        keys = chosen_keys(model, settings.quick)
-        device.leave_out("parity", [key for key in keys_of(model) if key not in keys])
-        if not keys:
-            continue
-        folder = device.scratch(f"parity-{model}")
-        write(GpuResults(steps={"environment": device.run.results.steps.get("environment", Step())}), folder)
-        changed = {"out": str(folder), "scratch": str(folder), "ends": settings.ends - 1, "threads": threads}
-        own = settings.model_copy(update=changed)
-        done = pool.submit(supervise, own, f"model:{model}", group=False)
-        tasks += [(key, partial(_collect, device, own, model, key, done)) for key in keys]
-    return tasks
 
+    def supervised(model: str) -> Step:
+        folder = Path(tempfile.mkdtemp(prefix=f"parity-{model}-", dir=settings.scratch))
+        write(GpuResults(steps={"environment": results.steps.get("environment", Step())}), folder)
+        changed = {"out": str(folder), "scratch": str(folder), "threads": threads}
+        supervise(settings.model_copy(update=changed), f"parity:{model}")
+        return read(folder).steps[f"parity:{model}"]
 
-def _collect(device: Device, own: Settings, model: str, key: str, done: Future[None], item: Item) -> None:
-    """Wait for a model's process, and take over what it recorded of a task."""
-    wait([done], timeout=max(device.run.left, 0.0))
-    record = read(own.out).steps.get(f"model:{model}", Step())
-    if key in record.items and (record.doing != key or done.done()):
-        for name in Item.model_fields:
-            setattr(item, name, getattr(record.items[key], name))
-    elif record.failed:
-        raise RuntimeError("; ".join(record.failed.values()))
-    else:
-        otherwise = UNDER_WAY if record.items else NO_TIME
-        raise OutOfTime(record.left_out.get(key) or record.left_out.get(WHOLE) or otherwise)
+    chosen = {model: keys for model in models() if (keys := chosen_keys(model, settings.quick))}
+    record.planned = [key for keys in chosen.values() for key in keys]
+    every = [key for model in models() for key in keys_of(model)]
+    record.left_out = {key: BY_QUICK for key in every if key not in record.planned}
+    with ThreadPoolExecutor(workers) as pool:
+        for (model, keys), taken in zip(chosen.items(), pool.map(supervised, chosen), strict=True):
+            record.items |= taken.items
+            record.failed |= {f"{model}, {what}": why for what, why in taken.failed.items()}
+            why_whole = taken.left_out.get(WHOLE, "its process failed")
+            for key in keys:
+                if key in taken.left_out or key not in taken.items:
+                    record.left_out[key] = taken.left_out.get(key, why_whole)
+            write(results, settings.out)
 
 
 def parity_of(device: Device, model: str) -> list[Task]:
     """One model: every precision on every backend, then torch's own ways on the device."""
-    tasks: list[Task] = []
-    for key in chosen_keys(model, device.settings.quick):
-        do = _verify_torch if key.endswith(", torch") else _verify
-        tasks.append((key, partial(do, device, model, key.split(", ")[1])))
-    return tasks
+    verifies = {True: _verify_torch, False: _verify}
+    keys = chosen_keys(model, device.settings.quick)
+    return [(key, partial(verifies[key.endswith(", torch")], device, model, key.split(", ")[1])) for key in keys]
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from attnforge.bench.interval import latency_of, ratio_of
-from attnforge.bench.results import Latency
+from attnforge.bench.results import Interval, Latency
 from attnforge.bundle import Bundle
 from attnforge.runtime.race import in_turns
 from attnforge.runtime.session import Session, load
@@ -68,26 +68,34 @@ class Racer:
 
 
 def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContender], truth: Truth) -> Racer | None:
-    """Open a contender, hold its first answer to the budget, and warm it up; None where it failed or was wrong, which
-    the item then says."""
+    """Open a contender, hold its first answer to the budget, warm it up, and hold its last answer too, which may be
+    that of a replayed graph; None where it failed or was wrong, which the item then says."""
+
+    def is_right(answer: Any) -> bool:
+        check = item.checks[name] = truth.check(answer)
+        device.run.save()
+        if not check.passed:
+            item.skipped[name] = "not timed, for its answer is wrong"
+        return check.passed
 
     def opening() -> Racer | None:
         before, base = device.free(), device.allocated()
         start = time.perf_counter()
         opened = make()
-        first = opened.call()
+        answer = opened.call()
         device.sync()
         seconds = time.perf_counter() - start
         peak, after = device.peak(base), device.free()
-        check = item.checks[name] = truth.check(first)
-        device.run.save()
-        if not check.passed:
-            item.skipped[name] = "not timed, for its answer is wrong"
+        if not is_right(answer):
             return None
-        del first
-        for _ in range(WARM_UP):
+        del answer
+        for _ in range(WARM_UP - 1):
             opened.call()
+        answer = opened.call()
         device.sync()
+        if not is_right(answer):
+            return None
+        del answer
         held = before - after if before is not None and after is not None else None
         host = statistics.median(device.host_ms(opened.call) for _ in range(3))
         return Racer(opened, seconds, held, None if opened.session else peak, host)
@@ -105,6 +113,7 @@ def race(
     truth: Truth,
     batch: int,
     why_not: Callable[[str], str | None] = lambda name: None,
+    seconds: float | None = None,
 ) -> None:
     """Enter contenders one after the other, time those that are right in turns, and record them.
 
@@ -114,6 +123,7 @@ def race(
         truth: of their outputs.
         batch: samples a call.
         why_not: asked before a contender is opened: why it is to be skipped, or None.
+        seconds: for the rounds; by default :func:`race_seconds`.
     """
     racers: dict[str, Racer] = {}
     for name, make in ways.items():
@@ -122,12 +132,16 @@ def race(
         elif (racer := enter(device, item, name, make, truth)) is not None:
             racers[name] = racer
     turns = {name: partial(racer.turn, device) for name, racer in racers.items()}
-    seconds = min(race_seconds(device), max(device.run.left, 0.0))
-    measured = in_turns(turns, ROUNDS, seconds, fewest=LEAST_ROUNDS, settle=0)
+    most = min(race_seconds(device) if seconds is None else seconds, max(device.run.left, 0.0))
+    measured = in_turns(turns, ROUNDS, most, fewest=LEAST_ROUNDS, settle=0)
     on_device = {name: [[ms] for ms, _ in times if ms is not None] for name, times in measured.items()}
     wall = {name: [[ms] for _, ms in times] for name, times in measured.items()}
+
+    def ratios(name: str, times: Mapping[str, list[list[float]]]) -> dict[str, Interval]:
+        peers = [peer for peer in COMPARED if is_ours(name) and times.get(peer) and times[name]]
+        return {peer: ratio_of(times[name], times[peer]) for peer in peers}
+
     for name, racer in racers.items():
-        peers = [peer for peer in COMPARED if is_ours(name) and peer in racers]
         latency = without_rounds(wall[name])
         memory = racer.opened.session.memory if racer.opened.session is not None else None
         item.timings[name] = Timing(
@@ -137,12 +151,8 @@ def race(
             host_ms=racer.host_ms,
             per_second=1e3 * batch / latency.median.value,
             ready_seconds=racer.ready_seconds,
-            ratios={peer: ratio_of(wall[name], wall[peer]) for peer in peers},
-            device_ratios={
-                peer: ratio_of(on_device[name], on_device[peer])
-                for peer in peers
-                if on_device[name] and on_device[peer]
-            },
+            ratios=ratios(name, wall),
+            device_ratios=ratios(name, on_device),
             held_mib=mib(racer.held),
             peak_mib=mib(racer.peak),
             session_mib=mib((memory.weights or 0) + (memory.activations or 0) + memory.buffers) if memory else None,

@@ -1,9 +1,10 @@
-"""One process of the run: its tasks in turn, failures in their own words, and the files of results."""
+"""The processes of the run, a step in each; its tasks in turn, failures in their own words, the files of results."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 from attnforge.atomic import write_whole
 from attnforge.machine import cuda_devices
+from benchmarks.child import run as run_child
 from benchmarks.gpu.conclusions import claims
 from benchmarks.gpu.gpu_page import page
 from benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, Step
@@ -30,10 +32,6 @@ LEAST = 2.0
 T = TypeVar("T")
 Task = tuple[str, Callable[[Item], None]]
 """A task's key, and what does it and records it in an item."""
-
-
-class OutOfTime(Exception):
-    """A task could not begin in time."""
 
 
 def read(folder: str | Path) -> GpuResults:
@@ -89,11 +87,7 @@ def step(run: GpuRun, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
         item = record.items[key] = Item()
         record.doing = key
         run.save()
-        try:
-            attempt(item.failed, WHOLE, partial(do, item))
-        except OutOfTime as why:
-            del record.items[key]
-            record.left_out[key] = str(why)
+        attempt(item.failed, WHOLE, partial(do, item))
         lost = bool(item.failed) and device_lost()
         if lost:
             item.failed[FATAL] = "the device was lost to its process"
@@ -111,15 +105,10 @@ def attempt(failed: dict[str, str], what: str, do: Callable[[], T]) -> T | None:
 
     Returns:
         the result of `do`; None where it failed.
-
-    Raises:
-        OutOfTime: `do` did.
     """
     log, place = _log()
     try:
         return do()
-    except OutOfTime:
-        raise
     except Exception as error:
         said = tail(log.read_bytes()[place:].decode(errors="replace")) if log is not None else ""
         text = f"{type(error).__name__}: {error}" + (f"\nIts log: {said}" if said else "")
@@ -152,3 +141,79 @@ def device_lost() -> bool:
         return False
     not_initialized, no_context = 3, 201
     return int(driver.cuCtxSynchronize()[0]) not in (0, not_initialized, no_context)
+
+
+# --- a process for each step ------------------------------------------------------------------------------------------
+
+TAKE = "--take"
+RESTARTS, GRACE = 6, 20.0
+"""How often a step whose process died goes on in a new one; seconds that a task may go on beyond the time."""
+
+
+def supervise(settings: Settings, name: str) -> None:
+    """Run a step in a process of its own, and where that dies, what is left of the step in another.
+
+    Args:
+        settings: of the step's process.
+        name: of the step.
+    """
+    log = Path(settings.scratch) / f"{name.replace(':', '-')}.log"
+    for _ in range(1 + RESTARTS):
+        if settings.ends - time.time() < LEAST:
+            _leave_out(settings, name, NO_TIME)
+            return
+        code = _in_process(settings, name, log)
+        if code == 0:
+            return
+        if code is None:
+            _leave_out(settings, name, NO_TIME)
+            return
+        said = last_words(log.read_text(encoding="utf-8", errors="replace"))
+        record = read(settings.out).steps.get(name, Step())
+        if code != LOST:
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            _died(settings, name, f"its process {how}. Its log: {said}")
+            if record.doing is None:
+                return
+    _leave_out(settings, name, f"its step's process had died {1 + RESTARTS} times")
+
+
+def _in_process(settings: Settings, name: str, log: Path) -> int | None:
+    """Exit code of a step's process; None where it was killed because the time was over."""
+    variables = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
+    seconds = max(settings.ends + GRACE - time.time(), 1.0)
+    ended = run_child(
+        "benchmarks.gpu", TAKE, name, settings.model_dump_json(), log=log, seconds=seconds, variables=variables
+    )
+    return ended.code if ended.why is None else None
+
+
+def _leave_out(settings: Settings, name: str, why: str) -> None:
+    """Note the planned tasks that a step did not finish; the whole step where it had not planned any."""
+    results = read(settings.out)
+    record = results.steps.setdefault(name, Step())
+    if record.doing is not None:
+        record.left_out[record.doing] = UNDER_WAY
+    for key in record.planned or [WHOLE]:
+        if key not in record.items:
+            record.left_out.setdefault(key, why)
+    record.doing = None
+    write(results, settings.out)
+
+
+def _died(settings: Settings, name: str, why: str) -> None:
+    """Note that a step's process died, with the task that it was at."""
+    results = read(settings.out)
+    record = results.steps.setdefault(name, Step())
+    if record.doing is None:
+        record.failed[WHOLE] = why
+    else:
+        record.items.setdefault(record.doing, Item()).failed[FATAL] = why
+        record.doing = None
+    write(results, settings.out)
+
+
+def last_words(log: str) -> str:
+    """The end of a dead process's log: from a little before its crash report, if it has one."""
+    place = log.rfind("Fatal Python error")
+    return shortened(tail(log, 30) if place < 0 else f"{tail(log[:place], 10)}\n{log[place:]}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
@@ -19,16 +19,7 @@ from attnforge.precision import precision_named
 from attnforge.runtime.race import seconds_of
 from attnforge.runtime.session import load
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.models import (
-    Large,
-    PatchPoint,
-    StaticShapes,
-    large_of,
-    patch_attention,
-    patch_truth,
-    targets_of,
-    truth_of,
-)
+from benchmarks.gpu.models import Large, PatchPoint, large_of, patch_attention, patch_truth, targets_of, truth_of
 from benchmarks.gpu.racing import OpenContender, Ways, in_session, mib, race
 from benchmarks.gpu.running import LEAST, Task
 from benchmarks.gpu.steps import (
@@ -41,6 +32,7 @@ from benchmarks.gpu.steps import (
     PATCH,
     SDPA,
     SIDES,
+    WIDTH,
     Item,
     ParityCheck,
     is_ours,
@@ -95,12 +87,12 @@ def _best_rate(device: Device, call: Callable[[], Any], amount: int) -> float:
 
 
 def sessions(
-    device: Device, stack: ExitStack, model: Large, shapes: StaticShapes, inputs: Sequence[Tensor], item: Item
+    device: Device, stack: ExitStack, model: Large, sizes: Mapping[str, int], inputs: Sequence[Tensor], item: Item
 ) -> tuple[Ways, Bundle]:
     """The model on every backend that runs here and whose plan could be built, on inputs that lie on the device; and
     the bundle."""
     backends = device.usable(item)
-    bundle = model.deploy(device.scratch("timed"), *shapes, targets_of(backends), item)
+    bundle = model.deploy(device.scratch("timed"), sizes, targets_of(backends), item)
     feeds = [device.feed(tensor) for tensor in inputs]
     ways: Ways = {
         name: partial(in_session, device, stack, bundle, name, feeds) for name in backends if name not in item.failed
@@ -136,7 +128,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
         inputs = [device.to_device(torch.randn(shape, generator=generator), precision) for _ in range(3)]
         plain = partial(written_out, scale=1 / math.sqrt(HEAD))
         truth = truth_of(device, f"{tokens} tokens", precision, plain, plain, inputs)
-        ways, _ = sessions(device, stack, large, ([shape] * 3, shape, {"tokens": tokens}), inputs, item)
+        ways, _ = sessions(device, stack, large, {"tokens": tokens}, inputs, item)
 
         def flash() -> Any:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -188,7 +180,7 @@ def _latency(device: Device, point: PatchPoint, item: Item) -> None:
     with device.stream(), device.products(precision_named(point.precision)), ExitStack() as stack:
         images = point.images(device)
         truth = patch_truth(device, large, images, point)
-        ways, bundle = sessions(device, stack, large, point.shapes, [images], item)
+        ways, bundle = sessions(device, stack, large, point.sizes, [images], item)
         if device.peers and point.batch == 1:
             array = to_numpy("image", images)
             for name in [name for name in ways if name in FLAVOURS or not device.on_cuda]:
@@ -250,7 +242,7 @@ def _prepared(device: Device, backend: str) -> tuple[Bundle, Large, PatchPoint]:
     """Patch-attention of 196 tokens in fp16, deployed for a backend."""
     point, item = PatchPoint("fp16", SIDES[0], 1), Item()
     large = large_of(device, patch_attention, point.precision)
-    bundle = large.deploy(device.scratch("overhead"), *point.shapes, targets_of([backend]), item)
+    bundle = large.deploy(device.scratch("overhead"), point.sizes, targets_of([backend]), item)
     if item.failed:
         raise RuntimeError("; ".join(item.failed.values()))
     return bundle, large, point
@@ -270,7 +262,7 @@ def _one_call(device: Device, backend: str, item: Item) -> None:
             f"{backend}, NumPy in and out, graphs=False": partial(opened, [array], graphs=False),
         }
         if device.peers:
-            target = device.torch.empty(point.shapes[1], dtype=images.dtype, device=device.name)
+            target = device.torch.empty(1, point.tokens, WIDTH, dtype=images.dtype, device=device.name)
             ways[f"{backend}, out given"] = partial(opened, [feed], out=target)
         race(device, item, ways, truth, 1)
 

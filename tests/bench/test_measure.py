@@ -686,9 +686,8 @@ def test_the_results_page_has_a_place_for_every_table_of_the_suite(tmp_path: Pat
 
 def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**SMALL, "max_batch": 1, "batch_size": 1}
-    small = suite.Subject(
-        "small", "transformer-encoder", options, ["eager"], ("fp32",), throughput=False, fresh_peers=()
-    )
+    only_ours = {"throughput": False, "fresh_peers": ()}
+    small = suite.Subject("small", "transformer-encoder", options, ("fp32",), ["eager"], only_ours)
     monkeypatch.setattr(bench, "measure_ceilings", quick_ceilings)
     monkeypatch.setattr("attnforge.export.deploy.measure", lambda *given: None)
     monkeypatch.setattr(suite, "ROUNDS", 3)

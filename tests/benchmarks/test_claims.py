@@ -8,7 +8,7 @@ from attnforge.bench.interval import fit_of, latency_of
 from attnforge.bench.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.machine import this_machine
 from benchmarks.experiment import Claim, claims_table, verdict
-from benchmarks.experiments import suite_claims as claims
+from benchmarks.experiments import suite as claims
 
 
 def contender(name: str, precision: str, ms: float, ours: bool = False, picked: bool = False) -> Contender:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.child import GIB
 from benchmarks.experiments.deploy_costs import LIMITS, bare_causal_attention, table
-from benchmarks.experiments.real_sizes import GIB
 
 ABOUT = {"command": "c", "machine": {"processor": "p", "threads": 2}}
 

@@ -28,13 +28,12 @@ from benchmarks.gpu import (
     gpu_page,
     models,
     parity,
-    processes,
     racing,
     running,
     timings,
 )
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.running import LOST, GpuRun, OutOfTime, read, step, write
+from benchmarks.gpu.running import LOST, GpuRun, read, step, write
 from benchmarks.gpu.second_opinion import judged
 from benchmarks.gpu.steps import (
     COMPILE,
@@ -143,14 +142,6 @@ def test_what_there_is_no_time_for_is_listed(run: GpuRun) -> None:
     assert "- latency: no time was left (second; third)" in gpu_page.page(run.results)
 
 
-def test_a_task_may_say_that_its_time_is_over(run: GpuRun) -> None:
-    def late(item: Item) -> None:
-        raise OutOfTime("it was under way")
-
-    taken = step(run, "parity", lambda: [("vit, fp16", late)])
-    assert taken.items == {} and taken.left_out == {"vit, fp16": "it was under way"}
-
-
 def test_a_step_that_cannot_begin_is_recorded(run: GpuRun) -> None:
     def tasks() -> list[running.Task]:
         raise ImportError("no module named 'torch'")
@@ -196,7 +187,7 @@ def test_a_process_that_dies_takes_one_task_with_it(run: GpuRun, monkeypatch: py
     """It dies of a signal in the first task, loses the device in the second, and ends well."""
     deaths = iter([(-signal.SIGSEGV, "first"), (LOST, None), (0, None)])
 
-    def process(settings: Settings, name: str, log: Path, group: bool) -> int:
+    def process(settings: Settings, name: str, log: Path) -> int:
         code, doing = next(deaths)
         results = read(settings.out)
         record = results.steps.setdefault(name, Step())
@@ -207,8 +198,8 @@ def test_a_process_that_dies_takes_one_task_with_it(run: GpuRun, monkeypatch: py
         log.write_text("Fatal Python error: Segmentation fault\n")
         return code
 
-    monkeypatch.setattr(processes, "_in_process", process)
-    processes.supervise(run.settings, "latency")
+    monkeypatch.setattr(running, "_in_process", process)
+    running.supervise(run.settings, "latency")
     taken = read(run.settings.out).steps["latency"]
     said = "its process died of SIGSEGV. Its log: Fatal Python error: Segmentation fault"
     assert taken.items["first"].failed == {FATAL: said}
@@ -222,27 +213,53 @@ def test_a_process_that_never_began(
 ) -> None:
     calls: list[str] = []
 
-    def process(settings: Settings, name: str, log: Path, group: bool) -> int | None:
+    def process(settings: Settings, name: str, log: Path) -> int | None:
         calls.append(name)
         log.write_text("ImportError: libcudart.so.13\n")
         return code
 
-    monkeypatch.setattr(processes, "_in_process", process)
-    processes.supervise(run.settings, "parity")
+    monkeypatch.setattr(running, "_in_process", process)
+    running.supervise(run.settings, "parity")
     taken = read(run.settings.out).steps["parity"]
     assert calls == ["parity"] and (list(taken.failed), list(taken.left_out)) == (failed, left_out)
 
 
 def test_what_a_process_did_not_come_to_is_listed(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    def process(settings: Settings, name: str, log: Path, group: bool) -> None:
+    def process(settings: Settings, name: str, log: Path) -> None:
         half = Step(planned=["a", "b", "c"], items={"a": Item(), "b": Item(values={"n": 1})}, doing="b")
         write(GpuResults(steps={name: half}), settings.out)
 
-    monkeypatch.setattr(processes, "_in_process", process)
-    processes.supervise(run.settings, "latency")
+    monkeypatch.setattr(running, "_in_process", process)
+    running.supervise(run.settings, "latency")
     taken = read(run.settings.out).steps["latency"]
     assert taken.left_out == {"b": "it was under way when the time was over", "c": "no time was left"}
     assert taken.items["b"].values == {"n": 1} and taken.doing is None
+
+
+def test_what_the_models_processes_recorded_is_taken_over(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One did two of its tasks and died, one had no time to begin, and one is left out by `quick`."""
+    monkeypatch.setattr(parity, "models", lambda: ["vit", "transformer-encoder", "self-attention"])
+
+    def supervise(settings: Settings, name: str) -> None:
+        taken = Step(left_out={WHOLE: "no time was left"})
+        if name == "parity:vit":
+            items = {key: Item(checks={"onnxruntime-cpu": passed()}) for key in ("vit, fp16", "vit, fp32")}
+            taken = Step(items=items, failed={WHOLE: "its process died of SIGSEGV"})
+        write(GpuResults(steps={name: taken}), settings.out)
+
+    monkeypatch.setattr(parity, "supervise", supervise)
+    parity.supervise_models(run.settings)
+    taken = read(run.settings.out).steps["parity"]
+    assert list(taken.items) == ["vit, fp16", "vit, fp32"] and all(item.checks for item in taken.items.values())
+    assert taken.failed == {f"vit, {WHOLE}": "its process died of SIGSEGV"}
+    assert {key: why for key, why in taken.left_out.items() if not key.startswith("self-attention")} == {
+        "vit, fp16, torch": "its process failed", "vit, fp32, torch": "its process failed",
+        "vit, bf16": "left out by --quick", "vit, tf32": "left out by --quick",
+        "vit, bf16, torch": "left out by --quick", "vit, tf32, torch": "left out by --quick",
+        "transformer-encoder, fp16": "no time was left", "transformer-encoder, fp32": "no time was left",
+        "transformer-encoder, bf16": "left out by --quick", "transformer-encoder, tf32": "left out by --quick",
+    }  # fmt: skip
+    assert taken.left_out["self-attention, fp16"] == "left out by --quick"
 
 
 @without_gpu
@@ -345,7 +362,7 @@ def test_a_large_model_is_exported_small_and_built_at_one_size(run: GpuRun, tmp_
     item = Item()
     point = models.PatchPoint("fp16", 448, 8)
     model = models.large_of(Device(run), models.patch_attention, point.precision)
-    bundle = model.deploy(tmp_path / "bundle", *point.shapes, ["onnxruntime", "tensorrt_rtx"], item)
+    bundle = model.deploy(tmp_path / "bundle", point.sizes, ["onnxruntime", "tensorrt_rtx"], item)
     assert not item.failed and bundle.manifest.attention.fused == {"onnxruntime": 1, "tensorrt_rtx": 1}
     assert bundle.manifest.targets["onnxruntime"].cuda_model is not None and bundle.manifest.cases == []
     assert [spec.dims for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)] == [
@@ -456,8 +473,8 @@ def results() -> GpuResults:
 
 def test_the_last_words_of_a_process() -> None:
     log = "loaded\nterminate called: out of range\nFatal Python error: Aborted\n\n  File a, line 1 in run\n"
-    assert processes.last_words("noise\n" * 50 + log) == "noise\n" * 8 + log.strip()
-    assert processes.last_words("noise\n" * 50 + "ImportError: x") == "noise\n" * 29 + "ImportError: x"
+    assert running.last_words("noise\n" * 50 + log) == "noise\n" * 8 + log.strip()
+    assert running.last_words("noise\n" * 50 + "ImportError: x") == "noise\n" * 29 + "ImportError: x"
 
 
 def test_claims() -> None:

@@ -10,10 +10,11 @@ import torch
 
 from attnforge.bench.contenders.peers import PeerJob
 from attnforge.bench.contenders.registry import PEERS
-from attnforge.bench.results import Fit, Growth, Series
+from attnforge.bench.results import Fit, Growth, Results, Series
 from attnforge.errors import UnavailableError
 from attnforge.records import Interval
 from benchmarks.experiments import masks
+from benchmarks.published import Published
 
 
 def contender(name: str, ratio: float | None, *, ours: bool = False, wrong: str | None = None) -> dict[str, Any]:
@@ -91,3 +92,24 @@ def test_a_module_without_a_form_for_flex_attention_is_skipped(monkeypatch: pyte
     job.threads = torch.get_num_threads()
     with ExitStack() as stack, pytest.raises(UnavailableError, match="no method with_flex_attention"):
         PEERS["flex-attention"].open(job, stack)
+
+
+def test_results_name_no_temporary_folder() -> None:
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 16, "sliding_window": 4, "max_position_embeddings": 8,
+    }  # fmt: skip
+    options = {"batch": 1, "tokens": 8, "max_tokens": 8, "dynamic": "tokens"}
+    tiny = Published("tiny", "decoder", "MistralForCausalLM", sizes, options)
+    measured = masks.measure(masks.Subject(tiny, {8: 1.0}, {8: ("eager",)}), 1)
+    sources = [made.source for found in measured.models for made in found.deployed]
+    assert sources == ["hf:model batch=1 tokens=8 max_tokens=8 dynamic=tokens"]
+    assert {contender.name for contender in measured.models[0].contenders} > {"eager"}
+
+
+def test_figures_of_other_subjects_are_kept() -> None:
+    before = results([model("window", 4096, []), model("causal", 4096, [])], [growth("window", 1, 1, 1)])
+    made = Results.model_validate(results([model("window", 8192, [])], [growth("window", 2, 2, 2)]))
+    kept = masks.EXPERIMENT._beside(Results.model_validate(before), made, "window")
+    assert [(of.name, of.sizes["tokens"]) for of in kept.models] == [("window", 8192), ("causal", 4096)]
+    assert [of.series[0].extra_mib[-1] for of in kept.growth] == [2] and kept.seconds == 2

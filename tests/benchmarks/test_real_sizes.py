@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments.real_sizes import GIB, growth, in_a_process, table
-from benchmarks.experiments.real_sizes_steps import Order
+from benchmarks.child import GIB
+from benchmarks.deploy_steps import Order, in_a_process
+from benchmarks.experiments.real_sizes import growth, table
 from benchmarks.published import GROWTH, PUBLISHED
 
 ABOUT = {"command": "c", "machine": {"processor": "p", "threads": 2}, "tools": {"transformers": "5"}}
@@ -69,14 +70,7 @@ def test_names_are_unique_and_kinds_are_those_that_are_documented() -> None:
 
 
 def test_a_step_is_ended_at_its_limits_and_says_why_it_failed(tmp_path: Path) -> None:
-    order = Order(
-        step="plain",
-        model=f"hf:{tmp_path}",
-        options={},
-        bundle=str(tmp_path / "bundle"),
-        tune=False,
-        answer=str(tmp_path / "answer.json"),
-    )
-    assert in_a_process(order, 0.0, GIB)["failed"] == "more than 0 s"
-    assert in_a_process(order, 60.0, 1.0)["failed"] == "more than 0 GiB"
-    assert "no Hugging Face configuration at" in in_a_process(order, 200.0, 9 * GIB)["failed"]
+    order = Order(model=f"hf:{tmp_path}", options={}, folder=tmp_path, tune=False)
+    assert in_a_process(order, "plain", 0.0, GIB)["failed"] == "more than 0 s"
+    assert in_a_process(order, "plain", 60.0, 1.0)["failed"] == "more than 0 GiB"
+    assert "no Hugging Face configuration at" in in_a_process(order, "plain", 200.0, 9 * GIB)["failed"]

@@ -27,10 +27,9 @@ from attnforge.arrays import Array
 from attnforge.bundle import TRUSTED, Bundle, sign
 from attnforge.errors import InputError
 from attnforge.serving.ray import Handle, PredictorDeployment
-from benchmarks.load import Load
+from benchmarks.load import Load, press
 from benchmarks.servers.ray.cluster import descendants, killing
-from benchmarks.servers.ray.load import press
-from benchmarks.servers.ray.rows import busy_after, in_actors
+from benchmarks.servers.ray.rows import asking, busy_after, in_actors
 from benchmarks.servers.ray.tiles import batches_of, outcome_of, write_tiles
 from tests.support.bundles import Deploy
 from tests.support.keys import new_key
@@ -192,7 +191,7 @@ def test_a_replica_killed_under_load_costs_what_it_held(handle: Any, files: list
     answers = [row[None] for row in expected[:100]]
     load = Load()
     with killing(lambda: descendants(REPLICA)[0] if len(load.milliseconds) > 100 else None) as killed:
-        press(handle, inputs, answers, clients=16, requests=25, tolerance=1e-4, outcome=load)
+        press(lambda: asking(handle, inputs), answers, 16, 25, tolerance=1e-4, again=True, outcome=load)
     assert killed
     assert (len(load.milliseconds), load.errors, load.wrong) == (400, 0, 0), load.error
     assert load.asked_again <= 16

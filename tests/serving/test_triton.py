@@ -26,8 +26,8 @@ from attnforge.runtime.parity.verify import hold
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Packaging
 from attnforge.serving.triton.repository import package
-from benchmarks.servers.triton.client import PROTOCOLS, asking, client_of, inputs_of
-from benchmarks.servers.triton.load import press
+from benchmarks.load import press
+from benchmarks.servers.triton.client import PROTOCOLS, asking, client_of, connecting, inputs_of
 from benchmarks.servers.triton.server import Server, why_unavailable
 from tests.support.bundles import Deploy, DeploySmall, small_inputs
 from tests.support.keys import new_key
@@ -217,7 +217,7 @@ def test_under_a_load_every_answer_is_counted_as_what_it_is(server: Server, bund
         expected = [session.run(feeds)["output"] for feeds in inputs]
 
     def pressed(model: str, answers: list[Array]) -> tuple[int, int, int]:
-        outcome = press(server, model, inputs, answers, clients=8, requests=10, tolerance=1e-4)
+        outcome = press(connecting(server, model, inputs), answers, clients=8, requests=10, tolerance=1e-4)
         return len(outcome.milliseconds), outcome.wrong, outcome.errors
 
     assert pressed(DIGITS, expected) == (80, 0, 0)

@@ -1,19 +1,21 @@
-"""Tiles through actors of Ray."""
+"""Tiles through actors of Ray, and requests to replicas."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray.data
+from ray.exceptions import RayActorError
 
 from attnforge.arrays import Array
 from attnforge.serving.ray.handle import Handle
 from attnforge.serving.ray.predictor import Predictor
+from benchmarks.load import PATIENCE, Ask, UnansweredError
 from benchmarks.servers.ray.tiles import Rows, call_of, images_of
 
 BLOCK = 10
@@ -56,9 +58,7 @@ def in_actors(bundle: Path, files: Sequence[Path], samples: int, actors: int, pr
         handle: options of the handle.
     """
     rows = (
-        ray.data.read_parquet(
-            [str(file) for file in files],
-        )
+        ray.data.read_parquet([str(file) for file in files])
         .repartition(target_num_rows_per_block=BLOCK * samples)
         .map_batches(images_of, batch_size=samples)
         .map_batches(
@@ -78,3 +78,21 @@ def busy_after(progress: Path, calls: int) -> int | None:
     if not progress.exists() or progress.stat().st_size < calls * LINE:
         return None
     return int(progress.read_bytes()[-LINE:])
+
+
+def asking(handle: Any, inputs: Sequence[Mapping[str, Array]]) -> Ask:
+    """What asks a deployment.
+
+    Args:
+        handle: of the deployment, whose model has one output.
+        inputs: of every request, by name.
+    """
+
+    def ask(place: int) -> Callable[[], Array]:
+        try:
+            (output,) = handle.predict.remote(inputs[place]).result(timeout_s=PATIENCE).values()
+        except RayActorError as death:
+            raise UnansweredError(str(death)) from death
+        return lambda: output
+
+    return ask

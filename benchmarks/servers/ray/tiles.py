@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +17,7 @@ import pyarrow.parquet
 
 from attnforge.arrays import Array
 from attnforge.runtime.session import load
+from benchmarks.child import Ended, run
 
 SIDE = 32
 """Pixels of a tile's side."""
@@ -26,6 +27,9 @@ STEP = 4
 
 ROWS = 1000
 """Tiles in a file."""
+
+PATIENCE = 3600.0
+"""Seconds that a plain process may take."""
 
 Rows = Mapping[str, Array]
 
@@ -112,15 +116,16 @@ def in_plain_processes(bundle: Path, files: Sequence[Path], samples: int, proces
         samples: of a call.
         processes: how many.
     """
-    with TemporaryDirectory() as folder:
-        outs = [Path(folder, f"{number}.npz") for number in range(processes)]
-        commands = [
-            [sys.executable, "-m", __name__, str(bundle), str(out), str(samples), *map(str, files[number::processes])]
-            for number, out in enumerate(outs)
-        ]
-        running = [subprocess.Popen(command) for command in commands]
-        if any([process.wait() for process in running]):  # noqa: C419  (all of them end)
-            raise RuntimeError("a plain process failed; see above")
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as threads:
+        outs, logs = ([Path(folder, f"{number}.{kind}") for number in range(processes)] for kind in ("npz", "log"))
+
+        def predict(number: int) -> Ended:
+            words = [str(bundle), str(outs[number]), str(samples), *map(str, files[number::processes])]
+            return run(__name__, *words, log=logs[number], seconds=PATIENCE)
+
+        for ended, log in zip(threads.map(predict, range(processes)), logs, strict=True):
+            if ended.code != 0:
+                raise RuntimeError(f"a plain process failed: {ended.why or log.read_text(errors='replace')}")
         return [dict(np.load(out)) for out in outs]
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import tritonclient.grpc
 import tritonclient.http
+import urllib3
 
 from attnforge.arrays import Array
 from attnforge.runtime.parity.verify import Run
 from attnforge.serving.open_inference import DATATYPES
+from benchmarks.load import Ask, UnansweredError
 from benchmarks.servers.triton.server import Server
 
 PROTOCOLS: dict[str, Any] = {"http": tritonclient.http, "grpc": tritonclient.grpc}
 """The modules of tritonclient, which have the same names in them."""
+
+HEADER = "Inference-Header-Content-Length"
+"""The header with the number of bytes of JSON in a body, before the numbers of the arrays."""
 
 PATIENCE = 60.0
 """Seconds that an answer may take."""
@@ -53,3 +59,42 @@ def asking(client: Any, protocol: str, model: str, version: int = 1) -> Run:
         return {name: answer.as_numpy(name) for name in names}
 
     return run
+
+
+def connecting(server: Server, model: str, inputs: Sequence[Mapping[str, Array]]) -> Callable[[], Ask]:
+    """What gives clients of a load a connection that stays open; requests go over it as tritonclient has made them.
+
+    Args:
+        server: that serves the model.
+        model: of one output.
+        inputs: of every request, by name.
+    """
+    client: Any = tritonclient.http.InferenceServerClient
+    made = [client.generate_request_body(inputs_of("http", values)) for values in inputs]
+
+    def connect() -> Ask:
+        pool = urllib3.connectionpool.connection_from_url(f"http://{server.http}", timeout=PATIENCE, retries=False)
+
+        def ask(place: int) -> Callable[[], Array]:
+            body, length = made[place]
+            head = {"Content-Type": "application/octet-stream", HEADER: str(length)}
+            try:
+                answer = pool.request("POST", f"/v2/models/{model}/infer", body=body, headers=head)
+            except urllib3.exceptions.HTTPError as error:
+                raise UnansweredError(str(error)) from error
+            if answer.status != 200:
+                raise UnansweredError(answer.data.decode(errors="replace"))
+            return partial(_output, answer.data, answer.headers.get(HEADER))
+
+        return ask
+
+    return connect
+
+
+def _output(body: bytes, header_length: str | None) -> Array:
+    """The first output of an answer."""
+    parsed: Any = tritonclient.http.InferenceServerClient.parse_response_body(
+        body, header_length=None if header_length is None else int(header_length)
+    )
+    output: Array = parsed.as_numpy(parsed.get_response()["outputs"][0]["name"])
+    return output

@@ -16,13 +16,12 @@ import sys
 import sysconfig
 import tempfile
 import time
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
+
+import urllib3
 
 from attnforge.atomic import Scratch, give_modes, rename_new
 from attnforge.errors import RunError, UnavailableError
@@ -169,18 +168,13 @@ class Server:
         """
         if (reason := why_unavailable()) is not None:
             raise UnavailableError(reason)
-        ports = (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics))
-        options = [f"--{name}-port={address.rpartition(':')[2]}" for name, address in ports]
+        options = [f"--{name}-port={getattr(self, name).rpartition(':')[2]}" for name in ("http", "grpc", "metrics")]
         options.append(f"--backend-config=python,shm-region-prefix-name={self._region}")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command(self._repository, [*options, *self._options]),
-                env=self._variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                command(self._repository, [*options, *self._options]), env=self._variables,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         end = time.monotonic() + self._timeout
         while not self.is_ready():
             if self.process.poll() is not None or time.monotonic() > end:
@@ -192,11 +186,9 @@ class Server:
     def is_ready(self, model: str | None = None) -> bool:
         """Whether the server, or one of its models, is ready."""
         path = f"v2/models/{model}/ready" if model is not None else "v2/health/ready"
-        try:
-            with urllib.request.urlopen(f"http://{self.http}/{path}", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
+        with suppress(urllib3.exceptions.HTTPError):
+            return urllib3.request("GET", f"http://{self.http}/{path}", timeout=5, retries=False).status == 200
+        return False
 
     def text(self) -> str:
         """What the server and its models printed."""
@@ -211,19 +203,13 @@ class Server:
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
-        with ExitStack() as stack:
-            stack.callback(self._clean)
-            self.process.send_signal(number)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(60)
-
-    def _clean(self) -> None:
-        """End processes of models, and remove shared memory, that a killed server left behind."""
+        """End the server, and then processes of models and shared memory that it may have left behind."""
+        self.process.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # the session's own group
+        self.process.wait(60)
         for region in SHARED.glob(f"{self._region}*"):
             region.unlink(missing_ok=True)
 
@@ -231,9 +217,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 
@@ -254,12 +238,9 @@ def main() -> None:
         unpack()
     except UnavailableError as error:
         sys.exit(str(error))
-    variables = " ".join(f'{name}="{value}"' for name, value in _shown(environment()).items())
+    shown = {**environment(), "PATH": f"{Path(sys.prefix) / 'bin'}:$PATH"}
+    variables = " ".join(f'{name}="{value}"' for name, value in shown.items())
     print(f"{variables} \\\n  " + " \\\n  ".join(command(Path("REPOSITORY"))))
-
-
-def _shown(variables: Mapping[str, str]) -> dict[str, str]:
-    return {**variables, "PATH": f"{Path(sys.prefix) / 'bin'}:$PATH"}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The steps that are measured of one published model, each in a process of its own.
+"""The steps that are measured of one published model, each in a process of its own (:func:`in_a_process`).
 
-`python -m benchmarks.experiments.real_sizes_steps` reads an :class:`Order` from its standard input and writes what
-it measured, one JSON document, to the order's answer.
+`python -m benchmarks.deploy_steps ORDER`, with an :class:`Order` as JSON, writes what it measured, one JSON document,
+to the order's answer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from attnforge.cache import VARIABLE
 from attnforge.errors import CaptureError, first_line
 from attnforge.memory import peak
 from attnforge.records import Record
+from benchmarks.child import run
 
 if TYPE_CHECKING:
     from attnforge.model.registry import Example
@@ -27,24 +28,55 @@ class Order(Record):
     """What a process is told to do.
 
     Attributes:
-        step: name of one of :data:`STEPS`.
         model: as :func:`attnforge.export.sources.named.build` takes it.
         options: of the model.
-        bundle: folder that is deployed to, and verified; one that is there is overwritten.
-        answer: file to write.
+        folder: where the bundle is written, and the answer; a bundle that is there is overwritten.
         tune: whether deploying measures forms and backends.
         targets: to deploy for; None for all that this machine can build.
-        cache: folder of the cache of deploys; None for none, so that every deploy is a first one.
+        cached: keep what deploys make in a cache in the folder; else every deploy is a first one.
+        step: name of one of :data:`STEPS`.
     """
 
-    step: str
     model: str
     options: dict[str, str | int]
-    bundle: str
-    answer: str
+    folder: Path
     tune: bool = True
     targets: list[str] | None = None
-    cache: str | None = None
+    cached: bool = False
+    step: str = ""
+
+    @property
+    def bundle(self) -> Path:
+        return self.folder / "bundle"
+
+    @property
+    def answer(self) -> Path:
+        return self.folder / "answer.json"
+
+
+def in_a_process(order: Order, step: str, seconds: float, memory: float) -> dict[str, Any]:
+    """Do a step in a process of its own, and end it with its children where it takes too much.
+
+    Args:
+        order: all but the step.
+        step: name of one of :data:`STEPS`.
+        seconds: limit of wall time.
+        memory: limit of the bytes that it and its children have in memory together.
+
+    Returns:
+        the step's figures, `seconds` and `cpu` seconds; and `failed`, why it did, where it did.
+    """
+    order.answer.unlink(missing_ok=True)
+    log, text = order.folder / "log", order.model_copy(update={"step": step}).model_dump_json()
+    ended = run("benchmarks.deploy_steps", text, log=log, seconds=seconds, memory=memory)
+    figures = json.loads(order.answer.read_bytes()) if order.answer.is_file() else {}
+    if ended.code != 0 or not figures:
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        figures["failed"] = ended.why or (said[-1] if said else f"its process ended with {ended.code}")
+    return {**figures, "seconds": round(ended.seconds, 1), "cpu": round(ended.cpu, 1)}
+
+
+# --- in that process --------------------------------------------------------------------------------------------------
 
 
 def plain(order: Order) -> dict[str, Any]:
@@ -58,7 +90,7 @@ def plain(order: Order) -> dict[str, Any]:
 
     example, _ = _model(order)
     names = list(example.dynamic_shapes or ())
-    file = Path(order.bundle).with_suffix(".onnx")
+    file = order.bundle.with_suffix(".onnx")
     with quiet(), torch.no_grad():
         torch.onnx.export(
             example.module, example.args, file, dynamo=True, input_names=names,
@@ -77,19 +109,13 @@ def deploy(order: Order) -> dict[str, Any]:
     """`attnforge.deploy` as it is ordered."""
     import attnforge
 
-    os.environ[VARIABLE] = order.cache or "off"
+    os.environ[VARIABLE] = str(order.folder / "cache") if order.cached else "off"
     example, source = _model(order)
     parameters = sum(parameter.numel() for parameter in example.module.parameters())
     bundle = attnforge.deploy(
-        example.module,
-        example.args,
-        order.bundle,
-        example.dynamic_shapes,
-        targets=order.targets,
-        tune=order.tune,
-        force=True,
-        source=source,
-    )
+        example.module, example.args, order.bundle, example.dynamic_shapes, targets=order.targets, tune=order.tune,
+        force=True, source=source,
+    )  # fmt: skip
     manifest = bundle.manifest
     return {
         "parameters": parameters,
@@ -112,16 +138,8 @@ def verify(order: Order) -> dict[str, Any]:
     import attnforge
 
     report = attnforge.verify(order.bundle)
-    backends = {
-        name: {
-            "passed": backend.passed,
-            "error": backend.error,
-            "budget": backend.budget,
-            "cases": backend.cases,
-            "missed": backend.missed,
-        }
-        for name, backend in report.backends.items()
-    }
+    kept = ("passed", "error", "budget", "cases", "missed")
+    backends = {name: {key: getattr(each, key) for key in kept} for name, each in report.backends.items()}
     return {"passed": report.passed, "backends": backends, "skipped": report.skipped}
 
 
@@ -144,7 +162,7 @@ def fused(order: Order) -> dict[str, Any]:
         captured = capture(example.module, example.args, example.dynamic_shapes, precision_named(precision))
     sites = canonicalize(captured.model).sites
     lowered = for_tensorrt.lower(captured.model, sites).sites
-    file = Path(order.bundle).with_suffix(".onnx")
+    file = order.bundle.with_suffix(".onnx")
     ir.save(captured.model, file, external_data=f"{file.name}.data")
     plan = engine.build(file, "tensorrt_rtx", captured.inputs, precision)
     unfused = [form for form in lowered if plan.kernel_of(form.node) is None]
@@ -157,12 +175,7 @@ def fused(order: Order) -> dict[str, Any]:
     }
 
 
-STEPS: dict[str, Callable[[Order], dict[str, Any]]] = {
-    "plain": plain,
-    "deploy": deploy,
-    "verify": verify,
-    "fused": fused,
-}
+STEPS: dict[str, Callable[[Order], dict[str, Any]]] = {step.__name__: step for step in (plain, deploy, verify, fused)}
 
 
 def _model(order: Order) -> tuple[Example, Source]:
@@ -171,13 +184,13 @@ def _model(order: Order) -> tuple[Example, Source]:
     return build(order.model, order.options, None)
 
 
-def main() -> None:
-    """Do the step that standard input orders."""
-    order = Order.model_validate(json.load(sys.stdin))
+def main(text: str) -> None:
+    """Do the step that is ordered."""
+    order = Order.model_validate_json(text)
     answer = STEPS[order.step](order)
     most = max([peak(), *answer.get("memory", {}).values()])
-    Path(order.answer).write_text(json.dumps({**answer, "peak": most}), encoding="utf-8")
+    order.answer.write_text(json.dumps({**answer, "peak": most}), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -1,0 +1,93 @@
+"""One process of the laboratory's own: started, bound in time and memory, and ended with all that it has started."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+GIB = 2**30
+STEP = 0.1
+"""Seconds from one look at a process to the next."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        code: its exit code, or minus the signal that it died of.
+        why: what it took too much of, so that it was killed; None where it ended by itself.
+        seconds: that it took.
+        cpu: seconds of the processor that it and the processes that it waited for took, where no other child of this
+            process ended meanwhile.
+    """
+
+    code: int
+    why: str | None
+    seconds: float
+    cpu: float
+
+
+def run(
+    module: str,
+    *arguments: str,
+    log: Path,
+    seconds: float,
+    memory: float = inf,
+    variables: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run a module in a process and a group of its own, wait until it has ended, and end the whole group with it.
+
+    Args:
+        module: its qualified name.
+        arguments: for it.
+        log: file that gets what the process prints, and nothing else.
+        seconds: limit of wall time.
+        memory: limit of the bytes that the process and its children have in memory together.
+        variables: of the environment, besides this process's own.
+    """
+    start, used, why = time.perf_counter(), _cpu(), None
+    with log.open("wb") as stream:
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=stream,
+            stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},  # an error is the last line of the log
+        )  # fmt: skip
+    try:
+        while why is None and child.poll() is None:
+            if time.perf_counter() - start > seconds:
+                why = f"more than {seconds:.0f} s"
+            elif memory < inf and _resident(child.pid) > memory:
+                why = f"more than {memory / GIB:.0f} GiB"
+            else:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(STEP)
+    finally:  # interrupted as well: a session of its own does not hear of it
+        with suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    return Ended(child.returncode, why, time.perf_counter() - start, _cpu() - used)
+
+
+def _cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _resident(group: int) -> int:
+    """Bytes that the processes of a group have in memory together."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):  # a process that has ended meanwhile
+            fields = status.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE") if int(fields[2]) == group else 0
+    return total
