@@ -21,8 +21,7 @@ import typer
 from rich.console import Console
 
 from attnforge.atomic import write_whole
-from attnforge.bench.decoding.results import DecodingResults
-from attnforge.bench.results import Interval, Results, to_five_digits
+from attnforge.bench.results import DecodingResults, Interval, Results, to_five_digits
 from attnforge.machine import processors, this_machine, tool_versions, versions
 from attnforge.report.render import NOTHING, markdown_table
 

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from attnforge.arrays import Array, is_floating
-from attnforge.bench.contenders.engines import Runner, open_backend, why_no_products
+from attnforge.bench.contenders.engines import Runner, open_backend
 from attnforge.bench.contenders.peers import PeerJob, expected
 from attnforge.bench.contenders.registry import PEERS
 from attnforge.bench.experiment import Experiment, case_at
-from attnforge.bench.race import Entry, Times, Workload, backends_of
+from attnforge.bench.race import Entry, Times, Workload, entries_of
 from attnforge.bench.results import Cases, Contender
 from attnforge.bundle import CANONICAL, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import BundleError, first_line
@@ -84,7 +84,7 @@ class Yardstick:
     def in_every_case(self, entry: Caller) -> Cases:
         """How a contender does in the bundle's reference cases, at sizes that it was made for."""
         every = self.bundle.manifest.cases
-        any_sizes = entry.ours or PEERS[entry.name].any_sizes
+        any_sizes = entry.peer is None or entry.peer.any_sizes
         cases = [case for case in every if any_sizes or case.sizes == self.case.sizes]
         begun: list[str] = []
 
@@ -137,18 +137,7 @@ def callers(experiment: Experiment, yardstick: Yardstick, skipped: dict[str, str
         """Why `auto` never loads a backend."""
         return chosen.dropped.get(name) if chosen is not None and name in WITHOUT_TARGET else None
 
-    for name, reason in backends_of(experiment, job.bundle, BACKENDS, refused):
-        if reason is None:
-            what, opener = f"the bundle on {name}", partial(open_backend, name, job)
-            yield Entry(job, name, f"{name} {precision}", True, what, opener)
-        else:
-            skipped[f"{name} {precision}"] = reason
-    for name in experiment.against:
-        peer = PEERS[name]
-        if peer.engine == "onnxruntime" and (reason := why_no_products(precision)) is not None:
-            skipped[f"{name} {precision}"] = reason
-        else:
-            yield Entry(job, name, f"{name} {precision}", False, peer.what, partial(peer.open, job), peer.compiles)
+    return entries_of(experiment, job, BACKENDS, open_backend, PEERS, refused, skipped, f" {precision}")
 
 
 def check_all_cases(

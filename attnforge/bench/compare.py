@@ -1,10 +1,11 @@
 """What moved between two runs of the benchmark, beyond noise.
 
-Machines are shared and drift, so a time says little on another day. A model's peers, the contenders that are not ours
-and are in both runs at the same precision, tell by how much the machine drifted: their median change is divided out of
-every time. A change is then uncertain for two reasons, which add in quadrature. Its openings or rounds scatter; the
-intervals of both runs (:mod:`.interval`) tell how much. And even equal code is not equally fast in two processes,
-because its memory lies elsewhere or something else runs; the spread of the peers' changes tells how much.
+Machines are shared and drift, so a time says little on another day. What says something is a ratio to the same run's
+peers: the contenders of a model that are not ours and are in both runs at the same precision. The median of their
+changes is how many times as long the machine takes, and is divided out of every change. What is uncertain of a change
+adds in quadrature: its openings or rounds scatter, which the intervals of both runs tell (:mod:`.interval`); and even
+equal code is not equally fast in two processes, because its memory lies elsewhere or something else runs, which the
+spread of the peers' own changes tells.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +32,8 @@ USUAL_SPREAD = 0.0125
 BELIEF = 4
 """How many peers it takes to believe their spread as much as the usual one."""
 
-HALF_APART = 0.953873
-"""How many standard deviations half of all pairs of normally distributed numbers are apart at most."""
+OF_NORMAL = 1.482602
+"""Standard deviation of normally distributed numbers over the median of how far they are from their middle."""
 
 MEDIAN_LOSS = math.pi / 2
 """Variance of a median over that of the mean."""
@@ -116,23 +117,38 @@ class Differences(Record):
         lines += [f"changed    {move.text()}" for move in others]
         return "\n".join(lines + [f"note       {note}" for note in self.notes])
 
+    def add(
+        self, model: str, contender: str, what: str, before: float | None, after: float | None, **more: Any
+    ) -> None:
+        """Add a move."""
+        self.moved.append(Move(model=model, contender=contender, what=what, before=before, after=after, **more))
+
+    def gone(self, model: str, contender: Contender, reason: str) -> None:
+        """Add that a contender of ours is in the old run alone."""
+        ms = contender.latency.median.value
+        self.add(model, contender.key, "gone", ms, None, unit="ms", regression=True, reason=reason)
+
 
 def compare(old: Results, new: Results) -> Differences:
     """What moved from the old run to the new one."""
-    moved: list[Move] = []
-    notes = _conditions(old, new)
-    pairs, lost = _paired(old, new, notes)
+    found = Differences(moved=[], notes=_conditions(old, new))
+    pairs, lost = _paired(old, new, found.notes)
     changes = [_changes(before, after) for _, before, after in pairs]
-    spread, starts = _spread(changes, USUAL_SPREAD), _starts_apart(changes)
-    for (label, before, after), change in zip(pairs, changes, strict=True):
-        notes += _differences(label, before, after)
-        moved += _presence(label, before, after, new.left_out, notes)
-        moved += _latencies(label, change, _spread([change], spread), notes)
-        moved += [move for pair in change.pairs for move in _measures(label, *pair, change.drift, starts, notes)]
-        moved += _bundles(label, before, after, change.drift)
+    spread = _spread(changes, USUAL_SPREAD)
+    starts = _starts_apart([change for of_model in changes for change in of_model])
+    for (label, before, after), of_model in zip(pairs, changes, strict=True):
+        found.notes += _differences(label, before, after)
+        _presence(label, before, after, new.left_out, found)
+        _latencies(label, of_model, _spread([of_model], spread), found)
+        for change in of_model:
+            _measures(label, change, starts, found)
+        _bundles(label, before, after, _drift(of_model), found)
     for label, model, reason in lost:
-        moved += [_gone(label, c, reason) for c in model.contenders if c.ours]
-    return Differences(moved=moved + _growths(old, new, notes), notes=notes)
+        for contender in model.contenders:
+            if contender.ours:
+                found.gone(label, contender, reason)
+    _growths(old, new, found)
+    return found
 
 
 # --- what the comparison holds for ------------------------------------------------------------------------------------
@@ -225,42 +241,32 @@ def _differences(label: str, before: Model, after: Model) -> list[str]:
 # --- contenders in one run alone --------------------------------------------------------------------------------------
 
 
-def _presence(label: str, before: Model, after: Model, left_out: Mapping[str, str], notes: list[str]) -> list[Move]:
+def _presence(label: str, before: Model, after: Model, left_out: Mapping[str, str], found: Differences) -> None:
     """Contenders that vanished, that miss the parity budget now, and that no longer miss it."""
-    moved = []
     was, now = ({c.key: c for c in model.contenders} for model in (before, after))
-    for key in (key for key in was if key not in now):
-        contender = was[key]
+    deployed = {bundle.precision for bundle in after.deployed}
+    for key, contender in was.items():
+        if key in now:
+            continue
         missed = after.wrong.get(key)
         reason = missed or after.skipped.get(key) or left_out.get(before.name)
-        if (
-            reason is None
-            and contender.ours
-            and contender.precision not in {bundle.precision for bundle in after.deployed}
-        ):
+        if reason is None and contender.ours and contender.precision not in deployed:
             reason = f"the model is not deployed in {contender.precision} in the new run"
         if not contender.ours:
-            notes.append(f"{label}, {key}: only in the old run: {reason or 'the new one does not say why'}")
-        elif missed is not None:
-            moved.append(Move(model=label, contender=key, what="parity", unit="of the budget", before=_share(contender),
-                              after=None, regression=True, reason=missed))  # fmt: skip
+            found.notes.append(f"{label}, {key}: only in the old run: {reason or 'the new one does not say why'}")
+        elif missed is None:
+            found.gone(label, contender, reason or "the new run does not say why")
         else:
-            moved.append(_gone(label, contender, reason or "the new run does not say why"))
-    for key in (key for key in now if key not in was):
-        contender = now[key]
+            share = _share(contender)
+            found.add(label, key, "parity", share, None, unit="of the budget", regression=True, reason=missed)
+    for key, contender in now.items():
+        if key in was:
+            continue
         if contender.ours and (missed := before.wrong.get(key)) is not None:
-            moved.append(Move(model=label, contender=key, what="parity", unit="of the budget", before=None,
-                              after=_share(contender), reason=f"before, {missed}"))  # fmt: skip
+            share = _share(contender)
+            found.add(label, key, "parity", None, share, unit="of the budget", reason=f"before, {missed}")
         else:
-            notes.append(f"{label}, {key}: only in the new run")
-    return moved
-
-
-def _gone(label: str, contender: Contender, reason: str) -> Move:
-    return Move(
-        model=label, contender=contender.key, what="gone", unit="ms", before=contender.latency.median.value,
-        after=None, regression=True, reason=reason,
-    )  # fmt: skip
+            found.notes.append(f"{label}, {key}: only in the new run")
 
 
 def _share(contender: Contender) -> float:
@@ -272,244 +278,244 @@ def _share(contender: Contender) -> float:
 
 
 @dataclass(frozen=True)
-class _Changes:
-    """How the times of the contenders changed that both runs have of a model, all as logarithms.
+class _Change:
+    """How the time of a contender that both runs have changed, against the peers of its own run.
 
     Attributes:
-        pairs: each contender before and now.
-        logs: of now over before, (pairs,).
-        below, above: how far the interval of a change reaches to either side, (pairs,).
-        variances: of the changes, by the scatter of openings or rounds, (pairs,).
+        log: of its ratio to the peers now over that before.
+        below, above: how far the interval reaches to either side.
+        variance: of `log`, by the scatter of openings or rounds.
+        drift: how many times as long the machine takes, by the peers; None where there are none.
     """
 
-    pairs: list[tuple[Contender, Contender]]
-    logs: Array
-    below: Array
-    above: Array
-    variances: Array
-
-    @property
-    def peers(self) -> list[int]:
-        return [i for i, (_, now) in enumerate(self.pairs) if not now.ours]
-
-    @property
-    def drift(self) -> float | None:
-        """How many times as long the machine takes; None where no peers tell."""
-        return math.exp(float(np.median(self.logs[self.peers]))) if self.peers else None
+    was: Contender
+    now: Contender
+    log: float
+    below: float
+    above: float
+    variance: float
+    drift: float | None
 
 
-def _changes(before: Model, after: Model) -> _Changes:
+def _changes(before: Model, after: Model) -> list[_Change]:
     now = {contender.key: contender for contender in after.contenders}
     pairs = [(contender, now[contender.key]) for contender in before.contenders if contender.key in now]
-    old, new = (  # low, value and high, by contender
-        np.log(_steady_times([pair[i] for pair in pairs])).T for i in (0, 1)
-    )
-    (old_below, old_above), (new_below, new_above) = np.diff(old, axis=0), np.diff(new, axis=0)
-    errors = [(run[2] - run[0]) / 2 / reach(of.openings) for run, of in ((old, before), (new, after))]
-    reaches = np.hypot(new_below, old_above), np.hypot(new_above, old_below)
-    return _Changes(pairs, new[1] - old[1], *reaches, errors[0] ** 2 + errors[1] ** 2)
+    peers = [i for i, (was, _) in enumerate(pairs) if not was.ours]
+    if not pairs:
+        return []
+    old, new = (_times([pair[i] for pair in pairs], bool(peers)) for i in (0, 1))
+    logs = new[1] - old[1]
+    drift = float(np.median(logs[peers])) if peers else 0.0
+    below, above = np.hypot(new[1] - new[0], old[2] - old[1]), np.hypot(new[2] - new[1], old[1] - old[0])
+    variances = ((below + above) / 2 / reach(after.openings)) ** 2
+    numbers = np.stack([logs - drift, below, above, variances]).T.tolist()
+    times = math.exp(drift) if peers else None
+    return [
+        _Change(*pair, log, lower, upper, variance, times)
+        for pair, (log, lower, upper, variance) in zip(pairs, numbers, strict=True)
+    ]
 
 
-def _steady_times(contenders: Sequence[Contender]) -> Array:
-    """The time of each contender of a run without what all of them took longer in a round, with its interval,
-    (contenders, 3). That cancels in ratios to the peers, and is no scatter of theirs. Without peers there are no
-    ratios, and it stays, as where rounds do not pair."""
-    usual = np.ones(max((len(c.latency.rounds) for c in contenders), default=0))
-    if len({len(c.latency.rounds) for c in contenders}) == 1 and not all(c.ours for c in contenders):
-        medians = np.array([[median(calls) for calls in c.latency.rounds] for c in contenders])
-        usual = np.median(medians / np.median(medians, axis=1, keepdims=True), axis=0)
-    intervals = []
+def _times(contenders: Sequence[Contender], has_peers: bool) -> Array:
+    """Logarithms of the low end, value and high end of each contender's time, (3, contenders), over what all of them
+    took longer in each round. That cancels in ratios to the peers. Without peers there are none, and it stays, as where
+    rounds do not pair."""
+    counts = {len(contender.latency.rounds) for contender in contenders}
+    longer = np.ones(max(counts))
+    if has_peers and len(counts) == 1:
+        medians = np.array([[median(calls) for calls in contender.latency.rounds] for contender in contenders])
+        longer = np.median(medians / np.median(medians, axis=1, keepdims=True), axis=0)
+    times = []
     for latency in (contender.latency for contender in contenders):
-        rounds = [[ms / by for ms in calls] for calls, by in zip(latency.rounds, usual.tolist(), strict=False)]
-        intervals.append(latency_of(rounds, latency.openings).median)
-    return np.array([[interval.low, interval.value, interval.high] for interval in intervals]).reshape(-1, 3)
+        pairs = zip(latency.rounds, longer.tolist(), strict=False)
+        times.append(latency_of([[ms / by for ms in calls] for calls, by in pairs], latency.openings).median)
+    return np.log([[time.low, time.value, time.high] for time in times]).T
 
 
-def _spread(changes: Iterable[_Changes], usual: float) -> float:
-    """Standard deviation of the logarithm by which equal code differs between the runs, by how far apart the peers'
-    changes are, less what the scatter of their openings or rounds explains.
+def _drift(changes: Sequence[_Change]) -> float | None:
+    return changes[0].drift if changes else None
+
+
+def _peers(changes: Iterable[_Change]) -> list[_Change]:
+    return [change for change in changes if not change.now.ours]
+
+
+def _spread(changes: Sequence[Sequence[_Change]], usual: float) -> float:
+    """Standard deviation of the logarithm by which equal code differs between the runs: how far the peers' changes are
+    from their middle, less what the scatter of their openings or rounds explains.
 
     Args:
+        changes: by model.
         usual: what is believed before any peers are seen.
     """
-    apart, explained, freedom = [], [], 0
-    for change in changes:
-        freedom += max(len(change.peers) - 1, 0)
-        for i, j in combinations(change.peers, 2):
-            apart.append(abs(change.logs[i] - change.logs[j]))
-            explained.append((change.variances[i] + change.variances[j]) / 2)
-    if not apart:
+    of_models = [peers for of_model in changes if len(peers := _peers(of_model)) > 1]
+    peers = [change for of_model in of_models for change in of_model]
+    if not peers:
         return usual
-    seen = max((float(np.median(apart)) / HALF_APART) ** 2 - float(np.median(explained)), 0.0)
+    freedom = len(peers) - len(of_models)
+    apart = (OF_NORMAL * median(abs(change.log) for change in peers)) ** 2 * len(peers) / freedom
+    seen = max(apart - median(change.variance for change in peers), 0.0)
     return math.sqrt((BELIEF * usual**2 + freedom * seen) / (BELIEF + freedom))
 
 
-def _latencies(label: str, changes: _Changes, spread: float, notes: list[str]) -> list[Move]:
-    """The contenders whose change, with all that is uncertain of it, is beyond the tolerance."""
-    peers = changes.peers
-    known = math.log(changes.drift) if changes.drift is not None else 0.0
-    if changes.pairs and not peers:
-        notes.append(f"{label}: no peer is in both runs, so the drift of the machine counts as the contenders' own")
-    if abs(known) > math.log1p(TOLERANCE):
-        notes.append(f"{label}: the machine takes {math.exp(known):.3f} times as long, by its peers ({len(peers)})")
-    if len(peers) > 1 and spread > TOLERANCE:
-        notes.append(f"{label}: the peers' changes differ by {spread:.0%}, so smaller ones of ours do not show")
-    moved = []
-    of_peers = float(changes.variances[peers].mean()) if peers else 0.0
-    unknown = NORMAL * math.sqrt(spread**2 + (spread**2 + of_peers) * MEDIAN_LOSS / max(len(peers), 1))
-    for i, (was, now) in enumerate(changes.pairs):
-        if peers == [i]:
+def _latencies(label: str, changes: Sequence[_Change], spread: float, found: Differences) -> None:
+    """Add the contenders whose change, with all that is uncertain of it, is beyond the tolerance."""
+    peers, drift = len(_peers(changes)), _drift(changes)
+    if changes and drift is None:
+        found.notes.append(
+            f"{label}: no peer is in both runs, so the drift of the machine counts as the contenders' own"
+        )
+    if drift is not None and abs(math.log(drift)) > math.log1p(TOLERANCE):
+        found.notes.append(f"{label}: the machine takes {drift:.3f} times as long, by its peers ({peers})")
+    if peers > 1 and spread > TOLERANCE:
+        found.notes.append(f"{label}: the peers' changes differ by {spread:.0%}, so smaller ones of ours do not show")
+    of_peers = sum(change.variance for change in _peers(changes)) / max(peers, 1)
+    unknown = NORMAL * math.sqrt(spread**2 + (spread**2 + of_peers) * MEDIAN_LOSS / max(peers, 1))
+    for change in changes:
+        was, now, log = change.was, change.now, change.log
+        if peers == 1 and not now.ours:
             continue  # its change is the drift
-        log = float(changes.logs[i]) - known
-        low = log - math.hypot(changes.below[i], unknown)
-        high = log + math.hypot(changes.above[i], unknown)
-        if low <= math.log1p(TOLERANCE) and high >= -math.log1p(TOLERANCE):
-            continue
-        change = Interval(value=math.exp(log), low=math.exp(low), high=math.exp(high))
-        moved.append(Move(
-            model=label, contender=now.key, what="latency", unit="ms", before=was.latency.median.value,
-            after=now.latency.median.value, change=change, drift=changes.drift, regression=now.ours and log > 0,
-        ))  # fmt: skip
-    return moved
+        low, high = log - math.hypot(change.below, unknown), log + math.hypot(change.above, unknown)
+        if low > math.log1p(TOLERANCE) or high < -math.log1p(TOLERANCE):
+            times = Interval(value=math.exp(log), low=math.exp(low), high=math.exp(high))
+            found.add(
+                label, now.key, "latency", was.latency.median.value, now.latency.median.value, unit="ms",
+                change=times, drift=drift, regression=now.ours and log > 0,
+            )  # fmt: skip
 
 
 # --- all else ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Number:
+class _Measure:
     """A number that moves when it changes, either way, by more than a factor and by more than so many of its units.
 
     Attributes:
-        counts: whether it is a regression where it grew.
+        of: the number of a contender or a bundle; None where it was not measured.
         is_time: whether the machine's drift is taken out.
     """
 
     what: str
     unit: str
-    before: float
-    after: float
+    of: Callable[[Any], float | None]
     factor: float
     least: float
-    counts: bool = False
     is_time: bool = False
 
-    def move(self, label: str, key: str, drift: float | None, chance: float = 1.0) -> list[Move]:
-        """Its move, if it moved; no regression where it grew by less than `chance`, as the peers' did."""
+    def compare(
+        self, label: str, key: str, was: object, now: object, found: Differences, drift: float | None = None,
+        counts: bool = False, chance: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Add the move of the number, if it moved.
+
+        Args:
+            label, key: of the model and what has the number.
+            was, now: what has it, before and now.
+            drift: of the machine.
+            counts: whether it is a regression where it grew.
+            chance: how many times as large it may be by chance, as the peers' were.
+        """
+        before, after = self.of(was), self.of(now)
+        if before is None or after is None:
+            if before is not None and counts:
+                found.notes.append(f"{label}, {key}: {self.what} was measured before and is not now")
+            return
         taken_out = drift if self.is_time else None
-        expected = self.before * (taken_out or 1)
-        low, high = sorted((expected, self.after))
-        if high <= low * self.factor or high - low <= self.least:
-            return []
-        worse = self.counts and self.after > expected
-        as_peers = worse and self.is_time and self.after <= expected * chance
-        return [Move(
-            model=label, contender=key, what=self.what, unit=self.unit, before=self.before, after=self.after,
-            change=self.after / expected if expected > 0 else None, drift=taken_out,
-            regression=worse and not as_peers,
-            reason=f"those of peers moved by up to {chance:.3g} times" if as_peers else None,
-        )]  # fmt: skip
+        expected = before * (taken_out or 1)
+        low, high = sorted((expected, after))
+        if high > low * self.factor and high - low > self.least:
+            worse = counts and after > expected
+            as_peers = worse and self.is_time and after <= expected * chance
+            found.add(
+                label, key, self.what, before, after, unit=self.unit, drift=taken_out,
+                change=after / expected if expected > 0 else None, regression=worse and not as_peers,
+                reason=f"those of peers moved by up to {chance:.3g} times" if as_peers else None,
+            )  # fmt: skip
 
 
 def _cold_seconds(contender: Contender) -> float | None:
     return contender.cold.load_s + contender.cold.first_s if contender.cold else None
 
 
-MEASURES: tuple[tuple[str, str, Callable[[Contender], float | None], float, float], ...] = (
-    ("extra memory", "MiB", lambda c: c.memory.extra_mib if c.memory else None, MEMORY_FACTOR, MEMORY_MIB),
-    ("peak memory", "MiB", lambda c: c.memory.peak_mib if c.memory else None, MEMORY_FACTOR, MEMORY_MIB),
-    ("cold start", "s", _cold_seconds, COLD_FACTOR, COLD_SECONDS),
-    ("size", "MB", lambda c: c.size_mb, SIZE_FACTOR, SIZE_MB),
+SIZE = _Measure("size", "MB", lambda c: c.size_mb, SIZE_FACTOR, SIZE_MB)
+MEASURES = (
+    _Measure("extra memory", "MiB", lambda c: c.memory.extra_mib if c.memory else None, MEMORY_FACTOR, MEMORY_MIB),
+    _Measure("peak memory", "MiB", lambda c: c.memory.peak_mib if c.memory else None, MEMORY_FACTOR, MEMORY_MIB),
+    _Measure("cold start", "s", _cold_seconds, COLD_FACTOR, COLD_SECONDS, is_time=True),
+    SIZE,
 )
+PARITY = _Measure("parity", "of the budget", _share, PARITY_FACTOR, 0)
+DEPLOYING = _Measure("deploying", "s", lambda d: sum(d.seconds.values()), DEPLOY_FACTOR, DEPLOY_SECONDS, is_time=True)
 
 
-def _starts_apart(changes: Sequence[_Changes]) -> float:
+def _starts_apart(changes: Iterable[_Change]) -> float:
     """How many times as long, or as short, the start of any peer took. When neighbours or a disk were busy just then,
     that says nothing of ours."""
     apart = 1.0
-    for change in changes:
-        for was, now in (change.pairs[i] for i in change.peers):
-            before, after = _cold_seconds(was), _cold_seconds(now)
-            if before and after and change.drift:
-                apart = max(apart, after / before / change.drift, before / after * change.drift)
+    for change in _peers(changes):
+        before, after = _cold_seconds(change.was), _cold_seconds(change.now)
+        if before and after and change.drift:
+            apart = max(apart, after / before / change.drift, before / after * change.drift)
     return apart
 
 
-def _measures(
-    label: str, was: Contender, now: Contender, drift: float | None, starts: float, notes: list[str]
-) -> list[Move]:
-    """What else moved of a contender; a start for worse only where it moved by more than `starts`."""
-    moved = []
-    for what, unit, of, factor, least in MEASURES:
-        before, after = of(was), of(now)
-        if before is not None and after is not None:
-            number = _Number(what, unit, before, after, factor, least, counts=now.ours, is_time=unit == "s")
-            moved += number.move(label, now.key, drift, starts)
-        elif before is not None and now.ours:
-            notes.append(f"{label}, {now.key}: {what} was measured before and is not now")
-    shares = _share(was), _share(now)
-    if max(shares) > PARITY_SHARE:
-        moved += _Number("parity", "of the budget", *shares, PARITY_FACTOR, 0).move(label, now.key, None)
+def _measures(label: str, change: _Change, starts: float, found: Differences) -> None:
+    """Add what else moved of a contender; a start for worse only where it moved by more than `starts`."""
+    was, now = change.was, change.now
+    for measure in MEASURES:
+        measure.compare(label, now.key, was, now, found, change.drift, now.ours, starts)
+    if max(_share(was), _share(now)) > PARITY_SHARE:
+        PARITY.compare(label, now.key, was, now, found)
     if was.cases is not None and was.wrong_in is None and now.wrong_in is not None:
-        moved.append(Move(model=label, contender=now.key, what="parity", before=None, after=None, regression=now.ours,
-                          reason=f"now it is wrong in {now.wrong_in}"))  # fmt: skip
-    return moved
+        reason = f"now it is wrong in {now.wrong_in}"
+        found.add(label, now.key, "parity", None, None, regression=now.ours, reason=reason)
 
 
-def _bundles(label: str, before: Model, after: Model, drift: float | None) -> list[Move]:
-    """Bundles that are of another size, or that it takes another time to deploy: too noisy to be a regression."""
-    moved = []
+def _bundles(label: str, before: Model, after: Model, drift: float | None, found: Differences) -> None:
+    """Add bundles of another size, or that it takes another time to deploy: too noisy to be a regression."""
     was = {bundle.precision: bundle for bundle in before.deployed}
-    for now in (bundle for bundle in after.deployed if bundle.precision in was):
-        old = was[now.precision]
-        seconds = sum(old.seconds.values()), sum(now.seconds.values())
-        for number in (
-            _Number("size", "MB", old.size_mb, now.size_mb, SIZE_FACTOR, SIZE_MB, counts=True),
-            _Number("deploying", "s", *seconds, DEPLOY_FACTOR, DEPLOY_SECONDS, is_time=True),
-        ):
-            moved += number.move(label, f"bundle {now.precision}", drift)
-    return moved
+    for now in after.deployed:
+        if now.precision in was:
+            key = f"bundle {now.precision}"
+            SIZE.compare(label, key, was[now.precision], now, found, counts=True)
+            DEPLOYING.compare(label, key, was[now.precision], now, found, drift)
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
 
 
-def _growths(old: Results, new: Results, notes: list[str]) -> list[Move]:
-    """The series whose exponents moved."""
-    moved = []
-    before, after = ({(growth.model, growth.along): growth for growth in run.growth} for run in (old, new))
-    for key, now in after.items():
-        if key in before:
-            moved += _growth(before[key], now, notes)
+def _growths(old: Results, new: Results, found: Differences) -> None:
+    """Add the series whose exponents moved."""
+    before, after = ({f"{g.model} over {g.along}": g for g in run.growth} for run in (old, new))
+    for label, now in after.items():
+        if label in before:
+            _growth(label, before[label], now, found)
         else:
-            notes.append(f"{now.model} over {now.along}: only in the new run")
-    notes += [f"{was.model} over {was.along}: only in the old run" for key, was in before.items() if key not in after]
-    return moved
+            found.notes.append(f"{label}: only in the new run")
+    found.notes += [f"{label}: only in the old run" for label in before if label not in after]
 
 
-def _growth(before: Growth, after: Growth, notes: list[str]) -> list[Move]:
-    label, moved = f"{after.model} over {after.along}", []
+def _growth(label: str, before: Growth, after: Growth, found: Differences) -> None:
     if before.sizes != after.sizes:
         sizes = [", ".join(map(str, growth.sizes)) for growth in (before, after)]
-        notes.append(f"{label}: not compared; sizes {sizes[0]} before, {sizes[1]} now")
-        return []
+        found.notes.append(f"{label}: not compared; sizes {sizes[0]} before, {sizes[1]} now")
+        return
     was, now = ({f"{series.name} {series.precision}": series for series in growth.series} for growth in (before, after))
-    notes += [f"{label}, {key}: only in the new run" for key in now if key not in was]
+    found.notes += [f"{label}, {key}: only in the new run" for key in now if key not in was]
     for key, series in was.items():
         if key in now:
-            moved += _exponents(after, key, series, now[key], notes)
+            _exponents(after, key, series, now[key], found)
         elif series.ours:
-            moved.append(Move(model=after.model, contender=key, what=f"growth over {after.along}, gone", before=None,
-                              after=None, regression=True, reason="the new run does not have it"))  # fmt: skip
+            what, reason = f"growth over {after.along}, gone", "the new run does not have it"
+            found.add(after.model, key, what, None, None, regression=True, reason=reason)
         else:
-            notes.append(f"{label}, {key}: only in the old run")
-    return moved
+            found.notes.append(f"{label}, {key}: only in the old run")
 
 
-def _exponents(growth: Growth, key: str, before: Series, after: Series, notes: list[str]) -> list[Move]:
-    """The exponents that differ, beyond their intervals, and between the two largest sizes too. A few MiB have none
+def _exponents(growth: Growth, key: str, before: Series, after: Series, found: Differences) -> None:
+    """Add the exponents that differ, beyond their intervals, and between the two largest sizes too. A few MiB have none
     that holds."""
-    moved = []
     for kind, was, now, values, least in (
         ("time", before.time, after.time, (before.ms, after.ms), 0.0),
         ("memory", before.memory, after.memory, (before.extra_mib, after.extra_mib), MEMORY_MIB),
@@ -517,15 +523,15 @@ def _exponents(growth: Growth, key: str, before: Series, after: Series, notes: l
         at = [[i for i, value in enumerate(series) if value is not None] for series in values]
         if at[0] != at[1]:
             why = "; ".join(after.notes) or "the new run does not say why"
-            notes.append(f"{growth.model} over {growth.along}, {key}: {kind} is not of the same sizes as before: {why}")
+            label = f"{growth.model} over {growth.along}, {key}"
+            found.notes.append(f"{label}: {kind} is not of the same sizes as before: {why}")
         elif was is not None and now is not None:
             more = now.exponent.value - was.exponent.value, now.last - was.last
             largest = max((value for series in values for value in series if value is not None), default=0.0)
             low, high = sorted((was.exponent, now.exponent), key=lambda exponent: exponent.value)
             if largest > least and high.low > low.high and (min(more) > EXPONENT or max(more) < -EXPONENT):
-                moved.append(Move(
-                    model=growth.model, contender=key, what=f"exponent of {kind} over {growth.along}",
-                    before=was.exponent.value, after=now.exponent.value, regression=after.ours and min(more) > 0,
+                found.add(
+                    growth.model, key, f"exponent of {kind} over {growth.along}", was.exponent.value,
+                    now.exponent.value, regression=after.ours and min(more) > 0,
                     reason=f"between the two largest sizes {was.last:.2f} before, {now.last:.2f} now",
-                ))  # fmt: skip
-    return moved
+                )  # fmt: skip

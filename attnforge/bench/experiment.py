@@ -7,13 +7,14 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from attnforge.bench.results import Environment, Run
-from attnforge.bundle import Bundle, Case
+from attnforge.bundle import Bundle, Case, Source
 from attnforge.errors import UnknownNameError, UsageError
 from attnforge.machine import this_machine, tool_versions
 from attnforge.runtime import cases as reference
@@ -95,9 +96,9 @@ class Experiment:
             )
 
 
-def default_openings(openings: int | None, quick: bool) -> int:
-    """How often every contender is opened, where that is not asked for: 3 times, in a quick run once."""
-    return (1 if quick else 3) if openings is None else openings
+def source_text(source: Source) -> str:
+    """Name and options that make a model again."""
+    return " ".join([source.name, *(f"{name}={value}" for name, value in source.options.items())])
 
 
 def case_at(bundle: Bundle, sizes: Mapping[str, int]) -> Case:
@@ -124,10 +125,11 @@ def case_at(bundle: Bundle, sizes: Mapping[str, int]) -> Case:
     return at
 
 
-def environment(threads: int) -> Environment:
-    """The machine and how busy it is.
+def begun(command: str, threads: int) -> dict[str, Any]:
+    """The fields of :class:`~.results.Run` as it begins: when, on which machine, and how busy that is.
 
     Args:
+        command: that measures the results again.
         threads: of every CPU contender.
     """
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -135,9 +137,11 @@ def environment(threads: int) -> Environment:
         told = governor.read_text(encoding="ascii").strip()
     except OSError:
         told = "the system does not tell"
-    return Environment(
+    surroundings = Environment(
         machine=this_machine(), versions=tool_versions(), threads=threads, governor=told, load_before=load_now()
     )
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"command": command, "created": created, "seconds": 0, "environment": surroundings}
 
 
 def load_now() -> float | None:

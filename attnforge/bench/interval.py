@@ -166,19 +166,12 @@ def _checked(rounds: Rounds) -> list[Array]:
     arrays = [np.asarray(calls, np.float64) for calls in rounds]
     if not arrays:
         raise UsageError("there are no rounds; measure one or more")
-    if all(calls.size for calls in arrays) and _are_times(np.concatenate(arrays)):
-        return arrays
     for i, calls in enumerate(arrays):
-        if calls.size == 0 or not _are_times(calls):
+        if not (calls.size and calls.min() > 0 and calls.max() < math.inf):  # NaN is neither
             raise UsageError(
                 f"round {i} has {calls.tolist()}; every round needs a call or more, each of a positive time"
             )
     return arrays
-
-
-def _are_times(calls: Array) -> bool:
-    """Whether all numbers are finite and positive."""
-    return bool(calls.min() > 0 and calls.max() < math.inf)  # NaN is neither
 
 
 def _student(freedom: int) -> float:

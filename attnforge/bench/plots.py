@@ -10,7 +10,7 @@ import base64
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 from attnforge.atomic import write_whole
 from attnforge.bench.limits import Ceilings
 from attnforge.bench.results import Contender, Fit, Growth, Model, Results, Series, precisions
-from attnforge.bench.tables import Measure
+from attnforge.bench.tables import Measure, growth_tables
 from attnforge.report.charts import (
     BLUE,
     GREY,
@@ -139,22 +139,19 @@ def both_logarithmic(axes: Axes) -> None:
 def latencies(model: Model, kind: Kind = "svg") -> Picture | None:
     """One row a contender, by its median: where its calls lie, and the median of every round."""
     contenders = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
-    if not contenders:
-        return None
     rows = in_words([f"{contender.key} {milliseconds(contender.latency.median)}" for contender in contenders])
     alt = (
         f"Milliseconds a call of {model.name}, one row for each of {len(contenders)} contenders, the fastest first. "
         f"Medians: {rows}."
     )
-    with drawing(WIDTH, 1.15 + 0.3 * len(contenders)) as figure:
-        axes = figure.subplots()
+
+    def draw(axes: Axes) -> None:
         for y, contender in enumerate(contenders):
             _distribution(axes, y, contender)
-        _scale(axes, [ms for c in contenders for ms in (c.latency.min, c.latency.median.low, c.latency.p99)])
-        _name_rows(axes, contenders, [rounded(contender.latency.median.value) for contender in contenders])
-        axes.set_xlabel("milliseconds a call; right: the median")
-        _legend(figure, contenders)
-        return finished(figure, kind, alt)
+
+    ends = [ms for c in contenders for ms in (c.latency.min, c.latency.median.low, c.latency.p99)]
+    texts = [rounded(contender.latency.median.value) for contender in contenders]
+    return _in_rows(contenders, texts, ends, "milliseconds a call; right: the median", draw, kind, alt)
 
 
 def _distribution(axes: Axes, y: int, contender: Contender) -> None:
@@ -175,8 +172,6 @@ def ratios(model: Model, kind: Kind = "svg") -> Picture | None:
     order = precisions(contender.precision for contender in model.contenders)
     compared = [(contender, contender.ratio) for contender in model.contenders if contender.ratio is not None]
     compared.sort(key=lambda pair: (order.index(pair[0].precision), pair[1].value))
-    if not compared:
-        return None
     contenders = [contender for contender, _ in compared]
     texts = [with_interval(ratio, 2) for _, ratio in compared]
     rows = in_words([f"{contender.key} {text}" for contender, text in zip(contenders, texts, strict=True)])
@@ -184,8 +179,8 @@ def ratios(model: Model, kind: Kind = "svg") -> Picture | None:
         f"Time of the contenders of {model.name} over that of the picked backend at the same precision, with 95% "
         f"intervals; below 1 is faster: {rows}."
     )
-    with drawing(WIDTH, 1.15 + 0.3 * len(contenders)) as figure:
-        axes = figure.subplots()
+
+    def draw(axes: Axes) -> None:
         axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         for y, (contender, ratio) in enumerate(compared):
             color, marker = _color(contender), marker_of(contender.precision)
@@ -193,15 +188,45 @@ def ratios(model: Model, kind: Kind = "svg") -> Picture | None:
             if y and contender.precision != contenders[y - 1].precision:
                 axes.axhline(y - 0.5, color="#cccccc", linewidth=0.8)
             axes.scatter([ratio.value], [y], s=34, c=color, marker=marker, zorder=3)
-        _scale(axes, [1, *(end for _, ratio in compared for end in (ratio.low, ratio.high))])
-        _name_rows(axes, contenders, texts)
-        axes.set_xlabel("times as long as the picked backend")
-        _legend(figure, contenders)
-        return finished(figure, kind, alt)
+
+    ends = [1, *(end for _, ratio in compared for end in (ratio.low, ratio.high))]
+    return _in_rows(contenders, texts, ends, "times as long as the picked backend", draw, kind, alt)
 
 
 def _color(contender: Contender) -> str:
     return BLUE if contender.ours else ORANGE
+
+
+def _in_rows(
+    rows: Sequence[Contender], texts: Sequence[str], numbers: Sequence[float], xlabel: str,
+    draw: Callable[[Axes], None], kind: Kind, alt: str,
+) -> Picture | None:  # fmt: skip
+    """A picture of one row a contender, the first on top; None where there is none.
+
+    Args:
+        rows: the contenders.
+        texts: down the right side.
+        numbers: that the x axis has to hold.
+        xlabel: what they are.
+        draw: draws the rows at y of 0, 1, ….
+        kind: of the picture.
+        alt: the picture in words.
+    """
+    if not rows:
+        return None
+    with drawing(WIDTH, 1.15 + 0.3 * len(rows)) as figure:
+        axes = figure.subplots()
+        draw(axes)
+        _scale(axes, numbers)
+        _name_rows(axes, rows, texts)
+        axes.set_xlabel(xlabel)
+        handles = [
+            dot(label, color=color)
+            for label, color, ours in (("ours", BLUE, True), ("peers", ORANGE, False))
+            if any(contender.ours == ours for contender in rows)
+        ]
+        legend_above(figure, [*handles, *precision_dots([contender.precision for contender in rows])])
+        return finished(figure, kind, alt)
 
 
 def _name_rows(axes: Axes, rows: Sequence[Contender], right: Sequence[str]) -> None:
@@ -238,16 +263,6 @@ def _scale(axes: Axes, numbers: Sequence[float]) -> None:
         axes.set_xlim(low - room, high + room)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
-
-
-def _legend(figure: Figure, rows: Sequence[Contender]) -> None:
-    """The legend of rows: the colours, and the markers where there are several."""
-    handles = [
-        dot(label, color=color)
-        for label, color, ours in (("ours", BLUE, True), ("peers", ORANGE, False))
-        if any(c.ours == ours for c in rows)
-    ]
-    legend_above(figure, [*handles, *precision_dots([c.precision for c in rows])])
 
 
 # --- the roofline -----------------------------------------------------------------------------------------------------
@@ -333,54 +348,39 @@ def _roofline_in_words(ceilings: Ceilings, points: Sequence[Point]) -> str:
 # --- growth -----------------------------------------------------------------------------------------------------------
 
 
-Reading = tuple[int, float]
-
-
 def growth_plot(growth: Growth, measure: Measure, kind: Kind = "svg") -> Picture | None:
     """Draw time a call, or the memory that a call adds, over sizes, both logarithmic; None where there is neither."""
-    lines = [(series, readings) for series in growth.series if (readings := _readings(growth, series, measure))]
+    lines = [
+        (series, readings, fit)
+        for grown in growth_tables(growth)
+        if grown.measure == measure
+        for series, values, fit in grown.rows
+        if (readings := [(size, value) for size, value in zip(growth.sizes, values, strict=True) if (value or 0) > 0])
+    ]  # without zeros, which have no logarithm
     if not lines:
         return None
     unit = "milliseconds a call" if measure == "time" else "MiB that one call adds"
     with drawing(WIDTH, 3.1 + 0.19 * len(lines)) as figure:
         axes = figure.subplots()
-        colors, handles = _colors([series for series, _ in lines]), []
-        for series, readings in lines:
+        colors, handles, words = _colors([series for series, *_ in lines]), [], []
+        for series, readings, fit in lines:
             sizes, values = zip(*readings, strict=True)
-            label = f"{short_label(series.name)} {series.precision}{_law(growth.along, _fit(series, measure), True)}"
             handles += axes.plot(
                 sizes, values, color=colors[series.name], linestyle=DASHES.get(series.precision, ":"), linewidth=1.7,
-                marker=marker_of(series.precision), markersize=5, label=label,
+                marker=marker_of(series.precision), markersize=5,
+                label=f"{short_label(series.name)} {series.precision}{_law(growth.along, fit, True)}",
             )  # fmt: skip
+            smallest, largest = (f"{rounded(values[i])} at {sizes[i]:,}" for i in (0, -1))
+            law = _law(growth.along, fit, False)
+            words.append(f"{series.name} {series.precision} {smallest}, {largest}{law}")
         both_logarithmic(axes)
-        ticks = ticks_apart([size for _, readings in lines for size, _ in readings], logarithmic=True)
+        ticks = ticks_apart([size for _, readings, _ in lines for size, _ in readings], logarithmic=True)
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.set_xlabel(literal(growth.along))
         axes.set_ylabel(unit)
         legend_above(figure, handles)
-        return finished(figure, kind, _growth_in_words(growth, measure, unit, lines))
-
-
-def _growth_in_words(growth: Growth, measure: Measure, unit: str, lines: Sequence[tuple[Series, list[Reading]]]) -> str:
-    rows = [
-        f"{series.name} {series.precision} {rounded(first)} at {smallest:,}, {rounded(last)} at {largest:,}"
-        f"{_law(growth.along, _fit(series, measure), False)}"
-        for series, ((smallest, first), *_, (largest, last)) in (
-            (series, [*readings[:1], *readings]) for series, readings in lines
-        )
-    ]
-    title = f"{unit[0].upper()}{unit[1:]} of {growth.model} over {growth.along}, both axes logarithmic"
-    return f"{title}: {in_words(rows)}."
-
-
-def _readings(growth: Growth, series: Series, measure: Measure) -> list[Reading]:
-    """Sizes and what was measured there, without zeros, which have no logarithm."""
-    values = series.ms if measure == "time" else series.extra_mib
-    return [(size, value) for size, value in zip(growth.sizes, values, strict=False) if value is not None and value > 0]
-
-
-def _fit(series: Series, measure: Measure) -> Fit | None:
-    return series.time if measure == "time" else series.memory
+        title = f"{unit[0].upper()}{unit[1:]} of {growth.model} over {growth.along}, both axes logarithmic"
+        return finished(figure, kind, f"{title}: {in_words(words)}.")
 
 
 def _law(along: str, fit: Fit | None, is_drawn: bool) -> str:

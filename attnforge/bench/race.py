@@ -11,16 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from functools import partial
+from typing import ClassVar, Generic
 
-from attnforge.bench.contenders.peers import PeerJob
+from attnforge.bench.contenders.peers import Peer, PeerJob, T
 from attnforge.bench.experiment import Experiment
-from attnforge.bundle import Bundle
 from attnforge.errors import BundleError, UnavailableError, first_line
 from attnforge.runtime.backends.registry import why_not_unasked, why_unavailable
-
-T = TypeVar("T")
-"""What runs a contender: a function of inputs, or a decoder that takes steps."""
 
 Times = dict[str, list[list[float]]]
 """Milliseconds of each call, by contender and round."""
@@ -34,10 +31,8 @@ class Entry(Generic[T]):
         job: the bundle and inputs that it is opened for.
         name: of the backend or peer.
         key: its name among all contenders.
-        ours: whether it is a backend of the bundle.
-        what: it is, in a line.
         opener: makes what runs it.
-        stays: whether it stays open for all rounds.
+        peer: that it is; None for a backend of the bundle.
         error, budget: the worst of all checks, relative to float64.
         notes: what could not be measured, and why.
         opened: what runs it, once it is open; closing `stack` closes it.
@@ -46,15 +41,28 @@ class Entry(Generic[T]):
     job: PeerJob
     name: str
     key: str
-    ours: bool
-    what: str
     opener: Callable[[ExitStack], T]
-    stays: bool = False
+    peer: Peer[T] | None = None
     error: float = 0.0
     budget: float = 0.0
     notes: list[str] = field(default_factory=list)
     opened: T = field(init=False)
     stack: ExitStack | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is a backend of the bundle."""
+        return self.peer is None
+
+    @property
+    def what(self) -> str:
+        """A line about it."""
+        return self.peer.what if self.peer is not None else f"the bundle on {self.name}"
+
+    @property
+    def stays(self) -> bool:
+        """Whether it stays open for all rounds."""
+        return self.peer is not None and self.peer.compiles
 
     def open(self, stack: ExitStack) -> None:
         """Open it anew, until `stack` closes, unless it stays open.
@@ -85,7 +93,10 @@ class Workload(ABC, Generic[T]):
     Attributes:
         checking: the words before a contender's name while it is checked.
         timing: the words for what is timed.
+        in_last_opening_alone: whether it is timed there alone, in rounds of its own.
     """
+
+    in_last_opening_alone: ClassVar[bool] = False
 
     checking: str
     timing: str
@@ -136,7 +147,7 @@ def run_race(
     Args:
         experiment: how many rounds and openings there are.
         contenders: in the order of the results.
-        workloads: that are timed in every opening, one after another.
+        workloads: that are timed in every opening, one after another; the first one in all of them.
         skipped: why other contenders cannot run, by key; gets those that fail.
         stack: closes what is open in the end.
     """
@@ -166,32 +177,55 @@ def run_race(
         each("open", lambda entry: entry.open(stack), i)
         openings.append(0)
         for workload, so_far in zip(workloads, times, strict=True):
+            if workload.in_last_opening_alone and i + 1 < count:
+                continue
             each(workload.checking, workload.why_wrong, i)
             experiment.progress(f"time {workload.timing}{f', opening {i + 1} of {count}' if count > 1 else ''}")
             taken = workload.time(entries, share, experiment.seconds / count, seed=i)
             for key, rounds in taken.items():
                 so_far.setdefault(key, []).extend(rounds)
-                openings[i] = len(rounds)  # of every contender of every workload
+                if workload is workloads[0]:
+                    openings[i] = len(rounds)  # of every contender
+    for entry in entries.values():
+        if entry.stays and len(openings) > 1:
+            entry.notes.append(
+                "what is compiled was opened once, for it takes long: its interval does not tell how openings differ"
+            )
     return Raced(list(entries.values()), times, openings, wrong, skipped)
 
 
-def backends_of(
-    experiment: Experiment, bundle: Bundle, known: Sequence[str], refused: Callable[[str], str | None]
-) -> Iterator[tuple[str, str | None]]:
-    """The backends that are asked for, or else all, and of each why it cannot run, or None.
+def entries_of(
+    experiment: Experiment,
+    job: PeerJob,
+    known: Sequence[str],
+    open_ours: Callable[[str, PeerJob, ExitStack], T],
+    peers: Mapping[str, Peer[T]],
+    refused: Callable[[str], str | None],
+    skipped: dict[str, str],
+    suffix: str = "",
+) -> Iterator[Entry[T]]:
+    """The contenders on one bundle: its backends, all where none is asked for, and the peers.
 
     Args:
-        experiment: names the backends, or None for all.
-        bundle: that they run.
-        known: all of them.
+        experiment: names the backends and the peers.
+        job: that they are opened for.
+        known: all backends.
+        open_ours: makes what runs a backend.
+        peers: all of them, by name.
         refused: why a backend is not tried; None where it is.
+        skipped: gets the reasons of backends that cannot run, by key.
+        suffix: of the keys.
 
     Raises:
         UnavailableError: a backend that was asked for by name cannot run here.
     """
     why_not = why_not_unasked if experiment.backends is None else why_unavailable
     for name in experiment.backends or known:
-        reason = refused(name) or why_not(bundle, name)
-        if reason is not None and experiment.backends is not None:
+        if (reason := refused(name) or why_not(job.bundle, name)) is None:
+            yield Entry(job, name, f"{name}{suffix}", partial(open_ours, name, job))
+        elif experiment.backends is None:
+            skipped[f"{name}{suffix}"] = reason
+        else:
             raise UnavailableError(f"{name}: {reason}")
-        yield name, reason
+    for name in experiment.against:
+        yield Entry(job, name, f"{name}{suffix}", partial(peers[name].open, job), peers[name])

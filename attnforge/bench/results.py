@@ -1,6 +1,6 @@
 """The records of a results file. Numbers are in the units that their names end in.
 
-A results file is a JSON document of :class:`Results`, with a schema version of its own.
+A results file is a JSON document of :class:`Results` or :class:`DecodingResults`, with a schema version of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
@@ -20,7 +20,7 @@ from attnforge.machine import Machine
 from attnforge.records import Interval as Interval
 from attnforge.records import Record
 
-RESULTS_VERSION = 1
+RESULTS_VERSION, DECODING_RESULTS_VERSION = 1, 2
 
 
 class Latency(Record):
@@ -96,28 +96,39 @@ class Cases(Record):
     wrong: str | None = None
 
 
-class Contender(Record):
-    """One way to run the model, and its measurements. Those that could not be made are None, and `notes` says why.
+class Right(Record):
+    """A way to run or to decode with the model that answers within the parity budget.
 
     Attributes:
         name: of the backend or the peer.
-        precision: that it computes at, and whose parity budget it was held to.
         ours: whether it is a backend of the bundle, and no peer.
+        what: a line about it.
+        error, budget: of the answer that is closest to its budget, relative to float64, on the inputs that were timed.
+        notes: what could not be measured, and why.
+    """
+
+    name: str
+    ours: bool
+    what: str
+    error: float
+    budget: float
+    notes: list[str] = []
+
+
+class Contender(Right):
+    """One way to run the model, and its measurements; None for those that could not be made.
+
+    Attributes:
+        precision: that it computes at, and whose parity budget it was held to.
         picked: whether `load(backend="auto")` picks it at this precision.
-        error, budget: relative to float64, on the inputs that were timed.
         cases: how it did in the bundle's reference cases; ours, and peers that are as fast, are held to them.
         ratio: its median over that of the picked backend at the same precision; above 1, the picked backend is faster.
         share: of the machine's limit, from 0 to 1 (:mod:`.limits`).
         size_mb: of the model's or plan's files.
     """
 
-    name: str
     precision: str
-    ours: bool
     picked: bool = False
-    what: str
-    error: float
-    budget: float
     cases: Cases | None = None
     latency: Latency
     ratio: Interval | None = None
@@ -126,7 +137,6 @@ class Contender(Record):
     cold: Cold | None = None
     memory: MemoryUse | None = None
     size_mb: float | None = None
-    notes: list[str] = []
 
     @property
     def key(self) -> str:
@@ -307,6 +317,122 @@ class Results(Run):
     models: list[Model]
     growth: list[Growth] = []
     left_out: dict[str, str] = {}
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+class StepLimit(Record):
+    """The least time of a step: that of a copy of as many bytes as it reads, read and written bytes both counted.
+
+    Attributes:
+        weights: bytes of weights that a step reads, in the bundle's own types.
+        cache: bytes of filled cache that it reads.
+        latency: milliseconds of the copy, which took turns with the contenders.
+    """
+
+    weights: int
+    cache: int
+    latency: Latency
+
+
+class Timed(Record):
+    """Something that decoders do.
+
+    Attributes:
+        latency: milliseconds of it, for all samples together.
+        ratio: the median over that of the bundle's own fastest backend; above 1, the bundle is faster.
+    """
+
+    latency: Latency
+    ratio: Interval | None = None
+
+
+class StepTime(Timed):
+    """Steps of one token behind a context.
+
+    Attributes:
+        context: tokens in the cache before the first timed step.
+        per_second: tokens a second, of all samples together.
+        share: the limit's median over its own.
+    """
+
+    context: int
+    per_second: Interval
+    share: Interval | None = None
+
+
+class FirstToken(Timed):
+    """Time to first token: a prompt into an empty cache, until the logits of its last token are there.
+
+    Attributes:
+        prompt: tokens of every sample.
+    """
+
+    prompt: int
+
+
+class DecodingContender(Right):
+    """One way to decode.
+
+    Attributes:
+        steps: by context.
+        first_tokens: by prompt.
+        growth: bytes that the process has more in memory after a step, the mean of many; None where the system does not
+            tell.
+    """
+
+    steps: list[StepTime] = []
+    first_tokens: list[FirstToken] = []
+    growth: float | None = None
+
+    def at(self, context: int) -> StepTime | None:
+        """Its steps behind a context."""
+        return next((step for step in self.steps if step.context == context), None)
+
+
+class DecodingResults(Run):
+    """All figures of one run of `bench --decode`.
+
+    Attributes:
+        model: the bundle's name.
+        source: name and options that make the model again.
+        batch: samples that are decoded at once.
+        places: tokens that the caches hold.
+        steps: timed steps of a turn, behind one that is not timed.
+        rounds: how often every contender had a turn at each context and prompt.
+        openings: how often every contender was opened.
+        held_to: what the logits were held to.
+        limits: by context.
+        wrong: contenders that missed the parity budget, which have no time, and by how much.
+        skipped: contenders that could not run, and why.
+    """
+
+    schema_version: Annotated[int, Field(strict=True)] = DECODING_RESULTS_VERSION
+    model: str
+    precision: str
+    source: str
+    batch: int
+    places: int
+    steps: int
+    contexts: list[int]
+    prompts: list[int]
+    rounds: int
+    openings: int
+    held_to: Literal["float64", "eager"]
+    limits: dict[int, StepLimit] = {}
+    contenders: list[DecodingContender] = []
+    wrong: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+
+    @property
+    def best(self) -> DecodingContender | None:
+        """The bundle's own contender that is fastest behind the longest context; None where none was timed."""
+        ours = [contender for contender in self.contenders if contender.ours and contender.steps]
+        return min(ours, key=lambda contender: contender.steps[-1].latency.median.value, default=None)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def read(file: str | os.PathLike[str]) -> Results:

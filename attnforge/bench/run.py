@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from typing import Any, Literal, overload
 
 from attnforge.atomic import temporary_folder
 from attnforge.bench.calls import Caller, Calls, Yardstick, callers, check_all_cases
+from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.engines import Runner
 from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.contenders.registry import ON_GPU as GPU_PEERS
 from attnforge.bench.contenders.registry import PEERS, expanded, peers_here
-from attnforge.bench.decoding.results import DecodingResults
-from attnforge.bench.decoding.run import benchmark_decoding
-from attnforge.bench.experiment import ROUNDS, Experiment, Progress, case_at, default_openings, environment
+from attnforge.bench.decoding import measure_decoding
+from attnforge.bench.experiment import ROUNDS, Experiment, Progress, begun, case_at, source_text
 from attnforge.bench.experiment import finished as finished
-from attnforge.bench.interval import latency_of, ratio_of
+from attnforge.bench.interval import latency_of, per_second, ratio_of
 from attnforge.bench.limits import Ceilings, limit_seconds
 from attnforge.bench.limits.ceilings import measure_ceilings
 from attnforge.bench.limits.work import work_of
-from attnforge.bench.race import Raced, run_race
-from attnforge.bench.results import Contender, Deployed, Model, Results, Throughput
+from attnforge.bench.race import Raced, Workload, run_race
+from attnforge.bench.results import Contender, DecodingResults, Deployed, Model, Results, Throughput
 from attnforge.bench.starts import measure_starts_and_memory
-from attnforge.bench.throughput import throughputs
-from attnforge.bundle import CANONICAL, FLAVOURS, OPENVINO, WEIGHTS, Bundle, Case, Trusted, open_bundle
+from attnforge.bench.throughput import Load, loads
+from attnforge.bundle import CANONICAL, FLAVOURS, OPENVINO, WEIGHTS, Bundle, Trusted, open_bundle
 from attnforge.errors import UsageError
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
@@ -91,14 +90,19 @@ def benchmark(
     Args:
         bundle: a bundle or its folder; or several of one model at several precisions, measured in one run.
         backends: by default every deployed one that this machine can run.
-        against: names of peers (`attnforge.bench.contenders.registry`), or `all` that can run here; peers in
+        against: names of peers (`attnforge.bench.contenders.registry`, of `decode` those of
+            `attnforge.bench.contenders.decoding.registry`), or `all` that can run here; peers in
             torch need the module.
         sizes: of the dynamic dims, by symbol; or a sequence of such, each measured for itself. By default the
             example's.
         decode: of one bundle that was deployed with `cache_tokens`: measure how it decodes, and return
-            :class:`~attnforge.bench.decoding.results.DecodingResults`.
-        contexts, prompts, batch: of `decode`, as :func:`~attnforge.bench.decoding.run.benchmark_decoding` explains
-            them.
+            :class:`~attnforge.bench.results.DecodingResults`. Logits are held to the module where it is given,
+            registered or trusted, else to the exported graph that the bundle keeps.
+        contexts: of `decode`, tokens before the timed steps; by default those of 128, 512 and 1,024 that the caches
+            have places for.
+        prompts: of `decode`, tokens of the prompts whose time to first token is measured; by default 16, 128 and 512,
+            likewise.
+        batch: of `decode`, samples that are decoded at once; by default 1.
         rounds: how often every contender has a turn.
         openings: how often every contender is opened anew. The rounds are shared out among the openings, so there are
             no more openings than rounds. By default 3; in a quick run 1, whose intervals do not tell how openings
@@ -106,7 +110,7 @@ def benchmark(
         threads: of CPU contenders; by default one a processor.
         module: the module that was deployed, where the bundle does not say how to make it again.
         quick: latency alone, of one opening: no throughput, starts, memory or limits, and parity on the timed inputs
-            alone.
+            alone; of `decode` steps alone.
         trust_source: whether you trust whoever made the bundles as you would a program's maker: peers run the model
             that was deployed, so what the manifest names (a callable, a Hugging Face folder, a file) is imported,
             opened and run with all your rights.
@@ -117,32 +121,33 @@ def benchmark(
     Raises:
         UnknownNameError: no such backend, peer or dim.
         UntrustedError: a peer needs what a manifest names, and neither `module` nor `trust_source` was given.
-        UsageError: fewer than one round or opening, bundles of different models, or a module is needed and not at hand.
+        UsageError: fewer than one round or opening, bundles of different models, a module is needed and not at hand, or
+            of `decode` a bundle without a cache, or a context or prompt that does not fit in it.
         InputError: a size outside the profile.
         UnavailableError: a backend that was asked for by name cannot run here.
         BundleError: a bundle is not whole, or was altered.
     """
+    start = time.perf_counter()
     paths = [bundle] if isinstance(bundle, str | os.PathLike | Bundle) else list(bundle)
-    if decode:
-        if sizes is not None or len(paths) != 1:
-            raise UsageError("decode=True measures one bundle at a time, by contexts, prompts and batch; give no sizes")
-        return benchmark_decoding(
-            paths[0], backends, against, contexts=contexts, prompts=prompts, batch=1 if batch is None else batch,
-            rounds=rounds, openings=openings, threads=threads, module=module, quick=quick, trust_source=trust_source,
-            trusted=trusted, command=command, progress=progress,
-        )  # fmt: skip
+    if decode and (sizes is not None or len(paths) != 1):
+        raise UsageError("decode=True measures one bundle at a time, by contexts, prompts and batch; give no sizes")
     for name, given in (("contexts", contexts), ("prompts", prompts), ("batch", batch)):
-        if given is not None:
+        if given is not None and not decode:
             raise UsageError(f"{name} means nothing without decode=True")
     bundles = [open_bundle(path, lazily=True, trusted=trusted) for path in paths]
-    against = expanded(against, lambda: peers_here({opened.manifest.precision for opened in bundles}))
-    start = time.perf_counter()
+
+    def every() -> Iterable[str]:
+        return DECODING_PEERS if decode else peers_here({opened.manifest.precision for opened in bundles})
+
+    against = expanded(against, every)
     experiment = Experiment(
         bundles, backends, against, rounds, threads or processors(), module,
-        openings=default_openings(openings, quick), trust_source=trust_source, progress=progress,
+        openings=openings if openings is not None else 1 if quick else 3, trust_source=trust_source, progress=progress,
     )  # fmt: skip
     experiment.throughput = experiment.starts = experiment.memory = experiment.cases = not quick
-    experiment.check(PEERS, threads)
+    experiment.check(DECODING_PEERS if decode else PEERS, threads)
+    if decode:
+        return measure_decoding(experiment, contexts, prompts, 1 if batch is None else batch, command)
     for opened in bundles if against and module is None else ():
         check_trusted(opened.manifest.source, trust_source)
     every_sizes = [sizes or {}] if sizes is None or isinstance(sizes, Mapping) else list(sizes)
@@ -162,17 +167,11 @@ def new_results(command: str, threads: int, progress: Progress, with_ceilings: b
         progress: called with the name of each stage as it starts.
         with_ceilings: whether the machine's limits are measured.
     """
-    surroundings = environment(threads)
+    results = Results(**begun(command, threads), models=[])
     if with_ceilings:
         progress("measure the machine's limits")
-    return Results(
-        command=command,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds=0,
-        environment=surroundings,
-        ceilings=measure_ceilings(threads) if with_ceilings else None,
-        models=[],
-    )
+        results.ceilings = measure_ceilings(threads)
+    return results
 
 
 def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings | None) -> Model:
@@ -188,11 +187,13 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         folder = stack.enter_context(temporary_folder())
         with_threads(experiment.threads, stack)  # closing a contender restores torch's threads, so set them out here
         yardsticks = [Yardstick(bundle, sizes, experiment, folder) for bundle in experiment.bundles]
-        calls, skipped = Calls("check", f"{manifest.name}{_at(case)}", yardsticks), dict[str, str]()
+        at = ", ".join(f"{name} {size}" for name, size in case.sizes.items())
+        calls = Calls("check", f"{manifest.name} at {at}" if at else manifest.name, yardsticks)
+        workloads = [calls, *(loads(experiment.bundles[0], case) if experiment.throughput else ())]
+        skipped: dict[str, str] = {}
         entries = (entry for yardstick in yardsticks for entry in callers(experiment, yardstick, skipped))
-        raced = run_race(experiment, entries, [calls], skipped, stack)
-        rates = throughputs(experiment, raced.entries, case) if experiment.throughput else {}
-        contenders = [_contender(entry, raced, rates.get(entry.key, [])) for entry in raced.entries]
+        raced = run_race(experiment, entries, workloads, skipped, stack)
+        contenders = [_contender(entry, raced, workloads) for entry in raced.entries]
         _compare(experiment, contenders)
         pairs = list(zip(raced.entries, contenders, strict=True))
         measure_starts_and_memory(experiment, pairs, case)
@@ -213,23 +214,17 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
     return model
 
 
-def _contender(entry: Caller, raced: Raced[Runner], rates: list[Throughput]) -> Contender:
-    if not entry.ours and PEERS[entry.name].compiles and len(raced.openings) > 1:
-        entry.notes.append(
-            "what is compiled was opened once, for it takes long: its interval does not tell how openings differ"
-        )
+def _contender(entry: Caller, raced: Raced[Runner], workloads: Sequence[Workload[Runner]]) -> Contender:
+    rates = [
+        Throughput(batch=load.batch, callers=load.callers, per_second=per_second(latency_of(times[entry.key]).median))
+        for load, times in zip(workloads, raced.times, strict=True)
+        if isinstance(load, Load) and entry.key in times
+    ]
     return Contender(
-        name=entry.name,
-        precision=entry.job.precision.name,
-        ours=entry.ours,
-        what=entry.what,
-        error=entry.error,
-        budget=entry.budget,
-        latency=latency_of(raced.times[0][entry.key], raced.openings),
-        throughput=rates,
-        size_mb=_size_mb(entry),
-        notes=entry.notes,
-    )
+        name=entry.name, precision=entry.job.precision.name, ours=entry.ours, what=entry.what, error=entry.error,
+        budget=entry.budget, latency=latency_of(raced.times[0][entry.key], raced.openings), throughput=rates,
+        size_mb=_size_mb(entry), notes=entry.notes,
+    )  # fmt: skip
 
 
 def _compare(experiment: Experiment, contenders: Sequence[Contender]) -> None:
@@ -252,9 +247,8 @@ def _size_mb(entry: Caller) -> float | None:
     """MB of the files that a contender is made of; None for a peer in torch."""
     bundle, manifest = entry.job.bundle, entry.job.bundle.manifest
     record = manifest.targets.get(entry.name)
-    if not entry.ours:
-        make = PEERS[entry.name].file
-        file = make(entry.job) if make is not None else None
+    if entry.peer is not None:
+        file = entry.peer.file(entry.job) if entry.peer.file is not None else None
         files = [] if file is None else [file, *file.parent.glob(f"{file.name}.data")]
     elif record is not None and record.engines:
         files = [bundle.path / record.engines[0].file]
@@ -280,15 +274,10 @@ def _hold_to_limits(bundles: Sequence[Bundle], model: Model, ceilings: Ceilings)
 
 def _deployed(bundle: Bundle) -> Deployed:
     manifest = bundle.manifest
-    options = " ".join(f"{name}={value}" for name, value in manifest.source.options.items())
     return Deployed(
         precision=manifest.precision,
         bundle=bundle.path.name,
-        source=f"{manifest.source.name} {options}".strip(),
+        source=source_text(manifest.source),
         seconds=manifest.seconds,
         size_mb=sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file()) / 1e6,
     )
-
-
-def _at(case: Case) -> str:
-    return " at " + ", ".join(f"{name} {size}" for name, size in case.sizes.items()) if case.sizes else ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +19,7 @@ from attnforge.cli.terminal import say, say_path, stages_shown
 from attnforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnforge.bench.decoding.results import DecodingResults
-    from attnforge.bench.results import Results
+    from attnforge.bench.results import DecodingResults, Results
 
 
 def bench(
@@ -104,23 +104,6 @@ def bench(
 
     Example: `attnforge bench my-llama-fp32 --decode --against all --context 128 --context 1024 --trust-source`
     """
-    command = f"attnforge {shlex.join(sys.argv[1:])}"
-    if decode:
-        if len(bundle) > 1:
-            raise UsageError("--decode measures one bundle at a time")
-        no = {"--shapes": shapes, "--html": html, "--plots": plots, "--compare": old}
-        _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
-        options.check_unwritten(out_file, force)
-        from attnforge.bench.decoding.run import benchmark_decoding
-
-        with stages_shown(as_json) as progress:
-            decoded = benchmark_decoding(
-                bundle[0], backend, against or (), contexts=context, prompts=prompt, batch=batch or 1,
-                rounds=rounds, openings=openings, threads=threads, quick=quick, trust_source=trust_source,
-                trusted=trusted, command=command, progress=progress,
-            )  # fmt: skip
-        return _decoded(decoded, out_file)
-    _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
     from attnforge.atomic import check_writable
     from attnforge.bench import results as files
     from attnforge.bench.compare import compare
@@ -128,6 +111,13 @@ def bench(
     from attnforge.bench.plots import save_plots
     from attnforge.report.render import check_page
 
+    if decode:
+        if len(bundle) > 1:
+            raise UsageError("--decode measures one bundle at a time")
+        no = {"--shapes": shapes, "--html": html, "--plots": plots, "--compare": old}
+        _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
+    else:
+        _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
     options.check_unwritten(out_file, force)
     if html is not None:
         check_page(html, force)
@@ -136,40 +126,50 @@ def bench(
         if not force and next(plots.glob("*.png"), None) is not None:
             raise UsageError(f"{plots} holds plots; choose another folder with --plots, or overwrite them with --force")
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
+    benchmark: Callable[..., Results | DecodingResults] = attnforge.benchmark
     with stages_shown(as_json) as progress:
-        results = attnforge.benchmark(
+        results = benchmark(
             bundle,
             backend,
             against or (),
             sizes=[options.sizes(text) for text in shapes or ()] or None,
+            decode=decode,
+            contexts=context,
+            prompts=prompt,
+            batch=batch,
             rounds=rounds,
             openings=openings,
             threads=threads,
             quick=quick,
             trust_source=trust_source,
             trusted=trusted,
-            command=command,
+            command=f"attnforge {shlex.join(sys.argv[1:])}",
             progress=progress,
         )
-    differences = compare(earlier, results) if earlier is not None else None
-    compared = differences.text().splitlines() if differences is not None else []
     if out_file is not None:
         files.write(results, out_file)
-    if html is not None:
-        write_page(results, html, force=force, compared=compared)
-    if plots is not None:
-        save_plots(results, plots)
+    document, compared = results.model_dump(mode="json"), list[str]()
+    if isinstance(results, files.DecodingResults):
+        ok, show = _decodes(results), partial(printing.print_decoding, results)
+    else:
+        ok, show = _holds(results, backend or ()), partial(printing.print_results, results)
+        if earlier is not None:
+            differences = compare(earlier, results)
+            document["compared"], compared = differences.model_dump(), differences.text().splitlines()
+            ok = ok and not differences.regressions
+        if html is not None:
+            write_page(results, html, force=force, compared=compared)
+        if plots is not None:
+            save_plots(results, plots)
 
     def view() -> None:
-        printing.print_results(results)
+        show()
         for line in compared:
             say(line)
         for file in filter(None, (out_file, html, plots)):
             say_path("written", file)
 
-    document = results.model_dump(mode="json") | ({"compared": differences.model_dump()} if differences else {})
-    slower = differences is not None and bool(differences.regressions)
-    return Answer(document, view, _holds(results, backend or ()) and not slower)
+    return Answer(document, view, ok)
 
 
 def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
@@ -183,21 +183,11 @@ def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
             raise UsageError(f"{name} means nothing {where}; {instead}")
 
 
-def _decoded(results: DecodingResults, out_file: Path | None) -> Answer:
-    """Write what was measured; it does not hold where a backend of the bundle's is wrong, or none was timed."""
+def _decodes(results: DecodingResults) -> bool:
+    """Whether a backend of the bundle's was timed, and none is wrong."""
     from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
-    from attnforge.bench.decoding import results as files
 
-    if out_file is not None:
-        files.write(results, out_file)
-
-    def view() -> None:
-        printing.print_decoding(results)
-        if out_file is not None:
-            say_path("written", out_file)
-
-    holds = results.best is not None and not results.wrong.keys() - DECODING_PEERS.keys()
-    return Answer(results.model_dump(mode="json"), view, holds)
+    return results.best is not None and not results.wrong.keys() - DECODING_PEERS.keys()
 
 
 def _holds(results: Results, named: Sequence[str]) -> bool:

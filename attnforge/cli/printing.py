@@ -13,8 +13,7 @@ from attnforge.report.render import by_reason, error, interval, percent, rounded
 from attnforge.version import __version__
 
 if TYPE_CHECKING:
-    from attnforge.bench.decoding.results import DecodingResults
-    from attnforge.bench.results import Contender, Environment, Model, Results
+    from attnforge.bench.results import Contender, DecodingResults, Environment, Model, Results
     from attnforge.bundle import Bundle, Certificate, Manifest, Quantised, QuantisedProduct, SiteRecord, TargetRecord
     from attnforge.certificate import SiteMask
     from attnforge.export.diagnosis.diagnose import Diagnosis

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from attnforge.bench.decoding.results import DecodingContender, DecodingResults, StepTime
-from attnforge.bench.decoding.run import benchmark_decoding
+import attnforge
 from attnforge.bench.interval import ratio_of
+from attnforge.bench.results import DecodingContender, DecodingResults, StepTime
 from attnforge.bundle import Bundle
 from attnforge.report.render import NOTHING, error, fixed, markdown_table, percent, places, with_interval
 from benchmarks.experiment import Claim, Experiment, claims_table, not_held, say, where
@@ -43,8 +43,8 @@ def measure(
 ) -> DecodingResults:
     """The times of steps and of first tokens."""
     with tempfile.TemporaryDirectory() as folder:
-        measured = benchmark_decoding(
-            deployed(Path(folder)), against=["all"], contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds,
+        measured = attnforge.benchmark(
+            deployed(Path(folder)), against=["all"], decode=True, contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds,
             openings=openings, trust_source=True, command="", progress=say,
         )  # fmt: skip
     measured.source = f"LlamaForCausalLM {' '.join(f'{name}={size}' for name, size in SIZES.items())}"

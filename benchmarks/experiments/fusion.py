@@ -10,6 +10,7 @@ TensorRT-RTX fused attention kernels in the plan.
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +20,10 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
+from torch import Tensor
 
 from attnforge.bench.contenders.peers import (
     export_at_18,
-    export_by_torchscript,
     fused_operators,
     ort_fusions,
     transformers_optimizer,
@@ -35,7 +36,9 @@ from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt import build as engine
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
+from attnforge.quiet import quiet
 from attnforge.report.render import markdown_table
+from attnforge.runtime.backends.eager import as_written
 from benchmarks.experiment import Experiment
 from tests.support.huggingface import build, minilm, variants
 
@@ -100,6 +103,25 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
             except refusals as error:
                 counts[column], refused[column] = 0, f"{type(error).__name__}: {first_line(error)}"
     return {**counts, "refused": refused}
+
+
+def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path) -> None:
+    """Write a module as torch's older exporter, which traces it to TorchScript, writes it at opset 17.
+
+    Args:
+        shapes: dynamic shapes as torch.export takes them, by the input's name or in order.
+    """
+    names = list(inspect.signature(module.forward).parameters)[: len(args)]
+    by_name = shapes if isinstance(shapes, dict) else dict(zip(names, shapes or (), strict=False))
+    axes = {
+        name: {axis: f"{name}_{axis}" for axis, dim in dims.items() if dim is not None}
+        for name, dims in by_name.items()
+        if dims
+    }
+    with quiet(), torch.no_grad(), as_written():
+        torch.onnx.export(
+            module.eval(), args, str(file), input_names=names, dynamic_axes=axes, dynamo=False, opset_version=17
+        )
 
 
 def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:

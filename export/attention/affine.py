@@ -1,7 +1,7 @@
-"""Whole numbers in a mask's graph, as affine expressions of where a query and a key stand.
+"""Integers in a mask's graph, as affine expressions of the query and key index.
 
-`2·query − key + past + 1`, `(query // 128)`: sums of atoms with whole factors. XLA's indexing maps
-(https://openxla.org/xla/indexing) and LLVM's scalar evolution say positions in the same way.
+`2·query − key + past + 1`, `(query // 128)`: sums of atoms with integer factors. XLA's indexing maps
+(https://openxla.org/xla/indexing) and LLVM's scalar evolution represent positions in the same way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import sympy
 from attnforge.export.attention.layout import Size, parsed
 
 
-class Place(Enum):
-    """An index of a score, counted from 0."""
+class Variable(Enum):
+    """An index variable of a score, counted from 0."""
 
     BATCH = "batch"
     HEAD = "head"
@@ -28,18 +28,18 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Dim:
-    """A symbolic size of the graph, not negative: a name, or an expression that is no sum."""
+    """A symbolic size of the graph, ≥ 0: a name, or an expression that is not a sum."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A whole number that only a run tells: an element of a tensor.
+    """An integer that is known only at run time: an element of a tensor.
 
     Attributes:
         value: the tensor.
-        index: of the element.
+        index: the index of the element.
     """
 
     value: ir.Value
@@ -47,8 +47,8 @@ class Scalar:
 
     @property
     def is_one(self) -> bool:
-        """Whether it is one number for all batches and heads."""
-        return all(index is not None and not index.places for index in self.index)
+        """Whether it is the same number for all batches and heads."""
+        return all(index is not None and not index.variables for index in self.index)
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Quotient:
     divisor: int
 
 
-Atom = Place | Dim | Scalar | Quotient
+Atom = Variable | Dim | Scalar | Quotient
 
 
 @dataclass(frozen=True)
 class Affine:
-    """`number` plus the sum of every atom times its factor; no factor is 0."""
+    """`number` plus the sum of all atoms times their factors; no factor is 0."""
 
     number: int = 0
     terms: frozenset[tuple[Atom, int]] = field(default=frozenset())
@@ -94,27 +94,27 @@ class Affine:
 
     @property
     def constant(self) -> int | None:
-        """The number that it is; None where it depends on anything."""
+        """The number that it is; None if it has any terms."""
         return None if self.terms else self.number
 
     @property
-    def places(self) -> frozenset[Place]:
-        """The indices that it depends on, also inside quotients and of elements."""
-        found: set[Place] = set()
+    def variables(self) -> frozenset[Variable]:
+        """The variables that it depends on, including those in quotients and in the indices of scalars."""
+        variables: set[Variable] = set()
         for atom, _ in self.terms:
-            if isinstance(atom, Place):
-                found.add(atom)
+            if isinstance(atom, Variable):
+                variables.add(atom)
             elif isinstance(atom, Quotient):
-                found |= atom.numerator.places
+                variables |= atom.numerator.variables
             elif isinstance(atom, Scalar):
-                found |= {place for index in atom.index if index is not None for place in index.places}
+                variables |= {variable for index in atom.index if index is not None for variable in index.variables}
                 if not all(index is not None for index in atom.index):
-                    found.add(Place.BATCH)
-        return frozenset(found)
+                    variables.add(Variable.BATCH)
+        return frozenset(variables)
 
     @property
     def scalars(self) -> frozenset[Scalar]:
-        """The numbers that it depends on and only a run tells."""
+        """The run-time numbers that it depends on."""
         inner = (atom.numerator.scalars for atom, _ in self.terms if isinstance(atom, Quotient))
         return frozenset(atom for atom, _ in self.terms if isinstance(atom, Scalar)).union(*inner)
 
@@ -145,14 +145,14 @@ class Affine:
         return Affine.of(self.number // divisor, whole) + Affine.atom(Quotient(inner, divisor))
 
     def remainder(self, divisor: int) -> Affine:
-        """`self % divisor`, not negative, for a positive divisor."""
+        """`self % divisor`, ≥ 0, for a positive divisor."""
         return self - self.floor_divided(divisor) * divisor
 
-    def replaced(self, by: Mapping[Place, Affine]) -> Affine:
-        """The same with other expressions for indices."""
+    def replaced(self, by: Mapping[Variable, Affine]) -> Affine:
+        """Substitute expressions for variables."""
         result = Affine(self.number)
         for atom, factor in self.terms:
-            if isinstance(atom, Place) and atom in by:
+            if isinstance(atom, Variable) and atom in by:
                 result = result + by[atom] * factor
             elif isinstance(atom, Quotient):
                 result = result + atom.numerator.replaced(by).floor_divided(atom.divisor) * factor
@@ -161,7 +161,7 @@ class Affine:
         return result
 
     def evaluate(self, number_of: Callable[[Atom], int]) -> int:
-        """The number that it is, given that of every atom but quotients."""
+        """Evaluate it, given the number of every atom that is not a quotient."""
         return self.number + sum(
             factor
             * (atom.numerator.evaluate(number_of) // atom.divisor if isinstance(atom, Quotient) else number_of(atom))
@@ -169,7 +169,7 @@ class Affine:
         )
 
     def text(self) -> str:
-        """As people write it: `past + 1`."""
+        """Format it as in `past + 1`."""
         if not self.terms:
             return f"{self.number}".replace("-", "−")
         ordered = sorted(
@@ -182,19 +182,19 @@ class Affine:
 
 
 ZERO = Affine()
-QUERY, KEY = Affine.atom(Place.QUERY), Affine.atom(Place.KEY)
-BATCH, HEAD = Affine.atom(Place.BATCH), Affine.atom(Place.HEAD)
+QUERY, KEY = Affine.atom(Variable.QUERY), Affine.atom(Variable.KEY)
+BATCH, HEAD = Affine.atom(Variable.BATCH), Affine.atom(Variable.HEAD)
 
 
-def never_negative(x: Affine, largest: Mapping[Place, Affine] | None = None) -> bool:
-    """Whether an expression is proved not to be negative: indices and sizes are not, nor quotients of what is not.
+def never_negative(x: Affine, largest: Mapping[Variable, Affine] | None = None) -> bool:
+    """Whether an expression is proved to be ≥ 0, given that indices and sizes are, and quotients of what is.
 
     Args:
         x: the expression.
-        largest: the largest index, of places that are subtracted.
+        largest: the largest value of each variable, for variables that are subtracted.
     """
     at_most = largest or {}
-    falling = {atom: at_most[atom] for atom, n in x.terms if isinstance(atom, Place) and n < 0 and atom in at_most}
+    falling = {atom: at_most[atom] for atom, n in x.terms if isinstance(atom, Variable) and n < 0 and atom in at_most}
     if falling:
         factors = x.factors
         rest = Affine.of(x.number, {atom: n for atom, n in factors.items() if atom not in falling})
@@ -212,13 +212,13 @@ def _text(atom: Atom) -> str:
     if isinstance(atom, Quotient):
         return f"({atom.numerator.text()}) // {atom.divisor}"
     if isinstance(atom, Scalar):
-        return atom.value.name or "a number of the run"
+        return atom.value.name or "a run-time number"
     return atom.name if isinstance(atom, Dim) else atom.value
 
 
 @cache
 def _sum(text: str) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """A size as a number and the factors of names; what is no sum of names is a name as it stands."""
+    """Split a size into a number and the factors of its names; what is not a sum of names counts as one name."""
     if text.isidentifier():
         return 0, ((text, 1),)
     try:

@@ -1,4 +1,4 @@
-"""The canonical Attention node: the one form in which every site of a graph is written, whatever its author wrote.
+"""The canonical Attention node: the one form that every site of a graph is rewritten to, however its author wrote it.
 
 It is ai.onnx Attention, opset 23 (https://onnx.ai/onnx/operators/onnx__Attention.html), with
 
@@ -6,7 +6,7 @@ It is ai.onnx Attention, opset 23 (https://onnx.ai/onnx/operators/onnx__Attentio
 - at most one mask that broadcasts to `(B, H, n_q, n_k)`, boolean (True attends) or added to the scores;
 - `scale` always given.
 
-Metadata of nodes says what the operator leaves open: :data:`SILENT_ROWS` and :data:`MASK_STEP`.
+Node metadata records what the operator leaves open: :data:`SILENT_ROWS` and :data:`MASK_STEP`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from attnforge.export.graphs.nodes import input_of, optional_input
 
 QUERY, KEY, VALUE = ("B", "H", "n_q", "d_k"), ("B", "H_kv", "n_k", "d_k"), ("B", "H_kv", "n_k", "d_v")
 SCORES, OUTPUT = ("B", "H", "n_q", "n_k"), ("B", "H", "n_q", "d_v")
-"""The dims of canonical tensors, by name; H_kv stands for H'."""
+"""Dim names of the canonical tensors; H_kv stands for H'."""
 
 MASK_STEP = "attnforge.mask_step"
 """Metadata of the nodes that compute a mask, in the order in which the author applied them to the scores: `bias` on an
-Add, `fill` on a Where that puts a number in the place of scores. A finite number put there differs from one added: it
-gives a query without keys the mean of all values."""
+Add, `fill` on a Where that replaces scores with a number. A finite fill differs from a finite bias: a fully masked
+row gets the mean of all values."""
 
 
 WINDOW = "attnforge.window"
-"""Metadata of an Attention node that reads a cache: how many tokens a query sees, its own included; 0 for all up to its
-own. Its mask says the same in numbers."""
+"""Metadata of an Attention node that reads a cache: the number of tokens that a query attends to, itself included; 0
+for all tokens up to itself. The node's mask encodes the same."""
 
 SLOPES = "attnforge.slopes"
-"""Metadata of an Attention node that reads a cache: by how much the score of a key grows with every place that it is
-further on, for each head; none without this entry. Its mask says the same in numbers."""
+"""Metadata of an Attention node that reads a cache: the ALiBi slope of each head, which is what a score grows by per
+position of the key. No bias without this entry. The node's mask encodes the same."""
 
 PLACES = "attnforge.places"
-"""Metadata of the node in a decoder's step that tells the places of new tokens in the cache, `(batch, tokens)`, which
-follow those of the tokens that each sample has there."""
+"""Metadata of the node in a decoder step that computes the cache positions of the new tokens, `(batch, tokens)`: the
+positions after each sample's cached tokens."""
 
 
 def attention_node(
@@ -66,10 +66,10 @@ def attention_node(
         key: `(B, H', n_k, d_k)`.
         value: `(B, H', n_k, d_v)`.
         mask: broadcasts to `(B, H, n_q, n_k)`.
-        scale: factor on the scores, not negative.
+        scale: factor on the scores, ≥ 0.
         softcap: `c` in `c·tanh(scores/c)`; 0 for none.
         softmax_precision: the ONNX data type of the softmax; 0 for the type of the query.
-        silent_rows_are_nan: a query without keys gets NaN instead of zeros.
+        silent_rows_are_nan: whether fully masked rows are NaN instead of zeros.
 
     Returns:
         `(B, H, n_q, d_v)`, in the type of the query.
@@ -88,7 +88,7 @@ def attention_node(
 
 
 def described(node: ir.Node) -> str:
-    """A canonical node in short, as `Attention(heads 12, head size 64, mask bool, causal, softcap 30)`."""
+    """Describe a canonical node, as in `Attention(heads 12, head size 64, mask bool, causal, softcap 30)`."""
     query, key, value = (dims_of(input_of(node, i)) for i in range(3))
     mask, heads, shared, size, value_size = optional_input(node, 3), query[1], key[1], query[3], value[3]
     parts = [f"heads {heads}"]
@@ -108,13 +108,13 @@ def described(node: ir.Node) -> str:
 
 @dataclass(frozen=True)
 class SiteAxes:
-    """The axes of one site by the name of their dim in the canonical operands: B, H, H_kv (the heads of keys and
-    values), n_q, n_k, d_k, d_v."""
+    """The axes of one site, by the name of their dim in the canonical operands: B, H, H_kv (the key-value heads), n_q,
+    n_k, d_k, d_v."""
 
     dims: Mapping[str, Dims]
 
     def layout(self, *names: str) -> Layout:
-        """The layout of the named dims; `"H d_k"` is one dim, heads side by side, and `""` a dim of size 1."""
+        """The layout of the named dims; `"H d_k"` is one dim of packed heads, and `""` a dim of size 1."""
         return Layout([axis for name in dim.split() for axis in self.dims[name]] for dim in names)
 
     def size(self, name: str) -> Size:
@@ -126,9 +126,9 @@ class SiteWriter:
     """Writes the nodes of one site.
 
     Attributes:
-        axes: the dims that operands are arranged to.
-        dtype: of query, key, value and output.
-        sized: values from whose shapes dynamic sizes of axes can be read.
+        axes: the dims that operands are rearranged to.
+        dtype: the type of query, key, value and output.
+        sized: values from whose shapes dynamic axis sizes can be read.
     """
 
     op: Builder
@@ -137,10 +137,10 @@ class SiteWriter:
     sized: list[Sized]
 
     def arranged(self, operand: Operand, layout: Layout) -> ir.Value:
-        """`operand` in the dims of `layout`, repeated along the axes that it lacks."""
+        """Rearrange `operand` to `layout`, repeating it along the axes that it lacks."""
         return rearrange(self.op, operand.value, operand.layout, layout, self.sized)
 
     def broadcastable(self, operand: Operand, *names: str) -> ir.Value:
-        """`operand` in the named dims, each of size 1 where the operand does not vary at all."""
+        """Rearrange `operand` to the named dims, with size 1 for each dim along which it does not vary."""
         varies, dims = set(operand.layout.axes), self.axes.layout(*names).dims
         return self.arranged(operand, Layout(dim if varies & set(dim) else () for dim in dims))

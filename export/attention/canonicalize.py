@@ -1,7 +1,7 @@
-"""Every attention site of a graph, however it was written, becomes one canonical Attention node (:mod:`.canonical`).
+"""Rewrite every attention site of a graph, however it was written, to one canonical Attention node (:mod:`.canonical`).
 
-A site is found at its softmax: the walk back from it (:mod:`.walk_back`) leads to query and key, the walk forward
-(:mod:`.walk_forward`) to values and output. Sites that are not understood keep their graph, and get a reason.
+A site is found by its softmax: the walk back from it (:mod:`.walk_back`) leads to query and key, the walk forward
+(:mod:`.walk_forward`) to values and output. A site that is not recognised stays as it is and gets a reason.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from attnforge.export.graphs.passes import SitesResult
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a graph attends.
+    """One attention site of a graph.
 
     Attributes:
-        name: qualified name of the module that it stands in; numbered where a module has several.
-        written_as: the operators from the first product to the second, as the author's graph has them.
-        node: name of the canonical Attention node, or None where there is none.
-        form: what that node computes, in short.
-        reason: why there is none.
+        name: qualified name of the module that contains it; numbered where a module has several.
+        written_as: the operators from the first product to the second in the author's graph.
+        node: name of the canonical Attention node, or None if there is none.
+        form: a short description of that node.
+        reason: why there is no such node.
     """
 
     name: str
@@ -47,7 +47,7 @@ def canonicalize(model: ir.Model) -> SitesResult[Site]:
     """Rewrite every attention site of `model`, in place, to a canonical Attention node.
 
     Returns:
-        every site; those that could not be rewritten have a reason instead of a node.
+        All sites; those that could not be rewritten have a reason instead of a node.
     """
     before, remove_unused = _nodes(model), RemoveUnusedNodesPass()
     modified = remove_unused(model).modified  # nodes that feed no output must not count as users of the scores
@@ -68,13 +68,13 @@ def canonicalize(model: ir.Model) -> SitesResult[Site]:
 
 
 def _nodes(model: ir.Model) -> list[tuple[ir.Node, str | None, int]]:
-    """The nodes with their names and numbers of attributes, which are all that canonicalising changes."""
+    """The nodes with their names and attribute counts, which is all that canonicalising changes."""
     return [(node, node.name, len(node.attributes)) for node in model.graph]
 
 
 def _unused_name(node: ir.Node, sites: list[Site]) -> str:
-    """The qualified name of the module that `node` stands in, from the exporter's metadata, with a number behind it
-    where a site has that name already."""
+    """The qualified name of the module that contains `node`, from the exporter's metadata, followed by a number if
+    another site already has that name."""
     scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
     classes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "[]"))
     name = scopes[-2] if len(scopes) > 1 else ""
@@ -89,7 +89,7 @@ def _node_name(site: str) -> str:
 
 
 def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site]:
-    """One site for each product that takes the weights; none where the softmax belongs to no attention."""
+    """Return one site for each product that reads the weights; none if the softmax is not part of attention."""
     source = input_of(node)
     try:
         layout = Layout.fresh(source)
@@ -97,12 +97,12 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site]:
         return [Site(name, "Softmax", reason=str(error))]
     dim = layout.dims[node.attributes.get_int("axis", -1)]
     if not dim:
-        return []  # a softmax over one element is no attention
+        return []  # a softmax over one element is not attention
     scores = walk_to_product(Position(source, layout, dim[0]))
     sink = scores.steps.sink if isinstance(scores, Scores) else None
     outputs = walk_to_outputs(Position(node.outputs[0], layout, dim[0]), sink)
     if isinstance(outputs, Ended) and not both_computed(scores):
-        return []  # a classifier's softmax, or another that weighs nothing
+        return []  # a classifier's softmax, or another that weights no values
     walks: list[Weights | Ended] = [outputs] if isinstance(outputs, Ended) else [*outputs]
     sites = []
     for i, weights in enumerate(walks):
@@ -117,7 +117,7 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site]:
 def _written(
     graph: ir.Graph, site: Site, scores: Scores | Ended, weights: Weights | Ended, dtype: ir.DataType | None
 ) -> Site:
-    """The site with a canonical node in its place, or with the reason why there is none."""
+    """Replace the site by a canonical node; where that fails, return it with the reason."""
     if isinstance(scores, Ended) or isinstance(weights, Ended):
         return replace(site, reason="; ".join(walk.reason for walk in (scores, weights) if isinstance(walk, Ended)))
     try:
@@ -128,7 +128,7 @@ def _written(
 
 
 def _from_operator(graph: ir.Graph, node: ir.Node, name: str) -> Site:
-    """An attention operator that the exporter or another author wrote."""
+    """Canonicalise an attention operator written by the exporter or another tool."""
     site = Site(name, f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
     try:
         if is_standard(node):
@@ -142,7 +142,7 @@ def _from_operator(graph: ir.Graph, node: ir.Node, name: str) -> Site:
 
 
 def _from_argmax(node: ir.Node, name: str) -> list[Site]:
-    """Hard alignment, which takes the best key alone. It is reported because its author may expect it fused."""
+    """Report hard alignment, which attends to the best key alone: its author may expect it to be fused."""
     source = input_of(node)
     try:
         layout = Layout.fresh(source)

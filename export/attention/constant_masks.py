@@ -1,4 +1,4 @@
-"""What a constant array of conditions leaves, read off the array in a few passes over it."""
+"""The visible pairs of a constant boolean mask, derived from the array in a few passes over it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Numbers = NDArray[np.int64]
 
 
 def any_of(flags: Flags) -> Flags:
-    """Where any of several arrays is True."""
+    """Where at least one of several arrays is True."""
     return flags[0] if len(flags) == 1 else np.asarray(flags.any(0))
 
 
 def all_of(flags: Flags) -> Flags:
-    """Where all of several arrays are."""
+    """Where all of several arrays are True."""
     return flags[0] if len(flags) == 1 else np.asarray(flags.all(0))
 
 
 def truth_along(flags: Flags, name: Literal["queries", "keys"]) -> Truth:
-    """A condition that a vector holds for every query or for every key."""
+    """The condition given by a vector with one flag for each query or each key."""
     last = len(flags) - 1
 
     def regions(runs: list[tuple[int, int]]) -> Regions:
@@ -64,7 +64,7 @@ def truth_along(flags: Flags, name: Literal["queries", "keys"]) -> Truth:
 
 
 def truth_of(flags: Flags) -> Truth:
-    """A condition that an array holds.
+    """The condition given by an array of flags.
 
     Args:
         flags: `(…, n_q, n_k)`; leading dims are samples and heads.
@@ -89,13 +89,13 @@ def _opposite(cover: Cover) -> Cover:
 
 
 def _inside(flags: Flags) -> Regions:
-    """Regions that have nothing but what is True: those of the outside where they are exact."""
+    """Regions that contain True pairs only: those of :func:`_outside` if they are exact."""
     regions = _outside(flags)
     return regions if _count(regions, flags) == int(flags.sum()) else NONE
 
 
 def _outside(flags: Flags) -> Regions:
-    """The regions that leave fewest pairs, of all ways to write what is True."""
+    """The regions with the fewest pairs among all candidates that contain every True pair."""
     if not flags.any():
         return NONE
     if flags.all():
@@ -119,18 +119,18 @@ def _no_number(atom: Atom) -> int:
 
 
 def _shortened(regions: Regions, flags: Flags) -> Regions:
-    """The same pairs, by as few conditions as do."""
+    """The same pairs, without the conditions that exclude nothing."""
     count = _count(regions, flags)
     for i in range(len(regions)):
-        for other in _conditions(regions[i]):
-            fewer = (*regions[:i], _without(regions[i], *other), *regions[i + 1 :])
+        for condition in _conditions(regions[i]):
+            fewer = (*regions[:i], _without(regions[i], *condition), *regions[i + 1 :])
             if _count(fewer, flags) == count:
                 regions = fewer
     return regions
 
 
 def _conditions(region: Region) -> Iterator[tuple[str, str]]:
-    """The conditions of a region: an attribute, and an end of it or nothing for all of it."""
+    """The conditions of a region: an attribute and one of its ends, or "" for the whole attribute."""
     if region.blocks is not None:
         yield "blocks", ""
         if region.blocks.numbers.least != region.blocks.numbers.most:
@@ -148,17 +148,17 @@ def _without(region: Region, name: str, end: str) -> Region:
     return replace(region, **{name: replace(getattr(region, name), **{end: None})})
 
 
-# --- ways to write a mask ---------------------------------------------------------------------------------------------
+# --- candidate regions ------------------------------------------------------------------------------------------------
 
 
 def _ways(flags: Flags) -> Iterator[Regions]:
-    """Unions of regions that hold all that is True: one region; one a segment; global rows and columns beside one."""
+    """Unions of regions that contain every True pair: one region; one per segment; one with global rows and columns."""
     rows = _Rows.of(flags)
     yield from ((_region(rows, blocks),) for blocks in (None, *_blocks(rows)))
     segments = _segments(rows, flags.shape)
     if 1 < len(segments) <= MOST_REGIONS:
         parts = [rows.within(start, stop) for start, stop in segments]
-        yield tuple(_region(part) for part in parts if len(part.at))
+        yield tuple(_region(part) for part in parts if len(part.indices))
     full_columns, full_rows = all_of(flags), all_of(flags.T)
     for columns, queries in (
         (full_columns, full_rows & False),
@@ -173,7 +173,7 @@ def _ways(flags: Flags) -> Iterator[Regions]:
 
 
 def _runs(flags: Flags) -> list[tuple[int, int]]:
-    """Where a vector is True: every run's start and stop."""
+    """The start and stop of every run of True in a vector."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
@@ -188,61 +188,61 @@ def _from(first: Numbers, last: Numbers) -> Interval:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The queries that see any key.
+    """The queries that see at least one key.
 
     Attributes:
-        at: their indices.
-        first: the first key that each sees.
-        last: the last one.
+        indices: their indices.
+        first: the first key that each query sees.
+        last: the last key that each query sees.
     """
 
-    at: Numbers
+    indices: Numbers
     first: Numbers
     last: Numbers
 
     @classmethod
     def of(cls, flags: Flags) -> _Rows:
-        at = np.flatnonzero(flags.any(1))
+        indices = np.flatnonzero(flags.any(1))
         first, last = flags.argmax(1), flags.shape[1] - 1 - flags[:, ::-1].argmax(1)
-        return cls(at, first[at], last[at])
+        return cls(indices, first[indices], last[indices])
 
     def within(self, start: int, stop: int) -> _Rows:
-        kept = (self.at >= start) & (self.at < stop)
-        return _Rows(self.at[kept], self.first[kept], self.last[kept])
+        kept = (self.indices >= start) & (self.indices < stop)
+        return _Rows(self.indices[kept], self.first[kept], self.last[kept])
 
 
 def _region(rows: _Rows, blocks: Blocks | None = None) -> Region:
-    """The smallest region that holds all keys of queries."""
-    band = _from(rows.at - rows.last, rows.at - rows.first)
-    return Region(band, blocks, _from(rows.at, rows.at), _from(rows.first, rows.last))
+    """The smallest region that contains all keys of the queries."""
+    band = _from(rows.indices - rows.last, rows.indices - rows.first)
+    return Region(band, blocks, _from(rows.indices, rows.indices), _from(rows.first, rows.last))
 
 
 def _segments(rows: _Rows, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Runs of tokens that see nothing outside of their run."""
+    """Runs of tokens that see no token outside their run."""
     size = shape[0]
     if size != shape[1]:
         return []
     furthest, nearest = np.full(size, -1), np.full(size, size)
-    furthest[rows.at], nearest[rows.at] = rows.last, rows.first
+    furthest[rows.indices], nearest[rows.indices] = rows.last, rows.first
     before = np.maximum.accumulate(furthest)[:-1]
     after = np.minimum.accumulate(nearest[::-1])[::-1][1:]
-    at = np.arange(1, size)
-    edges = [0, *at[(before < at) & (after >= at)].tolist(), size]
+    borders = np.arange(1, size)
+    edges = [0, *borders[(before < borders) & (after >= borders)].tolist(), size]
     return list(pairwise(edges))
 
 
 def _blocks(rows: _Rows) -> Iterator[Blocks]:
-    """Blocks of one size at whose borders the first keys, or the last, of queries change."""
+    """Blocks of equal size at whose borders the first or the last keys of queries change."""
     for keys, is_first in ((rows.first, True), (rows.last + 1, False)):
         jumps = np.flatnonzero(np.diff(keys))
         if not len(jumps):
             continue
-        starts, edges = rows.at[jumps + 1], keys[jumps + 1 if is_first else jumps]
+        starts, edges = rows.indices[jumps + 1], keys[jumps + 1 if is_first else jumps]
         size = reduce(gcd, [*np.diff(starts).tolist(), *np.diff(edges).tolist()], 0) or int(starts[0])
         if size < 2:
             continue
         query, key = int(-starts[0] % size), int(-edges[0] % size)
-        numbers = (rows.at + query) // size
+        numbers = (rows.indices + query) // size
         least, most = numbers - (rows.last + key) // size, numbers - (rows.first + key) // size
         shift = int(least.min()) if least.min() == most.max() else 0
         key += shift * size

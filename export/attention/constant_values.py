@@ -1,4 +1,4 @@
-"""What a constant of a mask's graph is at every query and key."""
+"""The value of a constant in a mask's graph at every query and key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attnforge.export.attention.affine import Affine, Place
+from attnforge.export.attention.affine import Affine, Variable
 from attnforge.export.attention.constant_masks import all_of, any_of, truth_of
 from attnforge.export.attention.indices import START, Index
 from attnforge.export.attention.mask_numbers import (
@@ -26,12 +26,12 @@ from attnforge.export.attention.truth import ALWAYS, NEVER, Largest, Truth, unkn
 
 
 def constant_at(array: NDArray[np.generic], index: Index, largest: Largest) -> Truth | Number | None:
-    """An array at an index."""
+    """The value of an array at an index; None for a type that is not read."""
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         return None
-    at = [position.constant if position is not None else None for position in index]
-    if all(number is not None and number < size for number, size in zip(at, array.shape, strict=True)):
-        number = array[tuple(int(i or 0) for i in at)]
+    numbers = [position.constant if position is not None else None for position in index]
+    if all(number is not None and number < size for number, size in zip(numbers, array.shape, strict=True)):
+        number = array[tuple(int(i or 0) for i in numbers)]
         return (ALWAYS if number else NEVER) if array.dtype == bool else constant(float(number))
     if array.dtype.kind == "i" and (progression := _progression(array, index)) is not None:
         return Whole((progression,))
@@ -47,7 +47,8 @@ def constant_at(array: NDArray[np.generic], index: Index, largest: Largest) -> T
 
 
 def _progression(array: NDArray[np.generic], index: Index) -> Affine | None:
-    """Positions that were counted ahead of time: steps along one dim that are equal, or equal after every so many."""
+    """Positions that were counted ahead of time: equal steps along one or two dims, or equal steps after every run of
+    equal numbers."""
     for axis, position in enumerate(index):
         if position is not None and (fixed := position.constant) is not None:
             if not 0 <= fixed < array.shape[axis]:
@@ -63,11 +64,11 @@ def _progression(array: NDArray[np.generic], index: Index) -> Affine | None:
         return Affine(int(array.flat[0]))
     positions = [index[axis] for axis in axes]
     if len(axes) == 1 and positions[0] is not None:
-        return _stairs(array.reshape(-1).astype(np.int64), positions[0])
+        return _stepped(array.reshape(-1).astype(np.int64), positions[0])
     return _plane(array.squeeze().astype(np.int64), positions) if len(axes) == 2 else None
 
 
-def _stairs(numbers: NDArray[np.int64], position: Affine) -> Affine | None:
+def _stepped(numbers: NDArray[np.int64], position: Affine) -> Affine | None:
     steps = np.diff(numbers)
     width = int(np.flatnonzero(steps)[0]) + 1
     step = int(steps[width - 1])
@@ -86,12 +87,12 @@ def _plane(numbers: NDArray[np.int64], positions: Sequence[Affine | None]) -> Af
 
 @dataclass(frozen=True)
 class _Grid:
-    """An array as it is read at queries and keys.
+    """An array that is read by query and key.
 
     Attributes:
         array: `(samples and heads, rows or 1, columns or 1)`.
-        query: what is added to a query's index to give its row.
-        key: to a key's index, to give its column.
+        query: offset from a query's index to its row.
+        key: offset from a key's index to its column.
     """
 
     array: NDArray[np.generic]
@@ -99,7 +100,7 @@ class _Grid:
     key: Affine = START
 
     def flags(self, flags: NDArray[np.generic] | None = None) -> Truth:
-        """The condition of the array, or of flags of its shape."""
+        """The condition given by the array, or by flags of its shape."""
         grid = np.asarray(self.array if flags is None else flags, bool)
         if 1 not in grid.shape[1:]:
             return truth_of(grid).moved(self.query, self.key)
@@ -109,18 +110,18 @@ class _Grid:
 
 
 def _grid(array: NDArray[np.generic], index: Index, largest: Largest) -> _Grid | None:
-    """An array that is read along one dim by query and along another by key, each in steps of one; None for others."""
+    """The grid of an array whose dims are read by query and by key in steps of one, each along one dim; else None."""
     order: list[int] = []
     shifts: list[Affine] = []
     index = (*index, Affine(), Affine())
     array = array[..., None, None]
-    for place, spare in ((Place.QUERY, array.ndim - 2), (Place.KEY, array.ndim - 1)):
-        axes = [axis for axis, position in enumerate(index) if position is None or place in position.places]
+    for variable, spare in ((Variable.QUERY, array.ndim - 2), (Variable.KEY, array.ndim - 1)):
+        axes = [axis for axis, position in enumerate(index) if position is None or variable in position.variables]
         axis = axes[0] if axes else spare
-        shift = START if not axes else None if (at := index[axis]) is None else at - Affine.atom(place)
-        if len(axes) > 1 or shift is None or shift.places:
+        shift = START if not axes else None if (position := index[axis]) is None else position - Affine.atom(variable)
+        if len(axes) > 1 or shift is None or shift.variables:
             return None
-        last, first = largest[place].constant, shift.constant
+        last, first = largest[variable].constant, shift.constant
         if axes and last is not None and first is not None and first >= 0 and first + last < array.shape[axis]:
             array, shift = np.take(array, range(first, first + last + 1), axis), START
         order.append(axis)
@@ -133,7 +134,8 @@ def _grid(array: NDArray[np.generic], index: Index, largest: Largest) -> _Grid |
 
 
 def _numbers(grid: _Grid) -> Number:
-    """Numbers of a constant mask or bias: two numbers are a choice, as is what hides keys beside what does not."""
+    """The numbers of a constant mask or bias: a choice if there are two numbers, or if some hide keys and some do
+    not."""
     wide = grid.array.astype(np.float64)
     least, most = float(wide.min()), float(wide.max())
     is_most = wide == most

@@ -1,4 +1,4 @@
-"""Products of two tensors that sum over an axis, however they are written: MatMul, Gemm, Einsum, ReduceSum of a Mul."""
+"""Products of two tensors that sum over an axis, in any form: MatMul, Gemm, Einsum, ReduceSum of a Mul."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from attnforge.export.attention.operands import NotAttention, factor_of
 from attnforge.export.graphs.nodes import constant_of, input_of, inputs_of, is_op, maker_of, optional_input
 
 Label = str | None
-"""The name of a dim in a product; None for a dim that is broadcast."""
+"""The name of a dim in a product; None for a broadcast dim."""
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One of the two tensors of a product, and the labels of its dims."""
+    """One of the two tensors of a product, with the labels of its dims."""
 
     value: ir.Value
     labels: list[Label]
@@ -29,7 +29,7 @@ class Contraction:
     Attributes:
         sides: the left and the right tensor.
         output: the labels of the result.
-        summed: the labels that both sides have and the product sums over, with their sizes.
+        summed: the labels that the product sums over, which both sides have, with their sizes.
     """
 
     sides: tuple[Side, Side]
@@ -43,12 +43,12 @@ class Contraction:
 
 
 def is_product(node: ir.Node) -> bool:
-    """Whether a node sums products of two tensors' elements."""
+    """Whether a node sums products of the elements of two tensors."""
     return is_op(node, "MatMul", "Gemm", "Einsum") or _summed_mul(node) is not None
 
 
 def sum_of(mul: ir.Node) -> ir.Node | None:
-    """The ReduceSum that sums the products of a Mul, and nothing else; None where there is none."""
+    """The ReduceSum that is the only reader of a Mul's products; None if there is none."""
     users = [use.node for use in mul.outputs[0].uses()]
     if len(users) == 1 and users[0].op_type == "Cast":
         users = [use.node for use in users[0].outputs[0].uses()]
@@ -59,7 +59,7 @@ def contraction_of(node: ir.Node) -> Contraction:
     """The labels of a product for which :func:`is_product` holds.
 
     Raises:
-        NotAttention: the product does more than to sum over an axis that both sides have.
+        NotAttention: the product does more than sum over an axis that both sides have.
     """
     if node.op_type == "Einsum":
         return _einsum(node)
@@ -68,7 +68,8 @@ def contraction_of(node: ir.Node) -> Contraction:
 
 
 def _summed_mul(node: ir.Node) -> ir.Node | None:
-    """The Mul whose products a ReduceSum sums; None where `node` is none, or something else reads the products."""
+    """The Mul whose products `node` sums; None if `node` is not such a ReduceSum, or something else reads the
+    products."""
     if not is_op(node, "ReduceSum"):
         return None
     mul = maker_of(node.inputs[0])
@@ -84,7 +85,7 @@ def _matrix_product(node: ir.Node) -> Contraction:
     transposed = (False, False)
     if node.op_type == "Gemm":
         if node.attributes.get_float("alpha", 1.0) != 1.0 or any(v is not None for v in node.inputs[2:]):
-            raise NotAttention("a Gemm with a bias or a factor")
+            raise NotAttention("a Gemm with a bias or a factor on the product")
         transposed = bool(node.attributes.get_int("transA", 0)), bool(node.attributes.get_int("transB", 0))
     left_sizes, right_sizes = sizes_of(left), sizes_of(right)
     rows, columns = ["rows"] if len(left_sizes) > 1 else [], ["columns"] if len(right_sizes) > 1 else []
@@ -98,7 +99,7 @@ def _matrix_product(node: ir.Node) -> Contraction:
 
 
 def _broadcast(sizes: list[Size], labels: list[str]) -> list[Label]:
-    """The last of `labels` for dims of `sizes`, None for a dim that is broadcast."""
+    """The trailing `labels` for dims of `sizes`, with None for broadcast dims."""
     last = labels[len(labels) - len(sizes) :]
     return [None if size == ONE else label for size, label in zip(sizes, last, strict=True)]
 
@@ -121,7 +122,7 @@ def _einsum(node: ir.Node) -> Contraction:
     equation = node.attributes["equation"].as_string().replace(" ", "")
     terms, _, output = equation.partition("->")
     if len(node.inputs) != 2 or not output:
-        raise NotAttention(f"an Einsum of another kind than a product of two tensors: {equation}")
+        raise NotAttention(f"an Einsum that is not a product of two tensors: {equation}")
     pairs = list(zip(inputs_of(node), terms.split(","), strict=True))
     ranks = [len(sizes_of(value)) - len(term.replace("...", "")) for value, term in pairs]  # of the ellipsis
     unused = [chr(code) for code in range(ord("A"), ord("z") + 1) if chr(code).isalpha() and chr(code) not in equation]
@@ -141,12 +142,12 @@ def _einsum(node: ir.Node) -> Contraction:
     if any(len(set(labels)) < len(labels) for labels in named) or not all(
         label in named[0] and label in named[1] for label in summed
     ):
-        raise NotAttention(f"an Einsum that takes a diagonal or sums one side alone: {equation}")
+        raise NotAttention(f"an Einsum that takes a diagonal or sums over an axis of one side alone: {equation}")
     return Contraction((left_side, right_side), list(result), summed)
 
 
 def _einsum_labels(term: str, sizes: list[Size], rank: int, batch: list[str]) -> list[Label]:
-    """The letters of an Einsum's term, its ellipsis replaced by the last `rank` letters of `batch`."""
+    """The letters of an Einsum term, with its ellipsis replaced by the last `rank` letters of `batch`."""
     labels: list[Label] = list(term.replace("...", ""))
     front = term.find("...")
     if front >= 0:

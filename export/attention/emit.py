@@ -1,4 +1,4 @@
-"""Writing the canonical node of a site that the walks from its softmax understood."""
+"""Write the canonical node of a site that the walks from its softmax recognised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnforge.export.attention.masking import (
     allowed,
     any_key,
     mask_of,
-    settle_fills_beside_sinks,
+    settle_fills_with_sinks,
     settle_zeroing,
     with_sinks,
     with_zeros,
@@ -25,21 +25,21 @@ from attnforge.export.graphs.build import Builder, cast, constant, insert, like,
 from attnforge.export.graphs.nodes import input_of, is_op
 
 ROWS = ("B", "H", "n_q", "")
-"""The dims of a tensor with one number for each query."""
+"""Dim names of a tensor with one number per query."""
 
 
 def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_dtype: ir.DataType | None) -> None:
-    """Put a canonical node called `name`, and the views around it, in the place of a site.
+    """Replace a site by a canonical node called `name`, with the views that it needs.
 
     Args:
         graph: changed in place, unless an error is raised.
-        name: of the Attention node.
-        scores: what the walk back from the softmax found.
-        weights: what the walk forward from the softmax found.
+        name: the name of the Attention node.
+        scores: the result of the walk back from the softmax.
+        weights: the result of the walk forward from the softmax.
         softmax_dtype: the type of the softmax's input.
 
     Raises:
-        NotAttention: the site does what no canonical node does.
+        NotAttention: the site does something that no canonical node does.
         LayoutError: an operand varies along an axis that no canonical operand has, or a size cannot be computed.
     """
     score_steps, weight_steps = settle_zeroing(scores.steps, weights.steps)
@@ -47,7 +47,7 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
     axes = _axes(scores, weights, operands)
     sink, dtype = score_steps.sink, operands.dtype
     if sink is not None:
-        score_steps = settle_fills_beside_sinks(score_steps)
+        score_steps = settle_fills_with_sinks(score_steps)
 
     def build(op: Builder) -> ir.Value:
         writer = SiteWriter(op, axes, dtype, [(o.value, o.layout) for o in operands.inputs])
@@ -78,7 +78,7 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
 
 
 def _scaled(writer: SiteWriter, x: ir.Value, scales: Sequence[TensorScale]) -> ir.Value:
-    """Queries or outputs, scaled by tensors that are the same for all keys."""
+    """Scale queries or outputs by tensors that are the same for all keys."""
     for by in scales:
         scale = cast(writer.op, writer.broadcastable(by.operand, *ROWS), writer.dtype)
         x = like(writer.op.op(by.op_type, [x, scale]), x)
@@ -86,11 +86,11 @@ def _scaled(writer: SiteWriter, x: ir.Value, scales: Sequence[TensorScale]) -> i
 
 
 def _zeroed(writer: SiteWriter, result: ir.Value, steps: WeightSteps) -> ir.Value:
-    """The output with zeros for the queries that the graph gives zeros behind the softmax."""
+    """The output with zeros for the queries that the graph zeroes after the softmax."""
     op = writer.op
     zeros = constant(op, 0.0, writer.dtype)
     for zeroing in steps.zeroing:
-        if zeroing.by_key:  # of all keys of a query
+        if zeroing.by_key:  # zero where it excludes all keys of a query
             result = like(op.Where(any_key(op, allowed(writer, zeroing)), result, zeros), result)
         else:
             rows = writer.broadcastable(zeroing.condition, *ROWS)
@@ -106,7 +106,7 @@ class _Operands:
     """The tensors that a site reads and the one that it computes, traced past factors, views and casts.
 
     Attributes:
-        scale: factor on the scores, with those on query and key.
+        scale: the factor on the scores, including those on query and key.
         value_factor: the factor on the values.
     """
 
@@ -140,8 +140,8 @@ def _operands(scores: Scores, weights: Weights) -> _Operands:
 
 
 def _before_widening(operand: Operand, dtype: ir.DataType | None) -> tuple[float, Operand]:
-    """A query or key before its cast from the values' 16-bit type to fp32, and the factor on it: kernels sum products
-    in fp32 all the same."""
+    """A query or key before its cast from the values' 16-bit type to fp32, and the factor on it: kernels accumulate in
+    fp32 either way."""
     node = operand.value.producer()
     if not is_op(node, "Cast") or dtype is None or dtype.bitwidth != 16:
         return 1.0, operand
@@ -152,7 +152,7 @@ def _before_widening(operand: Operand, dtype: ir.DataType | None) -> tuple[float
 
 
 def _cast_back(value: ir.Value, dtype: ir.DataType | None) -> ir.Value | None:
-    """The result of the Cast to `dtype` that is the only user of `value`; None where there is no such Cast."""
+    """The result of the Cast to `dtype` that is the only user of `value`; None if there is no such Cast."""
     users = [use.node for use in value.uses()]
     if value.dtype == dtype or value.is_graph_output() or len(users) != 1 or users[0].op_type != "Cast":
         return None
@@ -163,35 +163,35 @@ def _cast_back(value: ir.Value, dtype: ir.DataType | None) -> ir.Value | None:
 
 
 def _axes(scores: Scores, weights: Weights, operands: _Operands) -> SiteAxes:
-    """Which axes are batch, heads, queries, keys and features. No walk follows that could split an axis further."""
+    """Sort the axes into batch, heads, queries, keys and features. No walk follows that could split an axis further."""
     query, key, value = (operand.layout for operand in operands.inputs)
-    # The last dim that only the query has numbers the queries; the dims before it are batches that share their keys.
-    own = [dim for dim in scores.own.dims if not set(dim) & set(value.axes)] or [()]
-    batches = Layout(dim for dim in scores.rows.dims if dim != own[-1])
+    # The last dim that only the query has is n_q; the dims before it are batches that share their keys.
+    query_dims = [dim for dim in scores.query_only.dims if not set(dim) & set(value.axes)] or [()]
+    batches = Layout(dim for dim in scores.rows.dims if dim != query_dims[-1])
     if set(key.axes) & set(batches.axes) - set(value.axes) - set(query.axes):
-        raise NotAttention("the keys differ by query, as in an additive score: no inner product of queries and keys")
+        raise NotAttention("the keys differ by query, as in an additive score: not an inner product of query and key")
     n_k, d_k, d_v = (tuple(part.axes) for part in (scores.keys, scores.features, weights.value_features))
     batch, heads = _batch_and_heads(batches, query, d_k)
     shared = shared_heads(heads, key, value)
-    return SiteAxes({"B": batch, "H": heads, "H_kv": shared, "n_q": own[-1], "n_k": n_k, "d_k": d_k, "d_v": d_v})
+    return SiteAxes({"B": batch, "H": heads, "H_kv": shared, "n_q": query_dims[-1], "n_k": n_k, "d_k": d_k, "d_v": d_v})
 
 
 def _batch_and_heads(batches: Layout, query: Layout, features: Dims) -> tuple[Dims, Dims]:
-    """Part the axes that attend apart into batch and heads.
+    """Split the axes that attend independently into batch and heads.
 
-    Heads are the axes beside the features in a dim of the query; where there are none, the last dim of the query with
-    such axes, if it has several such dims.
+    Heads are the axes that share a dim of the query with the features; if there are none, the last dim of the query
+    with such axes, if several dims have them.
     """
-    apart = set(batches.axes)
-    beside = [dim for dim in query.dims if set(dim) & set(features) and set(dim) & apart]
-    dims = [dim for dim in query.dims if set(dim) & apart]
-    chosen = beside or (dims[-1:] if len(dims) > 1 else [])
-    heads = tuple(axis for dim in chosen for axis in dim if axis in apart)
+    independent = set(batches.axes)
+    packed = [dim for dim in query.dims if set(dim) & set(features) and set(dim) & independent]
+    dims = [dim for dim in query.dims if set(dim) & independent]
+    chosen = packed or (dims[-1:] if len(dims) > 1 else [])
+    heads = tuple(axis for dim in chosen for axis in dim if axis in independent)
     return tuple(axis for axis in batches.axes if axis not in heads), heads
 
 
 def shared_heads(heads: Dims, key: Layout, value: Layout) -> Dims:
-    """The heads that keys and values have: all of them, or only the first where the others share those."""
+    """The heads of keys and values: all heads, or only the outer ones where the inner ones share them."""
     present = [axis in key.axes or axis in value.axes for axis in heads]
-    own = sum(present)
-    return heads[:own] if all(present[:own]) else heads
+    count = sum(present)
+    return heads[:count] if all(present[:count]) else heads

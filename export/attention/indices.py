@@ -1,7 +1,6 @@
-"""Where an operator that moves numbers reads its input: the index of the input for an index of the output.
+"""Index maps of operators that move numbers: the input index that is read for an output index.
 
-An index has, for every dim, an expression of batch, head, query and key (:mod:`.affine`), or None where that is not
-known.
+An index has, for every dim, an expression of batch, head, query and key (:mod:`.affine`), or None if that is not known.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from itertools import accumulate
 
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import ZERO, Affine, Place, never_negative
+from attnforge.export.attention.affine import ZERO, Affine, Variable, never_negative
 from attnforge.export.attention.layout import ONE, LayoutError, Size, product, sizes_of
 
 Index = tuple[Affine | None, ...]
@@ -22,11 +21,11 @@ def known(index: Index) -> bool:
     return all(position is not None for position in index)
 
 
-def places_of(index: Index) -> frozenset[Place]:
-    """What an index depends on; on everything where that is not known."""
+def variables_of(index: Index) -> frozenset[Variable]:
+    """The variables that an index depends on; all of them if that is not known."""
     if not known(index):
-        return frozenset(Place)
-    return frozenset(place for position in index if position is not None for place in position.places)
+        return frozenset(Variable)
+    return frozenset(variable for position in index if position is not None for variable in position.variables)
 
 
 def broadcast(value: ir.Value | None, output: ir.Value, index: Index) -> Index:
@@ -42,7 +41,7 @@ def broadcast(value: ir.Value | None, output: ir.Value, index: Index) -> Index:
 
 
 def reshaped(node: ir.Node, index: Index) -> Index | None:
-    """The index of the input of a Transpose, Squeeze, Reshape or Flatten."""
+    """The input index of a Transpose, Squeeze, Reshape or Flatten."""
     source = node.inputs[0]
     if source is None or source.shape is None or node.outputs[0].shape is None:
         return None
@@ -56,7 +55,7 @@ def reshaped(node: ir.Node, index: Index) -> Index | None:
 
 
 def _regrouped(have: Sequence[Size], want: Sequence[Size], index: Index) -> Index:
-    """The index before a reshape from sizes to others: dims that stay, that are joined, or that are split."""
+    """The index before a reshape from sizes `have` to `want`: dims may stay, be joined or be split."""
     source: list[Affine | None] = [START if size == ONE else None for size in have]
     inputs = [i for i, size in enumerate(have) if size != ONE]
     outputs = [i for i, size in enumerate(want) if size != ONE]
@@ -71,21 +70,21 @@ def _regrouped(have: Sequence[Size], want: Sequence[Size], index: Index) -> Inde
                 return tuple(source)
         if len(ins) > 1 and len(outs) > 1:
             continue
-        at = _joined([want[i] for i in outs], [index[i] for i in outs])
-        for i, position in zip(ins, _split([have[i] for i in ins], at), strict=True):
+        joined = _joined([want[i] for i in outs], [index[i] for i in outs])
+        for i, position in zip(ins, _split([have[i] for i in ins], joined), strict=True):
             source[i] = position
     return tuple(source)
 
 
 def _strides(sizes: Sequence[Size]) -> list[int] | None:
-    """How far apart the elements of each of some dims are once they are one; None where an inner size is dynamic."""
+    """The strides of dims that are flattened into one; None if an inner size is dynamic."""
     if not all(size.is_static for size in sizes[1:]):
         return None
     return list(accumulate((size.factor for size in reversed(sizes[1:])), lambda a, b: a * b, initial=1))[::-1]
 
 
 def _joined(sizes: Sequence[Size], index: Sequence[Affine | None]) -> Affine | None:
-    """The index into dims that are one."""
+    """The index into several dims flattened into one."""
     strides = _strides(sizes)
     if len(index) == 1 or strides is None:
         return index[0] if len(index) == 1 else None
@@ -94,14 +93,14 @@ def _joined(sizes: Sequence[Size], index: Sequence[Affine | None]) -> Affine | N
 
 
 def _split(sizes: Sequence[Size], position: Affine | None) -> list[Affine | None]:
-    """The indices into the parts of a dim."""
+    """The indices into the dims that one dim is split into."""
     strides = _strides(sizes)
     if len(sizes) == 1:
         return [position]
     if position is None or strides is None:
         return [None] * len(sizes)
     first, *others = [position.floor_divided(stride) if stride > 1 else position for stride in strides]
-    return [first, *(at.remainder(size.factor) for at, size in zip(others, sizes[1:], strict=True))]
+    return [first, *(part.remainder(size.factor) for part, size in zip(others, sizes[1:], strict=True))]
 
 
 Elements = Sequence[Affine | None]
@@ -110,10 +109,10 @@ Elements = Sequence[Affine | None]
 def sliced(
     source: ir.Value | None, index: Index, starts: Elements | None, axes: Elements | None, steps: Elements | None
 ) -> Index | None:
-    """The index of the input of a Slice; None where an axis is not known.
+    """The input index of a Slice; None if an axis is not known.
 
     Args:
-        starts, axes, steps: elements of the node's inputs; the first axes and steps of 1 where there are none.
+        starts, axes, steps: elements of the node's inputs; by default the leading axes, and steps of 1.
     """
     if source is None or source.shape is None or starts is None:
         return None
@@ -137,29 +136,29 @@ def _number(elements: Elements | None, i: int, default: int) -> int | None:
 
 
 def _start(start: Affine | None, dim: int | ir.SymbolicDim, step: int) -> Affine | None:
-    """Where a Slice begins, counted from the start of an axis and not beyond its end."""
+    """The start of a Slice, counted from the start of an axis and clamped to its end; None if that is not known."""
     if start is None:
         return None
     size, number = Affine.dim(dim), start.constant
     last = size if step > 0 else size - 1
     if number is not None and number < 0:
         start = size + number
-        if not never_negative(start):  # it would begin at 0 where there are fewer
+        if not never_negative(start):  # it would be clamped to 0 in a shorter axis
             return None
     if start.scalars or not never_negative(start):
         return None
     if never_negative(start - last):
         return last
-    # A start beyond the end leaves nothing, unless the step is backwards.
+    # A start beyond the end gives an empty slice, unless the step is negative.
     return start if step > 0 or never_negative(last - start) else None
 
 
 Piece = tuple[ir.Value | None, Affine, Affine]
-"""A part of a Concat, the index into its axis, and how long it is there."""
+"""A part of a Concat, the index into its axis, and its size along that axis."""
 
 
 def pieces(parts: Sequence[ir.Value | None], position: Affine | None, axis: int) -> list[Piece] | None:
-    """The parts of a Concat, each with the position in it if it is the part that holds the position."""
+    """The parts of a Concat, each with what the position is in that part, if it lies there."""
     if position is None:
         return None
     result: list[Piece] = []

@@ -1,9 +1,9 @@
-"""Layouts: which logical axes a tensor's dims are made of, and how one layout becomes another.
+"""Layouts: which logical axes make up a tensor's dims, and how to turn one layout into another.
 
 A view (Reshape, Transpose, Squeeze, Unsqueeze, Flatten, Identity) moves numbers without changing them. The layouts at
-both ends of a chain of views say all that the chain does, however its author wrote it. So the walks compose views into
-layouts, and :func:`rearrange` turns one layout into another with at most one Reshape, one Transpose and one Reshape.
-This is einops (https://einops.rocks), with axes found instead of named.
+both ends of a chain of views describe all that the chain does, however its author wrote it. So the walks compose views
+into layouts, and :func:`rearrange` turns one layout into another with at most one Reshape, one Transpose and one
+Reshape. This is einops (https://einops.rocks), with axes inferred instead of named.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _FUNCTIONS = frozenset({"floor", "max", "min", "Max", "Min", "Mod"})
 """Functions in the expressions of symbolic dims."""
 
 _UNKNOWN: dict[int, ir.SymbolicDim] = {}
-"""Unknown dims that have a symbol, which are kept: the next dim could have the id of one that is gone."""
+"""Unknown dims that have been given a symbol. They are kept alive, because a later dim could reuse the id of a dim that
+was freed."""
 
 
 class LayoutError(Exception):
-    """No sequence of views connects two layouts, or no value tells a size, or a shape is not known."""
+    """No sequence of views connects two layouts, a size cannot be read from any value, or a shape is not known."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Size:
         return Size(self.factor // other.factor, tuple(rest))
 
     def dim(self) -> int | ir.SymbolicDim:
-        """The size as onnx_ir writes it in a shape."""
+        """The size as a dim of an onnx_ir shape."""
         if self.is_static:
             return self.factor
         symbols = [symbol if _NAME.fullmatch(symbol) else f"({symbol})" for symbol in self.symbols]
@@ -90,10 +91,11 @@ ONE = Size()
 
 
 def parsed(text: str) -> tuple[sympy.Expr, list[str]]:
-    """An expression such as `4*batch*((tokens**2)//tokens)` with symbols `s0`, `s1`, … for its names, and the names.
+    """Parse an expression such as `4*batch*((tokens**2)//tokens)`; return it with symbols `s0`, `s1`, … for its names,
+    and the names.
 
     Raises:
-        ValueError: its grammar is unknown; onnx_ir's parser refuses whatever is no arithmetic, which sympy's would run.
+        ValueError: it is not arithmetic. onnx_ir's parser refuses such text; sympy's would execute it.
     """
     names = sorted(set(_NAME.findall(text)) - _FUNCTIONS)
     symbols = {f"s{i}": _symbol(i) for i in range(len(names))}
@@ -108,12 +110,12 @@ def _symbol(i: int) -> sympy.Symbol:
 
 @cache
 def _factored(text: str) -> Size:
-    """The size that an expression is, where all symbols are positive."""
+    """The size given by an expression whose symbols are all positive."""
     try:
         expression, names = parsed(text)
         factor, powers = sympy.factor_list(expression)
     except (ValueError, sympy.PolynomialError):
-        return Size(1, (text,))  # an expression of unknown grammar equals itself alone
+        return Size(1, (text,))  # an expression that cannot be parsed equals itself only
     if not factor.is_Integer:
         return Size(1, (text,))
 
@@ -125,10 +127,11 @@ def _factored(text: str) -> Size:
 
 @cache
 def is_size_of(size: Size, other: Size) -> bool:
-    """Whether a dim of `size` that broadcasts against one of `other` has `other`'s size: never 1 where that is larger.
+    """Whether a dim of `size` that broadcasts against a dim of `other` has `other`'s size: it is never 1 where that is
+    larger.
 
-    A name of its own may be 1 at run time, so this is false of it. An expression of the names in `other`, such as
-    `128 - Max(0, 128 - n)` against `n`, is tried at some thousand sizes.
+    False for a name that `other` does not have, which may be 1 at run time. An expression of the names in `other`, such
+    as `128 - Max(0, 128 - n)` against `n`, is evaluated at some thousand sizes.
     """
     if size == other:
         return True
@@ -146,18 +149,17 @@ def is_size_of(size: Size, other: Size) -> bool:
 
 @dataclass(eq=False)
 class Axis:
-    """A logical axis. A Reshape may show that it is two axes in one: it is then split in place, for every layout that
-    holds it.
+    """A logical axis. If a Reshape shows that it is two axes, it is split in place, for every layout that contains it.
 
     Attributes:
-        parts: the outer and the inner axis of one that was split.
+        parts: the outer and the inner axis, if it was split.
     """
 
     size: Size
     parts: tuple[Axis, Axis] | None = field(default=None, repr=False)
 
     def leaves(self) -> list[Axis]:
-        """The axes that this one was split into, outermost first; itself where it is whole."""
+        """The axes that this one was split into, outermost first; itself if it was not split."""
         return [self] if self.parts is None else [leaf for part in self.parts for leaf in part.leaves()]
 
     def split(self, outer: Size, inner: Size) -> None:
@@ -180,7 +182,7 @@ class Layout:
 
     @classmethod
     def fresh(cls, value: ir.Value) -> Layout:
-        """One new axis for every dim of `value` that is not 1."""
+        """A layout with one new axis for every dim of `value` that is not 1."""
         return cls(() if size == ONE else (Axis(size),) for size in sizes_of(value))
 
     @property
@@ -198,7 +200,7 @@ class Layout:
         return len(self._dims)
 
     def with_dim(self, i: int, dim: Dims) -> Layout:
-        """The layout with another dim in the place of one."""
+        """The layout with dim `i` replaced."""
         dims = self.dims
         dims[i] = dim
         return Layout(dims)
@@ -208,7 +210,7 @@ class Layout:
         return Layout(dims[i] for i in perm)
 
     def regrouped(self, sizes: Sequence[Size]) -> Layout:
-        """The layout after a reshape to `sizes`. Axes that the reshape splits are split in place.
+        """The layout after a reshape to `sizes`. Axes that the reshape divides are split in place.
 
         Raises:
             LayoutError: the reshape cuts across axes, so its dims are not products of them.
@@ -259,7 +261,7 @@ def sizes_of(value: ir.Value) -> list[Size]:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """The size of a dim that is as long as several together."""
+    """The product of sizes: the size of a dim that flattens several."""
     return prod(sizes, start=ONE)
 
 
@@ -287,7 +289,7 @@ def before_expand(node: ir.Node, after: Layout) -> Layout:
     """The layout of an Expand's input, given its output's: without the axes along which it repeats.
 
     Raises:
-        LayoutError: it repeats along a dim of dynamic size, which the input does not tell.
+        LayoutError: it repeats along a dim of dynamic size, which cannot be read from the input.
     """
     sizes = sizes_of(input_of(node))
     kept = after.dims[len(after) - len(sizes) :]
@@ -308,8 +310,8 @@ def is_view(node: ir.Node | None) -> bool:
 def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
     """The value before all views and Expands that lead to `value`, and its layout.
 
-    The walk passes by values whose shape does not tell the size of every axis (all flattened into one dim, say), and
-    returns the last value whose shape does.
+    The walk passes values whose shape does not give the size of every axis (all flattened into one dim, say), and
+    returns the furthest value whose shape does.
     """
     furthest = value, layout
     while (node := value.producer()) is not None and (is_view(node) or is_expand(node)):
@@ -324,7 +326,7 @@ def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
 
 
 def after_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
-    """The value behind all views of `value`, and its layout; each view must be the only user of its input."""
+    """The value after all views of `value`, and its layout; each view must be the only user of its input."""
     while not value.is_graph_output() and len(value.uses()) == 1:
         node, index = next(iter(value.uses()))
         if not is_view(node) or index != 0:
@@ -344,7 +346,7 @@ def needs_transpose(source: Layout, target: Layout) -> bool:
 
 
 def effort(source: Layout, target: Layout) -> int:
-    """Operations at run time when `source` becomes `target`: a transpose, a shape to compute, both or none (0 to 2)."""
+    """The number of run-time operations, 0 to 2, that turn `source` into `target`: a transpose, a computed shape."""
     if source.dims == target.dims:
         return 0
     moved = [dim for i, dim in enumerate(target.dims) if i >= len(source) or source.dims[i] != dim]
@@ -353,28 +355,28 @@ def effort(source: Layout, target: Layout) -> int:
 
 
 Sized = tuple[ir.Value, Layout]
-"""A value and its layout, from whose shape the sizes of axes can be read."""
+"""A value from whose shape axis sizes can be read, and its layout."""
 
 
 def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout, sized: Sequence[Sized] = ()) -> ir.Value:
     """Write the nodes that turn `value` from one layout into another.
 
     Args:
-        value: laid out as `source`.
-        source: the layout that it has.
-        target: the layout that the result has. The result is repeated along axes that only `target` has.
+        value: the value to rearrange.
+        source: the layout of `value`.
+        target: the layout of the result, which is repeated along axes that only `target` has.
         sized: further values from which sizes of dynamic axes can be read.
 
     Returns:
-        `value` itself where the layouts are equal.
+        The rearranged value; `value` itself if the layouts are equal.
 
     Raises:
-        LayoutError: `source` has an axis that `target` lacks, or no value tells a size.
+        LayoutError: `source` has an axis that `target` lacks, or a size cannot be read from any value.
     """
     sized = [(value, source), *sized]
     axes = source.axes
     if lost := set(axes) - set(target.axes):
-        raise LayoutError(f"{len(lost)} axis of {value.name!r} has no place in the product")
+        raise LayoutError(f"{len(lost)} axis of {value.name!r} is not an axis of the product")
     missing = set(target.axes) - set(axes)
     order = [axis for axis in target.axes if axis not in missing]
     steps: list[Layout] = []
@@ -391,7 +393,7 @@ def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout, size
 
 
 def _step(op: Builder, sized: Sequence[Sized], value: ir.Value, here: Layout, there: Layout) -> ir.Value:
-    """Write one Transpose, Expand, Unsqueeze, Squeeze or Reshape; nothing where the layouts are equal."""
+    """Write one Transpose, Expand, Unsqueeze, Squeeze or Reshape; nothing if the layouts are equal."""
     a, b = here.dims, there.dims
     if a == b:
         return value
@@ -425,12 +427,12 @@ def _ones_removed(few: list[Dims], many: list[Dims]) -> bool:
 
 
 def _shape(op: Builder, dims: list[Dims], sized: Sequence[Sized], reshape_from: list[Dims] | None = None) -> ir.Value:
-    """A shape tensor for `dims`, computed only where the dims are dynamic and a Reshape's 0 and -1 do not serve.
+    """A shape tensor for `dims`, computed at run time only if dims are dynamic and a Reshape's 0 and -1 do not suffice.
 
     Args:
-        dims: the dims wanted.
+        dims: the dims of the result.
         sized: values from which sizes can be read.
-        reshape_from: the dims of the input, where the shape is a Reshape's.
+        reshape_from: the dims of the input, if the shape is for a Reshape.
     """
     entries: list[int | Dims] = []
     for i, dim in enumerate(dims):
@@ -462,7 +464,7 @@ def _dynamic_size(op: Builder, dim: Dims, sized: Sequence[Sized]) -> ir.Value:
         holders = ((value, layout, i) for value, layout in sized if (i := _holder(axis, layout)) is not None)
         holder = next(holders, None)
         if holder is None:
-            raise LayoutError(f"a size that cannot be read off {sized[0][0].name!r}")
+            raise LayoutError(f"a size cannot be read from the shape of {sized[0][0].name!r}")
         value, layout, i = holder
         size = op.Shape(value, start=i, end=i + 1)
         divisor = prod(other.size.factor for other in layout.dims[i] if other is not axis)
@@ -473,7 +475,7 @@ def _dynamic_size(op: Builder, dim: Dims, sized: Sequence[Sized]) -> ir.Value:
 
 
 def _holder(axis: Axis, layout: Layout) -> int | None:
-    """The dim whose size tells that of `axis`: all its other axes are static. None where there is none."""
+    """The dim whose size gives that of `axis`, because all its other axes are static; None if there is none."""
     for i, dim in enumerate(layout.dims):
         if axis in dim and all(other is axis or other.size.is_static for other in dim):
             return i

@@ -1,8 +1,8 @@
-"""A mask at blocks of queries and keys, from what it is computed of, so that no mask of all pairs is ever in memory.
+"""Compute a mask for blocks of queries and keys from the operands of its graph, without materialising all pairs.
 
-The mask's graph is followed backwards by indices, as in :mod:`.mask_reader`. What varies by query or by key alone is
-small: it is brought to four dims and cut as the caller says. Operators that work element by element are written again
-on what was cut. What holds a number for every pair already (an input, a constant) is cut as it stands.
+The mask's graph is read backwards by indices, as in :mod:`.mask_reader`. Values that vary by query or by key alone are
+small: they are brought to four dims and cut as the caller says. Elementwise operators are repeated on the cut operands.
+Values that have a number for every pair already (an input, a constant) are cut as they are.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Place, Quotient, Scalar
+from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Quotient, Scalar, Variable
 from attnforge.export.attention.canonical import MASK_STEP
-from attnforge.export.attention.indices import START, Index, broadcast, pieces, places_of
+from attnforge.export.attention.indices import START, Index, broadcast, pieces, variables_of
 from attnforge.export.attention.layout import Size
 from attnforge.export.attention.mask_reader import BOOL, INT64, Reader
 from attnforge.export.attention.moves import MOVES
@@ -24,12 +24,12 @@ from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like
 from attnforge.export.graphs.nodes import input_of, is_op, optional_input, rank_of
 
 Cut = Callable[[Builder, ir.Value], ir.Value]
-"""Brings a tensor `(B or 1, H or 1, n_q or 1, n_k or 1)` to blocks: a Slice of the last two dims, say, or a Reshape of
-queries to blocks and a Gather of the keys of each. It gets tensors of any type, and its results are of one rank and
-broadcast to one another."""
+"""Cuts a tensor `(B or 1, H or 1, n_q or 1, n_k or 1)` to blocks: a Slice of the last two dims, say, or a Reshape of
+queries to blocks and a Gather of the keys of each block. It takes tensors of any type, and its results have one rank
+and broadcast to one another."""
 
-PLACES = (Place.BATCH, Place.HEAD, Place.QUERY, Place.KEY)
-PAIR = frozenset({Place.QUERY, Place.KEY})
+VARIABLES = (Variable.BATCH, Variable.HEAD, Variable.QUERY, Variable.KEY)
+PAIR = frozenset({Variable.QUERY, Variable.KEY})
 
 ELEMENTWISE = frozenset(
     {
@@ -38,24 +38,24 @@ ELEMENTWISE = frozenset(
         *("Tanh", "Where", "Xor"),
     }
 )
-"""Operators whose results have at an index only what the operands have there."""
+"""Operators whose result at an index depends only on the operands at that index."""
 
 
 class NotByBlocks(Exception):
-    """Why a mask cannot be computed at blocks, in words that a user can act on."""
+    """A mask cannot be computed by blocks; the message gives a reason that a user can act on."""
 
 
 def mask_at_blocks(op: Builder, node: ir.Node, cut: Cut) -> ir.Value | None:
-    """The mask of a canonical Attention node, at blocks; its own causality is not in it.
+    """Write the mask of a canonical Attention node by blocks, without the node's own causality.
 
     Args:
-        op: records the new nodes. Where an error is raised, they are to be dropped
+        op: records the new nodes. If an error is raised, the caller must drop them
             (:func:`~attnforge.export.graphs.build.insert` does).
-        node: as :mod:`.canonical` has it.
-        cut: what blocks are.
+        node: a canonical node (:mod:`.canonical`).
+        cut: cuts a tensor to blocks.
 
     Returns:
-        the mask in the dims that `cut` gives, boolean or added as the node's own; None where the node has no mask.
+        The mask in the dims that `cut` gives, boolean or additive like the node's own; None if the node has no mask.
 
     Raises:
         NotByBlocks: the mask would have to be computed for all pairs.
@@ -65,11 +65,11 @@ def mask_at_blocks(op: Builder, node: ir.Node, cut: Cut) -> ir.Value | None:
 
 
 def mask_by_key(op: Builder, node: ir.Node, is_triangle: bool = False) -> ir.Value | None:
-    """The mask of a canonical Attention node that is the same for every query, `(B or 1, H or 1, 1, n_k or 1)`; else as
-    :func:`mask_at_blocks`.
+    """Write the mask of a canonical Attention node that is the same for every query, `(B or 1, H or 1, 1, n_k or 1)`;
+    otherwise as :func:`mask_at_blocks`.
 
     Args:
-        is_triangle: whether only pairs of a query and a key that is not later are asked for.
+        is_triangle: whether the mask is needed only for pairs whose key is not later than the query.
 
     Raises:
         NotByBlocks: it is not proved to be the same for every query.
@@ -79,12 +79,12 @@ def mask_by_key(op: Builder, node: ir.Node, is_triangle: bool = False) -> ir.Val
 
 
 def why_not_by_blocks(node: ir.Node) -> str | None:
-    """Why :func:`mask_at_blocks` cannot write the mask of a node; None where it can."""
+    """Why :func:`mask_at_blocks` cannot write the mask of a node; None if it can."""
     return _why_not(lambda op: mask_at_blocks(op, node, _as_it_is))
 
 
 def why_not_by_key(node: ir.Node, is_triangle: bool) -> str | None:
-    """Why :func:`mask_by_key` cannot write the mask of a node; None where it can."""
+    """Why :func:`mask_by_key` cannot write the mask of a node; None if it can."""
     return _why_not(lambda op: mask_by_key(op, node, is_triangle))
 
 
@@ -99,25 +99,30 @@ def _why_not(write: Callable[[Builder], object]) -> str | None:
     except NotByBlocks as reason:
         return str(reason)
     finally:
-        for written in op.nodes:  # so that they do not count as users of what they read
+        for written in op.nodes:  # so that they do not count as users of their inputs
             for i in range(len(written.inputs)):
                 written.replace_input_with(i, None)
     return None
 
 
 class _Blocks:
-    """Writes values at blocks.
+    """Writes values by blocks.
 
     Args:
-        query, key: of the site; they tell the counts of queries and keys.
+        query, key: operands of the site, which give the numbers of queries and keys.
     """
 
     def __init__(self, op: Builder, query: ir.Value, key: ir.Value, cut: Cut) -> None:
         self.op, self._cut = op, cut
-        axes = {Place.BATCH: (query, 0), Place.HEAD: (query, 1), Place.QUERY: (query, 2), Place.KEY: (key, 2)}
+        axes = {
+            Variable.BATCH: (query, 0),
+            Variable.HEAD: (query, 1),
+            Variable.QUERY: (query, 2),
+            Variable.KEY: (key, 2),
+        }
         self.sizes = [(Affine.dim(dims_of(value)[axis]), value, axis) for value, axis in axes.values()]
-        self.whole = {place: dims_of(value)[axis] for place, (value, axis) in axes.items()}
-        self.reader = Reader({place: Affine.dim(self.whole[place]) - 1 for place in PAIR})
+        self.whole = {variable: dims_of(value)[axis] for variable, (value, axis) in axes.items()}
+        self.reader = Reader({variable: Affine.dim(self.whole[variable]) - 1 for variable in PAIR})
         self._written: dict[tuple[ir.Value, Index], ir.Value] = {}
 
     def at(self, value: ir.Value | None, index: Index) -> ir.Value:
@@ -134,7 +139,7 @@ class _Blocks:
         if (number := scalar(value)) is not None:
             return self.cut(constant(self.op, [[[[number]]]], value.dtype))
         node = value.producer()
-        if not places_of(index) >= PAIR:
+        if not variables_of(index) >= PAIR:
             return self.cut(self._on_four_dims(value, index))
         if node is None or ir.convenience.get_const_tensor(value) is not None:
             return self.cut(self._on_four_dims(value, index))
@@ -155,14 +160,14 @@ class _Blocks:
         return result
 
     def _like(self, result: ir.Value, dtype: ir.DataType | None, *operands: ir.Value) -> ir.Value:
-        """A result with its type, and the shape that operands of one rank broadcast to."""
+        """Set on a result its type, and the shape that operands of equal rank broadcast to."""
         dims = [next((dim for dim in column if dim != 1), 1) for column in zip(*map(dims_of, operands), strict=True)]
         return typed(result, dtype, dims)
 
     # --- operators
 
     def _again(self, node: ir.Node, index: Index) -> ir.Value:
-        """An operator on operands at blocks."""
+        """Repeat an operator on cut operands."""
         operands = [self.at(x, broadcast(x, node.outputs[0], index)) for x in node.inputs]
         steps = {MASK_STEP: node.metadata_props[MASK_STEP]} if MASK_STEP in node.metadata_props else {}
         result = self.op.op(node.op_type, operands, dict(node.attributes), metadata_props=steps)
@@ -175,7 +180,7 @@ class _Blocks:
             raise NotByBlocks(f"how {node.op_type} moves {node.outputs[0].name!r} is not known")
         picks = node.op_type in ("Slice", "Gather", "GatherND")
         if picks and source is not None and (source.producer() is None or ir.convenience.get_const_tensor(source)):
-            return self.cut(self._on_four_dims(node.outputs[0], index))  # a piece of what is in memory
+            return self.cut(self._on_four_dims(node.outputs[0], index))  # a part of a value that is in memory
         return self.at(source, before)
 
     def _triangle(self, node: ir.Node, index: Index) -> ir.Value:
@@ -201,11 +206,11 @@ class _Blocks:
             whole = result is None or is_inside is True
             result = mine if whole else self._either(self._not_negative(size - position - 1), mine, result)
         if result is None:
-            raise NotByBlocks(f"where {node.outputs[0].name!r} is joined is not known")
+            raise NotByBlocks(f"where the parts of {node.outputs[0].name!r} begin is not known")
         return result
 
     def _either(self, condition: ir.Value, yes: ir.Value, no: ir.Value | None) -> ir.Value:
-        """`yes` where a condition holds, else `no`, or nothing: False, or 0."""
+        """`yes` where a condition is True, else `no`, which is False or 0 by default."""
         op, dtype = self.op, yes.dtype
         assert dtype is not None
         if dtype != BOOL:
@@ -217,91 +222,96 @@ class _Blocks:
         others = self._like(op.And(self._like(op.Not(condition), BOOL, condition), no), BOOL, condition, no)
         return self._like(op.Or(kept, others), BOOL, kept, others)
 
-    # --- what is small, and what is in memory
+    # --- small values, and values that are in memory
 
     def _on_four_dims(self, value: ir.Value, index: Index) -> ir.Value:
-        """A value in the dims of the scores, each 1 where it does not vary along it."""
-        placed: list[Place | None] = []
+        """A value in the dims of the scores, with size 1 for each dim along which it does not vary."""
+        placed: list[Variable | None] = []
         for axis, position in enumerate(index):
-            if position is None or len(position.places) > 1:
+            if position is None or len(position.variables) > 1:
                 raise NotByBlocks(f"where {value.name!r} is read is not known")
-            place = next(iter(position.places), None)
-            if place in placed and place is not None:
-                raise NotByBlocks(f"{value.name!r} is read twice by {place.value}")
-            placed.append(place)
-            value = self._along(value, axis, position, place, in_memory=places_of(index) >= PAIR)
-        op, order = self.op, sorted((place for place in placed if place is not None), key=PLACES.index)
-        perm = [i for i, place in enumerate(placed) if place is None] + [placed.index(place) for place in order]
+            variable = next(iter(position.variables), None)
+            if variable in placed and variable is not None:
+                raise NotByBlocks(f"{value.name!r} is read twice by {variable.value}")
+            placed.append(variable)
+            value = self._along(value, axis, position, variable, in_memory=variables_of(index) >= PAIR)
+        op, order = self.op, sorted((variable for variable in placed if variable is not None), key=VARIABLES.index)
+        perm = [i for i, variable in enumerate(placed) if variable is None] + [
+            placed.index(variable) for variable in order
+        ]
         if perm != sorted(perm):
             dims = dims_of(value)
             value = typed(op.Transpose(value, perm=perm), value.dtype, [dims[i] for i in perm])
         dims, dtype = dims_of(value)[len(perm) - len(order) :], value.dtype
         if extra := len(perm) - len(order):
             value = typed(op.Squeeze(value, constant(op, list(range(extra)))), dtype, dims)
-        if missing := [i for i, place in enumerate(PLACES) if place not in order]:
-            full = [1 if place not in order else dims[order.index(place)] for place in PLACES]
+        if missing := [i for i, variable in enumerate(VARIABLES) if variable not in order]:
+            full = [1 if variable not in order else dims[order.index(variable)] for variable in VARIABLES]
             value = typed(op.Unsqueeze(value, constant(op, missing)), dtype, full)
         return value
 
-    def _along(self, value: ir.Value, axis: int, position: Affine, place: Place | None, in_memory: bool) -> ir.Value:
-        """A value whose dim is indexed by a place alone, or by nothing: what it is not at that position is left out."""
+    def _along(
+        self, value: ir.Value, axis: int, position: Affine, variable: Variable | None, in_memory: bool
+    ) -> ir.Value:
+        """A value with one dim gathered at a position, which depends on at most one variable."""
         op, dims = self.op, dims_of(value)
         dim: int | ir.SymbolicDim = 1
-        if place is None:
+        if variable is None:
             if dims[axis] == 1:
                 return value
-            at = typed(op.Unsqueeze(self._number(position), constant(op, [0])), INT64, [1])
+            indices = typed(op.Unsqueeze(self._number(position), constant(op, [0])), INT64, [1])
         else:
-            if position == Affine.atom(place) and Size.of(dims[axis]) == Size.of(self.whole[place]):
+            if position == Affine.atom(variable) and Size.of(dims[axis]) == Size.of(self.whole[variable]):
                 return value
-            at, dim = self._inside(self._along_place(position, place), dims[axis]), self.whole[place]
+            indices, dim = self._inside(self._along_variable(position, variable), dims[axis]), self.whole[variable]
         if in_memory:
             raise NotByBlocks(f"{value.name!r} would be copied for all pairs")
-        return typed(op.Gather(value, at, axis=axis), value.dtype, [*dims[:axis], dim, *dims[axis + 1 :]])
+        return typed(op.Gather(value, indices, axis=axis), value.dtype, [*dims[:axis], dim, *dims[axis + 1 :]])
 
-    def _inside(self, at: ir.Value, dim: int | ir.SymbolicDim) -> ir.Value:
-        """Indices that are within a dim: others are those of numbers that nobody reads."""
+    def _inside(self, indices: ir.Value, dim: int | ir.SymbolicDim) -> ir.Value:
+        """Indices clamped to a dim: those outside belong to numbers that are not read."""
         last = self._number(Affine.dim(dim) - 1)
-        return like(self.op.Max(like(self.op.Min(at, last), at), constant(self.op, 0)), at)
+        return like(self.op.Max(like(self.op.Min(indices, last), indices), constant(self.op, 0)), indices)
 
     def _not_negative(self, x: Affine) -> ir.Value:
-        """Where `x ≥ 0`, at blocks."""
+        """Where `x ≥ 0`, by blocks."""
         op, terms = self.op, dict(x.terms)
-        if any(len(Affine.atom(atom).places) > 1 or Affine.atom(atom).places - PAIR for atom in terms):
+        if any(len(Affine.atom(atom).variables) > 1 or Affine.atom(atom).variables - PAIR for atom in terms):
             raise NotByBlocks(f"{x.text()} depends on more than a query and a key")
-        of_key = Affine.of(0, {atom: n for atom, n in terms.items() if Place.KEY in Affine.atom(atom).places})
+        of_key = Affine.of(0, {atom: n for atom, n in terms.items() if Variable.KEY in Affine.atom(atom).variables})
         of_query = of_key - x
         key, query = (
-            self.cut(self._vector(part, place)) for part, place in ((of_key, Place.KEY), (of_query, Place.QUERY))
+            self.cut(self._vector(part, variable))
+            for part, variable in ((of_key, Variable.KEY), (of_query, Variable.QUERY))
         )
         return self._like(op.GreaterOrEqual(key, query), BOOL, key, query)
 
-    def _vector(self, x: Affine, place: Place) -> ir.Value:
-        """A number for every query or key, on four dims."""
-        op, i = self.op, PLACES.index(place)
-        if not x.places:
+    def _vector(self, x: Affine, variable: Variable) -> ir.Value:
+        """The numbers of an expression for every query or key, on four dims."""
+        op, i = self.op, VARIABLES.index(variable)
+        if not x.variables:
             return typed(op.Unsqueeze(self._number(x), constant(op, [0, 1, 2, 3])), INT64, [1, 1, 1, 1])
-        dims = [self.whole[place] if axis == i else 1 for axis in range(4)]
+        dims = [self.whole[variable] if axis == i else 1 for axis in range(4)]
         others = [axis for axis in range(4) if axis != i]
-        return typed(op.Unsqueeze(self._along_place(x, place), constant(op, others)), INT64, dims)
+        return typed(op.Unsqueeze(self._along_variable(x, variable), constant(op, others)), INT64, dims)
 
-    # --- whole numbers
+    # --- integers
 
-    def _along_place(self, x: Affine, place: Place) -> ir.Value:
-        """`(n,)`: an expression for every index of a place."""
-        op, count = self.op, Affine.dim(self.whole[place])
-        numbers = typed(op.Range(constant(op, 0), self._number(count), constant(op, 1)), INT64, [self.whole[place]])
-        return self._sum(x, {place: numbers}, numbers)
+    def _along_variable(self, x: Affine, variable: Variable) -> ir.Value:
+        """`(n,)`: an expression for every value of a variable."""
+        op, count = self.op, Affine.dim(self.whole[variable])
+        numbers = typed(op.Range(constant(op, 0), self._number(count), constant(op, 1)), INT64, [self.whole[variable]])
+        return self._sum(x, {variable: numbers}, numbers)
 
     def _number(self, x: Affine) -> ir.Value:
-        """An expression without indices, as a scalar."""
+        """An expression without variables, as a scalar."""
         for size, value, axis in self.sizes:
             if x == size and x.constant is None:
                 shape = self.op.Shape(value, start=axis, end=axis + 1)
                 return typed(self.op.Squeeze(shape, constant(self.op, [0])), INT64, [])
         return self._sum(x, {}, constant(self.op, 0))
 
-    def _sum(self, x: Affine, known: dict[Place, ir.Value], like_: ir.Value) -> ir.Value:
+    def _sum(self, x: Affine, known: dict[Variable, ir.Value], like_: ir.Value) -> ir.Value:
         op = self.op
         result = constant(op, x.number)
         for atom, factor in x.terms:
@@ -310,9 +320,9 @@ class _Blocks:
             result = like(op.Add(term, result), like_)
         return result
 
-    def _atom(self, atom: Atom, known: dict[Place, ir.Value], like_: ir.Value) -> ir.Value:
+    def _atom(self, atom: Atom, known: dict[Variable, ir.Value], like_: ir.Value) -> ir.Value:
         op = self.op
-        if isinstance(atom, Place) and atom in known:
+        if isinstance(atom, Variable) and atom in known:
             return known[atom]
         if isinstance(atom, Quotient):
             numerator, divisor = self._sum(atom.numerator, known, like_), constant(op, atom.divisor)
@@ -333,19 +343,19 @@ class _ByKey(_Blocks):
         self._asked = at_least_zero(QUERY - KEY, self.reader.largest) if is_triangle else ALWAYS
 
     def _new(self, value: ir.Value, index: Index) -> ir.Value:
-        if value.dtype == BOOL and rank_of(value) == len(index) and Place.QUERY in places_of(index):
+        if value.dtype == BOOL and rank_of(value) == len(index) and Variable.QUERY in variables_of(index):
             truth = self.reader.truth(value, index)
-            for answer, other in ((True, ~truth), (False, truth)):
-                if (self._asked & other).constant is False:
+            for answer, opposite in ((True, ~truth), (False, truth)):
+                if (self._asked & opposite).constant is False:
                     return constant(self.op, [[[[answer]]]], BOOL)
         return super()._new(value, index)
 
     def _on_four_dims(self, value: ir.Value, index: Index) -> ir.Value:
-        if Place.QUERY in places_of(index):
+        if Variable.QUERY in variables_of(index):
             raise NotByBlocks(f"{value.name!r} differs by query")
         return super()._on_four_dims(value, index)
 
-    def _vector(self, x: Affine, place: Place) -> ir.Value:
-        if place is Place.QUERY and x.places:
+    def _vector(self, x: Affine, variable: Variable) -> ir.Value:
+        if variable is Variable.QUERY and x.variables:
             raise NotByBlocks(f"{x.text()} differs by query")
-        return super()._vector(x, place)
+        return super()._vector(x, variable)

@@ -1,7 +1,7 @@
-"""Numbers over a query's and a key's index: what is proved of them, and their arithmetic and comparisons.
+"""Numbers as functions of the query and key index: what is proved of them, their arithmetic and comparisons.
 
-A number is a whole one of the indices (:class:`Whole`), one that lies between two others (:class:`Between`), a whole
-one of a constant table (:class:`Table`), or one of two by a condition (:class:`Choice`).
+A number is an integer expression of the indices (:class:`Whole`), a number between two bounds (:class:`Between`), an
+integer from a constant table (:class:`Table`), or one of two numbers, chosen by a condition (:class:`Choice`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from math import ceil, floor, inf, isfinite, isnan
 import numpy as np
 from numpy.typing import NDArray
 
-from attnforge.export.attention.affine import KEY, QUERY, Affine, Place, never_negative
+from attnforge.export.attention.affine import KEY, QUERY, Affine, Variable, never_negative
 from attnforge.export.attention.constant_masks import truth_along, truth_of
 from attnforge.export.attention.truth import ALWAYS, NEVER, Kind, Largest, Truth, at_least_zero, unknown, zero
 
 MOST_LEAVES = 16
-"""Leaves of a choice, beyond which nothing is known of it."""
+"""Maximum number of leaves of a choice; a larger choice is unknown."""
 
 LARGEST_TABLE = 2**26
-"""Elements of a table that is computed."""
+"""Maximum number of elements of a computed table."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The largest of some whole numbers, or the least; of one, the number itself."""
+    """The largest or the least of several integers; with one option, that integer."""
 
     options: tuple[Affine, ...]
     is_largest: bool = True
@@ -39,7 +39,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Between:
-    """A number that is not below one and not above another; it may be NaN unless `is_number`."""
+    """A number between two bounds, inclusive; it may be NaN unless `is_number`."""
 
     least: float = -inf
     most: float = inf
@@ -48,14 +48,14 @@ class Between:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Whole numbers by query and key: `(n_q or 1, n_k or 1)`."""
+    """Integers by query and key: `(n_q or 1, n_k or 1)`."""
 
     numbers: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`yes` where a condition holds, else `no`."""
+    """`yes` where a condition is True, else `no`."""
 
     condition: Truth
     yes: Number
@@ -75,7 +75,7 @@ def constant(number: float) -> Leaf:
 
 
 def choose(condition: Truth, yes: Number, no: Number) -> Number:
-    """`yes` where a condition holds, else `no`."""
+    """`yes` where a condition is True, else `no`."""
     if condition.constant is not None:
         return yes if condition.constant else no
     if yes == no:
@@ -95,8 +95,8 @@ def apply(function: Callable[[Leaf], Number], number: Number) -> Number:
 
 
 def combine(function: Callable[[Leaf, Leaf], Number], a: Number, b: Number) -> Number:
-    """A function of two numbers, for every choice of each."""
-    # Of conditions that are not exact nothing tells two from one.
+    """Apply a function of two numbers to every choice of each."""
+    # Two inexact conditions that compare equal may still be different conditions.
     if isinstance(a, Choice) and isinstance(b, Choice) and a.condition == b.condition and a.condition.is_exact:
         return choose(a.condition, combine(function, a.yes, b.yes), combine(function, a.no, b.no))
     if isinstance(a, Choice):
@@ -105,7 +105,7 @@ def combine(function: Callable[[Leaf, Leaf], Number], a: Number, b: Number) -> N
 
 
 def bounds(leaf: Leaf) -> Between:
-    """Between which numbers a leaf lies."""
+    """The bounds of a leaf."""
     if isinstance(leaf, Between):
         return leaf
     if isinstance(leaf, Table):
@@ -128,7 +128,7 @@ class Arithmetic:
         self._largest = largest
 
     def compute(self, op_type: str, a: Number, b: Number) -> Number:
-        """Add, Sub, Mul, Div (of whole numbers, towards zero), Ratio (of any), Mod, Max or Min."""
+        """Compute Add, Sub, Mul, Div (of integers, towards zero), Ratio (of any numbers), Mod, Max or Min."""
         return combine(lambda x, y: self._leaf(op_type, x, y), a, b)
 
     def floored(self, a: Number, b: Number) -> Number:
@@ -167,8 +167,8 @@ class Arithmetic:
             if all(number.single is not None or number.is_largest == largest for number in (a, b)):
                 return Whole(a.options + b.options, largest)
         if op_type == "Mul" and x is not None and y is not None:
-            factor, other = (y.constant, x) if y.constant is not None else (x.constant, y)
-            return None if factor is None else Whole((other * factor,))
+            factor, term = (y.constant, x) if y.constant is not None else (x.constant, y)
+            return None if factor is None else Whole((term * factor,))
         divisor = _positive(b)
         if op_type in ("Div", "Mod") and x is not None and divisor:
             if op_type == "Mod":
@@ -177,15 +177,15 @@ class Arithmetic:
         return None
 
     def _table(self, leaf: Leaf) -> NDArray[np.int64] | None:
-        """A leaf as a table, where it depends on indices alone and their counts are known."""
+        """A leaf as a table; None unless it depends on indices alone and their counts are known."""
         if isinstance(leaf, Table):
             return leaf.numbers
         if isinstance(leaf, Between) or leaf.single is None:
             return None
-        x, places = leaf.single, (Place.QUERY, Place.KEY)
-        query, key = (x.factors.get(place, 0) for place in places)
+        x, variables = leaf.single, (Variable.QUERY, Variable.KEY)
+        query, key = (x.factors.get(variable, 0) for variable in variables)
         rest = (x - QUERY * query - KEY * key).constant
-        counts = [self._largest[place].constant for place in places]
+        counts = [self._largest[variable].constant for variable in variables]
         if rest is None or any(n is None and factor for n, factor in zip(counts, (query, key), strict=True)):
             return None
         i, j = (
@@ -199,7 +199,7 @@ class Arithmetic:
         """`a ≥ b`.
 
         Args:
-            kind: of the condition, where it is not proved.
+            kind: the kind of the condition, if it is not proved.
         """
         return self._compared(a, b, lambda x, y: self._leaf_at_least(x, y, kind))
 
@@ -253,14 +253,14 @@ def negated(number: Whole) -> Whole:
 
 
 def where(condition: Truth, yes: Truth, no: Truth) -> Truth:
-    """`yes` where a condition holds, else `no`."""
+    """`yes` where a condition is True, else `no`."""
     if condition.constant is not None:
         return yes if condition.constant else no
     return yes if yes == no else (condition & yes) | (~condition & no)
 
 
 def flags_truth(flags: NDArray[np.bool_]) -> Truth:
-    """The condition of flags `(n_q or 1, n_k or 1)`."""
+    """The condition given by flags `(n_q or 1, n_k or 1)`."""
     if flags.size == 1:
         return ALWAYS if flags.item() else NEVER
     if 1 in flags.shape[-2:]:
@@ -269,19 +269,19 @@ def flags_truth(flags: NDArray[np.bool_]) -> Truth:
 
 
 def _over(number: Whole, above: bool, compare: Callable[[Affine], Truth]) -> Truth:
-    """A comparison with the largest or least of numbers: with any of them, or with all.
+    """Compare the largest or least of several numbers, by comparing any or all of them.
 
     Args:
-        above: whether the number is to be the larger side.
+        above: whether the number is on the larger side of the comparison.
     """
-    first, *others = (compare(option) for option in number.options)
+    result, *others = (compare(option) for option in number.options)
     for other in others:
-        first = first | other if number.is_largest == above else first & other
-    return first
+        result = result | other if number.is_largest == above else result & other
+    return result
 
 
 def _by_bounds(a: Between, b: Between) -> Truth | None:
-    if not (a.is_number and b.is_number):  # of NaN no comparison holds, nor its opposite
+    if not (a.is_number and b.is_number):  # with NaN, a comparison and its opposite are both False
         return None
     if a.least >= b.most and isfinite(b.most):
         return ALWAYS
@@ -289,13 +289,13 @@ def _by_bounds(a: Between, b: Between) -> Truth | None:
 
 
 def _finite(leaf: Leaf) -> Leaf | None:
-    """A leaf that is one finite number; None for others."""
+    """The leaf itself if it is one finite number, else None."""
     is_one = isinstance(leaf, Between) and leaf.is_number and leaf.least == leaf.most and isfinite(leaf.least)
     return leaf if is_one else None
 
 
 def _positive(leaf: Leaf) -> int | None:
-    """The positive whole number that a leaf is."""
+    """The positive integer that a leaf is; None for other leaves."""
     number = leaf.single.constant if isinstance(leaf, Whole) and leaf.single is not None else None
     return number if number is not None and number > 0 else None
 
@@ -324,9 +324,10 @@ _ON_BOUNDS: Mapping[str, Callable[[float, float], float]] = {
 
 
 def _between(op_type: str, a: Between, b: Between) -> Between:
-    """The bounds of a result: of Add, Sub, Mul, Max and Min they are results of the operands' bounds.
+    """The bounds of a result; for Add, Sub, Mul, Max and Min they are computed from the operands' bounds.
 
-    Minus infinity stays what it is, whatever is added: a bias of infinity or NaN shows no key that is hidden.
+    Minus infinity stays minus infinity, whatever is added: a bias of infinity or NaN does not make a hidden key
+    visible.
     """
     if op_type == "Add" and -inf in (a.most, b.most):
         return Between(-inf, -inf, is_number=False)

@@ -1,9 +1,9 @@
-"""What a value of a mask's graph is at every query and key, read backwards through the operators that compute it.
+"""Read the value of a tensor in a mask's graph at every query and key, backwards through the operators that compute it.
 
-A value is read at an index: for every dim of it, where it is read as an expression of batch, head, query and key
-(:mod:`.affine`). So a Transpose, Slice, Expand, Concat or Gather changes the index alone, as in XLA's indexing maps,
-and a comparison of two positions is a region of queries and keys. What is not understood is unknown, which is never
-wrong: it may be any number, and True or False anywhere.
+A value is read at an index: for every dim, an expression of batch, head, query and key (:mod:`.affine`). So a
+Transpose, Slice, Expand, Concat or Gather changes the index only, as in XLA's indexing maps, and a comparison of two
+positions is a region of queries and keys. What is not recognised is unknown, which is always sound: it may be any
+number, and True or False anywhere.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import partial, reduce
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import Affine, Place, Scalar
+from attnforge.export.attention.affine import Affine, Scalar, Variable
 from attnforge.export.attention.constant_values import constant_at
-from attnforge.export.attention.indices import Index, broadcast, known, pieces, places_of
+from attnforge.export.attention.indices import Index, broadcast, known, pieces, variables_of
 from attnforge.export.attention.mask_numbers import (
     UNKNOWN,
     Arithmetic,
@@ -37,14 +37,14 @@ from attnforge.export.graphs.nodes import input_of, is_op, maker_of, optional_in
 
 Known = Truth | Number
 MOST_DEPTH = 150
-"""Operators in a row that are read."""
+"""Maximum depth of operators that are read."""
 
 BOOL, INT32, INT64 = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64
 WIDE = frozenset({INT32, INT64, ir.DataType.DOUBLE})
-"""Types that hold every position and what is computed of it."""
+"""Types that represent every position, and what is computed from it, exactly."""
 
 COUNTING = WIDE | {ir.DataType.FLOAT}
-"""Types that hold every position."""
+"""Types that represent every position exactly."""
 
 
 class Reader:
@@ -62,7 +62,7 @@ class Reader:
         self._depth = 0
 
     def read(self, value: ir.Value | None, index: Index) -> Known:
-        """What `value` is at an index."""
+        """Read `value` at an index."""
         assert value is not None
         key = value, index
         if key not in self._read:
@@ -87,7 +87,9 @@ class Reader:
     def truth(self, value: ir.Value | None, index: Index) -> Truth:
         known = self.read(value, index)
         return (
-            known if isinstance(known, Truth) else ~self.arithmetic.equal(known, constant(0), kind_of(places_of(index)))
+            known
+            if isinstance(known, Truth)
+            else ~self.arithmetic.equal(known, constant(0), kind_of(variables_of(index)))
         )
 
     def number(self, value: ir.Value | None, index: Index) -> Number:
@@ -95,29 +97,29 @@ class Reader:
         return choose(known, constant(1), constant(0)) if isinstance(known, Truth) else known
 
     def position(self, value: ir.Value | None, index: Index) -> Affine | None:
-        """The one whole number that `value` is at an index, as an expression."""
+        """The integer that `value` is at an index, as an expression; None if it is not a single one."""
         number = self.number(value, index)
         return number.single if isinstance(number, Whole) else None
 
     def elements(self, value: ir.Value | None) -> list[Affine | None] | None:
-        """The elements of a vector of known length: of starts, axes, repeats."""
+        """The elements of a vector of known length, such as starts, axes or repeats; None for other values."""
         if value is None or value.shape is None or len(value.shape) != 1 or not isinstance(value.shape[0], int):
             return None
         return [self.position(value, (Affine(i),)) for i in range(value.shape[0])]
 
     def _data(self, value: ir.Value, index: Index) -> Known:
-        """A value of which only a run tells more: an unknown, or an atom where it is a whole number that is the same
-        for all queries and keys."""
-        places = places_of(index)
+        """A value that is known only at run time: an unknown, or an atom if it is an integer that is the same for all
+        queries and keys."""
+        variables = variables_of(index)
         if value.dtype == BOOL:
-            return unknown(kind_of(places))
-        varies = not known(index) or places & {Place.QUERY, Place.KEY} or value.shape is None
+            return unknown(kind_of(variables))
+        varies = not known(index) or variables & {Variable.QUERY, Variable.KEY} or value.shape is None
         is_whole = value.dtype in (INT32, INT64)
         if not is_whole or varies:
             return Between(is_number=is_whole)
-        for other in self._scalars:
-            if other.index == index and same_value(other.value, value):
-                return Whole((Affine.atom(other),))
+        for known_scalar in self._scalars:
+            if known_scalar.index == index and same_value(known_scalar.value, value):
+                return Whole((Affine.atom(known_scalar),))
         self._scalars.append(Scalar(value, index))
         return Whole((Affine.atom(self._scalars[-1]),))
 
@@ -141,11 +143,11 @@ def _cast(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     number = reader.number(source, index)
     if target.is_integer() and source.dtype.is_floating_point():
         number = apply(lambda leaf: leaf if isinstance(leaf, Whole) else UNKNOWN, number)
-    return _held(number, target)
+    return _stored(number, target)
 
 
-def _held(number: Number, dtype: ir.DataType | None) -> Number:
-    """A number, or nothing where the type may not hold it: positions are held by the types that count without gaps."""
+def _stored(number: Number, dtype: ir.DataType | None) -> Number:
+    """A number as a type stores it; unknown if the type may not represent it exactly, as with large positions."""
 
     def leaf(leaf: Leaf) -> Leaf:
         if dtype in WIDE:
@@ -169,7 +171,7 @@ def _held(number: Number, dtype: ir.DataType | None) -> Number:
 
 
 def _rounded(ends: Between, dtype: ir.DataType | None) -> Between:
-    """Bounds as a type of floating-point numbers holds them: rounding keeps the order of numbers."""
+    """Bounds rounded to a floating-point type: rounding keeps the order of numbers."""
     assert dtype is not None
     with np.errstate(over="ignore"):
         least, most = np.array([ends.least, ends.most]).astype(dtype.numpy()).astype(np.float64)
@@ -177,14 +179,14 @@ def _rounded(ends: Between, dtype: ir.DataType | None) -> Between:
 
 
 def _is_counted(x: Affine) -> bool:
-    """Whether an expression stays below 2^24 for fewer than some millions of tokens."""
+    """Whether an expression stays below 2^24 for up to a few million tokens."""
     return not x.scalars and abs(x.number) < 2**22 and all(abs(factor) == 1 for _, factor in x.terms)
 
 
 def _elementwise(op_type: str) -> Handler:
     def handler(reader: Reader, node: ir.Node, index: Index) -> Known | None:
         numbers = _operands(reader, node, index)
-        return _held(reduce(partial(reader.arithmetic.compute, op_type), numbers), node.outputs[0].dtype)
+        return _stored(reduce(partial(reader.arithmetic.compute, op_type), numbers), node.outputs[0].dtype)
 
     return handler
 
@@ -197,11 +199,11 @@ def _div(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     a, b = _operands(reader, node, index)
     dtype = node.outputs[0].dtype
     is_float = dtype is not None and dtype.is_floating_point()
-    return _held(reader.arithmetic.compute("Ratio" if is_float else "Div", a, b), dtype)
+    return _stored(reader.arithmetic.compute("Ratio" if is_float else "Div", a, b), dtype)
 
 
 def _mod(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    """Of whole numbers, with the sign of the divisor."""
+    """Read a Mod of integers, whose result has the sign of the divisor."""
     if node.outputs[0].dtype not in WIDE or node.attributes.get_int("fmod") == 1:
         return None
     return _elementwise("Mod")(reader, node, index)
@@ -215,7 +217,7 @@ def _subtraction(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 
 def _floored(node: ir.Node) -> ir.Node | None:
-    """The Div of whole numbers that a Sub rounds down, as torch's exporter writes `//`: `a / b` minus one where
+    """The integer Div that a Sub rounds down, as torch's exporter writes `//`: `a / b` minus one where
     `(a < 0) == (b > 0)` and `a % b` is not 0."""
     quotient, cast_ = (maker_of(value) for value in node.inputs)
     offset = _maker(cast_, "Cast", 0)
@@ -233,12 +235,12 @@ def _floored(node: ir.Node) -> ir.Node | None:
 
 
 def _maker(node: ir.Node | None, op_type: str, i: int) -> ir.Node | None:
-    """The node that computes an input of a node of this type."""
+    """The node that computes input `i` of a node of this type; None for other nodes."""
     return maker_of(node.inputs[i]) if is_op(node, op_type) else None
 
 
 def _floor(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    """Of a quotient of whole numbers, or of a whole number."""
+    """Read a Floor of a quotient of integers, or of an integer."""
     division = maker_of(node.inputs[0])
     if is_op(division, "Div") and node.outputs[0].dtype in COUNTING:
         return reader.arithmetic.floored(*_operands(reader, division, index))
@@ -272,7 +274,7 @@ def _compared(reader: Reader, node: ir.Node, index: Index) -> Known | None:
         x, y = reader.truth(*a), reader.truth(*b)
         return (x & y) | (~x & ~y)
     left, right = reader.number(*a), reader.number(*b)
-    arithmetic, kind = reader.arithmetic, kind_of(places_of(index))
+    arithmetic, kind = reader.arithmetic, kind_of(variables_of(index))
     if node.op_type == "Equal":
         return arithmetic.equal(left, right, kind)
     if node.op_type in ("Greater", "LessOrEqual"):
@@ -295,7 +297,7 @@ def _not(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 def _where(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     chooses, yes, no = ((x, broadcast(x, node.outputs[0], index)) for x in node.inputs)
     condition = reader.truth(*chooses)
-    if condition.constant is not None:  # the other one is not read
+    if condition.constant is not None:  # the other operand is not read
         return reader.read(*(yes if condition.constant else no))
     if node.outputs[0].dtype == BOOL:
         return where(condition, reader.truth(*yes), reader.truth(*no))
@@ -307,22 +309,23 @@ def _range_op(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     (position,) = index
     if start is None or step is None or step.constant is None or position is None:
         return None
-    return _held(Whole((start + position * step.constant,)), node.outputs[0].dtype)
+    return _stored(Whole((start + position * step.constant,)), node.outputs[0].dtype)
 
 
 def _cumsum(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    """Of a number that is the same everywhere: positions, as people count them by a mask of ones."""
+    """Read a CumSum of a number that is the same everywhere: positions, counted over a mask of ones."""
     axis, reverse = scalar(node.inputs[1]), node.attributes.get_int("reverse") == 1
     if axis is None or reverse or (position := index[int(axis)]) is None:
         return None
-    at = int(axis) % len(index)
-    # What is so for every query or key is so for all that are added up to one; elsewhere it has to be so anywhere.
-    along = position if any(position == Affine.atom(place) for place in (Place.QUERY, Place.KEY)) else None
-    step = reader.number(node.inputs[0], (*index[:at], along, *index[at + 1 :]))
+    dim = int(axis) % len(index)
+    # A number that is constant over all queries or keys is constant over all summands; at any other position, the
+    # number must be constant along the whole axis.
+    along = position if any(position == Affine.atom(variable) for variable in (Variable.QUERY, Variable.KEY)) else None
+    step = reader.number(node.inputs[0], (*index[:dim], along, *index[dim + 1 :]))
     if not isinstance(step, Whole) or step.single is None or step.single.constant is None:
         return None
     count = position + (0 if node.attributes.get_int("exclusive") == 1 else 1)
-    return _held(Whole((count * step.single.constant,)), node.outputs[0].dtype)
+    return _stored(Whole((count * step.single.constant,)), node.outputs[0].dtype)
 
 
 def _shape(reader: Reader, node: ir.Node, index: Index) -> Known | None:
@@ -363,17 +366,17 @@ def _concat(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     result: Known | None = None
     for part, position, size in reversed(parts):
         if at_least_zero(position, reader.largest).constant is False:
-            continue  # an earlier part holds it
-        at = (*index[:axis], position, *index[axis + 1 :])
+            continue  # it lies in an earlier part
+        source = (*index[:axis], position, *index[axis + 1 :])
         inside = ALWAYS if result is None else at_least_zero(size - position - 1, reader.largest)
         if inside.constant is not False:
-            mine = reader.read(part, at)
-            result = mine if result is None else _either(inside, mine, result)
+            known_part = reader.read(part, source)
+            result = known_part if result is None else _either(inside, known_part, result)
     return result
 
 
 def _either(condition: Truth, yes: Known, no: Known) -> Known | None:
-    """One of two values of one type."""
+    """`yes` where a condition is True, else `no`; None if their types differ."""
     if isinstance(yes, Truth) and isinstance(no, Truth):
         return where(condition, yes, no)
     return None if isinstance(yes, Truth) or isinstance(no, Truth) else choose(condition, yes, no)

@@ -1,4 +1,4 @@
-"""Masks, biases and attention sinks of a site become the one mask of the canonical node."""
+"""Combine the masks, biases and attention sinks of a site into the one mask of the canonical node."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op,
 BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
 
 NEGLIGIBLE = -9.9e3
-"""A score below which a softmax gives a key no weight, where another key has an ordinary score. People write -1e4,
-which is -9984 in bfloat16."""
+"""A score at or below which a softmax gives a key no weight if another key has an ordinary score. -1e4, which is
+common, is -9984 in bfloat16."""
 
 
-# --- which masks a canonical node can hold ----------------------------------------------------------------------------
+# --- masks that a canonical node can represent ------------------------------------------------------------------------
 
 
 def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps, WeightSteps]:
-    """Drop the zeroing of weights whose keys a mask excludes in front of the softmax already.
+    """Drop the zeroing of weights whose keys a mask already excludes before the softmax.
 
-    The zeroing then matters to queries without keys alone, and the steps returned say how.
+    The zeroing then matters only to fully masked rows, and the returned steps record how.
 
     Raises:
-        NotAttention: weights of other keys are zeroed as well, so that the rest no longer sums to one.
+        NotAttention: weights of other keys are zeroed too, so that the rest no longer sums to one.
     """
     fills = scores.fills
     all_infinite = all(fill.number == -np.inf for fill in fills)
@@ -49,8 +49,8 @@ def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps
             fills = [replace(fills[0], number=-np.inf)]
             scores = replace(scores, masking=tuple(fills))
             all_infinite = True
-        elif excluded and all_infinite:  # a finite number that another mask puts there would count again
-            if not zeroing.nan_stays:  # what another step silences stays NaN
+        elif excluded and all_infinite:  # a finite fill of another mask would make these keys count again
+            if not zeroing.nan_stays:  # a row that another step masks fully stays NaN
                 left.append(zeroing)
         else:
             raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
@@ -58,7 +58,7 @@ def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps
 
 
 def _settle_rows(scores: ScoreSteps, weights: WeightSteps) -> WeightSteps:
-    """Drop the zeros for queries without keys, where one mask alone hides keys: the canonical node gives them zeros."""
+    """Drop the zeros for fully masked rows if only one mask hides keys: the canonical node gives them zeros."""
     if len(scores.masking) != 1 or scores.sink is not None:
         return weights
     fill = scores.masking[0]
@@ -69,8 +69,8 @@ def _settle_rows(scores: ScoreSteps, weights: WeightSteps) -> WeightSteps:
 
 
 def _zeroes_rows_without_keys(rows: Zeroing, fill: Fill) -> bool:
-    """Whether a condition, by which queries get zeros, is computed to say so for exactly those whose keys `fill`
-    excludes: as the maximum of what it leaves, or the minimum of what it excludes."""
+    """Whether the condition that gives queries zeros is computed to hold for exactly the rows that `fill` masks fully:
+    as the maximum of what it leaves, or the minimum of what it excludes."""
     reduction = _before_casts(rows.condition.value).producer()
     if rows.by_key or not is_op(reduction, "ReduceMax", "ReduceMin"):
         return False
@@ -90,7 +90,7 @@ def _zeroes_rows_without_keys(rows: Zeroing, fill: Fill) -> bool:
 
 
 def _before_casts(value: ir.Value) -> ir.Value:
-    """The value that was cast; of a condition that was cast to numbers, the condition."""
+    """`value` before casts; for a condition that was cast to numbers, the condition."""
     while is_op(node := value.producer(), "Cast"):
         value = input_of(node)
         if value.dtype == BOOL:
@@ -107,29 +107,29 @@ def _same_keys(zeroing: Zeroing, fill: Fill) -> bool:
     )
 
 
-def settle_fills_beside_sinks(scores: ScoreSteps) -> ScoreSteps:
-    """Replace very low fills by -inf: beside a sink no query is without keys, so both exclude a key alike.
+def settle_fills_with_sinks(scores: ScoreSteps) -> ScoreSteps:
+    """Replace very low fills by -inf: with a sink no row is fully masked, so both exclude a key alike.
 
     Raises:
-        NotAttention: a mask puts another finite number in the place of scores, or a bias could be as low.
+        NotAttention: a mask replaces scores by a higher finite number, or a bias could be as low.
     """
     fills = scores.fills
     for fill in fills:
         if fill.number != -np.inf and (fill.number > NEGLIGIBLE or len(fills) < len(scores.masking)):
-            raise NotAttention("beside sinks a mask puts a finite number in the place of scores that are biased too")
+            raise NotAttention("with sinks, a mask fills scores with a finite number that is high or biased too")
     masking = tuple(replace(step, number=-np.inf) if isinstance(step, Fill) else step for step in scores.masking)
     return replace(scores, masking=masking)
 
 
-# --- one mask out of all ----------------------------------------------------------------------------------------------
+# --- one combined mask ------------------------------------------------------------------------------------------------
 
 
 def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
-    """The mask that does what all masks and biases do, in the author's order.
+    """Write the mask that combines all masks and biases, in the author's order.
 
     Returns:
-        on four dims, boolean (True attends) where all steps put -inf, else a number to add to the scores; None where
-        nothing masks the scores.
+        A mask on four dims: boolean (True attends) if all steps fill with -inf, else a number to add to the scores.
+        None if nothing masks the scores.
     """
     op, dtype = writer.op, writer.dtype
     masking = [step for step in scores.masking if not _is_idle(step)]
@@ -158,13 +158,13 @@ def _is_idle(step: Bias | Fill) -> bool:
 
 
 def masks_nothing(mask: ir.Value, *, attends: bool) -> bool:
-    """Whether a mask is made of a constant that lets every query attend to every key, or adds zero to every score.
+    """Whether a mask repeats a constant that lets every query attend to every key, or adds zero to every score.
 
-    transformers gives images such masks. Without one, kernels are faster and hold no scores.
+    transformers creates such masks for images. Without them, kernels are faster and do not materialise the scores.
 
     Args:
         mask: boolean, or added to the scores.
-        attends: whether True lets a query attend; of a mask that is added, False, for zero does.
+        attends: whether True lets a query attend; False for an additive mask, where zero does.
     """
     value: ir.Value | None = mask
     while value is not None and (node := value.producer()) is not None and node.op_type in REPEATS:
@@ -174,22 +174,22 @@ def masks_nothing(mask: ir.Value, *, attends: bool) -> bool:
 
 
 def all_of(op: Builder, conditions: Iterable[ir.Value]) -> ir.Value:
-    """The conjunction of conditions, at least one, that broadcast to one another."""
+    """The conjunction of one or more conditions that broadcast to one another."""
     return reduce(lambda a, b: broadcast_like(op.And(a, b), a, b), conditions)
 
 
 def allowed(writer: SiteWriter, step: Fill | Zeroing) -> ir.Value:
-    """A condition on the dims of the scores, True where it lets a query attend to a key."""
+    """The condition of a step on the dims of the scores, True where a query may attend to a key."""
     value = cast(writer.op, writer.broadcastable(step.condition, *SCORES), BOOL)
     return like(writer.op.Not(value), value) if step.inverted else value
 
 
 def any_key(op: Builder, mask: ir.Value) -> ir.Value:
-    """`(…, 1)`, boolean: whether a mask, boolean or added, lets a query attend to any key."""
+    """`(…, 1)`, boolean: whether a mask, boolean or additive, lets a query attend to any key."""
     assert mask.dtype is not None
     open_keys = mask
     if mask.dtype != BOOL:
-        # Not a reduction of the mask itself: TensorRT would merge that into the softmax, and not fuse the attention.
+        # Not a reduction of the mask itself: TensorRT would merge that into the softmax and not fuse the attention.
         open_keys = op.Greater(mask, constant(op, -np.inf, mask.dtype))
     some = op.ReduceMax(op.Cast(open_keys, to=INT32.value), constant(op, [-1]), keepdims=1)
     return typed(op.Cast(some, to=BOOL.value), BOOL, [*dims_of(mask)[:-1], 1])
@@ -218,8 +218,8 @@ def largest(dtype: ir.DataType) -> float:
 
 
 def representable(number: float, dtype: ir.DataType) -> float:
-    """`number` within the range of `dtype`: a finite number that became infinite would make NaN of a query without
-    keys."""
+    """`number` clipped to the range of `dtype`: a finite number that became infinite would turn a fully masked row into
+    NaN."""
     return float(np.clip(number, -largest(dtype), largest(dtype))) if np.isfinite(number) else number
 
 
@@ -227,8 +227,8 @@ def representable(number: float, dtype: ir.DataType) -> float:
 
 
 def with_zeros(op: Builder, x: ir.Value, sink: Sink) -> ir.Value:
-    """Keys or values `(B, H', n_k, d)` with zeros for the sinks: the mask alone is their score, and they add nothing to
-    the output."""
+    """Keys or values `(B, H', n_k, d)` padded with zeros for the sinks: their score is the mask alone, and they add
+    nothing to the output."""
     pads = [0] * 8
     pads[2 if sink.first else 6] = sink.count
     shape = [*dims_of(x)[:2], sink.joint.size.dim(), dims_of(x)[3]]
@@ -236,7 +236,7 @@ def with_zeros(op: Builder, x: ir.Value, sink: Sink) -> ir.Value:
 
 
 def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Value:
-    """The mask over the keys, or none, joined with the scores of the sinks: a number to add, on four dims."""
+    """The mask over the keys, if any, joined with the scores of the sinks: an additive mask on four dims."""
     op, dtype, layout = writer.op, writer.dtype, writer.axes.layout(*SCORES)
     dims = layout.dims
     if mask is None:

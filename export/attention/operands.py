@@ -1,4 +1,4 @@
-"""Operands of an attention site, and what the graph tells about a value: its number, its factors, its users."""
+"""Operands of an attention site, and facts about values of the graph: constants, factors, users."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from attnforge.export.graphs.nodes import input_of, is_op, optional_input
 
 
 class NotAttention(Exception):
-    """Why a graph is no attention that a canonical node could compute, in words that a user can act on."""
+    """A graph is not attention that a canonical node can compute; the message gives a reason that a user can act on."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that takes part, and the axes of its dims."""
+    """A tensor that a site reads or computes, and the axes of its dims."""
 
     value: ir.Value
     layout: Layout
@@ -44,10 +44,10 @@ class TensorScale:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a walk stands: a value, its layout, and the axis that the softmax runs over.
+    """The position of a walk: a value, its layout, and the axis that the softmax runs over.
 
     Attributes:
-        also_used_by: nodes that may read the value beside the walk's own path, for they change nothing.
+        also_used_by: nodes outside the walk's path that may read the value, because they change nothing.
     """
 
     value: ir.Value
@@ -62,7 +62,7 @@ class Position:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """The one number that a constant `value` holds, once or in every element; None where there is no such number."""
+    """The number that is every element of a constant `value`; None if there is no such number."""
     if value is None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -95,7 +95,7 @@ def factor_of(node: ir.Node) -> tuple[float, ir.Value] | None:
 
 
 def strip_factors(operand: Operand) -> tuple[float, Operand]:
-    """Back through views and factors: the product of the factors, and the operand that they multiply."""
+    """Walk back through views and factors; return the product of the factors and the operand that they multiply."""
     scale = 1.0
     while True:
         operand = Operand(*before_views(operand.value, operand.layout))
@@ -108,7 +108,7 @@ def strip_factors(operand: Operand) -> tuple[float, Operand]:
 
 
 def without_not(operand: Operand, inverted: bool = False) -> tuple[Operand, bool]:
-    """The condition before any Not, and whether it is inverted with them."""
+    """The condition before any Not, and whether the Nots invert it."""
     while is_op(node := operand.value.producer(), "Not"):
         operand, inverted = Operand(input_of(node), operand.layout), not inverted
     return operand, inverted
@@ -133,7 +133,7 @@ def same_value(a: ir.Value | None, b: ir.Value | None, depth: int = 8) -> bool:
 
 
 def is_zero_or_one(value: ir.Value | None) -> bool:
-    """Whether every number is certain to be 0 or 1: cast from a condition, or moved from a constant of 0 and 1."""
+    """Whether every number is known to be 0 or 1: cast from a condition, or moved from a constant of 0 and 1."""
     if value is None:
         return False
     tensor = ir.convenience.get_const_tensor(value)
@@ -152,10 +152,10 @@ def is_zero_or_one(value: ir.Value | None) -> bool:
 
 
 def aligned(value: ir.Value, layout: Layout) -> Operand:
-    """`value` with the axes along which it varies when it broadcasts against a tensor of `layout`.
+    """`value` with the axes along which it varies when it is broadcast against a tensor of `layout`.
 
     Raises:
-        NotAttention: `value` would widen the tensor that it is combined with.
+        NotAttention: `value` would broadcast the tensor that it is combined with to a larger shape.
     """
     sizes = sizes_of(value)
     if len(sizes) > len(layout):
@@ -166,26 +166,27 @@ def aligned(value: ir.Value, layout: Layout) -> Operand:
     return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
 
 
-def only_user(at: Position, what: str) -> ir.Node:
-    """The one node that reads the value at a position, its Shape and the position's `also_used_by` aside.
+def only_user(position: Position, name: str) -> ir.Node:
+    """The only node that reads the value at a position, apart from Shape and the position's `also_used_by`.
+
+    Args:
+        position: the position.
+        name: what the value is, for the message, in the plural.
 
     Raises:
         NotAttention: the value is an output of the model, or other nodes read it too.
     """
-    if at.value.is_graph_output():
-        raise NotAttention(
-            f"the {what} {at.value.name!r} are an output of the model; a fused kernel never has them in memory"
-        )
-    nodes = [use.node for use in at.value.uses() if use.node not in at.also_used_by and use.node.op_type != "Shape"]
+    value, ignored = position.value, position.also_used_by
+    if value.is_graph_output():
+        raise NotAttention(f"the {name} {value.name!r} are an output of the model; a fused kernel never stores them")
+    nodes = [use.node for use in value.uses() if use.node not in ignored and use.node.op_type != "Shape"]
     if len(nodes) != 1:
-        raise NotAttention(
-            f"the {what} {at.value.name!r} are used {len(nodes)} times; a fused kernel never has them in memory"
-        )
+        raise NotAttention(f"the {name} {value.name!r} are used {len(nodes)} times; a fused kernel never stores them")
     return nodes[0]
 
 
 def check_dropout(node: ir.Node) -> None:
-    """Make sure that a Dropout drops nothing.
+    """Check that a Dropout drops nothing.
 
     Raises:
         NotAttention: the Dropout is in training mode, or may be.

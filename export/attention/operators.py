@@ -1,11 +1,11 @@
-"""Attention operators that others wrote become the canonical node (:mod:`.canonical`).
+"""Rewrite the attention operators of exporters and other tools to the canonical node (:mod:`.canonical`).
 
-- ai.onnx Attention (https://onnx.ai/onnx/operators/onnx__Attention.html): heads packed on three dims, a cache of past
+- ai.onnx Attention (https://onnx.ai/onnx/operators/onnx__Attention.html): packed heads on three dims, a cache of past
   keys and values, masks of fewer dims, lengths, windows.
 - ONNX Runtime's com.microsoft operators MultiHeadAttention, Attention and GroupQueryAttention
   (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md).
 
-Whatever an operator does beside attending (projections, caches, rotary embeddings) is written out as nodes.
+Whatever else an operator does (projections, caches, rotary embeddings) is decomposed into separate nodes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ CONTRIB = "com.microsoft"
 
 @dataclass(frozen=True)
 class Reading:
-    """What an operator attends with, and what its outputs are.
+    """The operands and outputs of an attention operator.
 
     Attributes:
         query: `(B, H, n_q, d_k)`.
-        key: `(B, H', n_k, d_k)`, those of the past in front.
-        value: `(B, H', n_k, d_v)`, those of the past in front.
+        key: `(B, H', n_k, d_k)`, past keys first.
+        value: `(B, H', n_k, d_v)`, past values first.
         masks: each on four dims, boolean or added to the scores.
-        offset: number of keys in front of the first query's own, int64, of one element or one a sample.
-        window: how many keys a query sees to its left and to its right; -1 for all.
+        offset: number of keys before the first query's own key, int64, one element or one per sample.
+        window: number of keys that a query sees to its left and to its right; -1 for all.
         packed_output: whether the output is `(B, n_q, H·d_v)` instead of `(B, H, n_q, d_v)`.
         more_outputs: values of the operator's other outputs, by position.
     """
@@ -57,13 +57,13 @@ class Reading:
     more_outputs: Mapping[int, ir.Value] = field(default_factory=dict)
 
     def masked(self, *masks: ir.Value) -> Reading:
-        """The same with further masks, but for those that mask nothing."""
+        """The same with further masks added, except those that mask nothing."""
         masks = tuple(mask for mask in masks if not masks_nothing(mask, attends=mask.dtype == BOOL))
         return replace(self, masks=(*self.masks, *masks))
 
 
 def is_standard(node: ir.Node) -> bool:
-    """Whether an Attention node is canonical as it stands, but for its scale."""
+    """Whether an Attention node is canonical already, apart from its scale."""
     query, key, value, mask, *others = _inputs(node, 7)
     is_causal = node.attributes.get_int("is_causal", 0)
     return (
@@ -87,10 +87,10 @@ def _is_whole(mask: ir.Value | None, key: ir.Value | None) -> bool:
 
 
 def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
-    """Put a canonical node called `name` in the place of an operator that :data:`READERS` knows.
+    """Replace an operator of :data:`READERS` by a canonical node called `name`.
 
     Raises:
-        NotAttention: the operator does what no canonical node does.
+        NotAttention: the operator does something that no canonical node does.
         LayoutError: the shape of an operand is not known.
     """
     reading: Reading | None = None
@@ -108,7 +108,7 @@ def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
 
 
 def _emit(op: Builder, reading: Reading, name: str) -> ir.Value:
-    # Beside a mask causality is part of the mask: both together may leave a query without keys that neither does alone.
+    # With a mask, causality becomes part of it: both together may mask a row fully that neither masks alone.
     plain_causal = reading.is_causal and reading.offset is None and reading.window == (-1, -1) and not reading.masks
     result = attention_node(
         op, name, reading.query, reading.key, reading.value, _joined_mask(op, reading, plain_causal),
@@ -119,7 +119,7 @@ def _emit(op: Builder, reading: Reading, name: str) -> ir.Value:
 
 
 def _joined_mask(op: Builder, reading: Reading, plain_causal: bool) -> ir.Value | None:
-    """One mask out of all masks, causality and window."""
+    """Combine all masks, causality and window into one mask; None if there are none."""
     conditions = [mask for mask in reading.masks if mask.dtype == BOOL]
     biases = [mask for mask in reading.masks if mask.dtype != BOOL]
     if (reading.is_causal and not plain_causal) or reading.window != (-1, -1):
@@ -137,19 +137,19 @@ def _joined_mask(op: Builder, reading: Reading, plain_causal: bool) -> ir.Value 
 
 
 def _in_reach(op: Builder, reading: Reading) -> ir.Value:
-    """`(1 | B, 1, n_q, n_k)`, True where a key is neither later than causality nor further than the window allows."""
+    """`(1 | B, 1, n_q, n_k)`, True where causality and the window allow a query to attend to a key."""
     rows = op.Unsqueeze(_range(op, reading.query, 2), constant(op, [0, 1, 3]))
     columns = op.Unsqueeze(_range(op, reading.key, 2), constant(op, [0, 1, 2]))
     offset = reading.offset
     if offset is not None:
         rows = op.Add(rows, offset)
-    behind = op.Sub(rows, columns)
+    distance = op.Sub(rows, columns)
     left, right = reading.window
-    conditions = [op.GreaterOrEqual(behind, constant(op, 0))] if reading.is_causal else []
+    conditions = [op.GreaterOrEqual(distance, constant(op, 0))] if reading.is_causal else []
     if left >= 0:
-        conditions.append(op.LessOrEqual(behind, constant(op, left)))
+        conditions.append(op.LessOrEqual(distance, constant(op, left)))
     if right >= 0:
-        conditions.append(op.GreaterOrEqual(behind, constant(op, -right)))
+        conditions.append(op.GreaterOrEqual(distance, constant(op, -right)))
     batch = 1 if offset is None or offset.shape is None else dims_of(offset)[0]
     dims = [batch, 1, dims_of(reading.query)[2], dims_of(reading.key)[2]]
     return all_of(op, [typed(condition, BOOL, dims) for condition in conditions])
@@ -166,7 +166,7 @@ def _attention(op: Builder, node: ir.Node) -> Reading:
         heads, shared = (_integer(node, name) for name in ("q_num_heads", "kv_num_heads"))
         query, key, value = (_split(op, x, h) for x, h in ((query, heads), (key, shared), (value, shared)))
     if node.attributes.get_int("qk_matmul_output_mode", 0) or (len(node.outputs) > 3 and _is_used(node.outputs[3])):
-        raise NotAttention("the scores are an output of the Attention node; a fused kernel never has them in memory")
+        raise NotAttention("the scores are an output of the Attention node; a fused kernel never stores them")
     reading = Reading(
         query, key, value, scale_of(node, query), packed_output=packed,
         is_causal=bool(node.attributes.get_int("is_causal", 0)),
@@ -190,7 +190,7 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Reading:
     """com.microsoft MultiHeadAttention."""
     query, key, value, bias, padding, added, past_key, past_value, *others = _inputs(node, 10)
     if any(other is not None for other in others):
-        raise NotAttention("a MultiHeadAttention that shares the buffer of its cache")
+        raise NotAttention("a MultiHeadAttention with a shared buffer for its cache")
     heads = _integer(node, "num_heads")
     if key is None:  # (B, n, H, 3, d)
         query, key, value = _unstacked(op, query, 3, bias, heads)
@@ -204,7 +204,7 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Reading:
             value = _split(op, _biased(op, value, bias, Size(2 * width.factor), sizes_of(value)[-1]), heads)
     is_causal = bool(node.attributes.get_int("unidirectional", 0))
     if is_causal and past_key is None and sizes_of(query)[2] != sizes_of(key)[2]:
-        raise NotAttention("a causal MultiHeadAttention over more or fewer keys than queries, without a past")
+        raise NotAttention("a causal MultiHeadAttention with different numbers of keys and queries, without a past")
     reading = Reading(query, key, value, scale_of(node, query), is_causal=is_causal)
     reading = _with_past(op, node, reading, past_key, past_value)
     reading = reading.masked(*_padding_mask(op, node, query, padding))
@@ -212,7 +212,7 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Reading:
 
 
 def _packed_attention(op: Builder, node: ir.Node) -> Reading:
-    """com.microsoft Attention, which projects its one input to queries, keys and values."""
+    """com.microsoft Attention, which projects its input to queries, keys and values."""
     x, weights, bias, padding, past, added, shared_length = _inputs(node, 7)
     heads = _integer(node, "num_heads")
     rotary = node.attributes.get_int("do_rotary", 0)
@@ -238,10 +238,10 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
     query, key, value, past_key, past_value, lengths, _, cosine, sine, positions, added, *others = _inputs(node, 14)
     heads, shared = _integer(node, "num_heads"), _integer(node, "kv_num_heads")
     if past_key is not None or past_value is not None or any(_is_used(output) for output in node.outputs[1:]):
-        raise NotAttention("a GroupQueryAttention with a cache, whose buffer may hold more keys than there are")
+        raise NotAttention("a GroupQueryAttention with a cache, whose buffer may be longer than the keys in it")
     if node.attributes.get_int("smooth_softmax", 0) == 1 or any(v is not None for v in others):
         raise NotAttention("a GroupQueryAttention with sinks or a quantised cache")
-    if key is None:  # all in one: (B, n, (H + 2·H')·d)
+    if key is None:  # all packed: (B, n, (H + 2·H')·d)
         query, key, value = _unpacked(op, query, heads, shared)
     query, key, value = (_split(op, x, h) for x, h in ((query, heads), (key, shared), (value, shared)))
     if node.attributes.get_int("do_rotary", 0):
@@ -268,11 +268,11 @@ READERS: dict[tuple[str, str], Callable[[Builder, ir.Node], Reading]] = {
 """The known operators, by domain and name."""
 
 
-# --- what readers share -----------------------------------------------------------------------------------------------
+# --- helpers of the readers -------------------------------------------------------------------------------------------
 
 
 def _inputs(node: ir.Node, count: int) -> list[Any]:
-    """The inputs of a node, None for each that is left out."""
+    """The first `count` inputs of a node, None for each that is omitted."""
     return [optional_input(node, i) for i in range(count)]
 
 
@@ -288,7 +288,7 @@ def _is_used(value: ir.Value) -> bool:
 
 
 def scale_of(node: ir.Node, query: ir.Value | None) -> float:
-    """The factor on the scores: the attribute, or one over the root of the head size.
+    """The factor on the scores: the attribute, or by default the head size to the power of -1/2.
 
     Raises:
         NotAttention: neither is known.
@@ -296,7 +296,7 @@ def scale_of(node: ir.Node, query: ir.Value | None) -> float:
     assert query is not None
     scale = node.attributes.get_float("scale")
     size = sizes_of(query)[3]
-    if scale or (scale == 0.0 and node.domain == ""):  # com.microsoft operators read 0 as the default
+    if scale or (scale == 0.0 and node.domain == ""):  # 0 means the default in com.microsoft operators
         return scale
     if not size.is_static:
         raise NotAttention(f"{node.op_type} has no scale, and its head size is dynamic")
@@ -318,15 +318,15 @@ def _merged(op: Builder, x: ir.Value) -> ir.Value:
     """`(B, H, n, d)` as `(B, n, H·d)`."""
     batch, heads, tokens, size = dims_of(x)
     width = sizes_of(x)[1] * sizes_of(x)[3]
-    beside = typed(op.Transpose(x, perm=[0, 2, 1, 3]), x.dtype, [batch, tokens, heads, size])
-    return typed(op.Reshape(beside, constant(op, [0, 0, width.factor])), x.dtype, [batch, tokens, width.dim()])
+    transposed = typed(op.Transpose(x, perm=[0, 2, 1, 3]), x.dtype, [batch, tokens, heads, size])
+    return typed(op.Reshape(transposed, constant(op, [0, 0, width.factor])), x.dtype, [batch, tokens, width.dim()])
 
 
 def _unstacked(op: Builder, x: ir.Value, count: int, bias: ir.Value | None, heads: int) -> list[ir.Value]:
     """`(B, n, H, count, d)` as tensors `(B, H, n, d)`."""
     batch, tokens, _, _, size = dims_of(x)
     if bias is not None:
-        raise NotAttention("a MultiHeadAttention on a stacked query, key and value with a bias")
+        raise NotAttention("a MultiHeadAttention with a bias on a stacked query, key and value")
     parts = []
     for i in range(count):
         part = typed(op.Gather(x, constant(op, i), axis=3), x.dtype, [batch, tokens, heads, size])
@@ -338,7 +338,7 @@ def _unpacked(op: Builder, x: ir.Value, heads: int, shared: int) -> list[ir.Valu
     """`(B, n, (H + 2·H')·d)` as query `(B, n, H·d)`, key and value `(B, n, H'·d)`."""
     head = sizes_of(x)[2].divide(Size(heads + 2 * shared))
     if head is None or not head.is_static:
-        raise NotAttention(f"{x.name!r} does not divide into {heads} heads and twice {shared}")
+        raise NotAttention(f"{x.name!r} does not divide into {heads} query heads and twice {shared} key-value heads")
     return _parts(op, x, [count * head.factor for count in (heads, shared, shared)])
 
 
@@ -349,7 +349,7 @@ def _parts(op: Builder, x: ir.Value, widths: list[int]) -> list[ir.Value]:
 
 
 def _biased(op: Builder, x: ir.Value, bias: ir.Value | None, start: Size, width: Size) -> ir.Value:
-    """`x` with its part of `bias` added, where the biases of query, key and value lie one behind the other."""
+    """`x` plus its slice of `bias`, which concatenates the biases of query, key and value."""
     if bias is None:
         return x
     first = start.factor if start.is_static else 0
@@ -360,7 +360,7 @@ def _biased(op: Builder, x: ir.Value, bias: ir.Value | None, start: Size, width:
 def _with_past(
     op: Builder, node: ir.Node, reading: Reading, past_key: ir.Value | None, past_value: ir.Value | None
 ) -> Reading:
-    """The reading with the past's keys and values in front, which together are the node's outputs 1 and 2."""
+    """The reading with past keys and values prepended; the results are the node's outputs 1 and 2."""
     key = _after_past(op, node, 1, past_key, reading.key)
     value = _after_past(op, node, 2, past_value, reading.value)
     offset = reading.offset
@@ -371,7 +371,7 @@ def _with_past(
 
 
 def _after_past(op: Builder, node: ir.Node, output: int, past: ir.Value | None, now: ir.Value) -> ir.Value:
-    """`(B, H', n_past + n, d)`: past keys or values with those of now behind, the node's output of that position."""
+    """`(B, H', n_past + n, d)`: past keys or values followed by the new ones, which is output number `output`."""
     if past is None:
         return now
     past_size, size = sizes_of(past)[2], sizes_of(now)[2]
@@ -387,10 +387,10 @@ def _after_past(op: Builder, node: ir.Node, output: int, past: ir.Value | None, 
 
 
 def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
-    """A mask with dims of one in front.
+    """Prepend dims of size 1 to a mask, up to four dims.
 
     Raises:
-        NotAttention: the mask is not as long as the keys; ai.onnx does not attend to the keys beyond it.
+        NotAttention: the mask is not as long as the keys; ai.onnx does not attend to the keys beyond its end.
     """
     sizes = sizes_of(mask)
     if len(sizes) < 4:
@@ -400,14 +400,14 @@ def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
     if have in (want, ONE):
         return mask
     if not (have.is_static and want.is_static):
-        raise NotAttention(f"a mask of {have.dim()} keys where there are {want.dim()}")
+        raise NotAttention(f"a mask over {have.dim()} keys, while there are {want.dim()} keys")
     raise NotAttention("a mask that is shorter than the keys")
 
 
 def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, mask: ir.Value | None) -> list[ir.Value]:
-    """The key padding mask of ONNX Runtime's operators as numbers to add: none, or one on four dims.
+    """The key padding mask of ONNX Runtime's operators as an additive mask on four dims: a list of none or one.
 
-    It is `(B, n_k)` or `(B, n_q, n_k)`, of integers, 0 for padding, to whose scores a large negative number is added.
+    The input is `(B, n_k)` or `(B, n_q, n_k)`, integer, 0 for padding, whose scores get a large negative number added.
 
     Raises:
         NotAttention: the mask has other dims.
@@ -417,7 +417,7 @@ def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, mask: ir.Value | 
     rank = len(sizes_of(mask))
     if rank not in (2, 3):
         how = "by lengths" if rank == 1 else f"on {rank} dims"
-        raise NotAttention(f"a {node.op_type} whose padding is given {how}")
+        raise NotAttention(f"a {node.op_type} whose padding mask is given {how}")
     low = node.attributes.get_float("mask_filter_value", -10000.0)
     dtype = query.dtype
     assert dtype is not None
@@ -436,13 +436,13 @@ def _within(op: Builder, lengths: ir.Value, key: ir.Value) -> ir.Value:
 
 
 def _range(op: Builder, x: ir.Value, axis: int) -> ir.Value:
-    """`0, 1, …`, int64, as long as an axis of `x`."""
+    """`0, 1, …`, int64, as long as axis `axis` of `x`."""
     length = op.Squeeze(op.Shape(x, start=axis, end=axis + 1))
     return typed(op.Range(constant(op, 0), length, constant(op, 1)), INT64, [dims_of(x)[axis]])
 
 
 def _positions(op: Builder, query: ir.Value) -> ir.Value:
-    """`(B, n)`: each sample's tokens numbered from 0."""
+    """`(B, n)`: positions of each sample's tokens, from 0."""
     row = op.Unsqueeze(_range(op, query, 2), constant(op, [0]))
     shape = op.Concat(op.Shape(query, start=0, end=1), op.Shape(query, start=2, end=3), axis=0)
     return typed(op.Expand(row, shape), INT64, [dims_of(query)[0], dims_of(query)[2]])

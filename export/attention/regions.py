@@ -1,8 +1,8 @@
-"""Which pairs of a query and a key a mask leaves: unions of few regions, each a band, blocks and ranges in one.
+"""The pairs of a query and a key that a mask leaves visible, as unions of a few regions: bands, blocks and ranges.
 
-For every query a region leaves keys that follow one another, so a lowering reads them in one slice. A union of regions
-bounds a set from outside or from inside, and every operation keeps that law: what cannot be written as few regions
-grows outside (:data:`Bound` `OUTER`) and is left out inside.
+For every query, a region contains consecutive keys, so a lowering reads them in one slice. A union of regions bounds a
+set from outside or from inside, and every operation preserves that: what cannot be expressed as few regions is
+enlarged in an outer bound and dropped from an inner one (:data:`Bound`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from attnforge.export.attention.affine import ZERO, Affine, Atom, never_negative
 
 MOST_REGIONS = 8
-"""Regions of a union, beyond which it is bounded by fewer."""
+"""Maximum number of regions in a union; a larger one is bounded by fewer."""
 
 Bound = Literal["outer", "inner"]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """`least ≤ x ≤ most`; None where an end is open."""
+    """`least ≤ x ≤ most`; None for an open end."""
 
     least: Affine | None = None
     most: Affine | None = None
@@ -35,7 +35,7 @@ class Interval:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is proved to hold no number."""
+        """Whether it is proved to contain no number."""
         return self.least is not None and self.most is not None and never_negative(self.least - self.most - 1)
 
     def holds(self, other: Interval) -> bool:
@@ -43,11 +43,11 @@ class Interval:
         return _before(self.least, other.least) and _after(self.most, other.most)
 
     def meets(self, other: Interval) -> bool:
-        """Whether the two are proved to overlap or to follow one another, so that both together are one interval."""
+        """Whether the two are proved to overlap or to be adjacent, so that their union is one interval."""
         return _touches(self.least, other.most) and _touches(other.least, self.most)
 
     def hull(self, other: Interval) -> Interval:
-        """An interval that holds both: the smallest one where the ends can be compared, else open there."""
+        """An interval that contains both: the smallest one, but open at an end where the ends cannot be compared."""
         least = self.least if _before(self.least, other.least) else other.least
         most = self.most if _after(self.most, other.most) else other.most
         return Interval(
@@ -56,7 +56,8 @@ class Interval:
         )
 
     def both(self, other: Interval, bound: Bound) -> Interval | None:
-        """What is in both. Where two ends cannot be compared, one of them stands outside, and inside there is None."""
+        """The intersection. If two ends cannot be compared, an outer bound uses one of them, and an inner bound is
+        None."""
         least = other.least if _before(self.least, other.least) else self.least
         most = other.most if _after(self.most, other.most) else self.most
         sure = (_before(self.least, least) and _before(other.least, least)) and (
@@ -81,12 +82,12 @@ SAME = Interval(ZERO, ZERO)
 
 
 def _before(a: Affine | None, b: Affine | None) -> bool:
-    """Whether a least end is proved not to be above another."""
+    """Whether a lower end is proved not to be above another."""
     return a is None or (b is not None and never_negative(b - a))
 
 
 def _after(a: Affine | None, b: Affine | None) -> bool:
-    """Whether a largest end is proved not to be below another."""
+    """Whether an upper end is proved not to be below another."""
     return a is None or (b is not None and never_negative(a - b))
 
 
@@ -99,10 +100,10 @@ class Blocks:
     """Blocks of a fixed size along queries and keys, and which of them see one another.
 
     Attributes:
-        size: of a block, in tokens.
-        query: what is added to a query's index before the division.
-        key: to a key's.
-        numbers: of `(query index + query) // size − (key index + key) // size`; 0 for the same block.
+        size: the size of a block, in tokens.
+        query: offset that is added to a query's index before the division.
+        key: offset that is added to a key's index before the division.
+        numbers: the range of `(query index + query) // size − (key index + key) // size`; 0 for the same block.
     """
 
     size: int
@@ -112,7 +113,7 @@ class Blocks:
 
     @property
     def band(self) -> Interval:
-        """The bounds of `query − key` that follow."""
+        """The implied bounds of `query − key`."""
         least, most, rest = self.numbers.least, self.numbers.most, self.size - 1
         return Interval(
             None if least is None else least * self.size - rest, None if most is None else most * self.size + rest
@@ -122,7 +123,8 @@ class Blocks:
         return (self.size, self.query, self.key) == (other.size, other.query, other.key)
 
     def text(self) -> str:
-        shifts = [f"{name} + {at.text()}" for name, at in (("queries", self.query), ("keys", self.key)) if at != ZERO]
+        offsets = (("queries", self.query), ("keys", self.key))
+        shifts = [f"{name} + {offset.text()}" for name, offset in offsets if offset != ZERO]
         shifted = f" ({', '.join(shifts)})" if shifts else ""
         several = "" if self.numbers == SAME else f", {self.numbers.negated().text()}"
         return f"blocks of {self.size}{shifted}{several}"
@@ -130,13 +132,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Region:
-    """Pairs for which every condition holds.
+    """The pairs that meet every condition.
 
     Attributes:
-        band: of `query − key`.
-        blocks: None where there are none.
-        queries: of the query's index.
-        keys: of the key's index.
+        band: range of `query − key`.
+        blocks: condition on blocks, if any.
+        queries: range of the query's index.
+        keys: range of the key's index.
     """
 
     band: Interval = OPEN
@@ -160,7 +162,7 @@ class Region:
         return self.band, self.queries, self.keys
 
     def both(self, other: Region, bound: Bound) -> Region | None:
-        """What is in both; inside, None where that is no region."""
+        """The intersection; an inner bound is None if that is not a region."""
         ranges = [a.both(b, bound) for a, b in zip(self._ranges(), other._ranges(), strict=True)]
         band, queries, keys = ranges
         if band is None or queries is None or keys is None:
@@ -177,7 +179,7 @@ class Region:
         return Region(band.both(larger.band, bound) or band, smaller, queries, keys)
 
     def joined(self, other: Region) -> Region | None:
-        """Both as one region, where they differ in one range alone and nothing lies between; else None."""
+        """The union as one region, if they differ in one range only and leave no gap; else None."""
         differing = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
         if len(differing) != 1:
             return None
@@ -193,7 +195,7 @@ class Region:
         )
 
     def hull(self, other: Region) -> Region:
-        """A region that holds both."""
+        """A region that contains both."""
         band, queries, keys = (a.hull(b) for a, b in zip(self._ranges(), other._ranges(), strict=True))
         mine, others = self.blocks, other.blocks
         if mine is None or others is None or not mine.is_like(others):
@@ -204,7 +206,7 @@ class Region:
         return Region(band, replace(mine, numbers=mine.numbers.hull(others.numbers)), queries, keys)
 
     def moved(self, query: Affine, key: Affine) -> Region:
-        """The region of pairs whose indices, with something added to each, are in this one."""
+        """The region of pairs that lie in this one after offsets are added to their query and key index."""
         blocks = self.blocks
         if blocks is not None:
             blocks = replace(blocks, query=blocks.query + query, key=blocks.key + key)
@@ -213,15 +215,15 @@ class Region:
     def keys_of(
         self, queries: NDArray[np.int64], n_k: int, number_of: Callable[[Atom], int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The keys that queries see: from the first array up to, and without, the second.
+        """The starts and stops (exclusive) of the keys that queries see.
 
         Args:
-            queries: their indices.
-            n_k: how many keys there are.
-            number_of: the number of every size and scalar.
+            queries: indices of the queries.
+            n_k: the number of keys.
+            number_of: gives the number of every size and scalar.
         """
 
-        def at(end: Affine) -> int:
+        def value(end: Affine) -> int:
             return end.evaluate(number_of)
 
         starts, stops = np.zeros_like(queries), np.full_like(queries, n_k)
@@ -232,18 +234,18 @@ class Region:
             if most is not None:
                 np.minimum(stops, most + 1, out=stops)
 
-        within(*(None if end is None else at(end) for end in (self.keys.least, self.keys.most)))
-        within(*(None if end is None else queries - at(end) for end in (self.band.most, self.band.least)))
+        within(*(None if end is None else value(end) for end in (self.keys.least, self.keys.most)))
+        within(*(None if end is None else queries - value(end) for end in (self.band.most, self.band.least)))
         if (blocks := self.blocks) is not None:
-            number, shift = (queries + at(blocks.query)) // blocks.size, at(blocks.key)
+            number, shift = (queries + value(blocks.query)) // blocks.size, value(blocks.key)
             least, most = blocks.numbers.least, blocks.numbers.most
             within(
-                None if most is None else (number - at(most)) * blocks.size - shift,
-                None if least is None else (number - at(least) + 1) * blocks.size - shift - 1,
+                None if most is None else (number - value(most)) * blocks.size - shift,
+                None if least is None else (number - value(least) + 1) * blocks.size - shift - 1,
             )
         for end, sign in ((self.queries.least, 1), (self.queries.most, -1)):
             if end is not None:
-                stops[(queries - at(end)) * sign < 0] = 0
+                stops[(queries - value(end)) * sign < 0] = 0
         return starts, np.maximum(starts, stops)
 
     def text(self) -> str:
@@ -256,7 +258,7 @@ class Region:
 
 
 def _whole(a: Interval, b: Interval) -> Interval | None:
-    """The union of two intervals that meet, None where their ends cannot be compared."""
+    """The union of two intervals that meet; None if their ends cannot be compared."""
     hull = a.hull(b)
     ends = {hull.least} <= {a.least, b.least} and {hull.most} <= {a.most, b.most}
     return hull if ends else None
@@ -284,7 +286,7 @@ def either(a: Regions, b: Regions, bound: Bound) -> Regions:
 
 
 def _add(regions: list[Region], region: Region) -> None:
-    """Put a region to others, none of which is inside another."""
+    """Add a region to a list in which no region contains another."""
     if any(other.holds(region) for other in regions):
         return
     regions[:] = [other for other in regions if not region.holds(other)]
@@ -308,18 +310,18 @@ def both(a: Regions, b: Regions, bound: Bound) -> Regions:
 
 
 def without(regions: Regions, bound: Bound) -> Regions:
-    """All pairs that are in no region of a union."""
+    """The complement of a union."""
     result = ALL
     for region in regions:
         outside: Regions = ()
-        for other in _opposites(region):
-            outside = either(outside, (other,), bound)
+        for opposite in _opposites(region):
+            outside = either(outside, (opposite,), bound)
         result = both(result, outside, bound)
     return result
 
 
 def _opposites(region: Region) -> Iterator[Region]:
-    """Regions that together have all pairs outside of one."""
+    """Regions whose union is the complement of a region."""
     for name in ("band", "queries", "keys"):
         for interval in _beyond(getattr(region, name)):
             yield replace(Region(), **_changed(name, interval))
@@ -336,12 +338,12 @@ def _beyond(interval: Interval) -> Iterator[Interval]:
 
 
 def visible(regions: Sequence[Region], queries: NDArray[np.int64], n_k: int, number_of: Callable[[Atom], int]) -> int:
-    """How many pairs of some queries and all keys are in a union, each counted once.
+    """Count the pairs of some queries and all keys that are in a union, each once.
 
     Args:
-        queries: their indices.
-        n_k: how many keys there are.
-        number_of: the number of every size and scalar.
+        queries: indices of the queries.
+        n_k: the number of keys.
+        number_of: gives the number of every size and scalar.
     """
     spans = [region.keys_of(queries, n_k, number_of) for region in regions]
     return sum(int((stops - starts).sum()) for starts, stops in _apart(spans)) if spans else 0
@@ -350,7 +352,7 @@ def visible(regions: Sequence[Region], queries: NDArray[np.int64], n_k: int, num
 def _apart(
     spans: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
 ) -> Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Spans of every query, sorted by their starts, each without what an earlier one has."""
+    """The spans of every query, sorted by start, each without what earlier ones cover."""
     starts, stops = (np.stack(ends) for ends in zip(*spans, strict=True))
     order = np.argsort(starts, axis=0, kind="stable")
     starts, stops = np.take_along_axis(starts, order, 0), np.take_along_axis(stops, order, 0)

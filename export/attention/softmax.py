@@ -1,8 +1,8 @@
-"""A softmax written out by hand becomes a Softmax.
+"""Restore a decomposed softmax to a Softmax.
 
-Three ways of writing are known: `exp(x) / sum(exp(x))`, with or without the maximum subtracted; `exp(log_softmax(x))`;
-and the division behind the product with the values, `(exp(x) @ v) / sum(exp(x))`. Where the maximum is not subtracted,
-the graph overflows and Softmax does not; wherever the graph is finite, both are the same.
+Three forms are recognised: `exp(x) / sum(exp(x))`, with or without the maximum subtracted; `exp(log_softmax(x))`; and
+the division after the product with the values, `(exp(x) @ v) / sum(exp(x))`. If the maximum is not subtracted, the
+graph may overflow where Softmax does not; wherever the graph is finite, both give the same result.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from attnforge.export.graphs.build import insert, like, replace_value
 from attnforge.export.graphs.nodes import VIEWS, constant_of, input_of, is_op, maker_of, optional_input
 
 _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
-"""Operators that may stand between a softmax and a guard against its NaN."""
+"""Operators that may lie between a softmax and a guard against its NaN."""
 
 
 def restore_softmax(model: ir.Model) -> PassResult:
-    """Rewrite every hand-written softmax of `model`, in place."""
+    """Rewrite every decomposed softmax of `model`, in place."""
     modified = False
     for node in list(model.graph):
         if is_op(node, "Div", "Exp"):
@@ -27,7 +27,7 @@ def restore_softmax(model: ir.Model) -> PassResult:
 
 
 def _restore(graph: ir.Graph, node: ir.Node) -> bool:
-    """Replace the softmax that ends at a Div or Exp; return whether there is one."""
+    """Replace the decomposed softmax that ends at a Div or Exp; return whether there is one."""
     if node.outputs[0].shape is None:
         return False
     scores = _divided(node) if node.op_type == "Div" else _exponentiated(node)
@@ -43,7 +43,7 @@ def _restore(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _softmax(graph: ir.Graph, at: ir.Node, source: ir.Value, axis: int) -> ir.Value:
-    """A new Softmax in front of `at`, with its metadata."""
+    """Insert a Softmax before `at`, with the metadata of `at`."""
     result = insert(graph, at, lambda op: like(op.Softmax(source, axis=axis), source), stem=f"{at.name}/restored")
     softmax = result.producer()
     assert softmax is not None
@@ -52,7 +52,7 @@ def _softmax(graph: ir.Graph, at: ir.Node, source: ir.Value, axis: int) -> ir.Va
 
 
 def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
-    """The scores of which a Div is the softmax, and its axis; None where it is none."""
+    """The scores and axis of the softmax that a Div computes; None if it is not a softmax."""
     exp, total = (_maker(value) for value in div.inputs)
     if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
         return None
@@ -65,7 +65,7 @@ def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
 
 
 def _is_shifted(scores: ir.Value, axis: int) -> bool:
-    """Whether the scores' own maximum is subtracted from them, so that no quotient is 0/0."""
+    """Whether the maximum of the scores is subtracted from them, so that no quotient is 0/0."""
     node = scores.producer()
     if not is_op(node, "Sub"):
         return False
@@ -79,7 +79,7 @@ def _is_shifted(scores: ir.Value, axis: int) -> bool:
 
 
 def _is_guarded(weights: ir.Value) -> bool:
-    """Whether a node tests the weights for NaN. Without the maximum subtracted, very small scores make 0/0, which is
+    """Whether a node tests the weights for NaN. If the maximum is not subtracted, very low scores give 0/0, which is
     NaN, where Softmax gives numbers."""
     return any(
         use.node.op_type in ("IsNaN", "Equal") or (use.node.op_type in _PASSED and _is_guarded(use.node.outputs[0]))
@@ -88,7 +88,7 @@ def _is_guarded(weights: ir.Value) -> bool:
 
 
 def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
-    """The same for an Exp: of a LogSoftmax, or of scores minus the logarithm of the sum of their exponentials."""
+    """The same for an Exp: of a LogSoftmax, or of scores minus their log-sum-exp."""
     log = maker_of(exp.inputs[0])
     if not is_op(log, "LogSoftmax", "Sub"):
         return None
@@ -117,7 +117,7 @@ def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None
 
 
 def before_casts(value: ir.Value | None) -> ir.Value | None:
-    """`value` before casts between floating-point types, which the exporter writes around sums of 16-bit numbers."""
+    """`value` before casts between floating-point types, which the exporter adds around sums of 16-bit numbers."""
     while value is not None and (node := value.producer()) is not None and node.op_type == "Cast":
         source = node.inputs[0]
         if not all(v is not None and v.dtype is not None and v.dtype.is_floating_point() for v in (source, value)):
@@ -127,12 +127,12 @@ def before_casts(value: ir.Value | None) -> ir.Value | None:
 
 
 def _maker(value: ir.Value | None) -> ir.Node | None:
-    """The node that made `value`, casts aside."""
+    """The node that computes `value`, ignoring casts."""
     return maker_of(before_casts(value))
 
 
 def _one_axis(node: ir.Node) -> int | None:
-    """The axis of a reduction over one axis that keeps it as a dim of size 1; None for other reductions."""
+    """The axis of a reduction over one axis with `keepdims`; None for other reductions."""
     axes, source = constant_of(optional_input(node, 1)), node.inputs[0]
     if axes is None or axes.size != 1 or node.attributes.get_int("keepdims", 1) != 1:
         return None

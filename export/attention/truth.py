@@ -1,6 +1,6 @@
-"""Conditions over a query's and a key's index, as what is proved of them: where they hold at most, and at least.
+"""Conditions on the query and key index, with proved bounds: the pairs for which they are True at most, and at least.
 
-Both bounds are kept of a condition and of its opposite, so that Not costs nothing. Where the two bounds of a condition
+Both bounds are kept for a condition and for its opposite, so that Not costs nothing. If the two bounds of a condition
 are equal, it is known exactly.
 """
 
@@ -12,12 +12,12 @@ from functools import reduce
 from math import gcd
 from typing import Literal
 
-from attnforge.export.attention.affine import KEY, QUERY, Affine, Place, Quotient, never_negative
+from attnforge.export.attention.affine import KEY, QUERY, Affine, Quotient, Variable, never_negative
 from attnforge.export.attention.regions import ALL, NONE, Blocks, Interval, Region, Regions, both, either
 
 Kind = Literal["padding", "queries", "condition", "bias", "pattern"]
-"""What a mask depends on beside its regions: data by key (`padding`), by query (`queries`), or by both or neither
-(`condition`); numbers that are added to the scores (`bias`); or indices, in a way that regions do not tell
+"""What a mask depends on apart from its regions: data by key (`padding`), by query (`queries`), or by both or neither
+(`condition`); numbers that are added to the scores (`bias`); or indices, in a way that regions do not describe
 (`pattern`)."""
 
 PATTERN: frozenset[Kind] = frozenset({"pattern"})
@@ -25,11 +25,11 @@ PATTERN: frozenset[Kind] = frozenset({"pattern"})
 
 @dataclass(frozen=True)
 class Cover:
-    """A set of pairs of a query and a key between two bounds.
+    """Bounds of a set of pairs of a query and a key.
 
     Attributes:
-        most: the set has no pair outside of these.
-        least: the set has every pair of these.
+        most: the set is a subset of these regions.
+        least: the set is a superset of these regions.
     """
 
     most: Regions
@@ -54,9 +54,9 @@ class Truth:
     """A condition.
 
     Attributes:
-        true: where it holds.
-        false: where it does not.
-        kinds: what else it depends on; nothing where it is exact.
+        true: where it is True.
+        false: where it is False.
+        kinds: what else it depends on; empty if it is exact.
     """
 
     true: Cover
@@ -69,11 +69,11 @@ class Truth:
 
     @property
     def constant(self) -> bool | None:
-        """What it is everywhere; None where that is not proved, or differs."""
+        """Its value for all pairs; None if it differs between pairs or is not proved."""
         return False if not self.true.most else True if not self.false.most else None
 
     def moved(self, query: Affine, key: Affine) -> Truth:
-        """The condition at indices with something added to each."""
+        """The condition with offsets added to the query and key index."""
         return Truth(self.true.moved(query, key), self.false.moved(query, key), self.kinds)
 
     def __invert__(self) -> Truth:
@@ -103,26 +103,28 @@ def unknown(kind: Kind) -> Truth:
     return Truth(Cover(ALL, NONE), Cover(ALL, NONE), frozenset({kind}))
 
 
-def kind_of(places: frozenset[Place]) -> Kind:
+def kind_of(variables: frozenset[Variable]) -> Kind:
     """The kind of a condition on data that is read at these indices."""
-    if Place.KEY in places and Place.QUERY not in places:
+    if Variable.KEY in variables and Variable.QUERY not in variables:
         return "padding"
-    return "queries" if Place.QUERY in places and Place.KEY not in places else "condition"
+    return "queries" if Variable.QUERY in variables and Variable.KEY not in variables else "condition"
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
 
-Largest = Mapping[Place, Affine]
+Largest = Mapping[Variable, Affine]
 """The largest index of queries and keys."""
 
 
 def at_least_zero(x: Affine, largest: Largest) -> Truth:
     """`x ≥ 0`."""
     true, false = _region(x, largest), _region(-x - 1, largest)
-    own = PATTERN if not x.scalars and x.places & {Place.QUERY, Place.KEY} else frozenset({kind_of(x.places)})
+    kinds = (
+        PATTERN if not x.scalars and x.variables & {Variable.QUERY, Variable.KEY} else frozenset({kind_of(x.variables)})
+    )
     if true is None or false is None:
-        return Truth(Cover(ALL, NONE), Cover(ALL, NONE), own)
-    return _combined(Truth(true, false, own), ALWAYS, true, false)
+        return Truth(Cover(ALL, NONE), Cover(ALL, NONE), kinds)
+    return _combined(Truth(true, false, kinds), ALWAYS, true, false)
 
 
 def zero(x: Affine, largest: Largest) -> Truth:
@@ -133,18 +135,18 @@ def zero(x: Affine, largest: Largest) -> Truth:
 
 
 def _region(x: Affine, largest: Largest) -> Cover | None:
-    """Where `x ≥ 0`; None where no region says anything."""
+    """Where `x ≥ 0`; None if regions cannot bound it."""
     x = _without_factor(x)
     if never_negative(x, largest):
         return ALWAYS.true
     if never_negative(-x - 1, largest):
         return NEVER.true
-    quotients = {atom: n for atom, n in x.terms if isinstance(atom, Quotient) and atom.numerator.places}
+    quotients = {atom: n for atom, n in x.terms if isinstance(atom, Quotient) and atom.numerator.variables}
     if quotients:
         return _of_quotients(x, quotients, largest)
-    query, key = x.factors.get(Place.QUERY, 0), x.factors.get(Place.KEY, 0)
+    query, key = x.factors.get(Variable.QUERY, 0), x.factors.get(Variable.KEY, 0)
     rest = x - QUERY * query - KEY * key
-    if rest.places or (query + key and query and key) or not (query or key):  # by sample, or no band
+    if rest.variables or (query + key and query and key) or not (query or key):  # by sample, or not a band
         return None
     step, sign = abs(query or key), 1 if (query or key) > 0 else -1
     end = rest.floor_divided(step) * -sign  # sign·index ≥ −rest/step
@@ -154,14 +156,14 @@ def _region(x: Affine, largest: Largest) -> Cover | None:
 
 
 def _without_factor(x: Affine) -> Affine:
-    """`x` divided by what divides all its factors: the sign stays."""
+    """`x` divided by the greatest common divisor of its factors, rounded down, which keeps whether it is ≥ 0."""
     divisor = reduce(gcd, (n for _, n in x.terms), 0)
     return x.floor_divided(divisor) if divisor > 1 else x
 
 
 def _exactly(region: Region, largest: Largest) -> Cover:
-    """The cover of one region, without the ends that say nothing."""
-    query, key = largest[Place.QUERY], largest[Place.KEY]
+    """The exact cover of one region, without the ends that exclude nothing."""
+    query, key = largest[Variable.QUERY], largest[Variable.KEY]
     ranges = {"band": Interval(-key, query), "queries": Interval(Affine(), query), "keys": Interval(Affine(), key)}
     for name, whole in ranges.items():
         interval: Interval = getattr(region, name)
@@ -195,9 +197,9 @@ def _of_blocks(plus: Quotient, minus: Quotient, rest: Affine, largest: Largest) 
     size = plus.divisor
     shifts = plus.numerator - QUERY, minus.numerator - KEY
     swapped = plus.numerator - KEY, minus.numerator - QUERY
-    if rest.constant is not None and not any(shift.places for shift in shifts):
+    if rest.constant is not None and not any(shift.variables for shift in shifts):
         return _exactly_blocks(Blocks(size, *shifts, Interval(least=-rest)), largest)
-    if rest.constant is not None and not any(shift.places for shift in swapped):
+    if rest.constant is not None and not any(shift.variables for shift in swapped):
         return _exactly_blocks(Blocks(size, swapped[1], swapped[0], Interval(most=rest)), largest)
     difference = plus.numerator - minus.numerator + rest * size
     outer, inner = _region(difference + (size - 1), largest), _region(difference, largest)
@@ -207,7 +209,7 @@ def _of_blocks(plus: Quotient, minus: Quotient, rest: Affine, largest: Largest) 
 
 
 def _exactly_blocks(blocks: Blocks, largest: Largest) -> Cover:
-    if blocks.query == blocks.key and blocks.query.constant is not None:  # both the same whole number of blocks on
+    if blocks.query == blocks.key and blocks.query.constant is not None:  # drop whole blocks from equal shifts
         shift = Affine(blocks.query.constant % blocks.size)
         blocks = Blocks(blocks.size, shift, shift, blocks.numbers)
     region = Region(blocks=blocks)

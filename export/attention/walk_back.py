@@ -1,9 +1,9 @@
 """The walk from a softmax back to the product of a query and a key.
 
-The walk passes whatever only scales, masks, biases, caps, casts or re-views the scores, and keeps a record of it. Every
-dim on the way is known by its axes (:mod:`.layout`), so rows or columns, heads before or after tokens, two dims or
-five, are one case. A new idiom is a new handler for one operator (:data:`_HANDLERS`). A walk that ends early returns
-its reason.
+The walk passes operators that only scale, mask, bias, cap, cast or re-view the scores, and records them. Every dim on
+the way is identified by its axes (:mod:`.layout`), so that rows or columns, heads before or after tokens, two dims or
+five are one case. A new idiom is a new handler for one operator (:data:`_HANDLERS`). A walk that ends early returns a
+reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from attnforge.export.graphs.nodes import VIEWS, input_of, inputs_of, is_op
 
 @dataclass(frozen=True)
 class Bias:
-    """A tensor added to the scores, after it is multiplied by a factor and by tensors, and raised to a floor."""
+    """A tensor that is multiplied by a factor and by tensors, clamped to a floor, and added to the scores."""
 
     operand: Operand
     factor: float
@@ -59,8 +59,8 @@ class Fill:
     """A number that replaces the scores where the condition is False, or True if `inverted`.
 
     Attributes:
-        condition: before any Not.
-        multiplied: the scores are multiplied by zero instead, so that infinite scores become NaN.
+        condition: the condition before any Not.
+        multiplied: whether the scores are multiplied by zero instead, so that infinite scores become NaN.
     """
 
     condition: Operand
@@ -71,13 +71,13 @@ class Fill:
 
 @dataclass(frozen=True)
 class Sink:
-    """Attention sinks: scores that belong to no key, joined with the keys' scores in front of the softmax and cut off
-    behind it (https://arxiv.org/abs/2309.17453).
+    """Attention sinks: scores that belong to no key, joined with the keys' scores before the softmax and cut off after
+    it (https://arxiv.org/abs/2309.17453).
 
     Attributes:
         column: the sinks' scores, before they are multiplied by `factor`.
         count: number of sinks.
-        first: whether the sinks stand in front of the keys.
+        first: whether the sinks come before the keys.
         joint: the axis of keys and sinks together.
         keys: the axis of the keys alone.
     """
@@ -95,8 +95,8 @@ class ScoreSteps:
     """What a graph does to the scores between the product and the softmax.
 
     Attributes:
-        softcap: `c` in `c·tanh(scores/c)`; 0 where there is no soft cap.
-        floor: no score is less.
+        softcap: `c` in `c·tanh(scores/c)`; 0 for no soft cap.
+        floor: lower bound that the scores are clamped to.
         masking: masks and biases, the one nearest to the softmax first.
         path: the operators as written, the one nearest to the softmax first.
     """
@@ -119,9 +119,9 @@ class Scores:
     """The product that a walk back arrived at, and what the graph does to it.
 
     Attributes:
-        rows: all dims of the product but the keys.
-        own: the dims of `rows` that the key lacks.
-        keys: the axes that the softmax runs over, sinks aside, as one dim.
+        rows: all dims of the product except the keys.
+        query_only: the dims of `rows` that the key lacks.
+        keys: the axes that the softmax runs over, without sinks, as one dim.
         features: the axes that the product sums over, as one dim.
     """
 
@@ -130,7 +130,7 @@ class Scores:
     key: Operand
     keys: Layout
     rows: Layout
-    own: Layout
+    query_only: Layout
     features: Layout
 
     @property
@@ -140,12 +140,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class Ended:
-    """A walk that arrived nowhere.
+    """A walk that ended early.
 
     Attributes:
-        reason: why, in words that a user can act on.
+        reason: the reason, which a user can act on.
         path: the operators that the walk passed, and the one at which it ended.
-        operands: query and key, where the walk arrived at a product that is no score product.
+        operands: query and key, if the walk arrived at a product that is not a score product.
     """
 
     reason: str
@@ -153,128 +153,127 @@ class Ended:
     operands: tuple[Operand, ...] = ()
 
 
-def walk_to_product(at: Position, steps: ScoreSteps | None = None) -> Scores | Ended:
+def walk_to_product(position: Position, steps: ScoreSteps | None = None) -> Scores | Ended:
     """Walk from the scores back to the product of query and key.
 
     Args:
-        at: the scores, by default the input of the softmax.
+        position: the scores, such as the input of the softmax.
         steps: what the graph does to the scores from here to the softmax; by default nothing.
     """
     steps = steps or ScoreSteps()
     try:
         while True:
-            node = at.value.producer()
+            node = position.value.producer()
             if node is None:
                 raise NotAttention("the scores are an input of the graph, not a product of a query and a key")
-            only_user(at, "scores")
+            only_user(position, "scores")
             steps = replace(steps, path=(*steps.path, node.op_type))
             if is_product(node):
-                return _from_product(node, at, steps)
+                return _from_product(node, position, steps)
             if is_op(node, "Concat"):
-                return _from_concat(node, at, steps)
+                return _from_concat(node, position, steps)
             if is_op(node, "Add", "Sub"):
-                shift = _shift_by_maximum(node, at, steps)
+                shift = _shift_by_maximum(node, position, steps)
                 if shift is None:
-                    return _from_sum(node, at, steps)
-                at = replace(at, value=input_of(node), also_used_by=at.also_used_by | shift)
+                    return _from_sum(node, position, steps)
+                position = replace(position, value=input_of(node), also_used_by=position.also_used_by | shift)
             elif is_view(node):
-                at = replace(at, value=input_of(node), layout=before_view(node, at.layout))
+                position = replace(position, value=input_of(node), layout=before_view(node, position.layout))
             else:
-                at, steps = _past(node, at, steps)
+                position, steps = _past(node, position, steps)
     except (NotAttention, LayoutError) as error:
         return Ended(str(error), steps.path)
 
 
 def both_computed(scores: Scores | Ended) -> bool:
-    """Whether query and key both depend on the input, as in attention; the weights of a classifier's last layer are
-    constant."""
+    """Whether neither query nor key is constant, as in attention; the weights of a classifier's last layer are."""
     operands = scores.operands if isinstance(scores, Ended) else (scores.query, scores.key)
     sources = [before_views(operand.value, operand.layout)[0] for operand in operands]
     return bool(sources) and not any(ir.convenience.get_const_tensor(source) is not None for source in sources)
 
 
-# --- handlers: one operator each, which keeps the shape of the scores -------------------------------------------------
+# --- handlers: one for each operator that keeps the shape of the scores -----------------------------------------------
 
 
 Handler = Callable[[ir.Node, Position, ScoreSteps], tuple[ir.Value, ScoreSteps]]
 """Returns the scores before an operator, and the steps with this operator's added.
 
 Raises:
-    NotAttention: the operator does what no canonical node does.
+    NotAttention: the operator does something that no canonical node does.
 """
 
 
-def _past(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[Position, ScoreSteps]:
+def _past(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[Position, ScoreSteps]:
     handler = _HANDLERS.get(node.op_type) if node.domain == "" else None
     if handler is None:
         raise NotAttention(f"the scores come from {node.op_type}, not from an inner product of a query and a key")
-    source, steps = handler(node, at, steps)
-    return _before(node, at, source), steps
+    source, steps = handler(node, position, steps)
+    return _before(node, position, source), steps
 
 
-def _before(node: ir.Node, at: Position, source: ir.Value) -> Position:
-    """The position at a node's input, where that has the shape of its output."""
-    if sizes_of(source) != at.layout.sizes():
+def _before(node: ir.Node, position: Position, source: ir.Value) -> Position:
+    """The position at a node's input, which must have the shape of its output."""
+    if sizes_of(source) != position.layout.sizes():
         raise NotAttention(f"{node.op_type} broadcasts the scores to a larger shape")
-    return replace(at, value=source)
+    return replace(position, value=source)
 
 
-def _scale(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _scale(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     if factor := factor_of(node):
         return factor[1], replace(steps, scale=steps.scale * factor[0])
     left, right = inputs_of(node)
-    # The scores are the larger side, for the tensor that scales them is the same for all keys; a mask may be as large.
-    if node.op_type == "Div" or (sizes_of(left) == at.layout.sizes() and not is_zero_or_one(left)):
+    # The scores are the larger side, as the tensor that scales them is the same for all keys. A mask may be as large.
+    if node.op_type == "Div" or (sizes_of(left) == position.layout.sizes() and not is_zero_or_one(left)):
         source, by = left, right
     else:
         source, by = right, left
-    scale = aligned(by, at.layout)
+    scale = aligned(by, position.layout)
     if node.op_type == "Mul" and is_zero_or_one(by) and not steps.tensor_scales and steps.scale > 0:
         return source, replace(steps, masking=(*steps.masking, Fill(scale, False, 0.0, multiplied=True)))
-    if set(scale.layout.axes) & set(at.keys):
+    if set(scale.layout.axes) & set(position.keys):
         raise NotAttention(f"{node.op_type} scales the scores by a tensor that differs by key")
     if steps.softcap:
-        raise NotAttention("a tensor scales the scores under a soft cap")
+        raise NotAttention("a tensor scales the scores before a soft cap")
     tensor_scale = TensorScale(scale, "Mul" if node.op_type == "Mul" else "Div")
     return source, replace(steps, tensor_scales=(*steps.tensor_scales, tensor_scale))
 
 
-def _negative(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _negative(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     return input_of(node), replace(steps, scale=-steps.scale)
 
 
-def _tanh(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _tanh(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     """`a·tanh(b·s)` is a soft cap of `a` on scores scaled by `a·b`."""
     if steps.softcap or steps.tensor_scales or steps.scale <= 0:
-        raise NotAttention("a Tanh on the scores that is no soft cap")
+        raise NotAttention("a Tanh on the scores that is not a soft cap")
     return input_of(node), replace(steps, softcap=steps.scale)
 
 
-def _floor(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
-    """A Max or Clip at about the least number of the type, which only makes finite what masks made infinite."""
+def _floor(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+    """A Max or Clip near the least number of the type, which only makes masked scores finite."""
     values = [v for v in node.inputs[:2] if v is not None]
     source = next((v for v in values if scalar(v) is None), None)
     floor = next((number for v in values if (number := scalar(v)) is not None), None)
     if source is None or source.dtype is None or floor is None or len(node.inputs) > 2 or steps.scale <= 0:
-        raise NotAttention(f"the scores go through {node.op_type}, which does more than to keep them finite")
+        raise NotAttention(f"the scores go through {node.op_type}, which does more than keep them finite")
     if floor > max(-1e30, -0.99 * float(ml_dtypes.finfo(source.dtype.numpy()).max)):  # type: ignore[no-untyped-call]
-        raise NotAttention(f"the scores are kept above {floor:g}, which ordinary scores could reach")
+        raise NotAttention(f"the scores are clamped at {floor:g}, which ordinary scores could reach")
     if steps.softcap or steps.tensor_scales:
-        raise NotAttention("the scores are capped or scaled by a tensor behind a floor")
+        raise NotAttention("the scores are capped or scaled by a tensor after a floor")
     return source, replace(steps, floor=max(steps.floor, floor * steps.scale))
 
 
-def _where(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _where(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     condition, if_true, if_false = inputs_of(node)
     _check_not_multiplied(steps)
     if steps.softcap or steps.tensor_scales or steps.scale <= 0:
-        raise NotAttention("masked scores are scaled by a tensor or a negative number, or capped, behind the mask")
+        raise NotAttention("masked scores are scaled by a tensor or a negative number, or capped, after the mask")
     for number, source, inverted in ((scalar(if_false), if_true, False), (scalar(if_true), if_false, True)):
         if number is not None:
             if not number < np.inf:
-                raise NotAttention(f"Where puts {number} in the place of scores, which makes NaN of every row it meets")
+                raise NotAttention(f"Where replaces scores by {number}, which turns every row that has it into NaN")
             number = max(number * steps.scale, steps.floor)
-            fill = Fill(*without_not(aligned(condition, at.layout), inverted), number)
+            fill = Fill(*without_not(aligned(condition, position.layout), inverted), number)
             return source, replace(steps, masking=(*steps.masking, fill))
     raise NotAttention("Where chooses between two tensors of scores")
 
@@ -282,18 +281,18 @@ def _where(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, Sc
 def _check_not_multiplied(steps: ScoreSteps) -> None:
     if any(fill.multiplied for fill in steps.fills):
         raise NotAttention(
-            "scores that are masked or biased are multiplied by another mask, where infinite ones become NaN"
+            "masked or biased scores are multiplied by another mask, which turns infinite scores into NaN"
         )
 
 
-def _cast(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _cast(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     source = input_of(node)
     if source.dtype is None or not source.dtype.is_floating_point():
         raise NotAttention(f"the scores are cast from {source.dtype}")
     return source, steps
 
 
-def _dropout(node: ir.Node, at: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _dropout(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     check_dropout(node)
     return input_of(node), steps
 
@@ -311,21 +310,22 @@ _HANDLERS: dict[str, Handler] = {
 }
 
 
-def _shift_by_maximum(node: ir.Node, at: Position, steps: ScoreSteps) -> frozenset[ir.Node] | None:
-    """The nodes that compute the maximum of the scores, where `node` subtracts it; no softmax notices that. Else None.
+def _shift_by_maximum(node: ir.Node, position: Position, steps: ScoreSteps) -> frozenset[ir.Node] | None:
+    """The nodes that compute the maximum of the scores, if `node` subtracts it, which does not change a softmax; else
+    None.
 
-    A finite number that replaces scores behind the shift would stand elsewhere among them without it, so then the shift
-    counts.
+    If a finite number replaces scores after the shift, the shift does matter: without it, the number would compare
+    differently to the other scores.
     """
     left, right = inputs_of(node)
     finite = any(fill.number != -np.inf for fill in steps.fills)
     if node.op_type != "Sub" or steps.softcap or finite or steps.sink is not None:
         return None
     try:
-        maximum = aligned(right, at.layout)
+        maximum = aligned(right, position.layout)
     except NotAttention:
         return None
-    if set(maximum.layout.axes) & set(at.keys):
+    if set(maximum.layout.axes) & set(position.keys):
         return None
     nodes: list[ir.Node] = []
     value: ir.Value | None = right
@@ -345,23 +345,23 @@ def _shift_by_maximum(node: ir.Node, at: Position, steps: ScoreSteps) -> frozens
     return frozenset(nodes)
 
 
-# --- where the way forks, and where it ends ---------------------------------------------------------------------------
+# --- forks and ends of the walk ---------------------------------------------------------------------------------------
 
 
-def _from_sum(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:
-    """Scores on one side of an Add or Sub, a bias on the other. Only walking back from each tells which is which."""
+def _from_sum(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | Ended:
+    """Scores on one side of an Add or Sub, a bias on the other. Which is which shows only by walking back from each."""
     left, right = inputs_of(node)
     _check_not_multiplied(steps)
     if steps.softcap:
-        raise NotAttention("a bias is added to the scores under a soft cap")
+        raise NotAttention("a bias is added to the scores before a soft cap")
     sides = [(left, right, 1.0 if node.op_type == "Add" else -1.0)]
     if node.op_type == "Add":
         sides.append((right, left, 1.0))
     reasons, arrived = [], []
     for source, added, sign in sides:
         try:
-            bias = Bias(aligned(added, at.layout), sign * steps.scale, steps.tensor_scales, steps.floor)
-            before = _before(node, at, source)
+            bias = Bias(aligned(added, position.layout), sign * steps.scale, steps.tensor_scales, steps.floor)
+            before = _before(node, position, source)
         except (NotAttention, LayoutError) as error:
             reasons.append(str(error))
             continue
@@ -370,22 +370,22 @@ def _from_sum(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:
             reasons.append(scores.reason)
         elif both_computed(scores):
             return scores
-        else:  # a bias may be a product too, of queries and a table: then the other side holds the scores
+        else:  # a bias may be a product of queries and a table; then the other side is the scores
             arrived.append(scores)
     if arrived:
         return arrived[0]
-    raise NotAttention(f"no side of {node.op_type} is an inner product of a query and a key: " + "; ".join(reasons))
+    raise NotAttention(f"neither side of {node.op_type} is an inner product of a query and a key: {'; '.join(reasons)}")
 
 
-def _from_concat(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:
+def _from_concat(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | Ended:
     """Scores of the keys joined with those of attention sinks."""
-    axis = node.attributes.get_int("axis", 0) % len(at.layout)
-    if at.layout.dims[axis] != at.keys or len(at.keys) != 1 or len(node.inputs) != 2:
+    axis = node.attributes.get_int("axis", 0) % len(position.layout)
+    if position.layout.dims[axis] != position.keys or len(position.keys) != 1 or len(node.inputs) != 2:
         raise NotAttention(
-            "the scores are joined with others along another axis than that of the keys, or in more parts"
+            "the scores are joined with others along an axis that is not that of the keys, or in more than two parts"
         )
     if steps.masking or steps.softcap or steps.tensor_scales or steps.scale <= 0 or steps.sink is not None:
-        raise NotAttention("scores are masked, capped or scaled by a tensor together with the sinks beside them")
+        raise NotAttention("scores are masked, capped or scaled by a tensor together with attention sinks")
     reasons = []
     for i in (0, 1):
         source, column = input_of(node, i), input_of(node, 1 - i)
@@ -394,23 +394,25 @@ def _from_concat(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | End
             reasons.append(f"{column.name!r} has a dynamic number of sinks")
             continue
         keys, sinks = Axis(sizes_of(source)[axis]), Axis(count)
-        operand = Operand(*before_views(column, at.layout.with_dim(axis, (sinks,) if count != ONE else ())))
-        sink = Sink(operand, steps.scale, count.factor, i == 1, at.softmax_axis, keys)
-        scores = walk_to_product(Position(source, at.layout.with_dim(axis, (keys,)), keys), replace(steps, sink=sink))
+        operand = Operand(*before_views(column, position.layout.with_dim(axis, (sinks,) if count != ONE else ())))
+        sink = Sink(operand, steps.scale, count.factor, i == 1, position.softmax_axis, keys)
+        scores = walk_to_product(
+            Position(source, position.layout.with_dim(axis, (keys,)), keys), replace(steps, sink=sink)
+        )
         if isinstance(scores, Scores):
             return scores
         reasons.append(scores.reason)
-    raise NotAttention("no part of Concat is an inner product of a query and a key: " + "; ".join(reasons))
+    raise NotAttention(f"no part of Concat is an inner product of a query and a key: {'; '.join(reasons)}")
 
 
-def _from_product(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | Ended:
+def _from_product(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | Ended:
     product = contraction_of(node)
-    dims = dict(zip(product.output, at.layout.dims, strict=True))
-    keys = next((label for label, dim in dims.items() if dim == at.keys), None)
+    dims = dict(zip(product.output, position.layout.dims, strict=True))
+    keys = next((label for label, dim in dims.items() if dim == position.keys), None)
     key_sides = [side for side in product.sides if keys in side.labels]
     if keys is None or len(key_sides) != 1:
         return Ended(
-            "the softmax does not run over the keys: its axis is no side of the score product",
+            "the softmax does not run over the keys: its axis belongs to no side of the score product",
             steps.path,
             tuple(Operand(side.value, Layout.fresh(side.value)) for side in product.sides),
         )
@@ -428,8 +430,8 @@ def _from_product(node: ir.Node, at: Position, steps: ScoreSteps) -> Scores | En
         steps,
         operand(query),
         operand(key),
-        keys=Layout([at.keys]),
+        keys=Layout([position.keys]),
         rows=Layout(dims[label] for label in product.output if label != keys),
-        own=Layout(dims[label] for label in product.output if label in query.labels and label not in key.labels),
+        query_only=Layout(dims[label] for label in product.output if label in query.labels and label not in key.labels),
         features=Layout([tuple(axis for dim in features.values() for axis in dim)]),
     )

@@ -1,7 +1,7 @@
 """The walk from a softmax forward to the products of its weights with values.
 
-The walk passes whatever only casts, scales, drops out, zeroes, guards or re-views the weights, and keeps a record of
-it. Every dim on the way is known by its axes, as in :mod:`.walk_back`. A walk that ends early returns its reason.
+The walk passes operators that only cast, scale, drop out, zero, guard or re-view the weights, and records them. Every
+dim on the way is identified by its axes, as in :mod:`.walk_back`. A walk that ends early returns a reason.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from attnforge.export.graphs.nodes import constant_of, inputs_of, is_op, optiona
 
 @dataclass(frozen=True)
 class Zeroing:
-    """Weights replaced by zero behind the softmax where the condition is False, or True if `inverted`.
+    """Weights replaced by zero after the softmax where the condition is False, or True if `inverted`.
 
     Attributes:
-        condition: before any Not.
-        by_key: whether it differs by key; else a query gets zeros as a whole.
-        nan_stays: the weights are multiplied by zero, which leaves NaN as it is.
+        condition: the condition before any Not.
+        by_key: whether the condition differs by key; otherwise all weights of a query are zeroed.
+        nan_stays: whether the weights are multiplied by zero, which keeps NaN.
     """
 
     condition: Operand
@@ -53,9 +53,9 @@ class WeightSteps:
     """What a graph does to the attention weights between the softmax and the product with the values.
 
     Attributes:
-        zeroing: the one nearest to the softmax first.
-        nan_rows_zeroed: a query without keys gets zeros instead of NaN.
-        sink: attention sinks that are still to be cut off.
+        zeroing: the zeroing steps, the one nearest to the softmax first.
+        nan_rows_zeroed: whether fully masked rows get zeros instead of NaN.
+        sink: attention sinks that have yet to be cut off.
         path: the operators as written, the one nearest to the softmax first.
     """
 
@@ -69,10 +69,10 @@ class WeightSteps:
 
 @dataclass(frozen=True)
 class Weights:
-    """A product of weights and values that a walk forward arrived at, and what the graph does to the weights before.
+    """A product of weights and values that a walk forward arrived at, and what the graph does to the weights before it.
 
     Attributes:
-        value_features: the dim of the values that the output keeps; empty where values are single numbers.
+        value_features: the dim of the values that the output keeps; empty if values are single numbers.
         product: the node that multiplies weights and values.
         output: the layout of its output.
     """
@@ -88,64 +88,64 @@ class Weights:
         return self.steps.path
 
 
-def walk_to_outputs(at: Position, sink: Sink | None = None) -> list[Weights] | Ended:
+def walk_to_outputs(position: Position, sink: Sink | None = None) -> list[Weights] | Ended:
     """Walk from the output of a softmax to every product with values.
 
     Args:
-        at: the attention weights.
-        sink: attention sinks that the softmax runs over beside the keys.
+        position: the attention weights.
+        sink: attention sinks that the softmax runs over in addition to the keys.
 
     Returns:
-        one record for each product, ordered by the name of the node at which their ways part.
+        One record for each product, ordered by the name of the node at which their paths fork.
     """
-    return _walk(at, WeightSteps(sink=sink))
+    return _walk(position, WeightSteps(sink=sink))
 
 
-def _walk(at: Position, steps: WeightSteps) -> list[Weights] | Ended:
+def _walk(position: Position, steps: WeightSteps) -> list[Weights] | Ended:
     try:
         while True:
-            if steps.scale > 0 and not steps.tensor_scales and (guard := _nan_guard(at.value)) is not None:
-                at = replace(at, value=guard.result)
+            if steps.scale > 0 and not steps.tensor_scales and (guard := _nan_guard(position.value)) is not None:
+                position = replace(position, value=guard.result)
                 if guard.zeroes_nan:
                     steps = replace(steps, nan_rows_zeroed=True, path=(*steps.path, "guard"))
                 continue
-            users = {use.node for use in at.value.uses() if use.node.op_type != "Shape"} - at.also_used_by
-            if len(users) > 1 and not at.value.is_graph_output():
-                return _every_output(at, steps, users)
-            node = only_user(at, "attention weights")
+            users = {use.node for use in position.value.uses() if use.node.op_type != "Shape"} - position.also_used_by
+            if len(users) > 1 and not position.value.is_graph_output():
+                return _every_output(position, steps, users)
+            node = only_user(position, "attention weights")
             steps = replace(steps, path=(*steps.path, node.op_type))
             product = node if is_product(node) else sum_of(node) if node.op_type == "Mul" else None
             if product is not None:
-                return [_from_product(product, at, steps)]
-            at, steps = _past(node, at, steps)
+                return [_from_product(product, position, steps)]
+            position, steps = _past(node, position, steps)
     except (NotAttention, LayoutError) as error:
         return Ended(str(error), steps.path)
 
 
-def _every_output(at: Position, steps: WeightSteps, users: set[ir.Node]) -> list[Weights]:
-    """Weights that several nodes read: each product is an attention of its own, over the same scores."""
+def _every_output(position: Position, steps: WeightSteps, users: set[ir.Node]) -> list[Weights]:
+    """Follow weights that several nodes read: each product is a separate attention over the same scores."""
     outputs = []
     for node in sorted(users, key=lambda user: user.name or ""):
-        weights = _walk(replace(at, also_used_by=frozenset(users - {node})), steps)
+        weights = _walk(replace(position, also_used_by=frozenset(users - {node})), steps)
         if isinstance(weights, Ended):
             raise NotAttention(
-                f"the attention weights {at.value.name!r} are used {len(users)} times, not for values alone "
-                f"({weights.reason}); a fused kernel never has them in memory"
+                f"the attention weights {position.value.name!r} are used {len(users)} times, not only for values "
+                f"({weights.reason}); a fused kernel never stores them"
             )
         outputs += weights
     return outputs
 
 
-def _from_product(node: ir.Node, at: Position, steps: WeightSteps) -> Weights:
+def _from_product(node: ir.Node, position: Position, steps: WeightSteps) -> Weights:
     product = contraction_of(node)
     if steps.sink is not None:
-        raise NotAttention("the scores are joined with others that are not cut off behind the softmax")
+        raise NotAttention("the scores are joined with others that are not cut off after the softmax")
     left, right = product.sides
     if left.value is right.value:
-        raise NotAttention("the attention weights are multiplied with themselves")
-    weights, value = (left, right) if left.value is at.value else (right, left)
-    axes: dict[Label, Dims] = dict(zip(weights.labels, at.layout.dims, strict=True))
-    if [axes[label] for label in product.summed] != [at.keys]:
+        raise NotAttention("the attention weights are multiplied by themselves")
+    weights, value = (left, right) if left.value is position.value else (right, left)
+    axes: dict[Label, Dims] = dict(zip(weights.labels, position.layout.dims, strict=True))
+    if [axes[label] for label in product.summed] != [position.keys]:
         raise NotAttention("the product after the softmax does not sum over the keys")
     features = [label for label in product.output if label in value.labels and label not in weights.labels]
     if len(features) > 1 or any(label.startswith("batch") for label in features):
@@ -162,48 +162,48 @@ def _from_product(node: ir.Node, at: Position, steps: WeightSteps) -> Weights:
     )
 
 
-# --- handlers: one operator each, which keeps the shape of the weights ------------------------------------------------
+# --- handlers: one for each operator that keeps the shape of the weights ----------------------------------------------
 
 
-def _past(node: ir.Node, at: Position, steps: WeightSteps) -> tuple[Position, WeightSteps]:
-    """The position behind `node`, and the steps with this operator's added."""
+def _past(node: ir.Node, position: Position, steps: WeightSteps) -> tuple[Position, WeightSteps]:
+    """The position after `node`, and the steps with this operator's added."""
     result = node.outputs[0]
     if is_view(node):
-        return Position(result, after_view(node, at.layout), at.softmax_axis), steps
+        return Position(result, after_view(node, position.layout), position.softmax_axis), steps
     if is_op(node, "Slice"):
-        keys, layout = _without_sinks(node, at, steps.sink)
+        keys, layout = _without_sinks(node, position, steps.sink)
         return Position(result, layout, keys), replace(steps, sink=None)
     handler = _HANDLERS.get(node.op_type) if node.domain == "" else None
     if handler is None:
         raise NotAttention(f"the attention weights go through {node.op_type} before they meet the values")
-    steps = handler(node, at, steps)
-    if sizes_of(result) != at.layout.sizes():
+    steps = handler(node, position, steps)
+    if sizes_of(result) != position.layout.sizes():
         raise NotAttention(f"{node.op_type} broadcasts the attention weights to a larger shape")
-    return Position(result, at.layout, at.softmax_axis), steps
+    return Position(result, position.layout, position.softmax_axis), steps
 
 
-def _where(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
+def _where(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
     condition, if_true, if_false = inputs_of(node)
-    kept = if_true is at.value and scalar(if_false) == 0.0
-    zeroed = if_false is at.value and scalar(if_true) == 0.0
+    kept = if_true is position.value and scalar(if_false) == 0.0
+    zeroed = if_false is position.value and scalar(if_true) == 0.0
     if not (kept or zeroed):
-        raise NotAttention("Where replaces attention weights by something else than zeros")
-    where, inverted = without_not(aligned(condition, at.layout), inverted=not kept)
-    by_key = not set(where.layout.axes).isdisjoint(at.keys)
+        raise NotAttention("Where replaces attention weights by something other than zeros")
+    where, inverted = without_not(aligned(condition, position.layout), inverted=not kept)
+    by_key = not set(where.layout.axes).isdisjoint(position.keys)
     return replace(steps, zeroing=(*steps.zeroing, Zeroing(where, inverted, by_key)))
 
 
-def _scale(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
-    """A factor; a tensor that is the same for all keys; or a condition that was cast to ones and zeros."""
+def _scale(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
+    """Record a factor, a tensor that is the same for all keys, or a condition that was cast to ones and zeros."""
     if factor := factor_of(node):
         return replace(steps, scale=steps.scale * factor[0])
     left, right = inputs_of(node)
-    other = right if left is at.value else left
+    other = right if left is position.value else left
     if not np.isfinite(scalar(other) or 0.0):
         raise NotAttention("the attention weights are multiplied by an infinite number")
-    by = aligned(other, at.layout)
-    if not set(by.layout.axes) & set(at.keys):
-        if node.op_type == "Div" and left is not at.value:
+    by = aligned(other, position.layout)
+    if not set(by.layout.axes) & set(position.keys):
+        if node.op_type == "Div" and left is not position.value:
             raise NotAttention("a tensor is divided by the attention weights")
         tensor_scale = TensorScale(by, "Mul" if node.op_type == "Mul" else "Div")
         return replace(steps, tensor_scales=(*steps.tensor_scales, tensor_scale))
@@ -211,11 +211,11 @@ def _scale(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
     condition = cast.inputs[0] if is_op(cast, "Cast") else None
     if node.op_type == "Div" or condition is None or condition.dtype != ir.DataType.BOOL:
         raise NotAttention("the attention weights are multiplied by a tensor, so they no longer sum to one")
-    zeroing = Zeroing(*without_not(aligned(condition, at.layout)), by_key=True, nan_stays=True)
+    zeroing = Zeroing(*without_not(aligned(condition, position.layout)), by_key=True, nan_stays=True)
     return replace(steps, zeroing=(*steps.zeroing, zeroing))
 
 
-def _cast(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
+def _cast(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
     dtype = node.outputs[0].dtype
     if dtype is None:
         raise NotAttention("the attention weights go through Cast before they meet the values")
@@ -224,7 +224,7 @@ def _cast(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
     return steps
 
 
-def _dropout(node: ir.Node, at: Position, steps: WeightSteps) -> WeightSteps:
+def _dropout(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
     check_dropout(node)
     return steps
 
@@ -238,11 +238,11 @@ _HANDLERS: dict[str, Callable[[ir.Node, Position, WeightSteps], WeightSteps]] = 
 }
 
 
-def _without_sinks(node: ir.Node, at: Position, sink: Sink | None) -> tuple[Axis, Layout]:
-    """The axis of the keys alone, and the layout behind a Slice that cuts off the attention sinks."""
+def _without_sinks(node: ir.Node, position: Position, sink: Sink | None) -> tuple[Axis, Layout]:
+    """The axis of the keys alone, and the layout after a Slice that cuts off the attention sinks."""
     starts, axes, step = (constant_of(optional_input(node, i)) for i in (1, 3, 4))
     sizes = sizes_of(node.outputs[0])
-    dims = at.layout.dims
+    dims = position.layout.dims
     axis = dims.index((sink.joint,)) if sink is not None and (sink.joint,) in dims else None
     if sink is None or axis is None or starts is None or axes is None or axes.size != 1:
         raise NotAttention("the attention weights are sliced before they meet the values")
@@ -260,13 +260,13 @@ def _without_sinks(node: ir.Node, at: Position, sink: Sink | None) -> tuple[Axis
         or sizes[axis] != sink.keys.size
     ):
         raise NotAttention("the attention weights are sliced before they meet the values")
-    return sink.keys, at.layout.with_dim(axis, (sink.keys,))
+    return sink.keys, position.layout.with_dim(axis, (sink.keys,))
 
 
-# --- guards against a softmax over nothing ----------------------------------------------------------------------------
+# --- guards against the NaN of fully masked rows ----------------------------------------------------------------------
 
 _PROBE = np.array([0.0, 0.25, 1.0, np.nan])
-"""All kinds of numbers that a softmax can give: from 0 to 1, and NaN."""
+"""All kinds of numbers that a softmax can return: from 0 to 1, and NaN."""
 
 _ELEMENTWISE: dict[str, Callable[..., NDArray[Any]]] = {
     "Cast": lambda x: x,
@@ -286,8 +286,8 @@ class _Guard:
     """Nodes such as `Where(IsNaN(w), 0, w)` or `nan_to_num`.
 
     Attributes:
-        result: the value that replaces the weights behind the nodes.
-        zeroes_nan: whether NaN becomes zero there; else NaN stays.
+        result: the value that replaces the weights after the nodes.
+        zeroes_nan: whether it has zero instead of NaN; otherwise NaN stays.
     """
 
     result: ir.Value
@@ -295,9 +295,9 @@ class _Guard:
 
 
 def _nan_guard(weights: ir.Value) -> _Guard | None:
-    """The guard against NaN that all readers of `weights` belong to; None where other nodes read them.
+    """The guard against NaN that all readers of `weights` belong to; None if other nodes read them.
 
-    The guard is run on everything that a softmax can give, which tells what it does.
+    The guard is evaluated on :data:`_PROBE` to see what it does.
     """
     if weights.is_graph_output():
         return None
@@ -310,13 +310,13 @@ def _nan_guard(weights: ir.Value) -> _Guard | None:
     if numbers.dtype == bool or not np.array_equal(numbers[:3], _PROBE[:3]):
         return None
     if not (numbers[3] == 0 or np.isnan(numbers[3])):
-        return None  # another number in the place of NaN, which no attention kernel gives
+        return None  # another number instead of NaN, which no attention kernel returns
     return _Guard(leaving[0], bool(numbers[3] == 0))
 
 
 def _probed(weights: ir.Value) -> dict[ir.Value, NDArray[Any]]:
-    """Every value computed from `weights` and constants alone, by elementwise operators, where the weights are
-    :data:`_PROBE`."""
+    """Evaluate every value that elementwise operators compute from `weights` and constants alone, with :data:`_PROBE`
+    as weights."""
     results: dict[ir.Value, NDArray[Any]] = {weights: _PROBE}
     pending = [use.node for use in weights.uses()]
     while pending:
@@ -330,7 +330,7 @@ def _probed(weights: ir.Value) -> dict[ir.Value, NDArray[Any]]:
         if any(operand is None for operand in operands):
             continue
         if node.op_type in ("Less", "Greater") and any(isinstance(o, float) and o != 0 for o in operands):
-            continue  # a threshold on the weights, which the few probed numbers could miss
+            continue  # a threshold on the weights, which the probe could miss
         with np.errstate(invalid="ignore"):
             results[node.outputs[0]] = np.asarray(function(*operands)) + np.zeros_like(_PROBE, dtype=bool)
         pending += [use.node for use in node.outputs[0].uses()]

@@ -1,1 +1,1 @@
-"""A causal model becomes one step of a decoder: keys and values of earlier tokens come from a cache of fixed size."""
+"""Turn a causal model into a decoder step that reads keys and values of earlier tokens from a cache of fixed size."""

@@ -1,12 +1,13 @@
-"""Biases by distance (ALiBi, https://arxiv.org/abs/2108.12409): where a mask shows a key, it adds a slope of the head
-times the key's place, and nothing else that differs by key.
+"""Biases by distance (ALiBi, https://arxiv.org/abs/2108.12409): to the scores of visible keys, a mask adds the slope of
+the head times the key's position, and nothing else that differs by key.
 
-A softmax over keys stays the same where one number is added to all scores of a query. So `slope · key`, as BLOOM has
-it, `slope · (key − last key)`, as MPT, and `−slope · |query − key|` are one bias, `slope · (key − query)`, which a step
-computes of the places of its tokens and of its cache's.
+A softmax over keys does not change if one number is added to all scores of a query. So `slope · key` as in BLOOM,
+`slope · (key − last key)` as in MPT, and `−slope · |query − key|` are the same bias, `slope · (key − query)`, which a
+step computes from the positions of its tokens and of its cache.
 
-That is read from the mask's graph, backwards as in :mod:`~attnforge.export.attention.mask_reader`: every number of it
-is a line (:class:`Line`), one for all pairs or one by a condition on them. What is not understood has no slopes.
+The bias is read from the mask's graph, backwards as in :mod:`~attnforge.export.attention.mask_reader`: every number in
+it is a line (:class:`Line`), the same one for all pairs or one per condition on them. What is not recognised has no
+slopes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.errors import UsageError
-from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Place, Quotient
+from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Quotient, Variable
 from attnforge.export.attention.indices import START, Index, broadcast
 from attnforge.export.attention.layout import ONE, Size
 from attnforge.export.attention.mask_numbers import Between, Choice, Leaf, Number, Table, Whole
@@ -35,30 +36,30 @@ from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.lowering.attention import Slopes
 
-PAIR = (Place.QUERY, Place.KEY)
+PAIR = (Variable.QUERY, Variable.KEY)
 
 
 class NotByDistance(Exception):
-    """Why a mask is not proved to be a bias by distance, in words that a user can act on."""
+    """A mask is not proved to be a bias by distance; the message gives a reason that a user can act on."""
 
 
-class TooFewPlaces(UsageError):
+class TooFewPositions(UsageError):
     """A table of biases that ends before the cache does."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A number over the scores of a site: a factor for every atom times that atom, summed.
+    """A number over the scores of a site: the sum of every atom times its factor.
 
     Attributes:
-        factors: `(heads,)` or `(1,)` by atom: of a query, of a key, of the count of tokens; None for the number itself.
+        factors: `(heads,)` or `(1,)` by atom: query, key or number of tokens; None for the constant term.
     """
 
     factors: Mapping[Atom | None, Array]
 
     @property
     def number(self) -> Array | None:
-        """What it is everywhere, by head; None where it differs by more."""
+        """Its value for all pairs, by head; None if it differs between pairs."""
         return self.of(None) if all(atom is None or not factor.any() for atom, factor in self.factors.items()) else None
 
     def of(self, atom: Atom | None) -> Array:
@@ -76,33 +77,33 @@ class Line:
 
 
 Cases = list[tuple[Truth, Line]]
-"""Lines, each where its condition holds. One of them does for every pair."""
+"""Lines with the conditions under which each applies. For every pair, one condition is True."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many tokens there may be.
+    """The possible numbers of tokens.
 
     Attributes:
-        symbol: of their number.
-        most: places of the cache.
+        symbol: the symbol of the number of tokens.
+        most: the largest number, which is the capacity of the cache.
     """
 
     symbol: str
     most: int
 
     def most_of(self, x: Affine, heads: int) -> float:
-        """The largest number that an expression may be; infinity where that is not known."""
+        """The largest possible value of an expression; infinity if that is not known."""
         count = Affine.atom(Dim(self.symbol))
-        largest = {Place.QUERY: count - 1, Place.KEY: count - 1, Place.HEAD: Affine(heads - 1)}
-        ends = {place: end if x.factors.get(place, 0) > 0 else Affine() for place, end in largest.items()}
+        largest = {Variable.QUERY: count - 1, Variable.KEY: count - 1, Variable.HEAD: Affine(heads - 1)}
+        ends = {variable: end if x.factors.get(variable, 0) > 0 else Affine() for variable, end in largest.items()}
         if any(atom not in largest and atom != Dim(self.symbol) for atom, _ in x.terms):
             return inf
         x = x.replaced(ends)
         return max(x.number + number * sum(factor for _, factor in x.terms) for number in (1, self.most))
 
     def bounds(self, line: Line) -> tuple[float, float]:
-        """Between which numbers a line lies, over all heads."""
+        """The bounds of a line over all heads."""
         ends = []
         for count in (1, self.most):
             least = most = line.of(None)
@@ -118,45 +119,45 @@ class Counts:
         return min(ends), max(ends)
 
 
-def slopes_of(node: ir.Node, symbol: str, places: int) -> tuple[Visibility, Slopes]:
-    """What a canonical Attention node's mask leaves, and the slopes of its bias.
+def slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, Slopes]:
+    """The visible pairs and the ALiBi slopes of a canonical Attention node's mask.
 
     Args:
-        node: as :mod:`~attnforge.export.attention.canonical` has it, with a mask of numbers.
-        symbol: of the number of tokens, which are queries and keys.
-        places: as many tokens as there may be.
+        node: a canonical node (:mod:`~attnforge.export.attention.canonical`) with an additive mask.
+        symbol: the symbol of the number of tokens, which are queries and keys.
+        capacity: the largest number of tokens.
 
     Returns:
-        The visible pairs, without residue, and the slopes: what the mask adds to the scores of visible pairs is
-        `slope · (key − query)`, and a number that is the same for all keys of a query.
+        The visible pairs, without residue, and the slopes: the mask adds `slope · (key − query)` to the scores of
+        visible pairs, and a number that is the same for all keys of a query.
 
     Raises:
         NotByDistance: that is not proved.
-        TooFewPlaces: it is, up to fewer places.
+        TooFewPositions: it is proved only for fewer positions.
     """
     query, key, mask = (input_of(node, i) for i in (0, 1, 3))
     heads = dims_of(query)[1]
     if not isinstance(heads, int):
         raise NotByDistance("the number of heads is dynamic")
     n_q, n_k = (Affine.dim(dims_of(value)[2]) for value in (query, key))
-    reader = _Lines({Place.QUERY: n_q - 1, Place.KEY: n_k - 1}, Counts(symbol, places), heads)
+    reader = _Lines({Variable.QUERY: n_q - 1, Variable.KEY: n_k - 1}, Counts(symbol, capacity), heads)
     cases = reader.at(mask, scores_index(mask, query, key))
-    own = at_least_zero(QUERY - KEY, reader.largest) if node.attributes.get_int("is_causal", 0) else ALWAYS
+    causal = at_least_zero(QUERY - KEY, reader.largest) if node.attributes.get_int("is_causal", 0) else ALWAYS
     hidden = [reader.counts.bounds(line)[1] <= NEGLIGIBLE for _, line in cases]
     seen = NEVER
     for (condition, _), is_hidden in zip(cases, hidden, strict=True):
         seen = seen if is_hidden else seen | condition
-    seen = seen & own
+    seen = seen & causal
     if not seen.true.is_exact:
-        raise NotByDistance("which keys it hides depends on more than places")
+        raise NotByDistance("which keys it hides depends on more than positions")
     shown = [line for (condition, line), is_hidden in zip(cases, hidden, strict=True) if not is_hidden and
              (condition & seen).constant is not False]  # fmt: skip
     if not shown or not all(_is_close(line, shown[0]) for line in shown):
-        raise NotByDistance("it is not one line over the keys that it shows")
+        raise NotByDistance("it is not one line over the visible keys")
     least = reader.counts.bounds(_at_own_key(shown[0]))[0]
     if any(reader.counts.bounds(line)[1] > least + NEGLIGIBLE for (_, line), h in zip(cases, hidden, strict=True) if h):
-        raise NotByDistance("what it adds to hidden keys is not low enough beside its bias")
-    slopes = np.broadcast_to(shown[0].of(Place.KEY), heads)
+        raise NotByDistance("what it adds to hidden keys is not low enough compared to its bias")
+    slopes = np.broadcast_to(shown[0].of(Variable.KEY), heads)
     visible = Visibility(seen.true.most, frozenset(), "never", n_q, n_k)
     return visible, tuple(float(slope) for slope in slopes)
 
@@ -167,19 +168,19 @@ def _is_close(line: Line, other: Line) -> bool:
 
 
 def _at_own_key(line: Line) -> Line:
-    """What a line is where the key is the query's own."""
+    """The value of a line at the query's own key."""
     factors = {atom: factor for atom, factor in line.factors.items() if atom not in PAIR}
-    return Line({**factors, Place.QUERY: line.of(Place.QUERY) + line.of(Place.KEY)})
+    return Line({**factors, Variable.QUERY: line.of(Variable.QUERY) + line.of(Variable.KEY)})
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 class _Lines(Reader):
-    """Reads a mask of numbers as lines, at positions that may depend on how many tokens there are, of which there are
-    not too many for the cache."""
+    """Reads an additive mask as lines, at positions that may depend on the number of tokens, which is bounded by the
+    capacity of the cache."""
 
-    def __init__(self, largest: Mapping[Place, Affine], counts: Counts, heads: int) -> None:
+    def __init__(self, largest: Mapping[Variable, Affine], counts: Counts, heads: int) -> None:
         super().__init__(largest)
         self.counts, self.heads = counts, heads
         self._lines: dict[tuple[ir.Value, Index], Cases] = {}
@@ -200,7 +201,7 @@ class _Lines(Reader):
         )
 
     def within(self, x: Affine | None) -> Affine | None:
-        """The same expression without quotients that are always 0."""
+        """`x` without quotients that are always 0."""
         result = Affine() if x is None else Affine(x.number)
         for atom, factor in () if x is None else x.terms:
             is_zero = (
@@ -212,12 +213,12 @@ class _Lines(Reader):
         return None if x is None else result
 
     def at(self, value: ir.Value | None, index: Index) -> Cases:
-        """What `value` is at an index."""
+        """Read `value` at an index."""
         assert value is not None
         index = tuple(self.within(position) for position in index)
         if (key := (value, index)) not in self._lines:
             if self._deep >= MOST_DEPTH:
-                raise NotByDistance(f"{value.name!r} is behind too many operators")
+                raise NotByDistance(f"{value.name!r} is computed by a chain of too many operators")
             self._deep += 1
             self._lines[key] = self._at(value, index)
             self._deep -= 1
@@ -241,7 +242,7 @@ class _Lines(Reader):
         return [self.at(value, broadcast(value, node.outputs[0], index)) for value in node.inputs]
 
     def _of_number(self, number: Number) -> Cases | None:
-        """A number that is known without a table; None for others."""
+        """The cases of a number that is known without a table; None for others."""
         if isinstance(number, Choice):
             parts = [self._of_number(part) for part in (number.yes, number.no)]
             if parts[0] is None or parts[1] is None:
@@ -262,10 +263,10 @@ class _Lines(Reader):
         return reduce(partial(self.extreme, sign=1.0 if leaf.is_largest else -1.0), cases)
 
     def _of_expression(self, x: Affine) -> Line | None:
-        """A whole number as a line; None where it depends on more than heads, queries, keys and the count of tokens."""
+        """An integer as a line; None if it depends on more than heads, queries, keys and the number of tokens."""
         factors: dict[Atom | None, Array] = {None: np.array([float(x.number)])}
         for atom, factor in x.terms:
-            if atom == Place.HEAD:
+            if atom == Variable.HEAD:
                 factors[None] = factors[None] + factor * np.arange(self.heads)
             elif atom in PAIR or atom == Dim(self.counts.symbol):
                 factors[atom] = np.array([float(factor)])
@@ -274,7 +275,8 @@ class _Lines(Reader):
         return Line(factors)
 
     def _of_table(self, value: ir.Value, table: Array, index: Index) -> Line:
-        """A constant, which may differ by head, and is even along its other dims: as far as its own type tells."""
+        """The line of a constant, which may differ by head and is evenly spaced along its other dims, within the
+        precision of its type."""
         along: list[Affine] = []
         ends: list[int] = []
         numbers, by_head = table, False
@@ -286,7 +288,7 @@ class _Lines(Reader):
                 raise NotByDistance(f"{value.name!r} is read beyond its end")
             if fixed is not None or size == 1:
                 numbers = np.take(numbers, fixed or 0, axis)
-            elif position == Affine.atom(Place.HEAD) and size == self.heads and not by_head:
+            elif position == Affine.atom(Variable.HEAD) and size == self.heads and not by_head:
                 numbers, by_head = np.moveaxis(numbers, axis, -1), True
             else:
                 along.insert(0, position)
@@ -310,32 +312,32 @@ class _Lines(Reader):
         return result
 
     def _check_inside(self, value: ir.Value, position: Affine, size: int) -> None:
-        """Check that a table is read within its ends, as far as the cache goes.
+        """Check that a table is read within its bounds up to the capacity of the cache.
 
         Raises:
-            TooFewPlaces: it has fewer places.
+            TooFewPositions: it has fewer positions.
         """
         most, least = (self.counts.most_of(x, self.heads) for x in (position, -position))
         if most == inf or least > 0:
             raise NotByDistance(f"where {value.name!r} is read is not known")
         if most >= size:
-            raise TooFewPlaces(
-                f"{value.name} has biases for {size} places and the cache {self.counts.most}; give a smaller "
+            raise TooFewPositions(
+                f"{value.name} has biases for {size} positions and the cache has {self.counts.most}; give a smaller "
                 "cache_tokens"
             )
 
     def extreme(self, a: Cases, b: Cases, sign: float) -> Cases:
-        """The larger of two numbers, or, with a sign of -1, the smaller."""
+        """The larger of two numbers, or with a sign of -1 the smaller."""
         result: Cases = []
         for first, x in a:
             for second, y in b:
-                at = first & second
-                if at.constant is not False:
-                    result += chosen(self._not_negative((x - y) * sign), [(at, x)], [(at, y)], at)
+                both = first & second
+                if both.constant is not False:
+                    result += chosen(self._not_negative((x - y) * sign), [(both, x)], [(both, y)], both)
         return result
 
     def _not_negative(self, line: Line) -> Truth:
-        """Where a line is at least 0, which has to be the same for all heads."""
+        """Where a line is at least 0, which must be the same for all heads."""
         by_atom = {atom: factor for atom, factor in line.factors.items() if factor.any()}
         if not by_atom:
             return ALWAYS
@@ -353,27 +355,27 @@ class _Lines(Reader):
 
 
 def _ulps(kind: np.dtype[np.generic]) -> float:
-    """What a number of a type may be off by, rounded, as a share of it."""
+    """The largest relative rounding error of a type."""
     return 0.0 if kind.kind in "iu" else 2.0 ** -int(ml_dtypes.finfo(kind).nmant)  # type: ignore[no-untyped-call]
 
 
 def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
-    """The first numbers and the steps of a table that is even along all dims but its last.
+    """The first numbers and the steps of a table that is evenly spaced along all dims except the last.
 
     Args:
         table: `(…, heads)`.
-        ulp: what a number may be off by, rounded, as a share of it.
+        ulp: the largest relative rounding error of a number.
 
     Returns:
-        `(heads,)` each; None where no even numbers are rounded to these.
+        `(heads,)` each; None if no evenly spaced numbers round to these.
     """
-    if not np.isfinite(table.astype(np.float64)).all():  # infinity hides some
+    if not np.isfinite(table.astype(np.float64)).all():  # infinity hides some keys
         return None
     sizes = table.shape[:-1]
-    anchor = np.unravel_index(int(np.abs(table[..., 0]).argmin()), sizes)  # of the numbers that are rounded the least
+    anchor = np.unravel_index(int(np.abs(table[..., 0]).argmin()), sizes)  # the numbers with the least rounding error
     near, steps = table[anchor].astype(np.float64), []
     for axis, size in enumerate(sizes):
-        along = table[tuple(slice(None) if i == axis else at for i, at in enumerate(anchor))].astype(np.float64)
+        along = table[tuple(slice(None) if i == axis else j for i, j in enumerate(anchor))].astype(np.float64)
         far = (np.arange(size) - anchor[axis])[:, None]
         others = far[:, 0] != 0
         slope, off = (along - near)[others] / far[others], ulp * (np.abs(along) + np.abs(near))[others]
@@ -388,18 +390,18 @@ def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
             even = even + far.reshape([size if i == axis else 1 for i in range(len(sizes))])
         if not np.all(np.abs(numbers - even) <= 2 * ulp * (np.abs(numbers) + np.abs(near[head]))):
             return None
-    first = near - sum((at * step for at, step in zip(anchor, steps, strict=True)), np.zeros(1))
+    first = near - sum((i * step for i, step in zip(anchor, steps, strict=True)), np.zeros(1))
     return first, steps
 
 
 def chosen(condition: Truth, yes: Cases, no: Cases, within: Truth = ALWAYS) -> Cases:
-    """`yes` where a condition holds, else `no`."""
+    """`yes` where a condition is True, else `no`."""
     if (within & condition).constant is False:
         return no
     if (within & ~condition).constant is False:
         return yes
-    cases = [(condition & at, line) for at, line in yes] + [(~condition & at, line) for at, line in no]
-    return [(at, line) for at, line in cases if at.constant is not False]
+    cases = [(condition & case, line) for case, line in yes] + [(~condition & case, line) for case, line in no]
+    return [(case, line) for case, line in cases if case.constant is not False]
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -407,12 +409,12 @@ def chosen(condition: Truth, yes: Cases, no: Cases, within: Truth = ALWAYS) -> C
 Handler = Callable[[_Lines, ir.Node, Index], Cases]
 
 MOST_CASES = 16
-"""Conditions, beyond which nothing is known of a number."""
+"""Maximum number of cases of a number; with more, it is unknown."""
 
 
 def _pairs(function: Callable[[Line, Line], Line], a: Cases, b: Cases) -> Cases:
     cases = [(x & y, function(line, other)) for x, line in a for y, other in b]
-    cases = [(at, line) for at, line in cases if at.constant is not False]
+    cases = [(case, line) for case, line in cases if case.constant is not False]
     if len(cases) > MOST_CASES:
         raise NotByDistance("it has too many cases")
     return cases
@@ -426,26 +428,26 @@ def _moved(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 
 def _slice(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    """From a start that may depend on the count of tokens, and within the dim however many there are."""
+    """Read a Slice whose start may depend on the number of tokens, and which stays within the dim for any number."""
     given = [optional_input(node, i) for i in (1, 3, 4)]
     starts, axes, steps = (reader.elements(value) for value in given)
     source, result = node.inputs[0], list(index)
     unknown = any(v is not None and numbers is None for v, numbers in zip(given, (starts, axes, steps), strict=True))
     if source is None or source.shape is None or starts is None or unknown:
-        raise NotByDistance(f"which part {node.outputs[0].name!r} is of is not known")
+        raise NotByDistance(f"which slice {node.outputs[0].name!r} is of its input is not known")
     for i, start in enumerate(starts):
         axis = Affine(i) if axes is None else axes[i]
         is_forward = steps is None or (steps[i] is not None and steps[i] == Affine(1))
         if start is None or axis is None or axis.constant is None or not is_forward:
             return _moved(reader, node, index)
-        at = axis.constant % len(index)
-        size = Affine.dim(dims_of(source)[at])
+        dim = axis.constant % len(index)
+        size = Affine.dim(dims_of(source)[dim])
         if reader.counts.most_of(start, reader.heads) < 0:
             start = start + size
         if reader.counts.most_of(-start, reader.heads) > 0:
             return _moved(reader, node, index)
-        position = result[at]
-        result[at] = None if position is None else position + start
+        position = result[dim]
+        result[dim] = None if position is None else position + start
     return reader.at(source, tuple(result))
 
 
@@ -466,7 +468,7 @@ def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 
 def _cast(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    """To a type of numbers with fractions: what it rounds is rounding."""
+    """Read a Cast to a floating-point type; its rounding error is ignored."""
     _check_fractions(node)
     return reader.at(node.inputs[0], index)
 
@@ -474,11 +476,11 @@ def _cast(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 def _check_fractions(node: ir.Node) -> None:
     dtype = node.outputs[0].dtype
     if dtype is None or not dtype.is_floating_point():
-        raise NotByDistance(f"{node.outputs[0].name!r} is rounded to whole numbers")
+        raise NotByDistance(f"{node.outputs[0].name!r} is rounded to integers")
 
 
 def _joined(function: Callable[[Line, Line], Line]) -> Handler:
-    """A function of two numbers, of all operands one after the other."""
+    """A handler that reduces all operands with a function of two numbers."""
     return lambda reader, node, index: reduce(partial(_pairs, function), reader.operands(node, index))
 
 
@@ -487,12 +489,12 @@ def _product(a: Line, b: Line) -> Line:
         return a * number
     if (number := a.number) is not None:
         return b * number
-    raise NotByDistance("it multiplies two numbers that differ by place")
+    raise NotByDistance("it multiplies two numbers that differ by position")
 
 
 def _ratio(a: Line, b: Line) -> Line:
     if (number := b.number) is None or not number.all():
-        raise NotByDistance("it divides by a number that differs by place")
+        raise NotByDistance("it divides by a number that differs by position")
     return a * (1 / number)
 
 
@@ -502,12 +504,12 @@ def _div(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 
 def _neg(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    return [(at, line * -1.0) for at, line in reader.at(node.inputs[0], index)]
+    return [(case, line * -1.0) for case, line in reader.at(node.inputs[0], index)]
 
 
 def _abs(reader: _Lines, node: ir.Node, index: Index) -> Cases:
     cases = reader.at(node.inputs[0], index)
-    return reader.extreme(cases, [(at, line * -1.0) for at, line in cases], 1.0)
+    return reader.extreme(cases, [(case, line * -1.0) for case, line in cases], 1.0)
 
 
 def _relu(reader: _Lines, node: ir.Node, index: Index) -> Cases:
@@ -529,7 +531,7 @@ def _extreme(sign: float) -> Handler:
 def _where(reader: _Lines, node: ir.Node, index: Index) -> Cases:
     condition, yes, no = ((value, broadcast(value, node.outputs[0], index)) for value in node.inputs)
     truth = reader.truth(*condition)
-    if truth.constant is not None:  # the other one is not read
+    if truth.constant is not None:  # the other operand is not read
         return reader.at(*(yes if truth.constant else no))
     return chosen(truth, reader.at(*yes), reader.at(*no))
 

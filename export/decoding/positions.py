@@ -1,8 +1,8 @@
-"""What a graph computes of the places of tokens, as tables that a step looks its own places up in.
+"""Replace what a graph computes from token positions by tables, in which a step looks up its positions.
 
-Rotary angles, learned embeddings and the like depend on a token's place, not on the token. Each is computed once for
-all places of the cache, by the graph's own operators. A table is right where a place has the same row whatever the
-number of tokens, which two numbers of tokens tell; else the positions cannot be cached.
+Rotary angles, learned embeddings and the like depend on a token's position, not on the token. Each is computed once for
+all positions of the cache, by the graph's own operators. A table is correct if a position has the same row for any
+number of tokens, which is checked for two numbers; otherwise, there can be no cache.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Dim = int | ir.SymbolicDim
 """The size of an axis."""
 
 
-class NotByPlace(UsageError):
-    """A graph whose positions change with the number of tokens, or end before the cache does."""
+class NotByPosition(UsageError):
+    """Positions of a graph change with the number of tokens, or end before the cache does."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A value by place that something by token reads.
+    """A read of a value that depends on positions, by a node that depends on tokens.
 
     Attributes:
         value: the value.
-        node: reads it.
-        index: of the input.
+        node: the node that reads it.
+        index: the index of the node's input.
     """
 
     value: ir.Value
@@ -45,20 +45,20 @@ class _Read:
 
 
 def look_up_positions(
-    model: ir.Model, kinds: Kinds, tokens: str, ids: ir.Value, positions: ir.Value, places: int
+    model: ir.Model, kinds: Kinds, tokens: str, ids: ir.Value, positions: ir.Value, capacity: int
 ) -> None:
-    """Let everything that is computed of the places of tokens be looked up at `positions`, in place.
+    """Replace everything that is computed from token positions by lookups at `positions`, in place.
 
     Args:
-        model: whose tokens stand at 0, 1, … of every sample.
-        kinds: of its values.
+        model: a model whose tokens are at positions 0, 1, … of every sample.
+        kinds: the kinds of its values.
         tokens: the symbol of the number of tokens.
         ids: the model's input, `(batch, tokens, …)`.
         positions: `(batch, tokens)`, int64, of every token.
-        places: how many there are.
+        capacity: the number of positions.
 
     Raises:
-        NotByPlace: what stands at a place changes with the number of tokens, or there are fewer places.
+        NotByPosition: a row of a table changes with the number of tokens, or there are fewer positions.
     """
     reads = [
         _Read(value, node, index)
@@ -70,12 +70,12 @@ def look_up_positions(
     values = list(dict.fromkeys(read.value for read in reads))
     for read in reads:
         if len(token_axes(read.value, tokens)) != 1:
-            raise NotByPlace(
-                f"{read.node.op_type} ({read.node.name}) reads a value that depends on the number of tokens and is not "
-                "one for each token, so it changes with every step; deploy the model without cache_tokens"
+            raise NotByPosition(
+                f"{read.node.op_type} ({read.node.name}) reads a value that depends on the number of tokens and does "
+                "not have one entry per token, so it changes with every step; deploy the model without cache_tokens"
             )
     batch = dims_of(ids)[0]
-    tables = _stored(model.graph, _tables(model, values, tokens, ids, places))
+    tables = _stored(model.graph, _tables(model, values, tokens, ids, capacity))
     looked_up: dict[tuple[ir.Value, tuple[int, ...], int], ir.Value] = {}
     for read in reads:
         axis, sizes = _arrangement(read, tokens, _rank_for(read, tokens, batch))
@@ -86,52 +86,52 @@ def look_up_positions(
 
 
 def _tables(
-    model: ir.Model, values: Sequence[ir.Value], tokens: str, ids: ir.Value, places: int
+    model: ir.Model, values: Sequence[ir.Value], tokens: str, ids: ir.Value, capacity: int
 ) -> dict[ir.Value, Array]:
-    """Every value for all places of one sample, places first."""
+    """Every value for all positions of one sample, positions first."""
     if not values:
         return {}
     run = at_own_precision(model, [str(value.name) for value in values])
     batch, *_ = dims = dims_of(ids)
 
-    def at(count: int) -> list[Array]:
+    def computed(count: int) -> list[Array]:
         shape = [_static(batch), count, *(dim for dim in dims[2:] if isinstance(dim, int))]
-        message = f"the model has no positions for {count} tokens"  # where its table of them ends
-        with raised_as(NotByPlace, message, "; give a smaller cache_tokens"):
-            found = run({str(ids.name): np.zeros(shape, numpy_type(ids))})
-        return [_places_first(found[str(value.name)], value, tokens, batch) for value in values]
+        message = f"the model has no positions for {count} tokens"  # if its table of positions is too short
+        with raised_as(NotByPosition, message, "; give a smaller cache_tokens"):
+            results = run({str(ids.name): np.zeros(shape, numpy_type(ids))})
+        return [_positions_first(results[str(value.name)], value, tokens, batch) for value in values]
 
-    whole, fewer = at(places), at(max(places // 2, 1))
+    whole, fewer = computed(capacity), computed(max(capacity // 2, 1))
     for value, table, part in zip(values, whole, fewer, strict=True):
-        if len(table) != places:
-            raise NotByPlace(
-                f"{value.name} has {len(table)} places and the cache {places}; give a smaller cache_tokens"
+        if len(table) != capacity:
+            raise NotByPosition(
+                f"{value.name} has {len(table)} positions and the cache has {capacity}; give a smaller cache_tokens"
             )
         if not np.allclose(table[: len(part)], part, rtol=1e-5, atol=1e-6, equal_nan=True):
-            raise NotByPlace(
-                f"{value.name} gives a place another number when there are more tokens, so earlier keys would change "
-                "with every step; deploy the model without cache_tokens"
+            raise NotByPosition(
+                f"{value.name} has other numbers for a position when there are more tokens, so earlier keys would "
+                "change with every step; deploy the model without cache_tokens"
             )
     return {value: table.astype(numpy_type(value)) for value, table in zip(values, whole, strict=True)}
 
 
-def _places_first(array: Array, value: ir.Value, tokens: str, batch: Dim) -> Array:
-    """What was computed for samples that are all alike, as a table for one."""
+def _positions_first(array: Array, value: ir.Value, tokens: str, batch: Dim) -> Array:
+    """The result for identical samples, as a table for one sample."""
     if _has_batch(value, tokens, batch):
         array = array[:1]
     return np.moveaxis(array, token_axes(value, tokens)[0], 0)
 
 
 def _has_batch(value: ir.Value, tokens: str, batch: Dim) -> bool:
-    """Whether the first axis is that of samples, of which a table has one."""
+    """Whether the first axis is that of samples, which has size 1 in a table."""
     return token_axes(value, tokens)[0] > 0 and dims_of(value)[0] in (1, batch)
 
 
 def _rank_for(read: _Read, tokens: str, batch: Dim) -> int:
-    """The rank that a value has to have where its reader meets tokens of samples that have places of their own.
+    """The rank that a value needs if each sample has its own positions.
 
     Raises:
-        NotByPlace: the reader does not broadcast.
+        NotByPosition: the node that reads it does not broadcast.
     """
     value, (output, *_) = read.value, read.node.outputs
     rank = rank_of(value)
@@ -139,14 +139,14 @@ def _rank_for(read: _Read, tokens: str, batch: Dim) -> int:
         return rank_of(output)
     if _has_batch(value, tokens, batch):
         return rank
-    raise NotByPlace(
-        f"{read.node.op_type} ({read.node.name}) reads the places of one sample for all samples, which stand at places "
-        "of their own in a decoder; deploy the model without cache_tokens"
+    raise NotByPosition(
+        f"{read.node.op_type} ({read.node.name}) reads the positions of one sample for all samples, but in a decoder "
+        "each sample has its own positions; deploy the model without cache_tokens"
     )
 
 
 def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value, ir.Value]:
-    """Initializers `(places, numbers)` of the tables. Layers that compute the same table share it."""
+    """Initializers `(positions, numbers)` of the tables. Layers that compute the same table share it."""
     stored: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
     result = {}
     for value, table in tables.items():
@@ -159,22 +159,23 @@ def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value,
 
 
 def _arrangement(read: _Read, tokens: str, rank: int) -> tuple[int, tuple[int, ...]]:
-    """The axis of the tokens in a value of a rank, and the sizes of the axes that are neither theirs nor that of
+    """The axis of the tokens in a value that is expanded to a rank, and the sizes of its other axes, without that of
     samples."""
-    own = dims_of(read.value)
-    axis = token_axes(read.value, tokens)[0] + rank - len(own)
-    dims = [1] * (rank - len(own)) + own
+    shape = dims_of(read.value)
+    missing = rank - len(shape)
+    axis = token_axes(read.value, tokens)[0] + missing
+    dims = [1] * missing + shape
     return axis, tuple(_static(dim) for i, dim in enumerate(dims) if i not in (0, axis))
 
 
 def _looked_up(graph: ir.Graph, table: ir.Value, sizes: Sequence[int], axis: int, positions: ir.Value) -> ir.Value:
-    """The rows of a table at `positions`.
+    """Look up the rows of a table at `positions`.
 
     Args:
-        graph: in which they are looked up.
-        table: `(places, numbers)`.
-        sizes: of the axes behind samples, that of the tokens aside.
-        axis: of the tokens.
+        graph: the graph of the table.
+        table: `(positions, numbers)`.
+        sizes: sizes of the axes after samples, without that of the tokens.
+        axis: the axis of the tokens.
         positions: `(batch, tokens)`.
     """
     after, dtype = positions.producer(), table.dtype
@@ -200,5 +201,5 @@ def _looked_up(graph: ir.Graph, table: ir.Value, sizes: Sequence[int], axis: int
 
 
 def _static(dim: int | ir.SymbolicDim) -> int:
-    """The size of a dim of a table; a dynamic one is that of samples, of which there is one."""
+    """The size of a dim of a table; a dynamic dim is that of samples and has size 1."""
     return dim if isinstance(dim, int) else 1

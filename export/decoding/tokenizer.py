@@ -1,4 +1,4 @@
-"""The tokenizer that a bundle keeps beside a decoder."""
+"""The tokenizer in the bundle of a decoder."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ def keep_tokenizer(file: str | os.PathLike[str], folder: Path) -> str:
     """Copy a tokenizer to the folder of a bundle, and return its name there.
 
     Raises:
-        UsageError: no such file, or none of the `tokenizers` library.
+        UsageError: the file does not exist, or is not a tokenizer of the `tokenizers` library.
     """
     try:
         content = json.loads(Path(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"{os.fspath(file)} is no tokenizer ({first_line(error)}); give a tokenizer.json of the tokenizers library"
+            f"{os.fspath(file)} is not a tokenizer ({first_line(error)}); give a tokenizer.json of the tokenizers "
+            "library"
         ) from error
     if not isinstance(content, dict) or "model" not in content:
-        raise UsageError(f"{os.fspath(file)} has no model of a tokenizer; give a tokenizer.json")
+        raise UsageError(f"{os.fspath(file)} contains no tokenizer model; give a tokenizer.json")
     shutil.copyfile(file, folder / TOKENIZER)
     return TOKENIZER

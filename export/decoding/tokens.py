@@ -1,8 +1,9 @@
-"""Whether a graph treats tokens apart: beside attention, what a token gets depends on that token and its place alone.
+"""Check that a graph processes tokens independently: outside attention, the result for a token depends only on that
+token and its position.
 
-Then a call with the next tokens and a cache of earlier keys and values gives what a call with all tokens gives. Values
-are of three kinds: constants, what depends on how many tokens there are (shapes, places), and what depends on the
-tokens themselves. The dims of a value say where its tokens are, for the exporter names them.
+Then a call with the next tokens and a cache of earlier keys and values returns the same as a call with all tokens.
+Values are of three kinds: constants, values that depend on the number of tokens (shapes, positions), and values that
+depend on the tokens themselves. The axes of tokens are known from the dims of a value, which the exporter names.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ ALONG_AXES = frozenset((
     "ArgMax", "ArgMin", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
     "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare",
 ))  # fmt: skip
-"""Operators that join the numbers along some axes."""
+"""Operators that combine the numbers along given axes."""
 
 TO_THE_END = ("LayerNormalization", "RMSNormalization")
-"""Operators that join all axes from one on."""
+"""Operators that combine the numbers along all axes from a given one on."""
 
 
 class NotByToken(UsageError):
-    """A graph that mixes tokens beside attention, so that no cache of keys and values makes a decoder of it."""
+    """A graph mixes tokens outside attention, so that a cache of keys and values does not make it a decoder."""
 
 
 @dataclass
@@ -36,8 +37,8 @@ class Kinds:
     """What the values of a graph depend on.
 
     Attributes:
-        by_token: on the numbers of the model's inputs.
-        by_count: on the number of tokens, and no input's numbers.
+        by_token: values that depend on the contents of the model's inputs.
+        by_count: values that depend on the number of tokens, but not on the contents of inputs.
     """
 
     by_token: set[ir.Value] = field(default_factory=set)
@@ -48,7 +49,7 @@ def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
     """The kinds of all values of a graph.
 
     Args:
-        graph: with inputs that are all by token.
+        graph: a graph whose inputs are all tokens.
         tokens: the symbol of the number of tokens.
     """
     kinds = Kinds(set(graph.inputs))
@@ -70,7 +71,7 @@ def has_tokens(value: ir.Value, tokens: str) -> bool:
 
 
 def token_axes(value: ir.Value, tokens: str) -> list[int]:
-    """The axes of a value whose size depends on the number of tokens; none where the shape is not known."""
+    """The axes of a value whose size depends on the number of tokens; empty if the shape is not known."""
     if value.shape is None:
         return []
     return [i for i, dim in enumerate(value.shape) if tokens in Size.of(dim).names]
@@ -82,16 +83,16 @@ def is_count_as_shape(node: ir.Node, index: int) -> bool:
 
 
 def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[str]) -> None:
-    """Check that what depends on tokens is computed token by token, but for attention.
+    """Check that everything except attention is computed token by token.
 
     Args:
-        graph: whose attention is canonical.
-        kinds: of its values.
+        graph: a graph with canonical attention.
+        kinds: the kinds of its values.
         tokens: the symbol of the number of tokens.
         sites: names of the canonical Attention nodes.
 
     Raises:
-        NotByToken: an operator mixes tokens, or is not known here; says which, and where.
+        NotByToken: an operator mixes tokens, or is unknown; the message names it.
     """
     attending = set(sites)
     for node in graph:
@@ -100,38 +101,38 @@ def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[s
         if (reason := _why_mixing(node, kinds, tokens)) is not None:
             raise NotByToken(
                 f"{node.op_type} ({node.name or 'without a name'}) {reason}, so a cache of keys and values does not "
-                "hold all that later tokens need; deploy the model without cache_tokens"
+                "contain all that later tokens need; deploy the model without cache_tokens"
             )
 
 
 def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
-    """Why a node that reads tokens may mix them; None where it does not."""
+    """Why a node that reads tokens may mix them; None if it does not."""
     if node.op_type in ("Shape", "Size"):
         return None
     source = input_of(node)
     rank = rank_of(source)
-    at = set(token_axes(source, tokens))
+    tokens_at = set(token_axes(source, tokens))
     if node.domain != "":
-        return f"of the domain {node.domain!r} is not known to treat tokens apart"
+        return f"of the domain {node.domain!r} is not known to process tokens independently"
     if node.op_type in BY_ELEMENT:
         return None
     if node.op_type in VIEWS:
-        return None if has_tokens(node.outputs[0], tokens) or not at else "joins all tokens"
+        return None if has_tokens(node.outputs[0], tokens) or not tokens_at else "merges all tokens"
     if node.op_type in ("MatMul", "Gemm"):
         return _why_product(node, tokens)
     if node.op_type == "Gather":
         return _why_gather(node, kinds, tokens)
     rule = _AXES.get(node.op_type)
     if rule is None:
-        return "is not known to treat tokens apart"
+        return "is not known to process tokens independently"
     axes = rule(node, rank)
     if axes is None:
-        return "works along axes that are not known before it runs"
-    return "works along the tokens" if at & {axis % max(rank, 1) for axis in axes} else None
+        return "works along axes that are known only at run time"
+    return "works along the tokens" if tokens_at & {axis % max(rank, 1) for axis in axes} else None
 
 
 def _why_product(node: ir.Node, tokens: str) -> str | None:
-    """A product sums over the last axis of its first operand."""
+    """Why a product mixes tokens: it sums over the last axis of its first operand."""
     first = input_of(node)
     is_transposed = node.attributes.get_int("transA", 0) if node.op_type == "Gemm" else 0
     summed = 0 if is_transposed else rank_of(first) - 1
@@ -139,11 +140,11 @@ def _why_product(node: ir.Node, tokens: str) -> str | None:
 
 
 def _why_gather(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
-    """A lookup of rows by token treats tokens apart; one among tokens chooses some of them."""
+    """Why a Gather mixes tokens: it indexes the tokens, instead of looking up rows by token."""
     table = input_of(node)
     axis = node.attributes.get_int("axis", 0) % max(rank_of(table), 1)
     if table in kinds.by_token and axis in token_axes(table, tokens):
-        return "chooses among the tokens"
+        return "selects some of the tokens"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A step without a past is the whole model: graphs of a decoder as those that look at graphs expect them."""
+"""Turn decoder steps back into graphs of the whole model, for code that inspects graphs: a step without a past."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ INT64 = ir.DataType.INT64
 
 
 def whole_graph(bundle: Bundle, name: str) -> ir.Model:
-    """A graph of a bundle, checked, that takes the model's inputs and has its outputs.
+    """Load a graph of a bundle and check it; it takes the model's inputs and has its outputs, without caches.
 
     Args:
         bundle: the bundle.
-        name: of the file, as the manifest lists it.
+        name: name of the file, as listed in the manifest.
 
     Raises:
-        BundleError: the file is missing, altered, or no ONNX model.
+        BundleError: the file is missing, altered, or not an ONNX model.
     """
     model = load_graph(bundle, name)
     if bundle.manifest.decoding is not None:
@@ -34,7 +34,7 @@ def whole_graph(bundle: Bundle, name: str) -> ir.Model:
 
 
 def without_past(model: ir.Model, decoding: Decoding) -> None:
-    """Let a step begin with empty caches, and keep none, in place."""
+    """Make a step start from empty caches and return none, in place."""
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     if decoding.past not in inputs:
@@ -64,7 +64,7 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
 
 
 def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
-    """Let a canonical node read the new keys and values, and not a cache that holds them alone."""
+    """Make a canonical node read the new keys and values instead of a cache that contains only them."""
     for name in (WINDOW, SLOPES):
         node.metadata_props.pop(name, None)
     for index in (1, 2):

@@ -1,4 +1,4 @@
-"""Writing new nodes into a graph, with the type and shape of every value set, and putting values in place of others."""
+"""Write new nodes into a graph, with the type and shape of every value set, and replace values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Builder(Tape):
 
 
 def constant(op: Builder, data: ArrayLike, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
-    """A Constant node that holds `data` in `dtype`, with its shape and type set."""
+    """Write a Constant node with `data` in `dtype`, with its shape and type set."""
     tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
     value = typed(op.Constant(value=tensor), dtype, np.shape(data))
     value.const_value = tensor
@@ -29,7 +29,7 @@ def constant(op: Builder, data: ArrayLike, dtype: ir.DataType = ir.DataType.INT6
 
 
 def initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
-    """A new weight of `graph`."""
+    """Add a weight to `graph`."""
     tensor = ir.tensor(np.ascontiguousarray(array), name=name)
     value = ir.Value(name=name, const_value=tensor)
     graph.register_initializer(typed(value, tensor.dtype, array.shape))
@@ -37,14 +37,14 @@ def initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
 
 
 def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """`value` in `dtype`; `value` itself where it has that type already."""
+    """Cast `value` to `dtype`; return `value` itself if it already has that type."""
     return value if value.dtype == dtype else like(op.Cast(value, to=dtype.value), value, dtype)
 
 
 def typed(value: ir.Value, dtype: ir.DataType | None, dims: Iterable[int | ir.SymbolicDim]) -> ir.Value:
-    """Set the type, which has to be known, and the shape of `value`, and return it.
+    """Set the type, which must be known, and the shape of `value`, and return it.
 
-    Both objects are new: two values that shared one would change together.
+    Both objects are new, as values that shared one would change together.
     """
     assert dtype is not None
     value.type, value.shape = ir.TensorType(dtype), ir.Shape(dims)
@@ -52,18 +52,19 @@ def typed(value: ir.Value, dtype: ir.DataType | None, dims: Iterable[int | ir.Sy
 
 
 def dims_of(value: ir.Value) -> list[int | ir.SymbolicDim]:
-    """Copies of the dims of a value whose shape is known."""
+    """Copy the dims of a value whose shape is known."""
     assert value.shape is not None
     return [dim if isinstance(dim, int) else ir.SymbolicDim(dim.value) for dim in value.shape]
 
 
 def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
-    """Set on `value` the shape of `other`, and `dtype`, by default the type of `other`; return `value`."""
+    """Set the shape of `value` to that of `other` and its type to `dtype`, by default that of `other`; return it."""
     return typed(value, other.dtype if dtype is None else dtype, dims_of(other))
 
 
 def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
-    """Set on `value` the type of `first` and the shape to which `first` and `second`, both of one rank, broadcast."""
+    """Set the type of `value` to that of `first`, and its shape to that of `first` and `second`, of equal rank,
+    broadcast to one another."""
     assert first.shape is not None and second.shape is not None
     return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
 
@@ -77,14 +78,14 @@ def insert(
         graph: the graph of `at`, changed in place.
         at: the node before which the new nodes are inserted.
         build: records nodes; where it raises, the graph stays as it was.
-        after: insert behind `at` instead.
+        after: insert after `at` instead.
         stem: prefix of the new nodes' names, by default the name of `at`. Two insertions at one node need two stems.
     """
     op = Builder()
     try:
         result = build(op)
     except Exception:
-        for node in op.nodes:  # nodes of a build that failed must not count as users of what they read
+        for node in op.nodes:  # nodes of a build that failed must not count as users of their inputs
             for i in range(len(node.inputs)):
                 node.replace_input_with(i, None)
         raise
@@ -101,9 +102,9 @@ def insert(
 
 
 def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Let every user of `old`, graph outputs included, read `new`, which gets the type, shape and name of `old`.
+    """Make every user of `old`, graph outputs included, read `new`, which gets the type, shape and name of `old`.
 
-    An input or output of the graph keeps its own name instead.
+    If `new` is an input or output of the graph, it keeps its own name.
     """
     like(new, old)
     if old.is_graph_output() or (new.producer() is not None and not new.is_graph_output()):

@@ -1,8 +1,8 @@
-"""The one executor of ONNX graphs: any tensor of a graph, computed on ONNX Runtime's CPU.
+"""The executor of ONNX graphs: computes any tensor of a graph with ONNX Runtime on the CPU.
 
-A graph runs as it is, in float64, or at its own precision with 16-bit storage emulated. The three runs of one graph
-have the same names, so what one operator does to an error can be told from what its inputs bring along. The backends of
-:mod:`attnforge.runtime` run what is deployed, and are what these runs judge; so they share nothing with them.
+A graph runs as it is, in float64, or at its own precision with 16-bit storage emulated. The three runs of a graph use
+the same tensor names, so that the error that an operator adds can be separated from that of its inputs. The backends of
+:mod:`attnforge.runtime` run what is deployed and are judged by these runs, so they share no code with them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Tensors = dict[str, Array]
 
 
 def open_session(model: ir.Model, *, optimised: bool = False) -> Any:
-    """An `ort.InferenceSession` of `model` on the CPU, which logs nothing.
+    """Open an `ort.InferenceSession` of `model` on the CPU, which logs nothing.
 
-    The graph goes through a file, and many parameters through another one beside it, which is mapped into memory.
+    The graph is passed in a file, and large weights in a second file next to it, which is mapped into memory.
 
     Args:
-        model: is not touched.
-        optimised: whether ONNX Runtime may rewrite the graph, as it does where the graph is deployed.
+        model: is not changed.
+        optimised: whether ONNX Runtime may rewrite the graph, as it does in deployment.
     """
     options = session_options()
     options.log_severity_level = 4
@@ -51,14 +51,14 @@ def open_session(model: ir.Model, *, optimised: bool = False) -> Any:
 
 
 class Runner:
-    """A graph, ready to run: from inputs by name to outputs by name.
+    """A graph that is ready to run: from inputs by name to outputs by name.
 
-    NumPy has no bfloat16 that ONNX Runtime takes, so bfloat16 inputs and outputs are float32 here, which holds every
-    bfloat16 number.
+    NumPy has no bfloat16 that ONNX Runtime accepts, so bfloat16 inputs and outputs are float32 here, which represents
+    every bfloat16 number.
 
     Args:
-        model: belongs to the runner.
-        names: of the outputs, in their order.
+        model: owned by the runner, which changes it.
+        names: names of the outputs, in order.
         optimised: whether ONNX Runtime may rewrite the graph.
     """
 
@@ -76,8 +76,8 @@ class Runner:
         """Run the graph.
 
         Args:
-            feeds: inputs by name. Floating-point arrays are cast to the types of the graph; arrays that it does not
-                take are left out.
+            feeds: inputs by name. Floating-point arrays are cast to the types of the graph; arrays that are not inputs
+                are ignored.
         """
         arrays = {name: feeds[name] for name in self._dtypes if name in feeds}
         arrays = {
@@ -90,12 +90,12 @@ class Runner:
 def as_it_is(
     model: ir.Model, names: Sequence[str] | None = None, given: Collection[str] = (), *, optimised: bool = False
 ) -> Runner:
-    """`model` at its own types, by whatever kernels ONNX Runtime has for them.
+    """Run `model` in its own types, with the kernels that ONNX Runtime has for them.
 
     Args:
-        model: is not touched.
-        names: of the tensors to compute; by default the outputs.
-        given: names of tensors that the caller gives, so that the graph does not compute them.
+        model: is not changed.
+        names: names of the tensors to compute; by default the outputs.
+        given: names of tensors that the caller supplies, so that the graph does not compute them.
         optimised: whether ONNX Runtime may rewrite the graph.
     """
     names = _names(model, names)
@@ -110,19 +110,18 @@ def in_float64(
     least_stays_least: bool = False,
     runs_once: bool = False,
 ) -> Runner:
-    """`model` in float64.
+    """Run `model` in float64.
 
     Args:
-        model: is not touched.
-        names: of the tensors to compute; by default the outputs.
-        given: names of tensors that the caller gives: where all inputs of an operator are given, it works on them
-            alone.
-        least_stays_least: see :func:`~attnforge.export.graphs.types.retype`; else every number stays what it is.
+        model: is not changed.
+        names: names of the tensors to compute; by default the outputs.
+        given: names of tensors that the caller supplies; an operator whose inputs are all given works on them alone.
+        least_stays_least: see :func:`~attnforge.export.graphs.types.retype`; otherwise every number keeps its value.
         runs_once: whether large weights stay in fp32 and are cast in each run, so that no file of twice their size is
             written first.
 
     Raises:
-        NoDoublePath: the graph has an operator that is not computed in double.
+        NoDoublePath: the graph has an operator that cannot be computed in float64.
     """
     names = _names(model, names)
     double = part_of(model, names, given)
@@ -145,14 +144,14 @@ def at_own_precision(
     given: Collection[str] = (),
     unrounded: Collection[ir.Value] = (),
 ) -> Runner:
-    """`model` at its own types, on a CPU that has few 16-bit kernels: each operator computes in float32 and its result
-    is rounded to the type that it is stored in. 16-bit inputs and results are float32.
+    """Run `model` at its own precision on a CPU that has few 16-bit kernels: each operator computes in float32, and its
+    result is rounded to the type that it is stored in. 16-bit inputs and results are float32.
 
     Args:
-        model: is not touched.
-        names: of the tensors to compute; by default the outputs.
-        given: names of tensors that the caller gives, as they are stored.
-        unrounded: tensors that are never stored, because a kernel holds them in float32; none of them is given.
+        model: is not changed.
+        names: names of the tensors to compute; by default the outputs.
+        given: names of tensors that the caller supplies, rounded as they are stored.
+        unrounded: tensors that are never stored, because a kernel keeps them in float32; none of them is in `given`.
     """
     names = _names(model, names)
     emulated = part_of(model, names, given)
@@ -162,7 +161,7 @@ def at_own_precision(
 
 
 def wide(array: Array) -> Array:
-    """A floating-point array in float64, any other as it is."""
+    """Cast a floating-point array to float64; return any other array unchanged."""
     return array.astype(np.float64) if is_floating(array) else array
 
 

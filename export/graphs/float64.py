@@ -1,10 +1,10 @@
-"""A graph in float64: ONNX Runtime runs the operators that it has double kernels for, and the others are written out in
-such operators.
+"""A graph in float64: ONNX Runtime runs the operators that it has double kernels for, and the others are decomposed
+into such operators.
 
-ONNX Runtime's CPU has double kernels for most operators. For the others it either has none, or takes the operator's own
-function body, which may round a constant or a mean to fp32 on the way (Attention and GroupNormalization: 1e-7,
-FastGelu: 2e-7, HardSwish: 4e-8). These operators are written out here, for every opset from :data:`FIRST_OPSET` on. An
-operator that has no double path is refused by its name; nothing is computed in fp32 in silence.
+ONNX Runtime's CPU provider has double kernels for most operators. For the others it either has none, or uses the
+operator's own function body, which may round a constant or a mean to fp32 on the way (Attention and GroupNormalization:
+1e-7, FastGelu: 2e-7, HardSwish: 4e-8). These operators are decomposed here, for every opset from :data:`FIRST_OPSET`
+on. An operator without a double path is refused by name; nothing is silently computed in fp32.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from attnforge.export.graphs.rotary import turn_before_attention
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 
 FIRST_OPSET = 13
-"""The first opset in which the operators that are written here have the form that they are written in."""
+"""The first opset in which the operators of the decompositions have the form that is used here."""
 
 FUNCTIONS = (
     *("Celu", "Elu", "HardSigmoid", "LeakyRelu", "MeanVarianceNormalization", "Mish", "PRelu"),
     *("RotaryEmbedding", "Selu", "Softplus", "Softsign", "ThresholdedRelu"),
 )
-"""Operators without a double kernel whose own function body, in ONNX, is exact in double."""
+"""Operators without a double kernel whose ONNX function body is exact in double."""
 
 _NORMALIZATIONS = ("GroupNormalization", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 
 
 SILENT_ROWS = "attnforge.silent_rows"
-"""Metadata of an Attention node: what a query without keys gets. `nan`, as from a bare softmax; without this entry
-zeros, as the operator says."""
+"""Metadata of an Attention node: what a fully masked row gets. `nan`, as from a bare softmax; without this entry zeros,
+as the operator specifies."""
 
 
 class NoDoublePath(Exception):
@@ -47,15 +47,15 @@ class NoDoublePath(Exception):
 
 
 def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
-    """Make every floating-point tensor of `model` double, in place, and write out the operators that ONNX Runtime does
+    """Make every floating-point tensor of `model` double, in place, and decompose the operators that ONNX Runtime does
     not compute in double.
 
     Args:
-        model: is changed.
-        least_stays_least: as :func:`~attnforge.export.graphs.types.retype` has it.
+        model: changed in place.
+        least_stays_least: see :func:`~attnforge.export.graphs.types.retype`.
 
     Raises:
-        NoDoublePath: an operator in a form that is not written out here.
+        NoDoublePath: an operator in a form that is not decomposed here.
     """
     narrow = [dtype for dtype in FLOATS if dtype != DOUBLE]
     modified = turn_before_attention(model).modified
@@ -64,7 +64,7 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
     for node in list(model.graph):
         if node.domain == "" and node.op_type in _NORMALIZATIONS:
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", DOUBLE.value)
-        write = _WRITTEN_OUT.get((node.domain, node.op_type))
+        write = _DECOMPOSITIONS.get((node.domain, node.op_type))
         if write is None:
             continue
         modified = True
@@ -78,7 +78,7 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
                 old.name, new.name = f"{old.name}/replaced", old.name
             ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         if any(output.uses() for output in node.outputs):
-            raise NoDoublePath(f"{node.op_type} ({node.name}): its output number {len(results)} is used")
+            raise NoDoublePath(f"{node.op_type} ({node.name}): output {len(results)} is used")
     RemoveUnusedNodesPass()(model)
     return PassResult(model, modified)
 
@@ -93,12 +93,12 @@ def _written(graph: ir.Graph, node: ir.Node, write: Write) -> list[ir.Value]:
         results.extend(write(op, node))
         return results[0]
 
-    insert(graph, node, build, stem=f"{node.name or node.op_type}/in double")  # a lowering has used the node's own name
+    insert(graph, node, build, stem=f"{node.name or node.op_type}/in double")  # a lowering used the node's own name
     return results
 
 
 def inline_functions(model: ir.Model) -> PassResult:
-    """Put the function bodies that ONNX has for :data:`FUNCTIONS` in their place. Parameters are not copied."""
+    """Replace the operators :data:`FUNCTIONS` by their ONNX function bodies, in place. Weights are not copied."""
     names = {node.op_type for node in model.graph if node.domain == "" and node.op_type in FUNCTIONS}
     if names:
         functions = [("", name) for name in names]
@@ -108,24 +108,25 @@ def inline_functions(model: ir.Model) -> PassResult:
 
 
 def through_onnx(model: ir.Model, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> None:
-    """Let a function of onnx change `model`, in place. Large parameters stay outside, because protobuf holds 2 GiB.
+    """Apply a function on an onnx proto to `model`, in place. Large weights are left out, as protobuf is limited to
+    2 GiB.
 
     Args:
-        model: is changed.
-        change: from a model, whose large parameters are inputs, to another with the same inputs.
+        model: changed in place.
+        change: maps a model, whose large weights are inputs, to another model with the same inputs.
     """
-    held = {}
+    kept = {}
     light = model.clone()
     for name, value in list(light.graph.initializers.items()):
         if value.const_value is not None and value.const_value.nbytes > 2**16:
-            held[name] = value.const_value
+            kept[name] = value.const_value
             del light.graph.initializers[name]
             light.graph.inputs.append(value)
             value.const_value = None
-            value.type, value.shape = ir.TensorType(held[name].dtype), ir.Shape(held[name].shape.numpy())
+            value.type, value.shape = ir.TensorType(kept[name].dtype), ir.Shape(kept[name].shape.numpy())
     changed = ir.from_proto(change(ir.to_proto(light)))
     for value in list(changed.graph.inputs):
-        if (tensor := held.get(value.name or "")) is not None:
+        if (tensor := kept.get(value.name or "")) is not None:
             changed.graph.inputs.remove(value)
             value.const_value = tensor
             changed.graph.register_initializer(value)
@@ -136,7 +137,7 @@ def through_onnx(model: ir.Model, change: Callable[[onnx.ModelProto], onnx.Model
 
 
 def erf(op: Builder, x: ir.Value) -> ir.Value:
-    """erf by its Taylor series about the nearest of a grid of points, 1/64 apart; beyond 6 it is 1 in double."""
+    """erf by its Taylor series about the nearest point of a grid with step 1/64; beyond 6 it is 1 in double."""
     steps, reach, order = 64, 6, 8
     points = np.arange(-reach * steps, reach * steps + 1) / steps
     # The derivatives of erf are Hermite polynomials times a Gaussian: H(k+1) = 2x·H(k) − 2k·H(k−1).
@@ -146,15 +147,15 @@ def erf(op: Builder, x: ir.Value) -> ir.Value:
     gaussian = 2 / math.sqrt(math.pi) * np.exp(-(points**2))
     series = [np.array([math.erf(p) for p in points])]
     series += [(-1) ** k * h * gaussian / math.factorial(k + 1) for k, h in enumerate(hermite)]
-    nowhere = op.IsNaN(x)
-    inside = op.Clip(op.Where(nowhere, _number(op, 0), x), _number(op, -reach), _number(op, reach))
-    place = op.Round(op.Mul(inside, _number(op, steps)))
-    offset = op.Sub(inside, op.Div(place, _number(op, steps)))
-    index = op.Add(op.Cast(place, to=ir.DataType.INT64.value), constant(op, reach * steps))
+    is_nan = op.IsNaN(x)
+    inside = op.Clip(op.Where(is_nan, _number(op, 0), x), _number(op, -reach), _number(op, reach))
+    nearest = op.Round(op.Mul(inside, _number(op, steps)))
+    offset = op.Sub(inside, op.Div(nearest, _number(op, steps)))
+    index = op.Add(op.Cast(nearest, to=ir.DataType.INT64.value), constant(op, reach * steps))
     result = op.Gather(constant(op, series[-1], DOUBLE), index)
     for coefficients in reversed(series[:-1]):
         result = op.Add(op.Mul(result, offset), op.Gather(constant(op, coefficients, DOUBLE), index))
-    return op.Where(nowhere, x, result)
+    return op.Where(is_nan, x, result)
 
 
 def _number(op: Builder, number: float) -> ir.Value:
@@ -166,7 +167,7 @@ def _erf(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _gelu(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """Gelu, FastGelu and BiasGelu: a bias may be added to the input."""
+    """Gelu, FastGelu and BiasGelu, with an optional bias on the input."""
     x = _input(node, 0)
     if (bias := optional_input(node, 1)) is not None:
         x = op.Add(x, bias)
@@ -198,14 +199,14 @@ def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _conv(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """A product of the kernel with the pixels under each of its positions, laid side by side."""
+    """Conv as a product of the kernel with the concatenated pixels under each of its positions (im2col)."""
     x, weight, bias = _input(node, 0), _input(node, 1), optional_input(node, 2)
     if weight.shape is None or not weight.shape.is_static():
-        raise NoDoublePath("its kernel has no fixed size")
+        raise NoDoublePath("the size of its kernel is not static")
     out_channels, in_channels, *kernel = weight.shape.numpy()
     rank, groups = len(kernel), node.attributes.get_int("group", 1) or 1
     if node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        raise NoDoublePath("auto_pad")
+        raise NoDoublePath("it sets auto_pad")
     strides = node.attributes.get_ints("strides") or [1] * rank
     dilations = node.attributes.get_ints("dilations") or [1] * rank
     pads = list(node.attributes.get_ints("pads") or [0] * 2 * rank)
@@ -249,7 +250,7 @@ def _layer_norm(op: Builder, x: ir.Value, scale: ir.Value, shift: ir.Value | Non
 
 
 def _skip_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """`LayerNorm(x + skip + bias)`; the simplified one divides by the root of the mean square alone."""
+    """`LayerNorm(x + skip + bias)`; the simplified operator only divides by the root mean square."""
     simplified = node.op_type == "SkipSimplifiedLayerNormalization"
     total = op.Add(_input(node, 0), _input(node, 1))
     if (bias := optional_input(node, 3 if simplified else 4)) is not None:
@@ -268,10 +269,10 @@ def _skip_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
     words = op.Gather(_input(node, 2), _input(node, 0))
-    places, segments, mask = optional_input(node, 8), optional_input(node, 1), optional_input(node, 7)
-    if places is None:
-        places = _numbered(op, _input(node, 0), 1)
-    total = op.Add(words, op.Gather(_input(node, 3), places))
+    positions, segments, mask = optional_input(node, 8), optional_input(node, 1), optional_input(node, 7)
+    if positions is None:
+        positions = _numbered(op, _input(node, 0), 1)
+    total = op.Add(words, op.Gather(_input(node, 3), positions))
     if segments is not None:
         total = op.Add(total, op.Gather(_input(node, 4), segments))
     normal = _layer_norm(op, total, _input(node, 5), _input(node, 6), node.attributes.get_float("epsilon", 1e-12) or 0)
@@ -284,7 +285,7 @@ def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """ai.onnx Attention, its heads apart or packed, with grouped heads, a mask, a causal flag, windows or a past."""
+    """ai.onnx Attention with heads packed or not, grouped heads, a mask, a causal flag, windows or a past."""
     query, key, value = (_input(node, i) for i in range(3))
     heads, shared = node.attributes.get_int("q_num_heads"), node.attributes.get_int("kv_num_heads")
     packed = heads is not None and shared is not None and (query.shape is None or len(query.shape) == 3)
@@ -298,7 +299,7 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
     near = _in_window(op, query, key, left, 0 if causal else right)
     if (past_key is not None and near) or (softcap and (mask is not None or near)) or optional_input(node, 6):
-        raise NoDoublePath("a causal flag or a window with a past, a soft cap with a mask, or lengths of its own")
+        raise NoDoublePath("it has a causal flag or a window with a past, a soft cap with a mask, or lengths")
     if past_key is not None and past_value is not None:
         key, value = op.Concat(past_key, key, axis=2), op.Concat(past_value, value, axis=2)
     present = [key, value]
@@ -314,7 +315,7 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     for condition in near:
         scores = op.Where(condition, scores, _number(op, -np.inf))
     result = op.MatMul(op.Softmax(scores, axis=-1), value)
-    if (mask is not None or left >= 0) and node.metadata_props.get(SILENT_ROWS) != "nan":  # zeros for such queries
+    if (mask is not None or left >= 0) and node.metadata_props.get(SILENT_ROWS) != "nan":  # zeros for fully masked rows
         highest = op.ReduceMax(scores, constant(op, [-1]), keepdims=1)
         result = op.Where(op.Equal(highest, _number(op, -np.inf)), _number(op, 0), result)
     return [_joined(op, result) if packed else result, *present]
@@ -324,12 +325,12 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     """com.microsoft MultiHeadAttention on separate query, key and value."""
     query, key, value, bias = _input(node, 0), optional_input(node, 1), optional_input(node, 2), optional_input(node, 3)
     if key is None or value is None or any(optional_input(node, i) for i in (6, 7, 8, 9)):
-        raise NoDoublePath("packed operands or a past")
+        raise NoDoublePath("it has packed operands or a past")
     heads = node.attributes.get_int("num_heads") or 1
     four = key.shape is not None and len(key.shape) == 4
     if bias is not None:
         if four or query.shape is None or not isinstance(query.shape[-1], int):
-            raise NoDoublePath("a bias on keys that have their heads apart")
+            raise NoDoublePath("it has a bias on keys on four dims")
         width = query.shape[-1]
         ends = [0, width, 2 * width, np.iinfo(np.int64).max]
         parts = [op.Slice(bias, constant(op, [a]), constant(op, [b])) for a, b in itertools.pairwise(ends)]
@@ -341,19 +342,19 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """com.microsoft GroupQueryAttention of separate query, key and value: causal, within a window where there is one,
-    of each sample's first tokens, or behind those of a past, which a buffer of one size holds. A bias is of as many
-    keys as the longest sample has."""
+    """com.microsoft GroupQueryAttention on separate query, key and value: causal, optionally within a window, over each
+    sample's first tokens, or after those of a past in a buffer of fixed size. A bias has as many keys as the longest
+    sample."""
     attributes, lengths = node.attributes, _input(node, 5)
     special = attributes.get_int("do_rotary", 0) or attributes.get_int("smooth_softmax", 0)
     past = [value for i in (3, 4) if (value := optional_input(node, i)) is not None]
     bias = optional_input(node, 10)
     others = [i for i in range(7, len(node.inputs)) if optional_input(node, i) not in (None, bias)]
     if others or special or len(past) == 1 or (bias is not None and not past):
-        raise NoDoublePath("a rotation, a sink, a bias without a past, or a past of keys alone")
+        raise NoDoublePath("it has a rotary embedding, a sink, a bias without a past, or a past of keys alone")
     heads, shared = attributes.get_int("num_heads") or 1, attributes.get_int("kv_num_heads") or 1
     query, *present = (_apart(op, _input(node, i), count) for i, count in enumerate((heads, shared, shared)))
-    last = op.Cast(lengths, to=ir.DataType.INT64.value)  # key of each sample
+    last = op.Cast(lengths, to=ir.DataType.INT64.value)  # the index of each sample's last key
     count = op.Shape(query, start=2, end=3)
     first = op.Sub(op.Add(last, constant(op, [1])), count) if past else op.Mul(last, constant(op, [0]))
     if past:
@@ -369,10 +370,10 @@ def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
         scores = op.Add(scores, bias)
     last, first = (op.Reshape(x, constant(op, [-1, 1, 1, 1])) for x in (last, first))
     columns = _numbered(op, key, 2)
-    own = op.Add(first, op.Reshape(_numbered(op, query, 2), constant(op, [1, 1, -1, 1])))  # key of each query
-    seen = op.And(op.LessOrEqual(columns, own), op.LessOrEqual(columns, last))
+    rows = op.Add(first, op.Reshape(_numbered(op, query, 2), constant(op, [1, 1, -1, 1])))  # each query's own key
+    seen = op.And(op.LessOrEqual(columns, rows), op.LessOrEqual(columns, last))
     if (window := attributes.get_int("local_window_size", -1) or -1) > 0:
-        seen = op.And(seen, op.Greater(columns, op.Sub(own, constant(op, window))))
+        seen = op.And(seen, op.Greater(columns, op.Sub(rows, constant(op, window))))
     result = op.MatMul(op.Softmax(op.Where(seen, scores, _number(op, -np.inf)), axis=-1), value)
     return [_joined(op, result), *present]
 
@@ -381,17 +382,17 @@ def _repeated(op: Builder, operands: Sequence[ir.Value], heads: int, shared: int
     """Keys and values `(B, shared, n, d)` as `(B, heads, n, d)`."""
     if heads == shared:
         return list(operands)
-    own = constant(op, np.repeat(np.arange(shared), heads // shared))
-    return [op.Gather(x, own, axis=1) for x in operands]
+    index = constant(op, np.repeat(np.arange(shared), heads // shared))
+    return [op.Gather(x, index, axis=1) for x in operands]
 
 
 def _packed_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """com.microsoft Attention: the projections of query, key and value are its own."""
+    """com.microsoft Attention, which includes the projections of query, key and value."""
     if any(optional_input(node, i) for i in (4, 6)) or node.attributes.get_int("do_rotary") == 1:
-        raise NoDoublePath("a past, or a rotation")
+        raise NoDoublePath("it has a past or a rotary embedding")
     weight, bias, heads = _input(node, 1), optional_input(node, 2), node.attributes.get_int("num_heads") or 1
     if weight.shape is None or not isinstance(weight.shape[1], int):
-        raise NoDoublePath("weights of a size that is not known")
+        raise NoDoublePath("the size of its weights is not known")
     widths = list(node.attributes.get_ints("qkv_hidden_sizes") or [weight.shape[1] // 3] * 3)
     product = op.MatMul(_input(node, 0), weight)
     if bias is not None:
@@ -413,7 +414,7 @@ def _microsoft(
     mask: ir.Value | None,
     bias: ir.Value | None,
 ) -> ir.Value:
-    """The common part of com.microsoft's two operators: a number is added to the scores of keys that are masked."""
+    """The common part of com.microsoft's two operators, which add a number to the scores of masked keys."""
     scores = _scores(op, query, key, node.attributes.get_float("scale") or None)
     if bias is not None:
         scores = op.Add(scores, bias)
@@ -427,13 +428,13 @@ def _microsoft(
 
 
 def _kept_keys(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
-    """`mask`, which tells the keys that count, or how many do, as a condition on the scores."""
+    """`mask`, which gives the keys that count or their number, as a condition on the scores."""
     rank = rank_of(mask)
     if rank == 1:
         count = op.Reshape(op.Cast(mask, to=ir.DataType.INT64.value), constant(op, [-1, 1, 1, 1]))
         return op.Less(_numbered(op, key, 2), count)
     if rank not in (2, 3):
-        raise NoDoublePath("a mask on 1, 2 or 3 dims is known")
+        raise NoDoublePath(f"its mask has {rank} dims; 1, 2 or 3 are supported")
     kept = op.Greater(op.Cast(mask, to=ir.DataType.INT64.value), constant(op, 0))
     return op.Unsqueeze(kept, constant(op, [1, 2] if rank == 2 else [1]))
 
@@ -448,14 +449,14 @@ def _scores(op: Builder, query: ir.Value, key: ir.Value, scale: float | None) ->
 
 
 def _in_window(op: Builder, query: ir.Value, key: ir.Value, left: int, right: int) -> list[ir.Value]:
-    """Conditions on the scores: a key is at most so many in front of the query, and so many behind; -1 for any."""
+    """Conditions on the scores: a key is at most `left` before the query and `right` after it; -1 for no limit."""
     ahead = op.Sub(_numbered(op, key, 2), op.Unsqueeze(_numbered(op, query, 2), constant(op, [1])))
     conditions = [op.GreaterOrEqual(ahead, constant(op, -left))] if left >= 0 else []
     return conditions + ([op.LessOrEqual(ahead, constant(op, right))] if right >= 0 else [])
 
 
 def _numbered(op: Builder, x: ir.Value, axis: int) -> ir.Value:
-    """`0, 1, …`, as long as an axis of `x`."""
+    """`0, 1, …`, as long as axis `axis` of `x`."""
     return op.Range(constant(op, 0), op.Gather(op.Shape(x), constant(op, axis)), constant(op, 1))
 
 
@@ -472,11 +473,11 @@ def _joined(op: Builder, x: ir.Value) -> ir.Value:
 def _input(node: ir.Node, i: int) -> ir.Value:
     value = optional_input(node, i)
     if value is None:
-        raise NoDoublePath(f"input {i} is missing")
+        raise NoDoublePath(f"it has no input {i}")
     return value
 
 
-_WRITTEN_OUT: dict[tuple[str, str], Write] = {
+_DECOMPOSITIONS: dict[tuple[str, str], Write] = {
     ("", "Attention"): _attention,
     ("", "Conv"): _conv,
     ("", "Erf"): _erf,

@@ -1,4 +1,4 @@
-"""Tensors of a graph by name, and the part of a graph that computes some of them."""
+"""Tensors of a graph by name, and the part of a graph that computes given tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnforge.export.graphs.types import FLOATS
 
 
 def computed(model: ir.Model) -> list[str]:
-    """Names of the floating-point tensors that `model` computes, in the order in which it does."""
+    """Names of the floating-point tensors that `model` computes, in graph order."""
     return [
         str(output.name)
         for node in model.graph
@@ -22,19 +22,19 @@ def computed(model: ir.Model) -> list[str]:
 
 
 def values_of(model: ir.Model) -> dict[str, ir.Value]:
-    """Every tensor of a graph by name: inputs, parameters, and results."""
+    """Every tensor of a graph by name: inputs, weights and results."""
     graph = model.graph
     results = (output for node in graph for output in node.outputs)
     return {str(value.name): value for value in (*graph.inputs, *graph.initializers.values(), *results)}
 
 
 def part_of(model: ir.Model, names: Sequence[str], given: Collection[str] = ()) -> ir.Model:
-    """A copy of `model` that computes some tensors, with no other nodes, parameters and inputs than these need.
+    """A copy of `model` that computes given tensors, with only the nodes, weights and inputs that they need.
 
     Args:
-        model: is not touched; its parameters are shared.
-        names: of the tensors, which are the outputs of the part in this order. A tensor that a node computes keeps its
-            name, unless it is given too: then its name is that of the input.
+        model: is not changed; its weights are shared.
+        names: names of the tensors, which are the outputs of the part in this order. A tensor that a node computes
+            keeps its name, unless it is in `given` too: then the input has that name.
         given: names of tensors that are inputs of the part.
     """
     part = model.clone()
@@ -57,7 +57,7 @@ def part_of(model: ir.Model, names: Sequence[str], given: Collection[str] = ()) 
 
 
 def _as_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """`value`, or a copy of an input or parameter, which cannot be an output itself."""
+    """`value`, or an Identity of an input or weight, which cannot be an output itself."""
     if value.producer() is not None:
         return value
     copy = ir.node("Identity", [value], name=f"{value.name}/output")

@@ -1,7 +1,7 @@
-"""What every pass over a graph returns: onnx_ir's own `PassResult`, so that ours and theirs are used alike.
+"""The result of a pass over a graph: onnx_ir's own `PassResult`, so that our passes and theirs are used alike.
 
-A pass is a function `pass_(model, …)` that changes `model` in place and returns `PassResult(model, modified)`; one that
-works site by site returns a :class:`SitesResult`.
+A pass is a function `pass_(model, …)` that changes `model` in place and returns `PassResult(model, modified)`; a pass
+that works site by site returns a :class:`SitesResult`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class SitesResult(PassResult, Generic[SiteT]):
     """The result of a pass that works site by site.
 
     Attributes:
-        model: the graph that was passed.
+        model: the graph that was passed in.
         modified: whether the pass changed it.
-        sites: a record of every site, in graph order, whether the pass changed it or not.
+        sites: one record per site, in graph order, whether the pass changed the site or not.
     """
 
     sites: list[SiteT]

@@ -1,4 +1,4 @@
-"""Products and attention with Q/DQ and tables behind DQ, as a graph says that they are quantised."""
+"""The quantised parts of a graph: products and attention with Q/DQ, and tables with DQ."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from attnforge.export.graphs.build import Builder, constant, like
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, maker_of, optional_input
 
 FP8, MOST_FP8 = ir.DataType.FLOAT8E4M3FN, 448
-"""E4M3, and its largest number."""
+"""E4M3 and its largest number."""
 
 FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
 
 CACHE_IN_INT8 = "attnforge.cache_in_int8"
-"""Metadata of the products that :class:`InInt8` writes, which tell its rounding from that of a model's author."""
+"""Metadata of the products that :class:`InInt8` writes, which distinguishes its rounding from the model author's."""
 
 
 @dataclass(frozen=True)
 class Between:
-    """A product whose weight is dequantised, and mostly its input.
+    """A product whose weight is dequantised, and in most cases its input too.
 
     Attributes:
         product: the MatMul.
-        weight: the DequantizeLinear of its weight, which is stored in few bits.
-        quantise: the QuantizeLinear of its input; None where that stays as it is.
-        dequantise: the DequantizeLinear of that.
+        weight: the DequantizeLinear of its low-bit weight.
+        quantise: the QuantizeLinear of its input; None if the input is not quantised.
+        dequantise: the DequantizeLinear of its input; None if the input is not quantised.
     """
 
     product: ir.Node
@@ -43,7 +43,7 @@ class Between:
 
     @classmethod
     def of(cls, node: ir.Node) -> Between | None:
-        """The Q/DQ around a node; None of a node that has none."""
+        """The Q/DQ around a node; None for a node without Q/DQ."""
         if not is_op(node, "MatMul"):
             return None
         dequantise, weight = (maker_of(value) for value in node.inputs)
@@ -56,24 +56,24 @@ class Between:
 
 
 def products_between(model: ir.Model, dtype: ir.DataType | None = None) -> list[Between]:
-    """The products with Q/DQ, in the order of the graph.
+    """The products with Q/DQ, in graph order.
 
     Args:
-        model: is not touched.
-        dtype: of the stored weight; by default any.
+        model: is not changed.
+        dtype: type of the stored weight; by default any.
     """
-    found = [between for node in model.graph if (between := Between.of(node)) is not None]
-    return [between for between in found if dtype in (None, between.stored.dtype)]
+    products = [between for node in model.graph if (between := Between.of(node)) is not None]
+    return [between for between in products if dtype in (None, between.stored.dtype)]
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """A lookup of rows of a table that is stored in 8 bits.
+    """A lookup of rows in a table that is stored in 8 bits.
 
     Attributes:
         node: the Gather.
-        table: (rows, channels) int8.
-        scale: (rows,) float32.
+        table: `(rows, channels)`, int8.
+        scale: `(rows,)`, float32.
         index: the rows that are looked up.
     """
 
@@ -84,7 +84,7 @@ class Lookup:
 
     @classmethod
     def of(cls, node: ir.Node) -> Lookup | None:
-        """The DQ before a lookup; None of a node that is none, or of a table that is not in 8 bits."""
+        """The lookup with the DQ before it; None for other nodes, or if the table is not in 8 bits."""
         if not is_lookup(node):
             return None
         dequantise = maker_of(node.inputs[0])
@@ -98,12 +98,12 @@ class Lookup:
 
 
 def lookups_in_8_bits(model: ir.Model) -> list[Lookup]:
-    """The lookups of tables in 8 bits, in the order of the graph."""
+    """The lookups in tables in 8 bits, in graph order."""
     return [lookup for node in model.graph if (lookup := Lookup.of(node)) is not None]
 
 
 def before_fp8(*values: ir.Value) -> tuple[list[ir.Value], tuple[float, ...]] | None:
-    """What is rounded to fp8 by Q/DQ to become these values, and the scale of each; None where one is not."""
+    """The inputs of the fp8 Q/DQ that give these values, and their scales; None if a value has no such Q/DQ."""
     sources, scales = [], []
     for value in values:
         dequantise = value.producer()
@@ -121,10 +121,10 @@ def before_fp8(*values: ir.Value) -> tuple[list[ir.Value], tuple[float, ...]] | 
 
 @dataclass(frozen=True)
 class InInt8:
-    """Keys or values that are rounded to int8, by a scale for every channel of every head.
+    """Keys or values that are rounded to int8, with a scale for every channel of every head.
 
     Attributes:
-        source: `(batch, key heads, tokens, size)`, as it was before.
+        source: `(batch, key heads, tokens, size)`, before rounding.
         stored: the same in int8.
         scale: `(key heads, 1, size)`, float32 > 0.
     """
@@ -139,19 +139,19 @@ class InInt8:
 
         Args:
             op: records the nodes.
-            source: float32.
-            scale: of the result.
+            source: the values to round, float32.
+            scale: the scale.
         """
         divided = _multiplied(op, source, 1 / scale)
         stored = like(op.QuantizeLinear(divided, constant(op, 1, FLOAT), constant(op, 0, INT8)), source, INT8)
         return cls(source, stored, scale)
 
     def restored(self, op: Builder, stored: ir.Value | None = None) -> ir.Value:
-        """Numbers as they are before rounding, float32.
+        """Write the dequantised numbers, float32.
 
         Args:
             op: records the nodes.
-            stored: of another number of tokens; by default those that were rounded.
+            stored: int8 numbers, perhaps of another number of tokens; by default those that were rounded.
         """
         stored = self.stored if stored is None else stored
         wide = like(op.DequantizeLinear(stored, constant(op, 1, FLOAT), constant(op, 0, INT8)), stored, FLOAT)
@@ -159,16 +159,16 @@ class InInt8:
 
     @classmethod
     def before(cls, value: ir.Value) -> InInt8 | None:
-        """The rounding of which a value is the result; None where it is none."""
+        """The rounding that gives a value; None if it is not the result of one."""
         return cls.of_stored(stored_before(value), value)
 
     @classmethod
     def of_stored(cls, stored: ir.Value | None, restored: ir.Value | None) -> InInt8 | None:
-        """The rounding to int8 numbers; None where something else makes them.
+        """The rounding that gives int8 numbers; None if something else computes them.
 
         Args:
             stored: the numbers.
-            restored: numbers that were restored by the same scale, of as many tokens or of others.
+            restored: numbers that were dequantised with the same scale, perhaps of another number of tokens.
         """
         quantise = maker_of(stored)
         if stored is None or not is_op(quantise, "QuantizeLinear"):
@@ -190,7 +190,7 @@ def _is_marked(node: ir.Node | None) -> TypeGuard[ir.Node]:
 
 
 def stored_before(value: ir.Value) -> ir.Value | None:
-    """The int8 numbers that a value is restored from, as :meth:`InInt8.restored` does; None where it is not."""
+    """The int8 numbers that :meth:`InInt8.restored` dequantised to a value; None for other values."""
     scaled = value.producer()
     if not _is_marked(scaled) or constant_of(scaled.inputs[1]) is None:
         return None
@@ -202,23 +202,23 @@ def stored_before(value: ir.Value) -> ir.Value | None:
 
 
 def in_int8(op: Builder, x: ir.Value, scale: float) -> ir.Value:
-    """`x`, float32 of any shape, rounded to int8 by Q/DQ of one scale > 0."""
+    """Round `x`, float32 of any shape, to int8 with Q/DQ of one scale > 0."""
     step, zero = constant(op, scale, FLOAT), constant(op, 0, INT8)
     return like(op.DequantizeLinear(like(op.QuantizeLinear(x, step, zero), x, INT8), step, zero), x)
 
 
 def rounding_of(softmax: str) -> str:
-    """Name of the QuantizeLinear behind the softmax of attention in fp8, by the softmax's."""
+    """The name of the QuantizeLinear after the softmax of attention in fp8, given the name of the softmax."""
     return f"{softmax}/fp8"
 
 
 def is_of_fp8(node: ir.Node) -> bool:
-    """Whether a node rounds to fp8 or reads it."""
+    """Whether a node quantises to fp8 or dequantises from it."""
     if is_op(node, "QuantizeLinear"):
         return node.outputs[0].dtype == FP8
     return is_op(node, "DequantizeLinear") and input_of(node).dtype == FP8
 
 
 def is_lookup(node: ir.Node) -> bool:
-    """Whether a node reads rows of a table by their number."""
+    """Whether a node looks up rows of a table by index."""
     return is_op(node, "Gather") and node.attributes.get_int("axis", 0) == 0

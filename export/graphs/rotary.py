@@ -1,4 +1,4 @@
-"""The rotation that GroupQueryAttention does itself, as RotaryEmbedding before it."""
+"""Move the rotation that GroupQueryAttention applies into a RotaryEmbedding before it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OPSET = 23
 
 
 def turn_before_attention(model: ir.Model) -> PassResult:
-    """Let RotaryEmbedding turn the queries and keys that a `com.microsoft::GroupQueryAttention` with `do_rotary` turns,
-    in place. An operator whose query, key and value are one tensor stays as it is."""
+    """Write the rotation of every `com.microsoft::GroupQueryAttention` with `do_rotary` as RotaryEmbedding nodes on its
+    query and key, in place. An operator whose query, key and value are packed in one tensor stays as it is."""
     graph, modified = model.graph, False
     for node in list(graph):
         if node.op_type != "GroupQueryAttention" or not node.attributes.get_int("do_rotary", 0):
@@ -26,9 +26,9 @@ def turn_before_attention(model: ir.Model) -> PassResult:
         if node.inputs[1] is None:
             continue
         modified = True
-        places = insert(graph, node, lambda op, node=node: _places(op, node), stem=f"{node.name}/places")  # type: ignore[misc]
+        positions = insert(graph, node, lambda op, node=node: _positions(op, node), stem=f"{node.name}/places")  # type: ignore[misc]
         for i, heads in enumerate(("num_heads", "kv_num_heads")):
-            build = partial(_turned, node=node, x=input_of(node, i), places=places, heads=heads)
+            build = partial(_rotated, node=node, x=input_of(node, i), positions=positions, heads=heads)
             node.replace_input_with(i, insert(graph, node, build, stem=f"{node.name}/turned/{heads}"))
         node.resize_inputs(7)
         for name in ("do_rotary", "rotary_interleaved"):
@@ -37,17 +37,17 @@ def turn_before_attention(model: ir.Model) -> PassResult:
     return PassResult(model, modified)
 
 
-def _turned(op: Builder, node: ir.Node, x: ir.Value, places: ir.Value, heads: str) -> ir.Value:
+def _rotated(op: Builder, node: ir.Node, x: ir.Value, positions: ir.Value, heads: str) -> ir.Value:
     attributes = {
         "num_heads": node.attributes.get_int(heads) or 1,
         "interleaved": node.attributes.get_int("rotary_interleaved", 0) or 0,
     }
-    return like(op.op("RotaryEmbedding", [x, input_of(node, 7), input_of(node, 8), places], attributes), x)
+    return like(op.op("RotaryEmbedding", [x, input_of(node, 7), input_of(node, 8), positions], attributes), x)
 
 
-def _places(op: Builder, node: ir.Node) -> ir.Value:
-    """`(batch, tokens)`, int64: where the operator turns tokens. They follow those that the cache has, and in a first
-    prompt, whose samples may have fewer tokens than there are columns, they count from 0."""
+def _positions(op: Builder, node: ir.Node) -> ir.Value:
+    """`(batch, tokens)`, int64: the positions by which the operator rotates tokens. They follow the cached tokens; in a
+    first prompt, whose samples may have fewer tokens than there are columns, they count from 0."""
     if (given := optional_input(node, 9)) is not None:
         return given
     count = op.Shape(input_of(node), start=1, end=2)

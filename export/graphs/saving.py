@@ -1,4 +1,4 @@
-"""ONNX files of any size: protobuf holds 2 GiB, so large weights stand in a file of their own beside the graph."""
+"""ONNX files of any size: protobuf is limited to 2 GiB, so large weights are stored in a separate file next to it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from attnforge.bundle import WEIGHTS, Bundle
 from attnforge.errors import BundleError, raised_as
 
 LIMIT = 2**31 - 2**26
-"""Bytes of weights that one file can hold; the rest of 2 GiB is for the graph itself."""
+"""Maximum bytes of weights in the ONNX file itself; the rest of 2 GiB is for the graph."""
 
 SHELVED = 2**24
-"""Bytes of weights above which the graphs of a bundle share one file of weights. The file is mapped into memory, not
-parsed: such a model loads in half the time, and the bundle is half as large."""
+"""Bytes of weights above which the graphs of a bundle share one data file. The file is mapped into memory, not parsed:
+such a model loads in half the time, and the bundle is half as large."""
 
 _SMALL, _ALIGNED = 1024, 4096
 
 
 def save(model: ir.Model, file: Path, limit: int = LIMIT) -> None:
-    """Write `model` to `file`, with its weights in `file.data` where there are many.
+    """Write `model` to `file`, with its weights in `file.data` if they exceed a limit.
 
     Args:
-        model: its graph is not touched; where it is written to one file, weights that lie in another are read into
-            memory.
-        file: in a folder that is created where there is none.
-        limit: bytes of weights above which they stand in `file.data`. What reads that file maps it, so that weights
-            are in memory once, and not as parts of the graph as well.
+        model: its graph is not changed; if it is written to one file, external weights are read into memory.
+        file: the file; its folder is created if it does not exist.
+        limit: bytes of weights above which they are stored in `file.data`. Readers map that file, so that weights are
+            in memory once, and not a second time as part of the graph.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     if _bytes_of_weights(model) > limit:
@@ -46,12 +45,12 @@ def _bytes_of_weights(model: ir.Model) -> int:
 
 
 class Shelf:
-    """Saves the graphs of a bundle. The weights of a graph that has more than :data:`SHELVED` bytes of them stand once,
-    in one data file, with the graphs that share the file beside it: neither ONNX Runtime nor onnx_ir reads weights
-    outside the folder of a model, and both take links, symbolic or hard, for an attack.
+    """Saves the graphs of a bundle. Weights of a graph with more than :data:`SHELVED` bytes of them are stored once, in
+    one data file, in the same folder as the graphs that share it: neither ONNX Runtime nor onnx_ir reads weights
+    outside the folder of a model, and both reject symbolic and hard links as attacks.
 
     Args:
-        folder: of the bundle.
+        folder: the folder of the bundle.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,30 +58,30 @@ class Shelf:
         self._shelved: WeakKeyDictionary[ir.TensorProtocol, ir.ExternalTensor] = WeakKeyDictionary()
 
     def save(self, model: ir.Model, name: str) -> str:
-        """Write `model`. Weights that are written to the data file are that file's from then on, in `model` as well:
-        they are mapped when they are read, and no copy of them is held in memory.
+        """Write `model`. Weights that go to the data file become external tensors of it, in `model` as well: they are
+        mapped when they are read, and no copy stays in memory.
 
         Args:
-            model: is the same function afterwards.
-            name: of the file, relative to the folder of the bundle.
+            model: computes the same function afterwards.
+            name: name of the file, relative to the folder of the bundle.
 
         Returns:
-            the name of the file that was written: a large model stands in the folder of the bundle itself.
+            The name of the file that was written; a large model is written to the folder of the bundle itself.
         """
         if _bytes_of_weights(model) <= SHELVED:
             file = self._folder / name
             save(model, file.with_name(f".{file.name}"))
-            file.with_name(f".{file.name}").rename(file)  # a builder may be reading an equal one
+            file.with_name(f".{file.name}").rename(file)  # a builder may be reading an equal file
             return name
         self._take(model)
         ir.save(model, self._folder / (name := name.replace("/", ".")))
         return name
 
     def _take(self, model: ir.Model) -> None:
-        """Let the large weights of `model` be those of the data file, which gets those that it lacks."""
+        """Replace the large weights of `model` by external tensors of the data file, adding those that it lacks."""
         weights = self._folder / WEIGHTS
         weights.touch()
-        with weights.open("r+b") as stream:  # not for appending, which the kernel's own copying refuses
+        with weights.open("r+b") as stream:  # not append mode, with which the kernel's copying fails
             stream.seek(0, os.SEEK_END)
             for value in model.graph.initializers.values():
                 tensor = value.const_value
@@ -96,19 +95,19 @@ class Shelf:
                 value.const_value = self._shelved[tensor]
 
     def share(self, model: ir.Model) -> None:
-        """Let those weights of `model` that the data file holds be that file's, so that they leave memory."""
+        """Replace the weights of `model` that are in the data file by its external tensors, so that memory is freed."""
         for value in model.graph.initializers.values():
             if value.const_value is not None:
                 value.const_value = self._shelved.get(value.const_value, value.const_value)
 
     def save_beside(self, model: ir.Model, name: str, other: ir.Model, other_name: str) -> None:
-        """Write `model`, which is not touched, without a second copy of the weights that it shares with `other`: they
-        are external data, in the data file or at their places in the file of `other`.
+        """Write `model` without a second copy of the weights that it shares with `other`: they are external data, in
+        the data file or at their offsets in the file of `other`.
 
         Args:
-            model: has weights of `other`, under the same names.
-            name: of its file, in the bundle's folder.
-            other: was saved before, as `other_name`, in the bundle's folder.
+            model: a model with weights of `other`, under the same names; is not changed.
+            name: name of its file in the bundle's folder.
+            other: a model that is already saved as `other_name` in the bundle's folder.
         """
         if _bytes_of_weights(model) > SHELVED:
             self.save(model, name)
@@ -120,7 +119,7 @@ class Shelf:
             if tensor is None or tensor.nbytes < _SMALL or weight not in shared:
                 continue
             if shared[weight].const_value is tensor:
-                numbers = tensor.tobytes()  # as they stand in the file, one weight behind the other
+                numbers = tensor.tobytes()  # as in the file, where one weight follows another
                 if (start := data.find(numbers, end)) < 0:
                     start = data.find(numbers)
                 if start >= 0:
@@ -136,24 +135,25 @@ class Shelf:
 
 
 def load_graph(bundle: Bundle, name: str) -> ir.Model:
-    """A graph of a bundle, checked.
+    """Load a graph of a bundle and check it.
 
     Args:
         bundle: the bundle.
-        name: of the file, as the manifest lists it.
+        name: name of the file, as listed in the manifest.
 
     Raises:
-        BundleError: the file is missing, altered, or no ONNX model.
+        BundleError: the file is missing, altered, or not an ONNX model.
     """
-    with raised_as(BundleError, f"{bundle.path / name} is no ONNX model", "; deploy the model again"), bundle.steady():
+    message = f"{bundle.path / name} is not an ONNX model"
+    with raised_as(BundleError, message, "; deploy the model again"), bundle.steady():
         model = bundle.model(name)
         return ir.from_proto(onnx.load_model_from_string(model)) if isinstance(model, bytes) else ir.load(model)
 
 
 def beside(model: ir.Model, other: ir.Model) -> ir.Model:
-    """A graph that :meth:`Shelf.save_beside` wrote, which gets the weights of `other` that it shares by name.
+    """Give a graph that :meth:`Shelf.save_beside` wrote the weights of `other` that it shares by name; return it.
 
-    Bundles written before it shared them as external data have them as inputs.
+    In older bundles, the shared weights are inputs instead of external data.
     """
     for value in list(model.graph.inputs):
         if str(value.name) in other.graph.initializers:

@@ -1,4 +1,4 @@
-"""Types of a whole graph: passes that change the type of every floating-point tensor."""
+"""Passes that change the type of every floating-point tensor of a graph."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 FLOATS = (*LOW, FLOAT, DOUBLE)
 
 _FLOAT32_INPUTS = {("", "Resize"): (1, 2), ("", "Upsample"): (1,), ("com.microsoft", "Resize"): (1, 2)}
-"""Inputs that an operator takes in fp32 whatever the type of its data: regions and scales, by place."""
+"""Inputs, by position, that an operator takes in fp32 whatever the type of its data: regions and scales."""
 
 _INNER = ("softmax_precision", "stash_type")
-"""Attributes that name the type in which an operator computes inside: never made narrower."""
+"""Attributes that name the type in which an operator computes internally; they are never narrowed."""
 
 LARGE = 2**16
-"""Bytes from which a tensor is converted only when it is asked for."""
+"""Bytes from which a tensor is converted lazily."""
 
 
 def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
-    """Let `model` compute in fp32 what it computes in fp16 or bf16, in place. Inputs and outputs keep their types.
+    """Make `model` compute in fp32 what it computes in fp16 or bf16, in place. Inputs and outputs keep their types.
 
-    The parameters keep their values, rounded to 16 bits; only what is computed from them is rounded less.
+    The weights keep their values, rounded to 16 bits; only what is computed from them is rounded less.
 
     Args:
-        model: is changed.
-        wide: inputs and outputs that become fp32, too.
+        model: changed in place.
+        wide: inputs and outputs that become fp32 too.
     """
     graph = model.graph
     outputs = [(value, value.dtype) for value in graph.outputs if value.dtype in LOW and value not in wide]
@@ -53,7 +53,7 @@ def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
 
 
 def cast_input(graph: ir.Graph, value: ir.Value, outside: ir.DataType, inside: ir.DataType) -> None:
-    """Let an input be of the type `outside`, and its users take it cast to `inside`."""
+    """Change the type of an input to `outside`, and cast it to `inside` for its users."""
     users = list(value.uses())
     value.type = ir.TensorType(outside)
     cast = ir.node("Cast", [value], {"to": inside.value}, name=f"{value.name}/to_{inside.name.lower()}")
@@ -65,7 +65,7 @@ def cast_input(graph: ir.Graph, value: ir.Value, outside: ir.DataType, inside: i
 
 
 def cast_output(graph: ir.Graph, value: ir.Value, outside: ir.DataType) -> None:
-    """Let a computed output be cast to the type `outside`, under its name."""
+    """Cast a computed output to the type `outside`, under its name."""
     assert value.dtype is not None
     cast = ir.node("Cast", [value], {"to": outside.value}, name=f"{value.name}/to_{outside.name.lower()}")
     cast.outputs[0].name, value.name = value.name, f"{value.name}/{value.dtype.name.lower()}"
@@ -77,19 +77,19 @@ def cast_output(graph: ir.Graph, value: ir.Value, outside: ir.DataType) -> None:
 def retype(
     model: ir.Model, sources: Collection[ir.DataType], target: ir.DataType, *, least_stays_least: bool = True
 ) -> PassResult:
-    """Change the type of every tensor of the types `sources` to `target`, in place: inputs, outputs, parameters,
+    """Change the type of every tensor of the types `sources` to `target`, in place: inputs, outputs, weights,
     constants, and the types that casts and operators name in attributes. Tensors that an operator takes in fp32
     whatever the type of its data stay fp32, and so do tensors that are computed for it alone.
 
-    Numbers beyond the range of `target` become its largest: the least number of a type stands for minus infinity where
-    a mask is added, but infinity itself would make NaN of a query without keys.
+    Numbers beyond the range of `target` are clipped to it: in an additive mask, the least number of a type stands for
+    minus infinity, but infinity itself would turn a fully masked row into NaN.
 
     Args:
-        model: is changed.
+        model: changed in place.
         sources: the types to replace.
         target: the type that replaces them.
-        least_stays_least: whether a single number that is the least of its type becomes the least of a wider one: it
-            stands for minus infinity, and must swallow whatever it is added to there too.
+        least_stays_least: whether a scalar that is the least number of its type becomes the least number of a wider
+            type: it stands for minus infinity, and must absorb whatever it is added to in that type too.
     """
     kept = kept_in_fp32(model.graph)
     modified = any(value.dtype in sources and value not in kept for value in _values(model.graph))
@@ -112,7 +112,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 @dataclass(frozen=True)
 class _To:
-    """What :func:`retype` replaces, by what."""
+    """The arguments of :func:`retype`."""
 
     sources: frozenset[ir.DataType]
     target: ir.DataType
@@ -120,15 +120,15 @@ class _To:
 
 
 def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> PassResult:
-    """Let every 16-bit operator of `model` compute in float32 and its result be rounded to its type, in place. Inputs
-    and outputs become float32, outputs with the numbers that are stored.
+    """Make every 16-bit operator of `model` compute in float32 and round its result to its type, in place. Inputs and
+    outputs become float32, and outputs have the rounded numbers.
 
-    This is how ONNX Runtime itself runs 16-bit operators that it has no kernels for; for bfloat16 it has to be written
-    out.
+    ONNX Runtime itself runs 16-bit operators that it has no kernels for in this way; for bfloat16 the casts have to be
+    explicit.
 
     Args:
-        model: is changed.
-        unrounded: results that stay as they are computed.
+        model: changed in place.
+        unrounded: results that are not rounded.
     """
     graph = model.graph
     low = {
@@ -155,8 +155,8 @@ def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> Pass
 
 
 def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
-    """Tensors that operators take in fp32, and tensors that are cast to whole numbers (sizes, positions), which 16 bits
-    would change; with all that they are computed from, where that is neither an input nor used for anything else."""
+    """Tensors that operators take in fp32, and tensors that are cast to integers (sizes, positions), which 16 bits
+    would change; with all tensors that they are computed from, unless these are inputs or used for anything else."""
     kept: set[ir.Value] = set()
     for node in graph:
         seeds = [node.inputs[i] for i in _FLOAT32_INPUTS.get((node.domain, node.op_type), ()) if i < len(node.inputs)]
@@ -200,7 +200,7 @@ def _retype_node(node: ir.Node, to: _To, fp32: bool) -> None:
             wider = target.bitwidth > ir.DataType(attribute.value).bitwidth
             if attribute.value in numbers and (wider or name not in _INNER):
                 node.attributes[name] = ir.AttrInt64(name, target.value)
-    # These give fp32 by default, and no attribute says so.
+    # These operators return fp32 by default, without an attribute for it.
     if node.domain == "" and FLOAT in to.sources:
         if node.op_type == "Constant" and (value := _number(node)) is not None:
             node.attributes.clear()
@@ -220,7 +220,7 @@ def _number(node: ir.Node) -> Array | None:
 
 
 def retyped(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
-    """`tensor` in another type. A large tensor is converted when it is asked for, so that it is not held twice."""
+    """Convert `tensor` to another type. A large tensor is converted lazily, so that memory does not hold it twice."""
     return _retyped(tensor, _To(frozenset(), target))
 
 
@@ -235,13 +235,13 @@ def _retyped(tensor: ir.TensorProtocol, to: _To) -> ir.TensorProtocol:
 def _numbers_retyped(tensor: ir.TensorProtocol, to: _To) -> ir.TensorProtocol:
     numbers, target = tensor.numpy(), to.target
     least = float(ml_dtypes.finfo(target.numpy()).min)  # type: ignore[no-untyped-call]
-    own = float(ml_dtypes.finfo(numbers.dtype).min)  # type: ignore[no-untyped-call]
-    if own > least:
+    source_least = float(ml_dtypes.finfo(numbers.dtype).min)  # type: ignore[no-untyped-call]
+    if source_least > least:
         wider = numbers.astype(target.numpy())
-        if to.least_stays_least and numbers.size == 1 and float(numbers.reshape(())) == own:
+        if to.least_stays_least and numbers.size == 1 and float(numbers.reshape(())) == source_least:
             wider = np.full_like(wider, least)
         return ir.tensor(wider, dtype=target, name=tensor.name)
     with np.errstate(over="ignore"):
         narrow = numbers.astype(target.numpy())
-        held = np.clip(numbers, least, -least).astype(target.numpy())
-    return ir.tensor(np.where(np.isfinite(numbers), held, narrow), dtype=target, name=tensor.name)
+        clipped = np.clip(numbers, least, -least).astype(target.numpy())
+    return ir.tensor(np.where(np.isfinite(numbers), clipped, narrow), dtype=target, name=tensor.name)

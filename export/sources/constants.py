@@ -1,8 +1,8 @@
 """Constants of an exported graph, as torch computes them.
 
-The exporter folds what depends on no input with NumPy, whose `exp`, `pow` or `sin` differ from torch's in the last bit.
-Embeddings of timesteps and positions multiply such a constant by a thousand and take the sine: that bit is then an
-error of 5e-6 where eager has 1e-7.
+The exporter folds constants with NumPy, whose `exp`, `pow` or `sin` differ from torch's in the last bit. Embeddings of
+timesteps and positions multiply such a constant by a thousand and take the sine, which turns that bit into an error of
+5e-6 where eager's is 1e-7.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.fx.node import map_arg
 from attnforge.export.graphs.types import DOUBLE, FLOAT
 
 CLOSE = 1e-3
-"""How far apart two results of the same operators are at most."""
+"""The largest difference, relative and absolute, between two results of the same operators."""
 
 FLOAT16 = ir.DataType.FLOAT16
 
 
 def computed_by_torch(program: torch.onnx.ONNXProgram) -> None:
-    """Give the floating-point constants that the exporter folded the numbers that torch computes, in place."""
+    """Replace the floating-point constants that the exporter folded by what torch computes, in place."""
     assert program.exported_program is not None
     constants: dict[str, Node] = {}
     for node in program.exported_program.graph.nodes:
@@ -42,10 +42,10 @@ def computed_by_torch(program: torch.onnx.ONNXProgram) -> None:
 
 
 def _result(node: Node, known: dict[Node, Any]) -> Any:
-    """What torch computes at a node of constants."""
+    """What torch computes at a node that depends on constants only."""
     if node not in known:
-        for other in node.all_input_nodes:
-            _result(other, known)
+        for source in node.all_input_nodes:
+            _result(source, known)
         target: Any = node.target
         known[node] = target(*map_arg(node.args, known.get), **map_arg(node.kwargs, known.get))
     return known[node]

@@ -1,4 +1,4 @@
-"""Exported programs: a program becomes a module again, with its example inputs and dynamic dims."""
+"""Turn exported programs into modules again, with their example inputs and dynamic dims."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from attnforge.errors import CaptureError, UntrustedError, UsageError, raised_as
 from attnforge.export.sources.specs import check_range
 from attnforge.quiet import quiet
 
-UNREADABLE = "is not an exported program that can be read"
+UNREADABLE = "cannot be read as an exported program"
 
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Opened(NamedTuple):
-    """An exported program as :func:`~attnforge.export.sources.torch_module.capture` takes it.
+    """An exported program in the form that :func:`~attnforge.export.sources.torch_module.capture` takes.
 
     Attributes:
         module: takes the program's tensors by position.
-        args: its example inputs.
+        args: the program's example inputs.
         dynamic_shapes: a Dim for every dynamic dim of an input, by the input's name.
-        precision: name of the precision of its weights.
+        precision: name of the precision of the weights.
     """
 
     module: nn.Module
@@ -39,59 +39,62 @@ class Opened(NamedTuple):
 
 
 def load_program(file: Path, trusted: bool = False) -> ExportedProgram:
-    """The program in a `.pt2` file. torch runs what it reads there: pickles, sizes, names, libraries.
+    """Load the program in a `.pt2` file. torch may execute what it reads there: pickles, sizes, names, libraries.
 
     Args:
-        file: is to be trusted like a program.
-        trusted: whether the caller trusts its maker; nothing of the file is read without that.
+        file: the file, which needs the same trust as a program.
+        trusted: whether the caller trusts its author; otherwise nothing of the file is read.
 
     Raises:
-        UntrustedError: nobody said that the file is trusted.
-        UsageError: no such file, or no program that this torch can read.
+        UntrustedError: `trusted` is False.
+        UsageError: the file does not exist, or is not a program that this torch can read.
     """
     if not file.is_file():
         raise UsageError(f"no file {str(file)!r}; give the path of a program that torch.export.save wrote")
     if not trusted:
         raise UntrustedError(
-            f"{file} is a .pt2 file, from which torch may run code with all your rights: where you trust its maker as "
-            "a program's, say --trust-source (trust_source=True)"
+            f"{file} is a .pt2 file, from which torch may run code with your permissions; if you trust its author, "
+            "pass --trust-source (trust_source=True)"
         )
     with raised_as(UsageError, f"{file} {UNREADABLE}"), quiet():
         return torch.export.load(file)
 
 
 def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, int]] | None = None) -> Opened:
-    """`program` as a module on its tensors by position, with its own example inputs.
+    """Turn `program` into a module that takes its tensors by position, with its own example inputs.
 
-    A dynamic dim is called by the first input that has it (`x_dim0`), for programs do not keep the names of Dims.
+    A dynamic dim is named after the first input that has it (`x_dim0`), because programs do not keep the names of Dims.
 
     Args:
-        program: exported in eval mode. It is not touched.
-        ranges: `{dim: (min, opt, max)}`, for dims without an upper bound or to replace one. `opt` is the example's
+        program: a program exported in eval mode; is not changed.
+        ranges: `{dim: (min, opt, max)}`, for dims without an upper bound, or to replace a bound. `opt` is the example's
             size.
 
     Raises:
-        UsageError: the program has no example inputs, was exported in training mode or cannot be read, or a range that
-            is missing or cannot be meant.
+        UsageError: the program has no example inputs, was exported in training mode or cannot be read, or a range is
+            missing or invalid.
     """
     module, example = as_module(program)
-    with raised_as(UsageError, f"what was given {UNREADABLE}"), quiet():
-        return Opened(module, tuple(example.values()), _dims(program, example, ranges or {}), _PRECISIONS[module.own])
+    with raised_as(UsageError, f"the program {UNREADABLE}"), quiet():
+        dims = _dims(program, example, ranges or {})
+        return Opened(module, tuple(example.values()), dims, _PRECISIONS[module.float_type])
 
 
 def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
-    """`program` as a module on its tensors by position, and its example inputs by name.
+    """Turn `program` into a module that takes its tensors by position; return it with its example inputs by name.
 
     Raises:
         UsageError: the program has no example inputs, was exported in training mode, or cannot be read.
     """
     if program.example_inputs is None:
-        raise UsageError("the program has no example inputs; export it again, torch.export.export keeps them")
+        raise UsageError(
+            "the program has no example inputs; export it again with torch.export.export, which keeps them"
+        )
     for node in program.graph.nodes:
         training = node.kwargs.get("train", node.args[-1:] == (True,))
         if node.op == "call_function" and "dropout" in str(node.target) and training:
             raise UsageError(f"the program draws random numbers ({node.name}); export it in eval mode")
-    with raised_as(UsageError, f"what was given {UNREADABLE}"), quiet():
+    with raised_as(UsageError, f"the program {UNREADABLE}"), quiet():
         leaves, spec = pytree.tree_flatten(program.example_inputs)
         names = [str(name) for name in program.graph_signature.user_inputs]
         example = {n: leaf for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
@@ -100,17 +103,17 @@ def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
 
 class Program(nn.Module):
     """A program as a module. Conversion to another float type, as by `half()`, also converts the types that its graph
-    names: the type of its weights, and for float64 all of them.
+    names: the type of its weights, and for float64 all float types.
 
     Attributes:
         inner: the program's graph.
-        own: the float type of its weights.
+        float_type: the float type of its weights.
     """
 
-    def __init__(self, inner: fx.GraphModule, leaves: list[Any], spec: Any, own: torch.dtype) -> None:
+    def __init__(self, inner: fx.GraphModule, leaves: list[Any], spec: Any, float_type: torch.dtype) -> None:
         super().__init__()
         self.inner = inner
-        self.own = own
+        self.float_type = float_type
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._spec = spec
@@ -123,21 +126,22 @@ class Program(nn.Module):
         return self.inner(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Program:
-        """A program is in the mode that it was exported in."""
+        """Return self: a program stays in the mode in which it was exported."""
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Program:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        to = fn(torch.empty(0, dtype=self.own)).dtype
-        if to == self.own:
+        source = self.float_type
+        to = fn(torch.empty(0, dtype=source)).dtype
+        if to == source:
             return self
-        types = [t for t in (*_PRECISIONS, torch.float64) if t == self.own or to == torch.float64]
+        types = [t for t in (*_PRECISIONS, torch.float64) if t == source or to == torch.float64]
 
-        least, largest, own_least = torch.finfo(to).min, torch.finfo(to).max, torch.finfo(self.own).min
+        least, largest, source_least = torch.finfo(to).min, torch.finfo(to).max, torch.finfo(source).min
 
         def retyped(argument: Any) -> Any:
             if isinstance(argument, float) and math.isfinite(argument):  # the least number stands for minus infinity
-                return least if argument == own_least else min(max(argument, least), largest)
+                return least if argument == source_least else min(max(argument, least), largest)
             return to if isinstance(argument, torch.dtype) and argument in types else argument
 
         for name, value in _constants(self.inner):
@@ -146,22 +150,22 @@ class Program(nn.Module):
         for node in self.inner.graph.nodes:
             node.args, node.kwargs = (pytree.tree_map(retyped, a) for a in (node.args, node.kwargs))
         self.inner.recompile()
-        self.own = to
+        self.float_type = to
         return self
 
 
 def _constants(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the code has as constants; a graph module keeps them beside its buffers."""
+    """The tensors that the code uses as constants; a graph module keeps them apart from its buffers."""
     yield from [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
 
 
 def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[str]) -> Program:
-    """The program as a module whose forward has these names as parameters."""
+    """The program as a module whose forward has parameters of these names."""
     inner = program.module(check_guards=False)
     assert isinstance(inner, fx.GraphModule)
     dtypes = [v.dtype for v in (*program.state_dict.values(), *leaves) if isinstance(v, Tensor)]
-    own = next((dtype for dtype in dtypes if dtype in _PRECISIONS), None)
-    if own is None:
+    float_type = next((dtype for dtype in dtypes if dtype in _PRECISIONS), None)
+    if float_type is None:
         raise UsageError("the program has no weights or inputs of fp32, fp16 or bf16")
 
     def forward(self: Program, *tensors: Tensor) -> Any:
@@ -172,7 +176,7 @@ def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[
         [inspect.Parameter(name, kind) for name in ("self", *names)]
     )
     kind_of_program: type[Program] = type("ExportedProgram", (Program,), {"forward": forward})
-    return kind_of_program(inner, leaves, spec, own)
+    return kind_of_program(inner, leaves, spec, float_type)
 
 
 def _dims(program: ExportedProgram, example: dict[str, Tensor], ranges: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
@@ -188,7 +192,7 @@ def _dims(program: ExportedProgram, example: dict[str, Tensor], ranges: Mapping[
             factor, rest = expression.as_coeff_Mul()
             if not rest.is_Symbol or not factor.is_Integer:
                 raise CaptureError(
-                    f"dim {i} of input {name!r} is {expression}; of derived dims only multiples are supported"
+                    f"dim {i} of input {name!r} is {expression}; only multiples are supported as derived dims"
                 )
             names.setdefault(rest, f"{name}_dim{i}")
             sizes[rest] = example[name].shape[i] // int(factor)
@@ -225,8 +229,8 @@ def _bounded(
             check_range(name, ranges[name])
             if ranges[name][0] < low or ranges[name][1] != sizes[symbol]:
                 raise UsageError(
-                    f"the range of {name!r} is {':'.join(map(str, ranges[name]))}; the program takes it from {low} on, "
-                    f"and its example, the usual size, has {sizes[symbol]}"
+                    f"the range of {name!r} is {':'.join(map(str, ranges[name]))}; the least size must be {low} or "
+                    f"more, and the usual size that of the program's example, {sizes[symbol]}"
                 )
             low, _, high = ranges[name]
         if not getattr(high, "is_Integer", True) or int(high) >= 2**62:
@@ -240,6 +244,6 @@ def _bounded(
             if name in missing
         )
         raise UsageError(
-            f"the program has dynamic dims without an upper bound: {', '.join(missing)}; give them one: {shown}"
+            f"the program has dynamic dims without an upper bound: {', '.join(missing)}; give their ranges: {shown}"
         )
     return dims

@@ -1,8 +1,8 @@
-"""Hugging Face models by configuration or local folder: plain tensors in and out, and inputs to export them with.
+"""Hugging Face models from a configuration or local folder: plain tensors as inputs and outputs, and example inputs.
 
-Nothing is downloaded. A folder holds `config.json`, and `model.safetensors` where the weights are to be those; a
+Nothing is downloaded. A folder contains `config.json`, and optionally its weights as `model.safetensors`; a
 configuration alone gives a model with random weights. A folder of sentence-transformers gives sentence embeddings,
-pooled and normalised as that library does.
+pooled and normalised as in that library.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from attnforge.model.registry import Example
 from attnforge.quiet import quiet
 
 SHORTEST, LONGEST = 2, 512
-"""The numbers of tokens that a deployed model takes, where neither the caller nor its position table says less."""
+"""The range of the number of tokens, unless the caller or the model's position table gives a smaller maximum."""
 
 TOKENS = 128
-"""The number of tokens of the example, where the model takes as many: TensorRT's plan is fastest at the example's
-sizes."""
+"""The number of tokens of the example, if the model takes that many: TensorRT's plan is fastest at the example's sizes.
+"""
 
 
 class PlainTensors(nn.Module):
     """A Hugging Face model that takes named tensors by position and returns a dict of tensors, without caches.
 
     Args:
-        model: of transformers.
-        embedding: makes sentence embeddings of its token states; they are then the only output.
+        model: a model of transformers.
+        embedding: turns token states into sentence embeddings, which are then the only output.
 
     Attributes:
-        random_weights: which weights are random, and of which seed; None where all were loaded.
+        random_weights: which weights are random, with their seed; None if all were loaded.
     """
 
     def __init__(self, model: nn.Module, embedding: sentences.Embedding | None = None) -> None:
@@ -51,7 +51,7 @@ class PlainTensors(nn.Module):
 
     @classmethod
     def taking(cls, names: Sequence[str]) -> type[PlainTensors]:
-        """This class with a forward whose signature lists `names`: they become the names of the deployed inputs."""
+        """A subclass with a forward whose signature lists `names`, which become the names of the deployed inputs."""
 
         def forward(self: PlainTensors, *tensors: Tensor) -> dict[str, Tensor]:
             inputs = dict(zip(names, tensors, strict=True))
@@ -82,30 +82,30 @@ def example(
     seed: int | str = 0,
     random_weights: bool | str = False,
 ) -> Example:
-    """The model at `path`, in eval mode, with example inputs and dynamic dims.
+    """Load the model at `path`, in eval mode, with example inputs and dynamic dims.
 
     Args:
         path: a folder with `config.json` (and weights), or a configuration file.
-        attention: `sdpa` or `eager`: which of its two forms of attention is run and exported; by default `sdpa`, where
-            the architecture has it.
-        architecture: class in transformers, such as `T5EncoderModel`; by default the one that the configuration names,
-            and of a sentence-transformers folder its transformer with the pooling behind it.
-        part: `encoder` or `decoder`, to deploy that part of an encoder-decoder alone.
-        inputs: which inputs the deployed model takes, `input_ids,attention_mask` say; by default all that are known
-            here. A decoder with a cache takes `input_ids` alone.
-        batch, tokens: sizes of the example; of tokens by default 128, or as many as the model takes.
-        max_batch, max_tokens: upper bounds of the dynamic dims; of tokens by default the model's own, 512 at most.
-        dynamic: which dims vary: `batch,tokens`, `batch`, `tokens` or `none`.
-        seed: of random weights and example inputs.
-        random_weights: whether weights may be random that the folder lacks though it holds others, but for heads.
+        attention: the attention implementation to run and export, `sdpa` or `eager`; by default `sdpa` if the
+            architecture has it.
+        architecture: class in transformers, such as `T5EncoderModel`; by default the one named in the configuration,
+            or for a sentence-transformers folder its transformer followed by the pooling.
+        part: `encoder` or `decoder`, to deploy only that part of an encoder-decoder.
+        inputs: inputs of the deployed model, such as `input_ids,attention_mask`; by default all that are supported. A
+            decoder with a cache takes `input_ids` alone.
+        batch, tokens: sizes of the example; tokens is by default 128, or the model's maximum if that is less.
+        max_batch, max_tokens: upper bounds of the dynamic dims; max_tokens is by default the model's own, at most 512.
+        dynamic: the dims that vary: `batch,tokens`, `batch`, `tokens` or `none`.
+        seed: random seed of weights and example inputs.
+        random_weights: whether weights that are missing from the folder may be random, even if they are not heads.
 
     Raises:
         UnavailableError: transformers is not installed.
-        UsageError: no configuration is there, the weights are of another model, an option cannot be meant, or the
-            inputs of that architecture are others than token ids, pixels, audio features or waveforms.
+        UsageError: there is no configuration, the weights are of another model, an option is invalid, or the
+            architecture takes inputs other than token ids, pixels, audio features or waveforms.
     """
     if attention not in (None, "eager", "sdpa"):
-        raise UsageError(f"attention={attention!r}; give eager or sdpa, the forms that can be exported")
+        raise UsageError(f"attention={attention!r}; give eager or sdpa, the implementations that can be exported")
     parts = sentences.parts(Path(path)) if architecture is None and part is None else None
     folder, embedding = parts or (Path(path), None)
     if str(random_weights).lower() not in ("true", "false"):
@@ -147,13 +147,13 @@ def _number(name: str, value: int | str) -> int:
 def load(
     path: str | os.PathLike[str], attention: str | None, architecture: str | None, seed: int, random: bool = False
 ) -> nn.Module:
-    """The model itself, with its own weights where the folder has any, else random ones; with `random`, those that it
-    lacks are random, too."""
+    """Load the model itself, with the weights in the folder if there are any, else with random weights; with `random`,
+    missing weights are random too."""
     transformers = _transformers()
     folder = Path(path)
     if not (folder.is_file() or (folder / "config.json").is_file()):
-        raise UsageError(f"no Hugging Face configuration at {folder}; give a folder with config.json, or such a file")
-    with raised_as(UsageError, f"{folder} holds no configuration that transformers knows"), quiet():
+        raise UsageError(f"no Hugging Face configuration at {folder}; give a folder with config.json, or that file")
+    with raised_as(UsageError, f"{folder} has no configuration that transformers knows"), quiet():
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     named = architecture or next(iter(config.architectures or ()), None)
     kind = getattr(transformers, str(named), None) if named else transformers.AutoModel
@@ -161,12 +161,12 @@ def load(
         issubclass(kind, transformers.PreTrainedModel) or kind.__name__.startswith("AutoModel")
     ):
         raise UsageError(
-            f"transformers {transformers.__version__} has no {named}; give a class of its own, such as "
+            f"transformers {transformers.__version__} has no model class {named}; give one that it has, such as "
             "architecture=BertModel"
         )
     _check_size(folder, config)
     torch.manual_seed(seed)
-    with raised_as(UsageError, f"transformers cannot make {kind.__name__} of {folder}"):
+    with raised_as(UsageError, f"transformers cannot build {kind.__name__} from {folder}"):
         try:
             return _build(kind, config, folder, attention or "sdpa", random).eval()
         except ValueError as error:
@@ -176,7 +176,7 @@ def load(
 
 
 def _check_size(folder: Path, config: Any) -> None:
-    """Refuse a configuration of more layers or larger weights than can be meant, before memory or hours are spent."""
+    """Refuse a configuration with too many layers or too large weights, before memory or hours are spent on it."""
     text = config.get_text_config()
     layers, width, words = (getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
     layers, width, words = (n if isinstance(n, int) and n > 0 else 0 for n in (layers, width, words))
@@ -184,42 +184,42 @@ def _check_size(folder: Path, config: Any) -> None:
     if layers > MOST_LAYERS or (left is not None and needed > left):
         raise UsageError(
             f"the configuration in {folder} has {layers:,} layers of width {width:,}: at least {needed / 2**30:,.1f} "
-            f"GiB of weights; there may be {MOST_LAYERS:,} layers, and this machine has "
-            f"{'no limit that is known' if left is None else f'{left / 2**30:,.1f} GiB left'}"
+            f"GiB of weights; at most {MOST_LAYERS:,} layers are allowed, and this machine has "
+            f"{'no known limit' if left is None else f'{left / 2**30:,.1f} GiB left'}"
         )
 
 
 MOST_LAYERS = 1_000
-"""Layers that a configuration may have; making each takes time whatever its width."""
+"""Maximum number of layers of a configuration; creating a layer takes time whatever its width."""
 
 _NOT_READ = ("*.h5", "*.msgpack", "*.gguf", "*.pth", "*.pt", "*.ckpt", "*.bin")
-"""Files of weights in formats that are not read here; beside such a file random weights are not what is meant."""
+"""Weight files in formats that are not supported; a folder with such a file is not meant to get random weights."""
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether a folder holds the weights that are to be loaded; without any, they are random.
+    """Whether a folder has weights to load; without any, weights are random.
 
     Raises:
-        UsageError: it names or holds weights that cannot be loaded.
+        UsageError: it names or contains weights that cannot be loaded.
     """
     if not folder.is_dir():
         return False
     for index in (*folder.glob("*.safetensors.index.json"), *folder.glob("pytorch_model*.bin.index.json")):
-        with raised_as(UsageError, f"{index} is no index of weights"):
+        with raised_as(UsageError, f"{index} is not an index of weights"):
             shards = set(json.loads(index.read_bytes())["weight_map"].values())
         if outside := [name for name in shards if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts]:
             raise UsageError(f"{index} names {str(outside[0])!r}, outside the folder; copy the weights into it")
         if missing := sorted(str(name) for name in shards if not (folder / str(name)).is_file()):
             raise UsageError(
-                f"{index} names {missing[0]!r}, which is not there ({len(missing)} of {len(shards)} are missing); "
-                "fetch them, or give config.json alone for a model with random weights"
+                f"{index} names {missing[0]!r}, which does not exist ({len(missing)} of {len(shards)} are missing); "
+                "download them, or give config.json alone for a model with random weights"
             )
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return True
     if others := sorted(file.name for kind in _NOT_READ for file in folder.glob(kind)):
         raise UsageError(
-            f"{folder} holds {others[0]}, a format that is not read here, and no model.safetensors; convert it, or "
-            "give config.json alone for a model with random weights"
+            f"{folder} has {others[0]}, a format that is not supported, and no model.safetensors; convert it, or give "
+            "config.json alone for a model with random weights"
         )
     return False
 
@@ -248,21 +248,21 @@ def _build(kind: Any, config: Any, folder: Path, attention: str, random: bool) -
 
 
 def _check_loaded(model: Any, missing: Sequence[str], folder: Path) -> None:
-    """Check that a folder has the weights of a model. Heads may be missing, as they are of a base model: whole parts of
-    the model, or of the base model in it, that are less than half of it."""
-    names = {name for name, _ in model.named_parameters()}  # each weight once, also one that a head shares
+    """Check that a folder has the weights of a model. Heads may be missing, as in a base model: whole parts of the
+    model, or of the base model in it, with less than half of the weights."""
+    names = {name for name, _ in model.named_parameters()}  # each weight once, also if a head shares it
     lacking, loaded = names.intersection(missing), names.difference(missing)
     base = f"{model.base_model_prefix}."
     absent, present = ({name.removeprefix(base).split(".")[0] for name in part} for part in (lacking, loaded))
     if absent & present or len(lacking) > len(loaded):
         raise UsageError(
             f"{folder} has {len(loaded)} of the {len(names)} weights of {type(model).__name__} ({_named(missing)} are "
-            "missing); give another architecture=…, or --random-weights (random_weights=True) to let them be random"
+            "missing); give another architecture=…, or --random-weights (random_weights=True) to randomise them"
         )
 
 
 def _named(weights: Sequence[str]) -> str | None:
-    """The first of some weights, and how many others there are."""
+    """The first of several weights, and the number of others; None if there are none."""
     if not weights:
         return None
     return weights[0] if len(weights) == 1 else f"{weights[0]} and {len(weights) - 1} more"
@@ -278,10 +278,12 @@ def around(
     embedding: sentences.Embedding | None = None,
     only: str | None = None,
 ) -> Example:
-    """`model` from transformers, wrapped for export, with example inputs and dynamic dims."""
+    """Wrap a model of transformers for export, with example inputs and dynamic dims."""
     varying = {part.strip() for part in dynamic.split(",")} - {"none"}
     if unknown := varying - {"batch", "tokens"}:
-        raise UsageError(f"dynamic={dynamic!r} names {', '.join(sorted(unknown))}; of these may vary: batch, tokens")
+        raise UsageError(
+            f"dynamic={dynamic!r} names {', '.join(sorted(unknown))}; the dims that can vary: batch, tokens"
+        )
     model.config.use_cache = False
     most = max_tokens or longest(model.config)
     tokens = tokens or min(TOKENS, most)
@@ -291,8 +293,8 @@ def around(
         least, usual, largest = bounds[name]
         if least == largest or not least <= usual <= largest:
             raise UsageError(
-                f"{name} is {usual} in the example and is to vary from {least} to {largest}; choose {name} and "
-                f"max_{name} to fit, or leave {name} out of dynamic"
+                f"{name} is {usual} in the example, with a range from {least} to {largest}; choose {name} and "
+                f"max_{name} that fit, or leave {name} out of dynamic"
             )
     dims = {name: Dim(name, min=bounds[name][0], max=bounds[name][2]) for name in varying}
     shapes: dict[str, dict[int, Any] | None] = {
@@ -303,23 +305,23 @@ def around(
 
 
 def _chosen(inputs: dict[str, Tensor], only: str | None) -> dict[str, Tensor]:
-    """The inputs that are named, or all."""
+    """The inputs named in `only`, or all inputs."""
     wanted = list(inputs) if only is None else [name.strip() for name in only.split(",")]
     if unknown := [name for name in wanted if name not in inputs]:
-        raise UsageError(f"inputs={only!r} names {unknown[0]!r}; of this model are known: {', '.join(inputs)}")
+        raise UsageError(f"inputs={only!r} names {unknown[0]!r}; the inputs of this model are {', '.join(inputs)}")
     return {name: inputs[name] for name in wanted}
 
 
 def text_end(path: str | os.PathLike[str]) -> tuple[Path | None, list[int]]:
-    """The tokenizer beside a model, and the ids behind which its configuration ends a text.
+    """The tokenizer in a model's folder, if any, and the stop token ids of its configuration.
 
     Args:
-        path: of a folder, or a configuration file.
+        path: a folder, or a configuration file.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    found = Path(path) if Path(path).is_file() else folder / "config.json"
+    config = Path(path) if Path(path).is_file() else folder / "config.json"
     try:
-        end = json.loads(found.read_bytes()).get("eos_token_id")
+        end = json.loads(config.read_bytes()).get("eos_token_id")
     except (OSError, ValueError, AttributeError, RecursionError):
         end = None
     ids = [token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int) and token >= 0]
@@ -331,28 +333,28 @@ def _is_text(name: str) -> bool:
 
 
 def longest(config: Any) -> int:
-    """How many tokens a model takes: as many as its position table holds, and 512 at most."""
+    """The maximum number of tokens of a model: the size of its position table, at most 512."""
     text = config.get_text_config()
-    padding = (getattr(text, "pad_token_id", None) or 0) + 1  # RoBERTa's positions start behind the padding's
+    padding = (getattr(text, "pad_token_id", None) or 0) + 1  # RoBERTa's positions start after the padding's
     sizes = [getattr(text, name, None) for name in _POSITIONS]
     known = [size for size in sizes if isinstance(size, int) and size > 0]
     return min([LONGEST, *(size - padding if size > padding else size for size in known)])
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-"""What configurations call the size of their position table."""
+"""The names that configurations use for the size of their position table."""
 
 
 def example_inputs(model: Any, batch: int, tokens: int) -> dict[str, Tensor]:
-    """Example inputs by name, in the order of forward's arguments; of texts all but the first end in padding.
+    """Example inputs by name, in the order of forward's arguments; all texts except the first end in padding.
 
     Raises:
-        UsageError: the model's main input is of a kind that is not known here.
+        UsageError: the model's main input is of an unsupported kind.
     """
     takes = inspect.signature(model.forward).parameters
     main = model.main_input_name
     if main not in _MAKERS:
-        raise UsageError(f"{type(model).__name__} takes {main}; of main inputs are known: {', '.join(_MAKERS)}")
+        raise UsageError(f"{type(model).__name__} takes {main}; the supported main inputs are {', '.join(_MAKERS)}")
     needed = {main}
     if main in ("input_ids", "pixel_values"):
         needed |= {"input_ids", "pixel_values"}
@@ -390,7 +392,7 @@ def _input_features(config: Any, batch: int, tokens: int, random: torch.Generato
 
 
 def _input_values(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
-    """A second of sound at 16 kHz, or a spectrogram of the length that the model is for."""
+    """One second of audio at 16 kHz, or a spectrogram of the length that the model expects."""
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
         return torch.randn(batch, config.max_length, config.num_mel_bins, generator=random)
     return torch.randn(batch, 16_000, generator=random)
@@ -410,5 +412,5 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UnavailableError(f"transformers cannot be used here ({error}); pip install attnforge[hf]") from error
+        raise UnavailableError(f"transformers cannot be imported ({error}); pip install attnforge[hf]") from error
     return transformers

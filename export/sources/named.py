@@ -1,4 +1,4 @@
-"""Models named by a text: a registered name, `package.module:function`, `hf:PATH`, an `.onnx` or a `.pt2` file."""
+"""Models named by a string: a registered name, `package.module:function`, `hf:PATH`, an `.onnx` or a `.pt2` file."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ def model_named(
     weights: str | os.PathLike[str] | None,
     dims: Mapping[str, tuple[int, int, int]],
 ) -> tuple[Example | File, Source | None]:
-    """The model that a text names, as :func:`attnforge.deploy` takes it, and the manifest's record of it; None for a
-    file, whose record `deploy` writes itself.
+    """The named model in the form that :func:`attnforge.deploy` takes, and the manifest's record of it; the record is
+    None for a file, for which `deploy` writes it.
 
     Args:
-        model: as of :func:`build`, or the path of an `.onnx` or `.pt2` file.
-        options: of a registered model or a callable.
-        weights: of a registered model or a callable.
-        dims: of a file, least, usual and largest size of its dynamic dims, by name.
+        model: a name as for :func:`build`, or the path of an `.onnx` or `.pt2` file.
+        options: options of a registered model or a callable.
+        weights: weights of a registered model or a callable.
+        dims: for a file, the least, usual and largest size of its dynamic dims, by name.
 
     Raises:
         UnknownNameError: no registered model or option has that name.
-        UsageError: no such file or callable, or an option that only another kind of source has.
+        UsageError: the file or callable does not exist, or the option is for another kind of source.
     """
     if model.startswith(HUGGING_FACE) or Path(model).suffix not in FILES:
         if dims:
-            raise UsageError(f"{model} says the ranges of its dims itself; --dim is for .onnx and .pt2 files")
+            raise UsageError(f"{model} defines the ranges of its dims itself; --dim is for .onnx and .pt2 files")
         return build(model, options, weights)
     if options or weights is not None:
-        raise UsageError(f"{model} is a file, with weights and sizes of its own; it takes no options and no weights")
+        raise UsageError(f"{model} is a file that contains its weights and sizes; it takes no options and no weights")
     if not Path(model).is_file():
         raise UsageError(f"no file {model!r}; give the path of an ONNX model or an exported program, or a model's name")
     return File(Path(model), None, dict(dims)), None
 
 
 def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None) -> tuple[Example, Source]:
-    """The module, example inputs and dynamic shapes that `model` names, and the record of it for the manifest.
+    """Build the module, example inputs and dynamic shapes that `model` names, and the manifest's record of it.
 
     Args:
         model: a registered name; `package.module:function`, which returns `(module, args, dynamic_shapes)`; or `hf:`
-            and a Hugging Face folder or configuration.
+            followed by a Hugging Face folder or configuration.
         options: keyword arguments of the registered model, of the callable, or of
             :func:`attnforge.export.sources.huggingface.example`.
         weights: a safetensors file with exactly the tensors of the module's state dict.
@@ -85,8 +85,7 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
 
 
 def texts_of(model: str) -> tuple[Path | None, list[int]]:
-    """The tokenizer of a decoder that a text names, and the ids behind which its texts end; None and none where it has
-    no texts."""
+    """The tokenizer of the named decoder, or None, and its stop token ids."""
     if model.startswith(HUGGING_FACE):
         from attnforge.export.sources import huggingface
 
@@ -107,7 +106,7 @@ def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | No
     from attnforge.export.sources import huggingface
 
     if weights is not None:
-        raise UsageError(f"the weights of {model} are those in its folder, as model.safetensors; it takes no others")
+        raise UsageError(f"{model} takes the weights in its folder (model.safetensors), not those of another file")
     known = [name for name in inspect.signature(huggingface.example).parameters if name != "path"]
     if unknown := [name for name in options if name not in known]:
         raise UnknownNameError(f"option of {model}", unknown[0], known)
@@ -117,44 +116,44 @@ def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | No
 
 
 def check_trusted(source: Source, trusted: bool) -> None:
-    """Check that what a manifest names may be imported, opened and run. A registered model is this library's own code,
-    so it needs no trust unless the manifest names a file of weights.
+    """Check that the source named in a manifest may be imported, opened and run. A registered model is code of this
+    library, so it needs no trust unless the manifest names a file of weights.
 
     Args:
         source: the manifest's record.
-        trusted: whether the caller trusts whoever wrote the manifest, as one trusts a program before running it.
+        trusted: whether the caller trusts the author of the manifest, like that of a program.
 
     Raises:
-        UntrustedError: it may not; says what the manifest names.
+        UntrustedError: it may not; the message says what the manifest names.
     """
     if trusted or source.kind == "module" or (source.kind == "registered" and source.weights is None):
         return
     named = repr(source.name) + (f" and {source.weights!r}" if source.weights is not None else "")
     raise UntrustedError(
-        f"the manifest names {named} ({source.kind}), which would be opened and run with all your rights; where you "
-        "trust whoever made the bundle, say --trust-source (trust_source=True), or pass the module yourself (module=…)"
+        f"the manifest names {named} ({source.kind}), which would be opened and run with your permissions; if you "
+        "trust the author of the bundle, pass --trust-source (trust_source=True), or pass the module itself (module=…)"
     )
 
 
 def rebuild(source: Source, trusted: bool = False) -> Example:
-    """The module that a bundle was deployed from.
+    """Rebuild the module that a bundle was deployed from.
 
     Args:
         source: the manifest's record.
-        trusted: as :func:`check_trusted` takes it.
+        trusted: see :func:`check_trusted`.
 
     Raises:
-        UntrustedError: the record names code or a file, and nobody said that it is trusted.
-        UsageError: it was a module in memory, which only its owner has, or an ONNX graph, which is no module.
+        UntrustedError: the record names code or a file, and `trusted` is False.
+        UsageError: the source was a module in memory, which only its owner has, or an ONNX graph.
     """
     if source.kind == "module":
         raise UsageError(f"the bundle was deployed from a module in memory ({source.name}); pass it as module=…")
     if source.kind == "onnx":
         raise UsageError(
-            f"the bundle was deployed from an ONNX graph ({source.name}); there is no torch module, so no eager peer"
+            f"the bundle was deployed from an ONNX graph ({source.name}), so there is no torch module and no eager peer"
         )
     check_trusted(source, trusted)
-    match source.kind:  # by its kind alone: what a name looks like is up to whoever wrote the manifest
+    match source.kind:  # by kind alone: the author of the manifest chooses what a name looks like
         case "program":
             from attnforge.export.sources.exported_program import as_module, load_program
 
@@ -169,7 +168,7 @@ def rebuild(source: Source, trusted: bool = False) -> Example:
 
 def _call(model: str, options: Mapping[str, Any]) -> Example:
     module_name, _, function_name = model.partition(":")
-    sys.path.insert(0, os.getcwd())  # a user's own file, beside which the command is run
+    sys.path.insert(0, os.getcwd())  # for a user's own file in the folder in which the command is run
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError, TypeError, SystemExit) as error:  # the middle two of ":f", "..a:f"
@@ -184,5 +183,5 @@ def _call(model: str, options: Mapping[str, Any]) -> Example:
     except (TypeError, ValueError, SystemExit) as error:
         raise UsageError(f"{model} must return (module, args, dynamic_shapes): {first_line(error)}") from error
     if not isinstance(module, nn.Module):
-        raise UsageError(f"{model} returned {type(module).__name__} where a torch.nn.Module belongs")
+        raise UsageError(f"{model} returned a {type(module).__name__} as module; return a torch.nn.Module")
     return Example(module, tuple(args), dynamic_shapes)

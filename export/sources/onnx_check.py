@@ -1,5 +1,5 @@
-"""What an ONNX graph may hold before anything is done with it: names that are defined, in order; as many operators, and
-constants as large, as can be meant. Libraries follow anything else into an error of their own, or for hours."""
+"""Checks of an ONNX graph before anything is done with it: names are defined in order, and the numbers of operators and
+the sizes of constants are plausible. On any other graph, libraries fail with errors of their own, or run for hours."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from attnforge.files import open_inside
 from attnforge.memory import available
 
 MOST_NODES = 200_000
-"""Operators of a graph whose functions are written out."""
+"""Maximum number of operators of a graph whose functions are inlined."""
 
 DEEPEST = 8
-"""Graphs within graphs, as of branches and loops."""
+"""Maximum nesting depth of graphs, as in branches and loops."""
 
 LARGEST_CONSTANT = 2**28
-"""Numbers that operators may make out of constants alone."""
+"""Maximum number of elements that operators may compute from constants alone."""
 
 
 def check_files(model: onnx.ModelProto, folder: Path) -> None:
-    """Check where the weights of a model stand, before anything reads them.
+    """Check where the weights of a model are stored, before anything reads them.
 
     Args:
-        model: as its file has it.
-        folder: of the file.
+        model: the model as it is in its file.
+        folder: the folder of the file.
 
     Raises:
-        UsageError: in a file outside its folder, behind a link, or not there; or some are sparse.
+        UsageError: weights are in a file outside the folder, reached through a link, or missing; or some are sparse.
     """
     for message in messages(model):
         if isinstance(message, onnx.SparseTensorProto):
-            raise UsageError("the graph has a sparse constant, which is not read here; export it with dense ones")
-        for place in locations(message):
-            path = PurePosixPath(place)
+            raise UsageError("the graph has a sparse constant, which is not supported; export it with dense ones")
+        for location in locations(message):
+            path = PurePosixPath(location)
             if path.is_absolute() or not {"..", "*"}.isdisjoint(path.parts):
-                raise UsageError(f"the graph keeps weights in {place!r}, outside its folder; copy them beside it")
+                raise UsageError(f"the graph keeps weights in {location!r}, outside its folder; copy them into it")
             try:
-                open_inside(folder, place).close()
+                open_inside(folder, location).close()
             except (OSError, ValueError) as error:
                 raise UsageError(
-                    f"the graph keeps weights in {place!r}, which is not beside it as a regular file "
+                    f"the graph keeps weights in {location!r}, which is not a regular file in its folder "
                     f"({first_line(error)}); copy it there"
                 ) from error
 
 
 def check(model: ir.Model) -> None:
-    """Check a graph as its file has it, its functions not yet written out.
+    """Check a graph as it is in its file, before its functions are inlined.
 
     Raises:
-        UsageError: it is too large or too deep, a name in it is not defined, or only later, an input has no type, or a
-            constant holds fewer numbers than its dims say.
+        UsageError: it is too large or nested too deep, a name in it is not defined or only defined later, an input has
+            no type, or a constant has fewer numbers than its dims say.
     """
     for value in model.graph.inputs:
         if not isinstance(value.type, ir.TensorType) or value.dtype in (None, ir.DataType.UNDEFINED):
-            raise UsageError(f"the input {value.name!r} is no tensor of a known type; export the graph again")
+            raise UsageError(f"the input {value.name!r} is not a tensor of a known type; export the graph again")
     for tensor in tensors(model):
         _check_tensor(tensor)
     _check_functions(model)
     deepest = max((depth for _, depth in _nodes(model.graph)), default=0)
     if deepest > DEEPEST:
-        raise UsageError(f"the graph has graphs within graphs, {deepest} deep; there may be {DEEPEST}")
+        raise UsageError(f"the graph nests graphs {deepest} deep; at most {DEEPEST} are allowed")
     _check_order(model.graph)
     _check_lists(model.graph)
     for node, _ in _nodes(model.graph):
@@ -77,13 +77,13 @@ def check(model: ir.Model) -> None:
 
 
 MOST_REPEATED = 8
-"""How often a graph may join its constants into one, on the average."""
+"""How often a graph may concatenate its constants, on average."""
 
 _TAKES_SHAPE = ("Reshape", "Expand", "ConstantOfShape", "Tile", "CenterCropPad")
 
 
 def _check_lists(graph: ir.Graph) -> None:
-    """Check how long lists of numbers get that are joined over and over, or say a shape: inference keeps each."""
+    """Check the length of integer lists that are repeatedly concatenated or used as shapes: inference keeps each."""
     counts = {value: _size(value) for value in graph.inputs if value.dtype is not None and value.dtype.is_integer()}
     counts |= {value: _size_of(value) for value in graph.initializers.values()}
     most = MOST_REPEATED * sum(counts.values()) + 2**20
@@ -98,7 +98,9 @@ def _check_lists(graph: ir.Graph) -> None:
         if node.op_type == "Concat" and count > most:
             raise UsageError(_too_large(node, count, most))
         if node.op_type in _TAKES_SHAPE and inputs and inputs[-1] > 2**20:
-            raise UsageError(f"{node.op_type} ({node.name}) is given a shape of very many dims; export the graph again")
+            raise UsageError(
+                f"{node.op_type} ({node.name}) has a shape with more than 2^20 dims; export the graph again"
+            )
 
 
 def _size_of(value: ir.Value) -> int:
@@ -107,7 +109,7 @@ def _size_of(value: ir.Value) -> int:
 
 
 def tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    """The constants of a model: of its graphs, within its operators, and of its functions."""
+    """The constants of a model: weights, and tensors in attributes of its graphs and functions."""
     yield from (value.const_value for value in model.graph.initializers.values() if value.const_value is not None)
     graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for graph in graphs:
@@ -116,34 +118,34 @@ def tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 
 
 def _check_tensor(tensor: ir.TensorProtocol) -> None:
-    """Check that a constant holds as many numbers as its dims say."""
+    """Check that a constant has as many numbers as its dims say."""
     if not isinstance(tensor, ir.serde.TensorProtoTensor):  # external data are checked where they are read
         return
     proto = tensor.raw
     count = prod(proto.dims)
     lists = (proto.float_data, proto.int32_data, proto.int64_data, proto.double_data, proto.uint64_data)
-    held = 4 * len(proto.raw_data) or max(4 * max(map(len, lists)), len(proto.string_data))  # of 2 bits, four a byte
-    if any(dim < 0 for dim in proto.dims) or count > held:
+    stored = 4 * len(proto.raw_data) or max(4 * max(map(len, lists)), len(proto.string_data))  # 2-bit types: 4 a byte
+    if any(dim < 0 for dim in proto.dims) or count > stored:
         raise UsageError(
-            f"the constant {tensor.name!r} is cut short: its dims are {list(proto.dims)}; export the graph again"
+            f"the constant {tensor.name!r} has too few numbers for its dims {list(proto.dims)}; export the graph again"
         )
 
 
 SMALL, GROWTH = 2**26, 2**14
-"""The numbers that a graph may hold at one time whatever it is given, and those for each number that it is given. What
-grows most of what can be meant are scores, of as many numbers as tokens for each token."""
+"""Limits on the numbers that a graph has in memory at one time: in any case, and for each number that it is given.
+Among plausible graphs, attention scores grow most, by as many numbers per token as there are tokens."""
 
 
 def check_growth(model: ir.Model, sizes: Mapping[str, int]) -> None:
-    """Check how many numbers a graph holds at one time, once shapes are inferred and before it runs.
+    """Check how many numbers a graph has in memory at one time, after shapes are inferred and before it runs.
 
     Args:
         model: the graph.
-        sizes: of the symbolic dims of its inputs.
+        sizes: sizes of the symbolic dims of its inputs.
 
     Raises:
-        UsageError: more than can be made out of what it is given: its inputs, and the constants in its file.
-        UnavailableError: more than there is memory for, in float64.
+        UsageError: too many for what it is given: its inputs, and the constants in its file.
+        UnavailableError: too many for the available memory, in float64.
     """
     count = Numbers(sizes)
     given = sum(map(count, (*model.graph.inputs, *model.graph.initializers.values())))
@@ -151,16 +153,16 @@ def check_growth(model: ir.Model, sizes: Mapping[str, int]) -> None:
     if not made:
         return
     largest = max(made, key=made.__getitem__)
-    held, most = max(most_alive(model, sizes), made[largest]), max(SMALL, GROWTH * given)
-    if held > most:
+    alive, most = max(most_alive(model, sizes), made[largest]), max(SMALL, GROWTH * given)
+    if alive > most:
         raise UsageError(
-            f"the graph makes {held:,} numbers at one time out of {given:,} that it is given, the most by "
-            f"{largest.op_type} ({largest.name}); there may be {most:,}"
+            f"the graph makes {alive:,} numbers at one time out of {given:,} that it is given, the most by "
+            f"{largest.op_type} ({largest.name}); at most {most:,} are allowed"
         )
-    if (left := available()) is not None and 8 * held > left:
+    if (left := available()) is not None and 8 * alive > left:
         raise UnavailableError(
-            f"the graph needs at least {8 * held / 2**30:.1f} GiB of memory at the usual sizes of its dims, and "
-            f"{left / 2**30:.1f} GiB are left; give it smaller ones"
+            f"the graph needs at least {8 * alive / 2**30:.1f} GiB of memory at the usual sizes of its dims, and "
+            f"{left / 2**30:.1f} GiB are left; give smaller sizes"
         )
 
 
@@ -182,11 +184,11 @@ def check_certain(node: ir.Node) -> None:
 
 
 def _too_large(node: ir.Node, count: int, most: int = LARGEST_CONSTANT) -> str:
-    return f"{node.op_type} ({node.name}) makes {count:,} numbers out of constants; there may be {most:,}"
+    return f"{node.op_type} ({node.name}) makes {count:,} numbers out of constants; at most {most:,} are allowed"
 
 
 def made_of_constants(node: ir.Node) -> int:
-    """How many numbers an operator makes whose size constants decide; 0 of other operators."""
+    """The number of elements that an operator computes if constants determine it; 0 for other operators."""
     if node.domain not in ("", "ai.onnx"):
         return 0
     constants = [_numbers(value) for value in node.inputs]
@@ -205,7 +207,7 @@ def made_of_constants(node: ir.Node) -> int:
 
 
 def _numbers(value: ir.Value | None) -> list[float] | None:
-    """The numbers of a small constant."""
+    """The numbers of a small constant; None for other values."""
     if value is None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -215,20 +217,20 @@ def _numbers(value: ir.Value | None) -> list[float] | None:
 
 
 def _size(value: ir.Value | None) -> int:
-    """How many numbers a value has, at least."""
+    """The minimum number of elements of a value."""
     shape = value.shape if value is not None else None
     return prod(dim for dim in shape or () if isinstance(dim, int))
 
 
 def _nodes(graph: ir.Graph | ir.Function) -> Iterator[tuple[ir.Node, int]]:
-    """All nodes, with those of graphs within, and how deep each stands."""
+    """All nodes, including those of nested graphs, and the nesting depth of each."""
     todo: list[tuple[ir.Node, int]] = [(node, 0) for node in graph]
     while todo:
         node, depth = todo.pop()
         yield node, depth
         if depth <= DEEPEST:
             for inner in _inner(node):
-                todo += [(below, depth + 1) for below in inner]
+                todo += [(nested, depth + 1) for nested in inner]
 
 
 def _inner(node: ir.Node) -> Iterator[ir.Graph]:
@@ -240,12 +242,12 @@ def _inner(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def _check_functions(model: ir.Model) -> None:
-    """Count the operators that there are once functions are written out, each function once."""
+    """Check the number of operators after functions are inlined, counting each function once."""
     sizes: dict[ir.OperatorIdentifier, int] = {}
     todo: list[ir.OperatorIdentifier] = []
 
     def size_of(nodes: Iterator[tuple[ir.Node, int]]) -> int | None:
-        """The operators; None where a function is yet to be counted, which is put on top of `todo`."""
+        """The number of operators; None if a function has yet to be counted, which is then appended to `todo`."""
         total = 0
         for node, _ in nodes:
             called = node.op_identifier()
@@ -266,17 +268,19 @@ def _check_functions(model: ir.Model) -> None:
             if counted is not None:
                 sizes[todo.pop()] = min(counted, MOST_NODES + 1)
     if total > MOST_NODES:
-        raise UsageError(f"the graph has more than {MOST_NODES:,} operators once its functions are written out")
+        raise UsageError(f"the graph has more than {MOST_NODES:,} operators once its functions are inlined")
 
 
 def _check_order(graph: ir.Graph) -> None:
-    """Check that every input of an operator is an input, a constant, or what an earlier operator gives."""
+    """Check that every input of an operator is an input, a constant, or the output of an earlier operator."""
     known = {id(value) for value in (*graph.inputs, *graph.initializers.values())}
     for node in graph:
         for value in node.inputs:
             if value is not None and id(value) not in known:
                 producer = value.producer()
-                why = "which nothing defines" if producer is None else "which a later operator gives, or it itself"
+                why = (
+                    "which nothing defines" if producer is None else "which it defines itself or a later operator does"
+                )
                 raise UsageError(f"{node.op_type} ({node.name}) takes {value.name!r}, {why}; export the graph again")
         known |= {id(value) for value in node.outputs}
     _check_defined(graph.outputs, known)
@@ -284,4 +288,4 @@ def _check_order(graph: ir.Graph) -> None:
 
 def _check_defined(outputs: Sequence[ir.Value], known: set[int]) -> None:
     if missing := [value.name for value in outputs if id(value) not in known]:
-        raise UsageError(f"the output {missing[0]!r} is given by no operator; export the graph again")
+        raise UsageError(f"the output {missing[0]!r} is not computed by any operator; export the graph again")

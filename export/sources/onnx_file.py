@@ -1,8 +1,8 @@
-"""An ONNX file becomes what :mod:`.capture` makes of a module: a graph of opset 23 whose every dim has a name.
+"""Turn an ONNX file into a graph of opset 23 in which every dim has a name, as :mod:`.torch_module` does with a module.
 
-What someone else exported has its sizes computed by chains of Shape, Gather and Concat, may be of an older opset and
-says the shapes of few values. Constants are folded, shapes inferred with ONNX Runtime's symbolic inference, and every
-dynamic dim of an input takes the range that the user gives it.
+Files of other exporters compute sizes with chains of Shape, Gather and Concat, may be of an older opset, and give the
+shapes of few values. Constants are folded, shapes are inferred with ONNX Runtime's symbolic inference, and every
+dynamic dim of an input gets the range that the user gives.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from attnforge.precision import Precision, precision_named
 from attnforge.runtime.cases import make_inputs, shape_of
 
 Ranges = Mapping[str, tuple[int, int, int]]
-"""Least, most usual and largest size of every dynamic dim, by the name that the graph has for it."""
+"""Least, usual and largest size of every dynamic dim, by its name in the graph."""
 
 SMALL = 2**16
-"""Bytes of weights in other files up to which they are read at once."""
+"""Bytes up to which a weight in another file is read immediately."""
 
 _NAMES = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"tf32": FLOAT}
@@ -48,15 +48,15 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 @dataclass
 class Imported:
-    """An ONNX graph, ready to be made canonical.
+    """An ONNX graph that is ready to be canonicalised.
 
     Attributes:
         model: the graph at opset 23, with the shape and type of every value.
         inputs: name, dtype and dims of each input.
-        outputs: of each output.
-        example: the inputs that count as the example.
-        original: the graph as the file has it, the reference of the deployed model.
-        precision: the graph's own, or that to which it was converted.
+        outputs: name, dtype and dims of each output.
+        example: the example inputs.
+        original: the graph as it is in the file, the reference for the deployed model.
+        precision: the graph's own precision, or the one to which it was converted.
     """
 
     model: ir.Model
@@ -90,18 +90,18 @@ def import_graph(
     """Read an ONNX file.
 
     Args:
-        file: the model, with its external data beside it.
-        ranges: `{dim: (min, opt, max)}` for every dynamic dim of an input; where the three are one, the dim is fixed.
-        precision: name of one; by default the graph's own, which most of its weights have.
+        file: the model, with its external data in the same folder.
+        ranges: `{dim: (min, opt, max)}` for every dynamic dim of an input; if the three are equal, the dim is fixed.
+        precision: name of a precision; by default the graph's own, which most of its weights have.
         example: arrays by name or in order. By default normal numbers at the dims' `opt`; integers below the size of
             the table that they index, else 0 and 1.
 
     Raises:
-        UsageError: no ONNX model, control flow, random numbers, a quantized graph, or ranges that are missing or cannot
-            be meant.
+        UsageError: the file is not an ONNX model, the graph has control flow, random numbers or quantized numbers, or
+            ranges are missing or invalid.
         BuildError: ONNX Runtime cannot run the graph, or no float64 reference can be computed.
     """
-    with raised_as(UsageError, f"{file} cannot be read as a graph", "; onnx.checker may say more", (OSError,)):
+    with raised_as(UsageError, f"{file} cannot be read as a graph", "; run onnx.checker for details", (OSError,)):
         return _imported(Path(file), ranges, precision, example)
 
 
@@ -115,15 +115,15 @@ def _imported(
     usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}
     _name_dims(model, file.name, ranges or {})
     infer_shapes(model)
-    check_growth(model, usual)  # each time that more is known
+    check_growth(model, usual)  # after each step that makes more shapes known
     fold(model, floats=False)
     infer_shapes(model)
     check_growth(model, usual)
     _refuse(model)
-    own = _own_precision(model)
-    chosen = precision_named(precision or _NAMES[own])
-    if (wanted := _DTYPES[chosen.name]) != own:
-        retype(model, LOW if own != FLOAT and wanted == FLOAT else (own,), wanted)
+    dtype = _float_type(model)
+    chosen = precision_named(precision or _NAMES[dtype])
+    if (wanted := _DTYPES[chosen.name]) != dtype:
+        retype(model, LOW if dtype != FLOAT and wanted == FLOAT else (dtype,), wanted)
     inputs = [_spec(value, ranges or {}, model) for value in model.graph.inputs]
     original = model.clone()
     at_opset(model)
@@ -134,27 +134,27 @@ def _imported(
     common.NameFixPass()(model)
     _name_scopes(model)
     if unknown := [v.name for node in model.graph for v in node.outputs if v.shape is None or v.dtype is None]:
-        logging.getLogger("attnforge").info("of %d values the shape is not known: %s", len(unknown), unknown[0])
+        logging.getLogger("attnforge").info("the shapes of %d values are not known: %s, …", len(unknown), unknown[0])
     outputs = [output_spec(value, inputs) for value in model.graph.outputs]
     check_growth(model, usual)
     imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
-    imported.eager(imported.example), imported.exact(imported.example)  # which raise where one cannot be run
+    imported.eager(imported.example), imported.exact(imported.example)  # raise if the graph cannot be run
     return imported
 
 
 def _read(file: Path) -> ir.Model:
     if not file.is_file():
         raise UsageError(f"no file {str(file)!r}; give the path of an ONNX model")
-    with raised_as(UsageError, f"{file} is no ONNX model that can be read"):
+    with raised_as(UsageError, f"{file} cannot be read as an ONNX model"):
         proto = onnx.load(file, load_external_data=False)
         check_files(proto, file.parent)
         model = ir.from_proto(proto)
     if not model.graph.outputs or not model.opset_imports:
-        raise UsageError(f"{file} is no ONNX model: it has no outputs")
+        raise UsageError(f"{file} cannot be read as an ONNX model: it has no outputs")
     for tensor in tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             tensor.base_dir = file.parent.absolute()
-    for value in model.graph.initializers.values():  # what says shapes: inference would look in the current folder
+    for value in model.graph.initializers.values():  # shapes, which inference would look for in the current folder
         if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= SMALL:
             (value.const_value,) = ir.external_data.convert_tensors_from_external([value.const_value])
     check(model)
@@ -170,11 +170,11 @@ _QUANTIZED = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantize", "QLinear", "QAttention", "QGemm"),
     *("MatMulInteger", "MatMulNBits", "MatMulBnb4", "ConvInteger"),
 )
-"""How the names of operators on quantized numbers begin."""
+"""Prefixes of the names of operators on quantized numbers."""
 
 
 def _refuse(model: ir.Model) -> None:
-    """Refuse a graph that is no function of its inputs alone, or that has graphs inside.
+    """Refuse a graph that is quantized, not a function of its inputs alone, or has nested graphs.
 
     Raises:
         UsageError: it has quantized numbers, random numbers or control flow.
@@ -182,14 +182,14 @@ def _refuse(model: ir.Model) -> None:
     for node in model.graph:
         if node.op_type.startswith(_QUANTIZED):
             raise UsageError(
-                f"the graph has {node.op_type} ({node.name}), so no float64 to be held against; give the graph as it "
-                "was before it was quantized"
+                f"the graph has {node.op_type} ({node.name}), so there is no float64 reference to check it against; "
+                "give the graph as it was before it was quantized"
             )
         check_certain(node)
         if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
             raise UsageError(
-                f"the graph has {node.op_type} ({node.name}), whose branches or bodies are graphs of their own; "
-                "export it without control flow"
+                f"the graph has {node.op_type} ({node.name}), whose branches or bodies are nested graphs; export it "
+                "without control flow"
             )
 
 
@@ -197,12 +197,12 @@ def _refuse(model: ir.Model) -> None:
 
 
 def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
-    """Give every dynamic dim of an input a name, or its size where its range is one number.
+    """Give every dynamic dim of an input a name, or its size if its range is a single number.
 
     Raises:
-        UsageError: an input has no shape, or the ranges are not those of the dynamic dims.
+        UsageError: an input has no shape, or the ranges do not match the dynamic dims.
     """
-    places: dict[str, str] = {}
+    first: dict[str, str] = {}
     for value in model.graph.inputs:
         if value.shape is None or value.dtype is None:
             raise UsageError(f"input {value.name!r} of {file} has no shape; export it with one")
@@ -213,13 +213,13 @@ def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
                 continue
             symbol = None if isinstance(dim, int) else dim.value
             name = re.sub(r"\W+", "_", symbol).strip("_") if symbol else f"{value.name}_dim{i}"
-            places.setdefault(name, f"dim {i} of {value.name}")
+            first.setdefault(name, f"dim {i} of {value.name}")
             bounds = ranges.get(name)
             dims.append(bounds[0] if bounds and bounds[0] == bounds[2] else ir.SymbolicDim(name))
         value.shape = ir.Shape(dims)
-    if unknown := [name for name in ranges if name not in places]:
-        raise UsageError(f"{file} has no dynamic dim {unknown[0]!r}; it has {', '.join(places) or 'none'}")
-    if missing := {name: where for name, where in places.items() if name not in ranges}:
+    if unknown := [name for name in ranges if name not in first]:
+        raise UsageError(f"{file} has no dynamic dim {unknown[0]!r}; it has {', '.join(first) or 'none'}")
+    if missing := {name: where for name, where in first.items() if name not in ranges}:
         raise UsageError(
             f"{file} has dynamic dims without a range: {', '.join(f'{n} ({w})' for n, w in missing.items())}; give "
             f"each its least, usual and largest size: {' '.join(f'--dim {name}=1:4:16' for name in missing)} "
@@ -230,7 +230,7 @@ def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
 
 
 def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:
-    """An input, its dims with the ranges that were given; integers from 0 to the last row of what they index."""
+    """The spec of an input, whose dims have the given ranges; integers go from 0 to the last row of what they index."""
     assert value.dtype is not None and value.shape is not None
     dims: Dims = []
     for dim in value.shape:
@@ -248,10 +248,10 @@ def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:
 
 
 def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any] | None) -> dict[str, Array]:
-    """The example inputs by name; `inputs` learn the range of their integers.
+    """The example inputs by name; the integer ranges of `inputs` are set from it.
 
     Raises:
-        CaptureError: an example of other inputs, dtypes or shapes.
+        CaptureError: the example has other inputs, dtypes or shapes than the graph.
     """
     if values is None or len(values) == 0:
         sizes = {d.symbol: d.opt or 1 for spec in inputs for d in spec.dims if isinstance(d, DimSpec)}
@@ -268,7 +268,7 @@ def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any]
         opt = shape_of(spec, {d.symbol: d.opt or 1 for d in spec.dims if isinstance(d, DimSpec)})
         if array.dtype != np.dtype(spec.dtype) or array.shape != opt:
             raise CaptureError(
-                f"the example of {spec.name!r} is {array.dtype}{list(array.shape)}; give {spec.dtype}{list(opt)}, "
+                f"the example of {spec.name!r} is {array.dtype}{list(array.shape)}; give {spec.dtype}{list(opt)}, with "
                 "dynamic dims at their usual size"
             )
         note_example(spec, array)
@@ -279,8 +279,8 @@ def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any]
 # --- precision and names ----------------------------------------------------------------------------------------------
 
 
-def _own_precision(model: ir.Model) -> ir.DataType:
-    """The float type that most of the weights' numbers have; without weights, that of the inputs."""
+def _float_type(model: ir.Model) -> ir.DataType:
+    """The float type of most of the weights' numbers; without weights, that of the inputs."""
     counts: Counter[ir.DataType] = Counter()
     for value in model.graph.initializers.values():
         if value.const_value is not None and value.dtype is not None:
@@ -291,13 +291,13 @@ def _own_precision(model: ir.Model) -> ir.DataType:
     floats = [d for d, _ in counts.most_common() if d in _NAMES]
     floats += [value.dtype for value in model.graph.inputs if value.dtype in _NAMES]
     if not floats:
-        double = " but double ones" if DOUBLE in counts else ""
+        double = " except double ones" if DOUBLE in counts else ""
         raise UsageError(f"the graph has no float weights{double}; attnforge deploys fp32, fp16 and bf16 graphs")
     return floats[0]
 
 
 def _name_scopes(model: ir.Model) -> None:
-    """Note the module that each node stands in, by the node's name where nothing else tells: `/encoder/0/Softmax`."""
+    """Record the module of each node, from the node's name if nothing else gives it: `/encoder/0/Softmax`."""
     for node in model.graph:
         if _SCOPES not in node.metadata_props and (parts := (node.name or "").split("/"))[0] == "" and len(parts) > 2:
             node.metadata_props[_SCOPES] = repr(["", ".".join(parts[1:-1]), parts[-1]])

@@ -1,4 +1,4 @@
-"""An ONNX graph as its file has it: the reference of the model that is deployed from it."""
+"""An ONNX graph as it is in its file: the reference for the model that is deployed from it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from attnforge.precision import Precision
 class Original:
     """Runs a graph unoptimised on the CPU, at the bundle's precision and in float64.
 
-    At 16 bits every operator computes in fp32 and its result is rounded to 16 bits, which is how ONNX Runtime itself
-    runs the fp16 operators that it has no kernels for; for bf16 it has next to none.
+    At 16 bits, every operator computes in fp32 and its result is rounded to 16 bits, as ONNX Runtime itself runs the
+    fp16 operators that it has no kernels for; for bf16 it has almost none.
 
     Attributes:
         model: the graph.
 
     Args:
-        model: of any opset, at the bundle's precision.
-        precision: of the bundle.
+        model: a graph of any opset, at the bundle's precision.
+        precision: the precision of the bundle.
     """
 
     def __init__(self, model: ir.Model, precision: Precision) -> None:
@@ -37,15 +37,15 @@ class Original:
         self._precision = precision
 
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs at the bundle's precision; 16-bit ones as float32, which holds every one of them.
+        """Outputs at the bundle's precision; 16-bit outputs as float32, which represents them exactly.
 
         Raises:
-            CaptureError: the graph does not take inputs of these sizes or numbers, though its dims do.
+            CaptureError: the graph does not take inputs of these sizes or numbers, although its dims allow them.
         """
         return _run(self._eager, inputs)
 
     def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
-        """Outputs in float64, of weights widened from the bundle's precision; `peaks` stays as it is."""
+        """Outputs in float64, with weights widened from the bundle's precision; `peaks` is not changed."""
         return _run(self._exact, inputs)
 
     @cached_property
@@ -55,12 +55,12 @@ class Original:
 
     @cached_property
     def _exact(self) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
-        """A function from float64 inputs to float64 outputs: ONNX Runtime, or else onnx's own reference."""
+        """A function from float64 inputs to float64 outputs, by ONNX Runtime or else onnx's reference evaluator."""
         try:
             return in_float64(self.model, least_stays_least=True)
         except NoDoublePath as error:
             reason = str(error)
-        except Exception as error:  # ONNX Runtime refuses the graph in one of its own kinds of errors
+        except Exception as error:  # ONNX Runtime raises errors of several kinds for a graph that it refuses
             reason = first_line(error)
         with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
             evaluator = self._evaluator()
@@ -77,7 +77,7 @@ def _run(runner: Callable[[Mapping[str, Array]], dict[str, Array]], inputs: Mapp
         return runner(inputs)
     except (AttnforgeError, MemoryError):
         raise
-    except Exception as error:  # ONNX Runtime's own, of many kinds
+    except Exception as error:  # ONNX Runtime raises errors of many kinds
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
         raise CaptureError(
             f"the graph does not run with {shortened(shapes)}, which its dims allow: {shortened(first_line(error))}; "
@@ -86,7 +86,7 @@ def _run(runner: Callable[[Mapping[str, Array]], dict[str, Array]], inputs: Mapp
 
 
 def _evaluate(evaluator: ReferenceEvaluator, inputs: Mapping[str, Array], reason: str) -> dict[str, Array]:
-    """Run onnx's reference, and see that no operator fell back to fp32 on the way."""
+    """Run onnx's reference evaluator, and check that no operator fell back to fp32."""
     feeds = {name: wide(array) for name, array in inputs.items()}
     with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
         results: Any = evaluator.run(None, feeds, intermediate=True)

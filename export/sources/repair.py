@@ -1,5 +1,4 @@
-"""What torch's exporter writes, made smaller without changing its numbers, and put right where it is against the ONNX
-specification."""
+"""Simplify graphs of torch's exporter without changing their numbers, and repair violations of the ONNX standard."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from attnforge.export.attention.layout import ONE, sizes_of
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
 
 LEAST_BYTES = 1024
-"""Of a weight that is worth sharing."""
+"""Minimum size of a weight that is shared."""
 
 ROUNDS = 2
-"""How often constants are folded and rules applied, as often as torch's exporter does by itself."""
+"""Rounds of folding constants and applying rules, as many as torch's exporter runs by default."""
 
 
 def _neutral(op_type: str, number: int, *, commutes: bool) -> Sequence[rewriter.RewriteRule]:
-    """The rules that drop an operator whose other operand changes nothing: exactly this number."""
+    """Rules that drop an operator whose second operand is exactly its neutral element."""
 
     def target(op: Any, x: Any) -> Any:
         return getattr(op, op_type)(x, pattern.Constant(number, rel_tol=0, abs_tol=0))
@@ -60,11 +59,11 @@ _RULES = [
 
 
 def optimise(model: ir.Model) -> PassResult:
-    """Fold constants and simplify what torch's exporter wrote, in place.
+    """Fold constants and simplify a graph of torch's exporter, in place.
 
-    This is what `torch.onnx.export(optimize=True)` does, but for four of its rules: onnxscript takes a number within
-    1e-8 of 0, and within 1e-5 of 1, for 0 and 1, so the exporter drops the `+ 1e-8` of a norm and a factor of 1.000001
-    (torch 2.13, onnxscript 0.7).
+    This does what `torch.onnx.export(optimize=True)` does, except for four of its rules: onnxscript treats a number
+    within 1e-8 of 0 as 0 and within 1e-5 of 1 as 1, so the exporter drops the `+ 1e-8` of a norm and a factor of
+    1.000001 (torch 2.13, onnxscript 0.7).
     """
     common.InlinePass()(model)
     for _ in range(ROUNDS):
@@ -84,11 +83,11 @@ def optimise(model: ir.Model) -> PassResult:
 
 
 def repair(model: ir.Model) -> PassResult:
-    """Give every RotaryEmbedding of `model` caches of its input's batch size, in place.
+    """Expand the caches of every RotaryEmbedding of `model` to its input's batch size, in place.
 
-    Without position ids the caches are `(batch, tokens, head_size / 2)`
-    (https://onnx.ai/onnx/operators/onnx__RotaryEmbedding.html). The exporter's own fusion leaves them with a batch of
-    one, as the author computed them; ONNX Runtime refuses these for larger batches.
+    Without position ids, the caches are `(batch, tokens, head_size / 2)`
+    (https://onnx.ai/onnx/operators/onnx__RotaryEmbedding.html). The exporter's fusion leaves them with a batch of one,
+    as the author computed them, which ONNX Runtime refuses for larger batches.
     """
     expanded: dict[tuple[ir.Value, str], ir.Value] = {}
     for node in list(model.graph):
@@ -111,7 +110,7 @@ def repair(model: ir.Model) -> PassResult:
 
 
 def _know_shape(cache: ir.Value) -> None:
-    """The exporter's fusion makes caches anew, and forgets the shapes of their sine and cosine."""
+    """Set the shape of a cache: the exporter's fusion recreates caches without the shapes of their sine and cosine."""
     node = cache.producer()
     if cache.shape is None and node is not None and node.op_type in ("Cos", "Sin", "Mul", "Cast"):
         source = node.inputs[0]
@@ -128,16 +127,16 @@ def _expanded(op: Builder, cache: ir.Value, x: ir.Value) -> ir.Value:
 
 
 def share_weights(model: ir.Model) -> PassResult:
-    """Let layers that share a weight share its transpose too, in place: torch folds one for each, all views of the same
-    memory, which would be written once for each."""
+    """Share the transpose of a weight between the layers that share the weight, in place: torch folds one per layer,
+    all views of the same memory, and each would be written to the file."""
     first: dict[tuple[object, ...], tuple[ir.Value, Array]] = {}
     modified = False
     for name, value in list(model.graph.initializers.items()):
         if value.const_value is None or value.const_value.nbytes < LEAST_BYTES or value.is_graph_output():
             continue
-        array = value.const_value.numpy()  # held, so that no other array gets its place in memory
-        place = array.__array_interface__["data"][0]
-        kept, _ = first.setdefault((value.dtype, array.shape, array.strides, place), (value, array))
+        array = value.const_value.numpy()  # kept alive, so that no other array gets its address
+        address = array.__array_interface__["data"][0]
+        kept, _ = first.setdefault((value.dtype, array.shape, array.strides, address), (value, array))
         if kept is not value:
             value.replace_all_uses_with(kept)
             del model.graph.initializers[name]

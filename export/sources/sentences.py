@@ -1,8 +1,8 @@
-"""Sentence embeddings: what a sentence-transformers folder puts behind its transformer, as a torch module.
+"""Sentence embeddings: the parts after the transformer of a sentence-transformers folder, as a torch module.
 
-`modules.json` lists the parts in order; each part's folder holds a `config.json`, and a Dense layer's its weights.
-Formats are read here as data, and nothing of the folder is executed. The parts compute what those of
-sentence-transformers do (https://github.com/UKPLab/sentence-transformers, `Pooling.forward`, `Normalize.forward` and
+`modules.json` lists the parts in order; each part's folder contains a `config.json`, and that of a Dense layer its
+weights. The files are read as data, and nothing in the folder is executed. The parts compute the same as those of
+sentence-transformers (https://github.com/UKPLab/sentence-transformers, `Pooling.forward`, `Normalize.forward` and
 `Dense.forward`).
 """
 
@@ -28,13 +28,13 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""How older configurations say what newer ones say in `pooling_mode`; several are concatenated in this order."""
+"""Keys of older configurations, and the `pooling_mode` of newer ones; several are concatenated in this order."""
 
 _ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU, "SiLU": nn.SiLU}
 
 
 class Embedding(nn.Module):
-    """From token states and their mask to one vector a text: pooling, then dense layers and normalisation."""
+    """Turns token states and their mask into one vector per text: pooling, then dense layers and normalisation."""
 
     def __init__(self, pooling: Pooling, *layers: nn.Module) -> None:
         super().__init__()
@@ -54,16 +54,16 @@ class Embedding(nn.Module):
 
 
 class Pooling(nn.Module):
-    """One vector a text, of its tokens' states; those of several modes side by side.
+    """Pools the states of a text's tokens into one vector; those of several modes are concatenated.
 
     Raises:
-        UsageError: no such mode.
+        UsageError: a mode is unknown.
     """
 
     def __init__(self, modes: Sequence[str]) -> None:
         super().__init__()
         if unknown := [mode for mode in modes if mode not in _MODES.values()]:
-            raise UsageError(f"no pooling is called {unknown[0]!r}; there are {', '.join(_MODES.values())}")
+            raise UsageError(f"there is no pooling mode {unknown[0]!r}; give one of {', '.join(_MODES.values())}")
         self.modes = tuple(modes)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
@@ -87,33 +87,33 @@ class Pooling(nn.Module):
 
 
 def _first(mask: Tensor) -> Tensor:
-    """The position of every text's first token: (batch,)."""
+    """`(batch,)`: the position of every text's first token."""
     return mask.to(torch.int32).argmax(1)
 
 
 def _at(states: Tensor, positions: Tensor) -> Tensor:
-    """The state at one position of every text: (batch, width)."""
+    """`(batch, width)`: the state at one position of every text."""
     return states.gather(1, positions[:, None, None].expand(-1, 1, states.shape[-1])).squeeze(1)
 
 
 class Normalize(nn.Module):
-    """Every vector at a length of one."""
+    """Scales every vector to unit length."""
 
     def forward(self, vectors: Tensor) -> Tensor:
         return nn.functional.normalize(vectors, dim=-1)
 
 
 def parts(folder: Path) -> tuple[Path, Embedding] | None:
-    """The folder of the transformer of a sentence-transformers folder, and what follows it; None of other folders, and
-    of those that list a transformer alone.
+    """The folder of the transformer in a sentence-transformers folder, and the parts after it; None for other folders,
+    and for those that list a transformer alone.
 
     Raises:
-        UsageError: a part of another kind, or a file of a part that cannot be read.
+        UsageError: a part is of an unsupported kind, or its files cannot be read.
     """
     if not (folder / MODULES).is_file():
         return None
     listed = _read(folder / MODULES)
-    with raised_as(UsageError, f"{folder / MODULES} is no list of parts, each with its type and path"):
+    with raised_as(UsageError, f"{folder / MODULES} is not a list of parts, each with its type and path"):
         kinds = [(str(part["type"]).rpartition(".")[2], folder / str(part["path"])) for part in listed]
     if not kinds or kinds[0][0] != "Transformer":
         raise UsageError(f"{folder} does not begin with a Transformer; give architecture=… to deploy its model alone")
@@ -121,12 +121,12 @@ def parts(folder: Path) -> tuple[Path, Embedding] | None:
         return None
     modules = [_part(kind, path) for kind, path in kinds[1:]]
     if not isinstance(modules[0], Pooling):
-        raise UsageError(f"behind the Transformer of {folder} stands {kinds[1][0]}, where Pooling belongs")
+        raise UsageError(f"the Transformer of {folder} is followed by {kinds[1][0]}; only Pooling is supported there")
     return kinds[0][1], Embedding(modules[0], *modules[1:])
 
 
 def most_tokens(folder: Path) -> int | None:
-    """How many tokens the folder's tokenizer cuts texts at; None where it does not say."""
+    """The number of tokens at which the folder's tokenizer truncates texts; None if it is not given."""
     file = folder / "sentence_bert_config.json"
     most = _read(file).get("max_seq_length") if file.is_file() else None
     return most if isinstance(most, int) else None
@@ -138,21 +138,19 @@ def _part(kind: str, folder: Path) -> nn.Module:
     if kind == "Pooling":
         config = _read(folder / "config.json")
         if config.get("include_prompt") is False:
-            raise UsageError(
-                f"{folder} leaves a prompt out of the pooling, and the deployed model is told of no prompt"
-            )
+            raise UsageError(f"{folder} excludes a prompt from the pooling, but the deployed model receives no prompt")
         modes = config.get("pooling_mode") or [mode for key, mode in _MODES.items() if config.get(key)] or ["mean"]
         return Pooling([modes] if isinstance(modes, str) else modes)
     if kind == "Dense":
         return _dense(folder)
-    raise UsageError(f"{folder} is of the kind {kind}; known are Transformer, Pooling, Dense and Normalize")
+    raise UsageError(f"{folder} is of the kind {kind}; supported are Transformer, Pooling, Dense and Normalize")
 
 
 def _dense(folder: Path) -> nn.Module:
     config = _read(folder / "config.json")
     package, _, name = str(config.get("activation_function")).rpartition(".")
     if not package.startswith("torch.nn") or name not in _ACTIVATIONS or config.get("use_residual"):
-        raise UsageError(f"the Dense layer in {folder} has an activation or residual that is not known here")
+        raise UsageError(f"the Dense layer in {folder} has an activation or residual that is not supported")
     linear = nn.Linear(config["in_features"], config["out_features"], bias=bool(config.get("bias", True)))
     file = folder / "model.safetensors"
     with raised_as(UsageError, f"the weights of the Dense layer are not in {file}"):

@@ -1,4 +1,4 @@
-"""Graphs of other exporters brought to one opset, with constants folded and every shape inferred."""
+"""Convert graphs of other exporters to one opset, fold their constants and infer every shape."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ OPSET = 23
 
 
 def at_opset(model: ir.Model) -> PassResult:
-    """Bring `model` in place to the opset that has the Attention operator, where it has an earlier one.
+    """Convert `model` in place to the first opset that has the Attention operator, if it has an earlier one.
 
     Raises:
-        UsageError: onnx's converter cannot bring an operator there, in its own words.
+        UsageError: onnx's converter cannot convert an operator; the message includes its reason.
     """
     have = model.opset_imports.get("") or 0
     if have >= OPSET:
         return PassResult(model, False)
-    with raised_as(UsageError, f"the graph is of opset {have} and cannot be brought to {OPSET}"), quiet():
+    with raised_as(UsageError, f"the graph is of opset {have} and cannot be converted to opset {OPSET}"), quiet():
         if have >= 18:
             version_converter.convert_version(model, OPSET)
-        else:  # below, onnxscript's converter changes the number alone
+        else:  # below 18, onnxscript's converter changes only the opset number
             through_onnx(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
             model.opset_imports[""] = OPSET
     for node in model.graph:
@@ -41,10 +41,10 @@ def at_opset(model: ir.Model) -> PassResult:
 
 
 def fold(model: ir.Model, floats: bool = True) -> PassResult:
-    """Compute what is constant, in place.
+    """Fold constants, in place.
 
     Args:
-        model: is changed.
+        model: changed in place.
         floats: whether floating-point numbers are folded too; the reference computes them in float64.
     """
 
@@ -53,7 +53,7 @@ def fold(model: ir.Model, floats: bool = True) -> PassResult:
 
     with quiet():
         optimizer.fold_constants(model, onnx_shape_inference=False, should_fold=should_fold)
-    # ONNX Runtime's inference does not read whole numbers in an attribute of a Constant.
+    # ONNX Runtime's inference does not read integers in an attribute of a Constant.
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.IdentityEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
@@ -61,9 +61,9 @@ def fold(model: ir.Model, floats: bool = True) -> PassResult:
 
 
 def infer_shapes(model: ir.Model) -> PassResult:
-    """Set type and shape of every value, in place, as ONNX Runtime's symbolic inference finds them from the inputs.
+    """Set the type and shape of every value, in place, with ONNX Runtime's symbolic inference from the inputs.
 
-    The shapes that the file itself states inside the graph are dropped: its names for one and the same size may differ.
+    The shapes that the file gives for inner values are dropped, because it may name the same size differently.
     """
     for node in model.graph:
         for output in node.outputs:
@@ -74,7 +74,7 @@ def infer_shapes(model: ir.Model) -> PassResult:
         with quiet():
             try:
                 result = _symbolically(proto)
-            except Exception:  # an operator that it does not know; onnx's own gets as far as it can
+            except Exception:  # an operator that it does not know; onnx's inference gets as far as it can
                 result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
         inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
         return proto
@@ -90,7 +90,7 @@ def infer_shapes(model: ir.Model) -> PassResult:
 
 
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]
-    """ONNX Runtime's, which makes and keeps the whole numbers of a ConstantOfShape, however many they are."""
+    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape."""
 
     def _infer_ConstantOfShape(self, node: onnx.NodeProto) -> None:
         shape, made = self._get_int_or_float_values(node)[0], self.known_vi_[node.output[0]]
@@ -102,15 +102,15 @@ class _Inference(SymbolicShapeInference):  # type: ignore[misc]
 
 
 MOST_ROUNDS = 100
-"""How often sizes that turn out to be one are merged, and inference begins anew."""
+"""Maximum number of inference runs; each follows a merge of sizes that turned out to be equal."""
 
 
 def _symbolically(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """What `SymbolicShapeInference.infer_shapes` gives, by its own steps: it goes on for ever where a round finds
-    nothing new, and writes a file to the current folder where it gives up.
+    """Do what `SymbolicShapeInference.infer_shapes` does, with its own steps: that function loops forever if a round
+    finds nothing new, and writes a file to the current folder if it gives up.
 
     Raises:
-        ValueError: the shape of some value is not found.
+        ValueError: the shape of some value cannot be inferred.
     """
     inference = _Inference(2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
     inference._preprocess(proto)
@@ -122,4 +122,4 @@ def _symbolically(proto: onnx.ModelProto) -> onnx.ModelProto:
             return inferred
         if not inference.run_:
             break
-    raise ValueError("the shape of some value is not found")
+    raise ValueError("the shape of some value cannot be inferred")

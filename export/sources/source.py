@@ -1,4 +1,4 @@
-"""A model of any kind becomes a graph: torch module, exported program, `.pt2` file or ONNX file."""
+"""Open a model of any kind as a graph: torch module, exported program, `.pt2` file or ONNX file."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 def open_source(
     model: Model, args: Sequence[Any] | None, dynamic_shapes: Any, precision: str | None, trusted: bool = False
 ) -> tuple[Captured | Imported, Source]:
-    """The graph of a model, and the manifest's record of where it came from.
+    """Open a model as a graph, with the manifest's record of its source.
 
     Args:
         model: a module, an exported program, or the path of an `.onnx` or `.pt2` file.
-        args: example inputs; None for those of a program, and for random ones of an ONNX graph.
-        dynamic_shapes: of a module, `torch.export`'s own; of the others the range of every dynamic dim by its name.
-        precision: name of one; None for a graph's or program's own, and fp32 of a module.
-        trusted: of a `.pt2` file, whether it is read at all (:func:`load_program`).
+        args: example inputs; None for those of a program, or random ones for an ONNX graph.
+        dynamic_shapes: for a module, as for `torch.export`; for the others, the range of every dynamic dim by name.
+        precision: name of a precision; None for that of a graph or program, or fp32 for a module.
+        trusted: whether a `.pt2` file may be read (:func:`load_program`).
 
     Raises:
-        UntrustedError: a `.pt2` file, and nobody said that it is trusted.
-        UsageError: a file of another kind, or no example inputs.
-        CaptureError: torch cannot export the module so.
+        UntrustedError: the model is a `.pt2` file, and `trusted` is False.
+        UsageError: the file is of another kind, or there are no example inputs.
+        CaptureError: torch cannot export the module with these arguments.
         BuildError: ONNX Runtime cannot run the graph.
     """
     if isinstance(model, str | os.PathLike):
@@ -43,7 +43,7 @@ def open_source(
         if file.suffix == ".onnx":
             return import_graph(file, dynamic_shapes, precision, args), _record("onnx", file, dynamic_shapes)
         if file.suffix != ".pt2":
-            raise UsageError(f"{str(file)!r} is no .onnx or .pt2 file; give one, or a torch.nn.Module")
+            raise UsageError(f"{str(file)!r} is not an .onnx or .pt2 file; give one, or a torch.nn.Module")
         origin, model = _record("program", file, dynamic_shapes), load_program(file, trusted)
     else:
         origin = Source(kind="module", name=f"{type(model).__module__}.{type(model).__qualname__}")

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a graph, as the manifest describes them."""
+"""Specs of the inputs and outputs of a graph, for the manifest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from attnforge.errors import UsageError
 from attnforge.runtime.cases import excluded_by, range_of_setting
 
 LARGEST = 2**31 - 1
-"""The largest size of a dynamic dim, which is TensorRT's."""
+"""The largest size of a dynamic dim, a limit of TensorRT."""
 
 Dims = list[int | DimSpec]
-"""The dims of a tensor: a number where one is fixed, else its symbol and range."""
+"""The dims of a tensor: a number for a fixed dim, else its symbol and range."""
 
 
 def spec_of(value: ir.Value, dims: Dims) -> TensorSpec:
-    """The description of an input or output whose name and type are known.
+    """The spec of an input or output whose name and type are known.
 
     Args:
         value: the input or output.
@@ -31,10 +31,10 @@ def spec_of(value: ir.Value, dims: Dims) -> TensorSpec:
 
 
 def output_spec(value: ir.Value, inputs: list[TensorSpec]) -> TensorSpec:
-    """The description of an output.
+    """The spec of an output.
 
     Raises:
-        UsageError: the graph does not say the output's type or shape.
+        UsageError: the type or shape of the output is not known.
     """
     if value.name is None or value.dtype is None or value.shape is None:
         raise UsageError(f"the shape of output {value.name!r} cannot be inferred; remove it from the graph's outputs")
@@ -42,15 +42,15 @@ def output_spec(value: ir.Value, inputs: list[TensorSpec]) -> TensorSpec:
 
 
 def output_dims(value: ir.Value, inputs: list[TensorSpec]) -> Dims:
-    """The dims of an output: one that an input has too carries its range, any other only its expression."""
+    """The dims of an output: a dim that an input has too includes its range, any other only its expression."""
     known = {dim.text: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
     texts = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ()]
     return [text if isinstance(text, int) else known.get(text) or DimSpec(symbol=text) for text in texts]
 
 
 def note_example(spec: TensorSpec, example: Array) -> None:
-    """Add to an input's description what reference inputs keep of its example: the range of whole numbers, the number
-    by which a floating-point mask excludes keys, and the range of a setting."""
+    """Add to an input's spec the facts about its example that reference inputs keep: the range of integers, the number
+    with which a floating-point mask excludes keys, and the range of a setting."""
     if is_floating(example):
         spec.excludes = excluded_by(example)
         spec.setting = range_of_setting(example)
@@ -62,7 +62,7 @@ def check_range(name: str, bounds: Sequence[int]) -> None:
     """Check the range of a dynamic dim.
 
     Raises:
-        UsageError: `bounds` are no least, usual and largest size.
+        UsageError: `bounds` are not a least, usual and largest size.
     """
     whole = len(bounds) == 3 and all(isinstance(n, int) and not isinstance(n, bool) for n in bounds)
     if not whole or not 1 <= bounds[0] <= bounds[1] <= bounds[2] <= LARGEST:

@@ -1,4 +1,4 @@
-"""An eager module becomes an ONNX graph: names and symbolic dims kept, precision fixed in the graph."""
+"""Export an eager module to an ONNX graph, keeping its names and symbolic dims, at a fixed precision."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
 
 @dataclass
 class Captured:
-    """An exported module, ready to be made canonical.
+    """An exported module that is ready to be canonicalised.
 
     Attributes:
         model: the graph, as torch's exporter wrote it.
-        module: a copy of the module in eval mode, its floating-point weights in the precision's dtype.
+        module: a copy of the module in eval mode, with floating-point weights in the precision's dtype.
         args: the example inputs, floating-point ones in the precision's dtype.
         inputs: name, dtype and dims of each input.
-        outputs: of each output.
-        precision: of weights, inputs and outputs.
-        program: what torch.export made of the module, whose names the graph's values have.
+        outputs: name, dtype and dims of each output.
+        precision: precision of weights, inputs and outputs.
+        program: the program of torch.export, whose names the graph's values have.
     """
 
     model: ir.Model
@@ -69,8 +69,8 @@ class Captured:
         return {spec.name: to_numpy(spec.name, arg) for spec, arg in zip(self.inputs, self.args, strict=True)}
 
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs of the module at the bundle's precision; 16-bit ones as float32 and whole numbers as float64, which
-        hold every one of them (of 64 bits, up to 2^53)."""
+        """Outputs of the module at the bundle's precision; 16-bit outputs as float32 and integers as float64, which
+        represent them exactly (64-bit integers up to 2^53)."""
         results = run(self.module, inputs, torch_dtype(self.precision))
         return {
             name: to_numpy(name, value.float() if value.is_floating_point() else value.double())
@@ -78,7 +78,7 @@ class Captured:
         }
 
     def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
-        """Outputs of the same weights in float64; `peaks` gets the largest number of every operator's results."""
+        """Outputs with the same weights in float64; `peaks` receives the largest number of every operator's results."""
         return {name: to_numpy(name, value.double()) for name, value in self._float64(inputs, peaks).items()}
 
     def at(self, precision: Precision) -> Captured:
@@ -91,18 +91,18 @@ class Captured:
 
 
 def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes, precision: Precision) -> Captured:
-    """Export `module` as it computes in eval mode at `precision`. The module itself is not touched.
+    """Export `module` in eval mode at `precision`. The module itself is not changed.
 
     Args:
         module: takes tensors by position and returns a tensor, or a tuple, list or dict of them.
         args: example inputs; their sizes become the profile's `opt`.
-        dynamic_shapes: `torch.export`'s own: for every input a `{dim: torch.export.Dim}`, by name or by position. A
+        dynamic_shapes: as for `torch.export`: for every input a `{dim: torch.export.Dim}`, by name or by position. A
             Dim's `min` and `max` bound what the deployed model takes.
         precision: dtype of weights, inputs and outputs.
 
     Raises:
-        CaptureError: torch cannot run or export the module so, an argument is no tensor, a Dim has no max, or a dim
-            that was declared dynamic came out as a constant.
+        CaptureError: torch cannot run or export the module with these arguments, an argument is not a tensor, a Dim has
+            no max, or a dim that was declared dynamic was exported as a constant.
     """
     names = _input_names(module, args)
     shapes = _by_name(names, dynamic_shapes)
@@ -116,8 +116,8 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             raise cannot_run(copied, torch_dtype(precision), error) from error
         if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
             raise CaptureError(
-                f"{type(module).__name__} gives another {differing[0]} when called again with the same inputs: it "
-                "draws random numbers or keeps something from call to call; leave dropout off outside of training"
+                f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "
+                "it draws random numbers or keeps state between calls; disable dropout outside training"
             )
         try:
             program = torch.onnx.export(
@@ -130,7 +130,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             raise CaptureError(f"torch cannot export {type(module).__name__}: {_why(error)}") from error
     model = program.model
     for value, name in zip(model.graph.outputs, answers[0], strict=True):
-        value.name = name  # what is given out twice was one value, which the last name was left on
+        value.name = name  # a value that is returned twice has the last of its names
     for node in model.graph:
         check_certain(node)
     _rename_symbols(program, dims)
@@ -150,10 +150,10 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
 
 @contextmanager
 def _kept_registry() -> Iterator[None]:
-    """Keep the exporter's table of ONNX functions from one export of this process to the next: torch makes it anew each
-    time, which is a quarter of a small export.
+    """Keep the exporter's table of ONNX functions between exports of this process: torch rebuilds it for each export,
+    which takes a quarter of the time of a small one.
 
-    The table is private to torch. A version that keeps it elsewhere exports as it does without this.
+    The table is private to torch. With a version that keeps it elsewhere, this has no effect.
     """
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -171,7 +171,7 @@ def _kept_registry() -> Iterator[None]:
 
 
 def _registry(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
-    """A copy of the table for a version of the opset, since whoever exports with operators of their own adds to it."""
+    """A copy of the table for an opset version, because exports with custom operators add to it."""
     registry = copy(_made_once(make, *args, **kwargs))
     registry.functions = {operator: [*known] for operator, known in registry.functions.items()}
     return registry
@@ -183,8 +183,8 @@ def _made_once(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
 
 
 def _forget_graphs() -> None:
-    """Let onnxscript's rules, which live as long as the process, go of the last graph that each looked at, for it has
-    the module's weights."""
+    """Drop the references of onnxscript's rules, which live as long as the process, to the last graph that each
+    visited, which has the module's weights."""
     for matcher in matchers():
         for name in {"_graph", "_current_node", "_match"} & vars(matcher).keys():
             setattr(matcher, name, None)
@@ -192,13 +192,13 @@ def _forget_graphs() -> None:
 
 @cache
 def matchers() -> list[Any]:
-    """The matchers of onnxscript's rules, all of which a first export has made; looking through all objects of a
-    process takes a tenth of a small export."""
-    return [thing for thing in gc.get_objects() if type(thing).__name__ == "SimplePatternMatcher"]
+    """The matchers of onnxscript's rules, all of which exist after the first export; cached, because searching all
+    objects of a process takes a tenth of the time of a small export."""
+    return [matcher for matcher in gc.get_objects() if type(matcher).__name__ == "SimplePatternMatcher"]
 
 
 def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:
-    """The names of forward's parameters that the example inputs are given for."""
+    """The names of forward's parameters that the example inputs are for."""
     for i, arg in enumerate(args):
         if not isinstance(arg, Tensor):
             raise CaptureError(
@@ -218,7 +218,7 @@ def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:
 
 
 def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
-    """The dynamic shapes of every input; none where nothing is dynamic."""
+    """The dynamic shapes of every input by name; empty if nothing is dynamic."""
     if dynamic_shapes is None:
         return {}
     if not isinstance(dynamic_shapes, Mapping):
@@ -229,7 +229,7 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
 
 
 def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
-    """The dims of one input: an int where it is fixed, else its range, from the Dim declared for it."""
+    """The dims of one input: an int for a fixed dim, else the range of the Dim that is declared for it."""
     if not isinstance(shapes, Mapping):
         shapes = dict(enumerate(shapes or ()))
     dims: Dims = []
@@ -241,24 +241,24 @@ def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
         root = getattr(dim, "root", dim)
         low, high = (getattr(dim, bound, None) for bound in ("min", "max"))
         if not (isinstance(low, int) and isinstance(high, int)) or high >= 2**62:
-            what = getattr(dim, "__name__", str(dim))
+            dim_name = getattr(dim, "__name__", str(dim))
             raise CaptureError(
-                f"dim {i} of input {name!r} ({what}) has no upper bound; give torch.export.Dim(name, min=…, max=…), "
-                "which becomes the optimization profile"
+                f"dim {i} of input {name!r} ({dim_name}) has no upper bound; give torch.export.Dim(name, min=…, "
+                "max=…), which becomes the optimization profile"
             )
         if not low <= size <= high:
             raise CaptureError(f"dim {i} of input {name!r} is {size} in the example, outside its Dim's {low} to {high}")
         factor = dim.fn(1) if root is not dim else 1
         if root is not dim and dim.fn(0) != 0:
             raise CaptureError(
-                f"dim {i} of input {name!r} is {dim.__name__}; of derived Dims only multiples are supported"
+                f"dim {i} of input {name!r} is {dim.__name__}; only multiples are supported as derived Dims"
             )
         dims.append(DimSpec(symbol=root.__name__, factor=factor, min=low, opt=size, max=high))
     return dims
 
 
 def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, Dims]) -> None:
-    """Give the exporter's own symbols (`s30`, where the user declared `4*rows`) the user's names, in every shape."""
+    """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape."""
     exported = program.exported_program
     assert exported is not None
     aliases: dict[str, str] = {}
@@ -278,7 +278,11 @@ def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, Dims]) -> N
 
 
 def _check_symbolic(value: ir.Value, dims: Dims) -> None:
-    """Raise CaptureError where the export fixed a dim that was declared dynamic."""
+    """Check that the export did not fix a dim that was declared dynamic.
+
+    Raises:
+        CaptureError: it did.
+    """
     assert value.shape is not None
     for i, (declared, got) in enumerate(zip(dims, value.shape, strict=True)):
         if isinstance(declared, DimSpec) and isinstance(got, int):
@@ -294,9 +298,9 @@ def _input_spec(value: ir.Value, dims: Dims, name: str, example: Tensor) -> Tens
     return spec
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two answers are equal to the bit; NaN is equal to NaN."""
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs are bitwise equal; NaN is equal to NaN."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -304,7 +308,7 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _why(error: BaseException) -> str:
-    """The first line of torch's own reason, which stands at the bottom of a chain of exceptions."""
+    """The first line of torch's own reason, which is at the end of a chain of exceptions."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

@@ -1,7 +1,7 @@
-"""A torch module in float64, with the weights that it has: the truth that errors are measured against.
+"""Run a torch module in float64 with its own weights: the reference that errors are measured against.
 
-Nothing is copied: every function and every operator gets its operands widened as it runs, so a model of a billion
-parameters needs no second, doubled copy. What code casts to another floating-point type on the way stays float64.
+Nothing is copied: the operands of every function and every operator are widened as it runs, so a model of a billion
+parameters needs no second copy in double. Casts to other floating-point types on the way stay float64.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ WIDE: Mapping[torch.dtype, torch.dtype] = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
-"""The types that are widened, and to which."""
+"""The types that are widened, and the types that they are widened to."""
 
 LEAST = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 """Numbers that stand for minus infinity in code that was written, or exported, for a narrower type."""
 
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device}
-"""Types of arguments that hold no others."""
+"""Types of arguments that are not containers."""
 
 SQUARING = {
     *(torch.ops.aten.std, torch.ops.aten.std_mean, torch.ops.aten.var, torch.ops.aten.var_mean),
     *(torch.ops.aten.linalg_vector_norm, torch.ops.aten.norm),
 }
-"""Operators that sum squares in a wider type than their operand's, and are exported as products and sums."""
+"""Operators that sum squares in a wider type than that of their operand, and are exported as products and sums."""
 
 KEPT = 3 << 28
-"""Bytes of widened parameters that stay for the next operator and the next run; of others they are made anew."""
+"""Bytes of widened parameters that are kept for later operators and runs; other parameters are widened at each use."""
 
 SCORES = 1 << 22
-"""Scores of attention that are in memory at a time: 32 MiB."""
+"""Attention scores that are in memory at a time: 32 MiB."""
 
 
 class Float64:
-    """A module's answers in float64, with the weights that it has.
+    """Runs a module in float64 with its own weights.
 
     Args:
-        module: is not touched.
+        module: is not changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,12 +62,12 @@ class Float64:
         self._parameters: _Parameters | None = _Parameters()
 
     def __call__(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Tensor]:
-        """The outputs by the names that they have in a bundle.
+        """The outputs, by their names in a bundle.
 
         Args:
-            inputs: in the order of the module's arguments.
-            peaks: gets the largest absolute number of every operator's results, in the order in which operators run; it
-                is empty where the module's code runs out of torch's sight.
+            inputs: inputs by name, in the order of the module's arguments.
+            peaks: receives the largest absolute number of every operator's results, in the order in which operators
+                run; it is empty if the module's code bypasses torch's dispatch.
 
         Raises:
             CaptureError: the module does not run in float64, or does not return tensors.
@@ -80,18 +80,18 @@ class Float64:
                     outputs = run(self._module, inputs, torch.float64)
                 self._parameters.are_kept = True
                 return outputs
-            except CaptureError:  # code that torch runs out of sight, such as a script, has the weights as they are
+            except CaptureError:  # code that bypasses the dispatch, such as a script, does not see widened weights
                 self._module, self._parameters = doubled(self._module), None
         if peaks is not None:
             peaks.clear()
-        # The fused kernel reads a mask in float32 beside a query in float64 as float64 (torch 2.13).
+        # The fused kernel reads a float32 mask as float64 if the query is float64 (torch 2.13).
         with _wide_by_default(), sdpa_kernel(SDPBackend.MATH):
             return run(self._module, inputs, torch.float64)
 
 
 @contextmanager
 def _wide_by_default() -> Iterator[None]:
-    """Let numbers that code makes without naming a type be float64."""
+    """Make float64 the default type of new tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -102,19 +102,19 @@ def _wide_by_default() -> Iterator[None]:
 
 @contextmanager
 def _widening(parameters: _Parameters) -> Iterator[None]:
-    """Let functions and operators run on widened operands. Functions of one operator compare types before they call it;
-    operators are called by functions that nobody sees."""
+    """Run functions and operators on widened operands. Both are needed: functions compare types before they call their
+    operator, and operators are also called by functions that cannot be intercepted."""
     widen = _Widen(parameters)
     with _Operators(widen), _Functions(widen), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         yield
 
 
 class _Parameters:
-    """The parameters that stay widened from one run to the next, up to :data:`KEPT` bytes.
+    """The parameters that stay widened between runs, up to :data:`KEPT` bytes.
 
     Attributes:
-        are_kept: whether they stay. In the first run, which is of the largest sizes, they do not: its own results take
-            the memory.
+        are_kept: whether they are kept. They are not in the first run, which has the largest sizes: its own results
+            need the memory.
     """
 
     def __init__(self) -> None:
@@ -135,8 +135,8 @@ class _Parameters:
 class _Widen:
     """Widens the operands and types in the arguments of functions and operators, for one run of a module.
 
-    Tensors that the module keeps outside its parameters, such as a cache, are widened once a run, so that what one
-    operator writes to them in place, the next one reads; the module's own stay as they were.
+    Tensors that the module keeps outside its parameters, such as a cache, are widened once per run, so that in-place
+    writes of one operator are visible to the next; the module's own tensors are not changed.
     """
 
     def __init__(self, parameters: _Parameters) -> None:
@@ -144,8 +144,8 @@ class _Widen:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, arguments: Any) -> Any:
-        """The arguments with every operand widened. This runs twice an operator, so what most arguments are is looked
-        at here; torch's trees, which know every container, take four times as long."""
+        """The arguments with every operand widened. This runs twice per operator, so the most common types are handled
+        here; torch's pytrees, which know every container, take four times as long."""
         kind = type(arguments)
         if kind is tuple or kind is list:
             return kind(map(self, arguments))
@@ -177,7 +177,7 @@ DTYPE: Callable[[Any], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-
 GETTERS = {
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "layout", "requires_grad", "is_cuda", "grad")
 }
-"""What is asked of tensors often, and needs no widening."""
+"""Attributes of tensors that are read often and need no widening."""
 
 
 class _Functions(TorchFunctionMode):
@@ -192,13 +192,13 @@ class _Functions(TorchFunctionMode):
         if func in GETTERS:
             return func(*args)
         if func is nn.functional.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is None:
-            return func(*args, **kwargs)  # its operator widens the rows that it takes; else it writes to its table
+            return func(*args, **kwargs)  # its operator widens the rows that it reads; with max_norm, it writes
         return func(*self._widen(args), **self._widen(kwargs))
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators on widened operands, and torch's fused attention a block of queries at a time, so that the truth
-    shares no fused kernel with eager and not all scores are in memory."""
+    """Runs operators on widened operands, and torch's fused attention in blocks of queries, so that the reference
+    shares no fused kernel with eager and does not materialise all scores."""
 
     def __init__(self, widen: _Widen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,8 +218,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the largest absolute number of every operator's results: of what was squared to make them, where torch
-    squares within the operator and other libraries may not."""
+    """Records the largest absolute number of every operator's results, or of the sum of squares within an operator that
+    other libraries compute in separate steps."""
 
     def __init__(self, peaks: list[float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -238,7 +238,7 @@ class _Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest absolute number."""
+    """The largest absolute number of a tensor."""
     least, most = (float(number) for number in torch.aminmax(tensor))
     return max(-least, most)
 
@@ -246,14 +246,14 @@ def _largest(tensor: Tensor) -> float:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """Scaled dot-product attention of (B, H, n, d), some rows of queries at a time, as torch's own code has it without
-    a fused kernel. Causal rows see the keys so far alone. In memory, heads stand behind queries, as they do in the
-    fused kernel's output, of which programs take views."""
+    """Scaled dot-product attention on `(B, H, n, d)`, in blocks of queries, by torch's own code without a fused kernel.
+    Causal blocks read only the keys up to their last query. In memory, the head dim comes after the query dim, as in
+    the fused kernel's output, of which programs take views."""
     queries, keys = query.shape[-2], key.shape[-2]
     rows = max(SCORES * queries // max(query.shape[:-1].numel() * keys, 1), 1)
     grouped = query.shape[1] != key.shape[1]
     attended = query.new_empty(query.shape[0], queries, query.shape[1], value.shape[-1]).transpose(1, 2)
-    for start in reversed(range(0, queries, rows)):  # each fits where a larger one was
+    for start in reversed(range(0, queries, rows)):  # each block fits into the memory of a larger one
         end = min(start + rows, queries)
         seen = min(end, keys) if is_causal else keys
         part = mask

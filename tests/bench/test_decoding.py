@@ -17,17 +17,16 @@ from typer.testing import CliRunner
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.bench import decoding
 from attnforge.bench.contenders.decoding import in_onnxruntime, registry
-from attnforge.bench.contenders.decoding.registry import DECODING_PEERS, DecodingPeer
-from attnforge.bench.contenders.decoding.stepper import DecodingJob, Ours, Stepper
-from attnforge.bench.contenders.peers import expected
-from attnforge.bench.decoding import results as decoding_results
-from attnforge.bench.decoding import run as decoding
-from attnforge.bench.decoding.results import DecodingResults
-from attnforge.bench.decoding.run import benchmark_decoding
+from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
+from attnforge.bench.contenders.decoding.stepper import Ours, Stepper
+from attnforge.bench.contenders.peers import Peer, PeerJob, expected
+from attnforge.bench.results import DecodingResults
 from attnforge.bundle import CANONICAL, Bundle, Source
 from attnforge.cli import app
 from attnforge.errors import UnavailableError, UnknownNameError, UntrustedError, UsageError
+from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.saving import load_graph
 from attnforge.model.registry import build_model
 from benchmarks.experiments import decoding as suite
@@ -67,11 +66,11 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     )  # fmt: skip
 
 
-def job_of(bundle: Bundle, batch: int, folder: Path) -> DecodingJob:
+def job_of(bundle: Bundle, batch: int, folder: Path) -> PeerJob:
     decoding_ = bundle.manifest.decoding
     assert decoding_ is not None and decoding_.vocabulary is not None
     ids = np.random.default_rng(1).integers(0, decoding_.vocabulary, (batch, TOKENS))
-    return DecodingJob(bundle, {decoding_.tokens: ids}, 1, folder, None, True)
+    return PeerJob(bundle, {decoding_.tokens: ids}, 1, folder, None, True)
 
 
 def furthest(stepper: Stepper, ids: Array, truth: Array) -> float:
@@ -129,7 +128,8 @@ def test_graphs_of_peers_have_the_caches_that_their_names_say(llama: Bundle) -> 
     assert (growing["TensorScatter"], growing["Attention"]) == (0, 1)
     products = counted(in_onnxruntime.by_concatenation, in_onnxruntime.as_products)
     assert (products["Attention"], products["Softmax"]) == (0, 1)
-    in_place = counted(in_onnxruntime.with_rotary_operator)
+    sites = sites_of(llama.manifest.attention)
+    in_place = counted(partial(in_onnxruntime.with_rotary_operator, sites=sites))
     assert (in_place["GroupQueryAttention"], in_place["RotaryEmbedding"], in_place["TensorScatter"]) == (1, 0, 0)
 
 
@@ -138,19 +138,19 @@ def test_every_contender_has_times_and_a_wrong_one_has_none(llama: Bundle, monke
         def extend(self, tokens: Array) -> Array:
             return super().extend(tokens) * np.float32(1.001)
 
-    def broken(job: DecodingJob, stack: ExitStack) -> Stepper:
+    def broken(job: PeerJob, stack: ExitStack) -> Stepper:
         raise RuntimeError("it is broken")
 
-    peers = {
-        "onnxruntime-concat": DECODING_PEERS["onnxruntime-concat"],
-        "wrong": DecodingPeer("wrong", lambda job, stack: Wrong("onnxruntime-cpu", job, stack)),
-        "broken": DecodingPeer("broken", broken),
-    }
-    monkeypatch.setattr(decoding, "DECODING_PEERS", peers)
-    results = benchmark_decoding(
+    for name in DECODING_PEERS.keys() - {"onnxruntime-concat"}:
+        monkeypatch.delitem(DECODING_PEERS, name)
+    wrong: Peer[Stepper] = Peer("wrong", make=lambda job, stack: Wrong("onnxruntime-cpu", job, stack))
+    monkeypatch.setitem(DECODING_PEERS, "wrong", wrong)
+    monkeypatch.setitem(DECODING_PEERS, "broken", Peer("broken", make=broken))
+    results = attnforge.benchmark(
         llama,
         ["onnxruntime-cpu"],
         against=["all", "broken"],
+        decode=True,
         contexts=[20, 4],
         prompts=[5],
         rounds=3,
@@ -184,8 +184,8 @@ def test_a_window_limits_the_cache_that_is_read_and_the_bundle_alone_is_enough(
     own: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "is_at_hand", lambda job: False)  # logits are held to the exported graph
-    results = benchmark_decoding(
-        own, ["onnxruntime-cpu"], contexts=[4, 20], prompts=[5], rounds=1, openings=1, threads=1
+    results = attnforge.benchmark(
+        own, ["onnxruntime-cpu"], decode=True, contexts=[4, 20], prompts=[5], rounds=1, openings=1, threads=1
     )
     (ours,) = results.contenders
     assert results.best is ours and ours.steps[0].ratio is not None and ours.steps[0].ratio.value == 1
@@ -202,22 +202,23 @@ def test_a_dear_reference_is_eager(own: Bundle, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_cannot_be_measured_is_refused(own: Bundle, llama: Bundle, tmp_path: Path) -> None:
+    decodes = partial(attnforge.benchmark, decode=True)
     with pytest.raises(UsageError, match="contexts are 40; the caches hold 48 tokens, so give 1 to 39"):
-        benchmark_decoding(own, contexts=[4, 40])
+        decodes(own, contexts=[4, 40])
     with pytest.raises(UsageError, match="prompts are 0"):
-        benchmark_decoding(own, prompts=[0])
+        decodes(own, prompts=[0])
     with pytest.raises(UsageError, match="1 or more"):
-        benchmark_decoding(own, rounds=0)
+        decodes(own, rounds=0)
     with pytest.raises(UsageError, match="the bundle takes 1 to 2"):
-        benchmark_decoding(llama, batch=3)
+        decodes(llama, batch=3)
     with pytest.raises(UnknownNameError, match="abacus"):
-        benchmark_decoding(own, against=["abacus"])
+        decodes(own, against=["abacus"])
     with pytest.raises(UnavailableError, match="runs no steps"):
-        benchmark_decoding(own, ["tensorrt"])
+        decodes(own, ["tensorrt"])
     with pytest.raises(UntrustedError):
-        benchmark_decoding(llama, against=["eager-static"])
+        decodes(llama, against=["eager-static"])
     with pytest.raises(UsageError, match="one bundle at a time"):
-        attnforge.benchmark([own, llama], decode=True)
+        decodes([own, llama])
     with pytest.raises(UsageError, match="batch means nothing without decode=True"):
         attnforge.benchmark(own, batch=2)  # type: ignore[call-overload]
 
@@ -239,13 +240,13 @@ def test_the_command_prints_one_document_or_tables(own: Bundle, tmp_path: Path) 
     assert done.exit_code == 0, done.output
     results = DecodingResults.model_validate(json.loads(done.stdout))
     assert "openvino-genai" in results.skipped and "onnxruntime-cpu" in [each.name for each in results.contenders]
-    assert decoding_results.read(file).contexts == [4]
+    assert DecodingResults.model_validate_json(file.read_bytes()).contexts == [4]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and "behind 4 tokens; a copy of the bytes of a step takes" in done.stdout
     assert "onnxruntime-concat" in done.stdout and "OpenVINO GenAI is not installed here" in done.stdout
 
 
-def test_the_command_refuses_in_one_line(own: Bundle, tmp_path: Path) -> None:
+def test_the_command_refuses_in_one_line(own: Bundle) -> None:
     for arguments, said in (
         (["--decode", "--html", "page.html"], "--html means nothing with --decode"),
         (["--decode", "--shapes", "batch=1"], "--shapes means nothing with --decode"),
@@ -254,15 +255,13 @@ def test_the_command_refuses_in_one_line(own: Bundle, tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(app, ["bench", str(own.path), *arguments])
         assert isinstance(done.exception, UsageError) and said in str(done.exception)
-    with pytest.raises(UsageError, match="holds no results of decoding"):
-        decoding_results.read(tmp_path / "none.json")
 
 
 def test_a_bundle_without_a_cache_is_refused(tmp_path: Path) -> None:
     module, args, shapes = build_model("self-attention", input_dim=8, key_dim=8, value_dim=8)
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     with pytest.raises(UsageError, match=r"has no cache, so there is no step to time; deploy it with cache_tokens"):
-        benchmark_decoding(bundle)
+        attnforge.benchmark(bundle, decode=True)
 
 
 def test_libraries_that_are_here_are_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

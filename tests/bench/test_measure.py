@@ -33,7 +33,7 @@ from attnforge.bench.contenders.registry import ON_GPU, PEERS, expanded, peers_h
 from attnforge.bench.experiment import Experiment, case_at
 from attnforge.bench.interval import latency_of
 from attnforge.bench.limits import ceilings
-from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Source
+from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case, Source
 from attnforge.cli import main
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
@@ -117,16 +117,18 @@ def test_callers_call_at_once() -> None:
         with lock:
             at_once -= 1
 
-    (rounds,) = throughput.bursts([throughput.Load("a", call, batch=5, callers=3)], rounds=2)
+    case = Case(name="any", sizes={}, kind="normal", seed=0)
+    load = throughput.Load("warm up", "throughput", case, batch=5, callers=3, runs={"a": call})
+    (rounds,) = load.time({}, 2, float("inf"), 0).values()
     assert most == 3
-    assert len(rounds) == 2 and all(ms >= 20 / (3 * 5) for (ms,) in rounds)
+    assert len(rounds) == throughput.ROUNDS and all(ms >= 20 / (3 * 5) for (ms,) in rounds)
 
 
 # --- parity first -----------------------------------------------------------------------------------------------------
 
 
 def with_peer(monkeypatch: pytest.MonkeyPatch, run: Callable[[dict[str, Array]], dict[str, Array]]) -> None:
-    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=lambda job, stack: run))
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", make=lambda job, stack: run))
 
 
 def test_a_wrong_answer_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +188,7 @@ def test_ours_and_who_is_as_fast_are_held_to_every_case(
         by = 1.01 if held[-1] == bad.name and does == "err" else 1.0
         return {name: array * np.float32(by) for name, array in right(feeds).items()}
 
-    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=lambda job, stack: run, any_sizes=any_sizes))
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", make=lambda job, stack: run, any_sizes=any_sizes))
     ours, peer = held_to_all([bundle], ["eager"], monkeypatch)
     assert ours.cases == found.Cases(held=len(every), of=len(every)) and ours.wrong_in is None and ours.partly is None
     count = made_for.index(bad) + 1 if does == "fail" else len(made_for)
@@ -207,7 +209,7 @@ def test_who_is_slower_is_not_held_to_every_case(bundle: Bundle, monkeypatch: py
 
 def test_what_fits_no_case_is_held_to_none(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attnforge.load(bundle, "onnxruntime-cpu").run
-    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=lambda job, stack: right, any_sizes=False))
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", make=lambda job, stack: right, any_sizes=False))
     _, peer = held_to_all([bundle], ["eager"], monkeypatch, sizes={"batch": 3, "tokens": 11})
     count = len(bundle.manifest.cases)
     assert peer.cases == found.Cases(held=0, of=count) and peer.partly == f"held to 0 of {count} cases"
@@ -431,8 +433,8 @@ def planted(
         stack.callback(happened.append, f"close {count}")
         return loaded(bundle, stack)
 
-    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=open_it, **of))
-    monkeypatch.setitem(PEERS, "eager-sdpa", Peer("planted", module=lambda job, stack: loaded(bundle, stack)))
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", make=open_it, **of))
+    monkeypatch.setitem(PEERS, "eager-sdpa", Peer("planted", make=lambda job, stack: loaded(bundle, stack)))
     whole = kernel.race
 
     def raced(*given: Any, **more: Any) -> Any:
@@ -512,7 +514,7 @@ def test_what_is_wrong_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatc
         right, by = loaded(bundle, stack), np.float32(next(factors))
         return lambda feeds: {name: array * by for name, array in right(feeds).items()}
 
-    monkeypatch.setitem(PEERS, "eager", Peer("planted", module=open_it))
+    monkeypatch.setitem(PEERS, "eager", Peer("planted", make=open_it))
     model = opened(bundle, 2, 2)
     assert "over the budget" in model.wrong["eager fp32"] and "opening 2 of 2" in model.wrong["eager fp32"]
     assert {one.name for one in model.contenders} == {"onnxruntime-cpu", "eager-sdpa"}

@@ -11,7 +11,6 @@ from torch import nn
 from torch.export import Dim
 
 from attnforge.bench.contenders.peers import (
-    export_by_torchscript,
     fused_operators,
     transformers_optimizer,
     widths_of,
@@ -26,7 +25,7 @@ from tests.support.huggingface import build
 def test_a_torchscript_export_keeps_names_and_dynamic_dims(tmp_path: Path) -> None:
     batch = Dim("batch", min=1, max=8)
     for i, shapes in enumerate((({0: batch},), {"input": {0: batch}})):
-        export_by_torchscript(nn.Linear(8, 4), (torch.randn(3, 8),), shapes, file := tmp_path / f"{i}.onnx")
+        fusion.export_by_torchscript(nn.Linear(8, 4), (torch.randn(3, 8),), shapes, file := tmp_path / f"{i}.onnx")
         (given,) = onnx.load(file).graph.input
         assert given.name == "input" and given.type.tensor_type.shape.dim[0].dim_param
         assert given.type.tensor_type.shape.dim[1].dim_value == 8
@@ -37,7 +36,7 @@ def test_the_optimizer_fuses_a_torchscript_graph_whose_heads_it_is_told(tmp_path
     captured = capture(*bert, precision_named("fp32"))
     canonicalize(captured.model)
     assert widths_of(captured.model) == {(4, 64)}
-    export_by_torchscript(bert.module, bert.args, bert.dynamic_shapes, file)
+    fusion.export_by_torchscript(bert.module, bert.args, bert.dynamic_shapes, file)
     assert (
         fused_operators(transformers_optimizer(file, ir.Model(ir.Graph([], [], nodes=[]), ir_version=10), ("bert",)))
         == 0

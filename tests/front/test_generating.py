@@ -129,7 +129,7 @@ def test_a_bundle_without_a_tokenizer(here: Run, decoders: DeployDecoder) -> Non
 
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     module, args, shapes = decoder_example()
-    for content, words in (("{", "is no tokenizer"), ("{}", "has no model of a tokenizer")):
+    for content, words in (("{", "is not a tokenizer"), ("{}", "contains no tokenizer model")):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(attnforge.errors.UsageError, match=words):
             attnforge.deploy(

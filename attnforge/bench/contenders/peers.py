@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import onnx
@@ -25,8 +24,8 @@ from torch import Tensor
 from torch.export import Dim
 
 from attnforge.arrays import Array, to_numpy, to_torch
-from attnforge.bench.contenders.engines import ENGINES, Runner, Setup, wide
-from attnforge.bundle import CANONICAL, DimSpec, TensorSpec
+from attnforge.bench.contenders.engines import ENGINES, Runner, Setup, why_no_products, wide
+from attnforge.bundle import CANONICAL, Decoding, DimSpec, TensorSpec
 from attnforge.errors import UnavailableError
 from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.sources.named import check_trusted, rebuild
@@ -36,6 +35,9 @@ from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision, precision_named
 from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import as_written, at_precision, named_outputs, run, torch_dtype
+
+T = TypeVar("T")
+"""What runs a contender: a function of inputs, or a decoder that takes steps."""
 
 
 @dataclass
@@ -73,6 +75,30 @@ class PeerJob(Setup):
         ranges = {name: tuple(map(int, str(text).split(":"))) for name, text in manifest.source.options.items()}
         return import_graph(manifest.source.name, ranges, manifest.eager_precision)  # type: ignore[arg-type]
 
+    @property
+    def decoding(self) -> Decoding:
+        """What a bundle with a cache says of it."""
+        decoding = self.bundle.manifest.decoding
+        assert decoding is not None
+        return decoding
+
+    @property
+    def batch(self) -> int:
+        """How many samples are decoded at once; the feeds are the tokens of the longest run, `(batch, tokens)`."""
+        return len(self.feeds[self.decoding.tokens])
+
+    @property
+    def output(self) -> str:
+        """The name of the logits: the model's first output."""
+        return self.bundle.manifest.outputs[0].name
+
+    def file(self, name: str, write: Callable[[Path], object]) -> Path:
+        """A file of this name in the folder, which `write` writes where it is not there yet."""
+        file = self.folder / name
+        if not file.exists():
+            write(file)
+        return file
+
     def torch_module(self, precision: Precision | None = None) -> torch.nn.Module:
         """The module at a precision, by default the bundle's.
 
@@ -85,35 +111,42 @@ class PeerJob(Setup):
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A way to run the model: a file in an engine, or torch.
+class Peer(Generic[T]):
+    """Another way to run, or to decode with, the same weights.
 
     Attributes:
         what: a line about it.
-        engine: name of the engine that runs its file (:data:`ENGINES`), or `torch`.
+        engine: name of the engine that runs its file (:data:`ENGINES`), or the library that runs what `make` returns.
         file: writes its file, once; raises whatever its maker refuses the model with.
-        module: makes a runner of the module, for a peer in torch.
+        make: what runs it, for a peer without a file.
         any_sizes: whether it runs at other sizes than those of the job.
     """
 
     what: str
     engine: str = "torch"
     file: Callable[[PeerJob], Path] | None = None
-    module: Callable[[PeerJob, ExitStack], Runner] | None = None
+    make: Callable[[PeerJob, ExitStack], T] | None = None
     any_sizes: bool = True
 
     @property
     def compiles(self) -> bool:
         """Whether torch compiles the module and caches the result on disk for the next process. That takes minutes, so
         a run opens the peer once."""
-        return self.module is not None and not self.any_sizes
+        return self.make is not None and not self.any_sizes
 
-    def open(self, job: PeerJob, stack: ExitStack) -> Runner:
-        """A runner of the model; raises whatever refuses it."""
+    def open(self, job: PeerJob, stack: ExitStack) -> T:
+        """What runs the model; raises whatever refuses it."""
+        if self.engine == "onnxruntime" and (reason := why_no_products(job.precision.name)) is not None:
+            raise UnavailableError(reason)  # before a model is exported for nothing
         if self.file is not None:
-            return ENGINES[self.engine](job, self.file(job), stack)
-        assert self.module is not None
-        return self.module(job, stack)
+            runner: Any = ENGINES[self.engine](job, self.file(job), stack)
+            return runner  # type: ignore[no-any-return]
+        assert self.make is not None
+        if self.engine == "torch":
+            with_threads(job.threads, stack)
+        if self.compiles:
+            torch.compiler.reset()  # torch.compile gives up after some models
+        return self.make(job, stack)
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
@@ -132,28 +165,22 @@ def torch_runner(module: Callable[..., Any], precision: Precision, place: str = 
     return run_module
 
 
-def _open_eager(job: PeerJob, stack: ExitStack) -> Runner:
-    with_threads(job.threads, stack)
+def _eager(job: PeerJob, stack: ExitStack) -> Runner:
     return torch_runner(job.torch_module(), job.precision)
 
 
-def _open_compiled(job: PeerJob, stack: ExitStack) -> Runner:
-    with_threads(job.threads, stack)
-    torch.compiler.reset()  # torch.compile gives up after some models
+def _compiled(job: PeerJob, stack: ExitStack) -> Runner:
     return torch_runner(torch.compile(job.torch_module(), dynamic=False), job.precision)
 
 
-def _open_flex(job: PeerJob, stack: ExitStack) -> Runner:
-    with_threads(job.threads, stack)
+def _flex(job: PeerJob, stack: ExitStack) -> Runner:
     make = getattr(job.torch_module(), "with_flex_attention", None)
     if make is None:
         raise UnavailableError("its module has no method with_flex_attention that returns its form for flex_attention")
-    torch.compiler.reset()
     return torch_runner(make(), job.precision)
 
 
-def _open_sdpa(job: PeerJob, stack: ExitStack) -> Runner:
-    with_threads(job.threads, stack)
+def _sdpa(job: PeerJob, stack: ExitStack) -> Runner:
     source = job.bundle.manifest.source
     if source.kind == "huggingface" and job.given is None:
         options = {**source.options, "attention": "sdpa"}
@@ -200,7 +227,7 @@ def with_threads(threads: int, stack: ExitStack) -> None:
     stack.callback(torch.set_num_threads, before)
 
 
-def _open_torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
+def _torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
     if importlib.util.find_spec("torch_tensorrt") is None:
         raise UnavailableError("torch_tensorrt is not installed; pip install torch-tensorrt")
     if not torch.cuda.is_available():
@@ -215,19 +242,20 @@ def _open_torch_tensorrt(job: PeerJob, stack: ExitStack) -> Runner:
 def plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
     """The exporter's graph, untouched, at the bundle's precision or a wider one, with the bundle's dynamic dims."""
     precision = precision_named(wide_precision or job.precision.name)
-    file = job.folder / f"plain-{precision.name}.onnx"
-    if file.exists():
-        return file
-    if not isinstance(job.module, Imported):
-        feeds = job.feeds if precision == job.precision else wide(job.feeds)
-        example = [to_torch(array) for array in feeds.values()]
-        model = capture(job.module, example, _dynamic_shapes(job.bundle.manifest.inputs), precision).model
-    elif precision == job.precision:
-        model = job.module.original.model
-    else:
-        raise UnavailableError(f"the bundle was deployed from an ONNX graph of another precision than {precision.name}")
-    save(model, file)
-    return file
+
+    def write(file: Path) -> None:
+        if not isinstance(job.module, Imported):
+            feeds = job.feeds if precision == job.precision else wide(job.feeds)
+            example = [to_torch(array) for array in feeds.values()]
+            save(capture(job.module, example, _dynamic_shapes(job.bundle.manifest.inputs), precision).model, file)
+        elif precision == job.precision:
+            save(job.module.original.model, file)
+        else:
+            raise UnavailableError(
+                f"the bundle was deployed from an ONNX graph of another precision than {precision.name}"
+            )
+
+    return job.file(f"plain-{precision.name}.onnx", write)
 
 
 def _wide_file(job: PeerJob) -> Path:
@@ -237,13 +265,13 @@ def _wide_file(job: PeerJob) -> Path:
 
 def _older_file(job: PeerJob) -> Path:
     """The exporter's graph at opset 18, the newest that the optimizers of others know."""
-    file = job.folder / f"opset18-{job.precision.name}.onnx"
-    if not file.exists():
-        module = job.torch_module()
+
+    def write(file: Path) -> None:
         tensors = tuple(to_torch(array) for array in job.feeds.values())
         names = [spec.name for spec in job.bundle.manifest.outputs]
-        export_at_18(module, tensors, _dynamic_shapes(job.bundle.manifest.inputs), file, names)
-    return file
+        export_at_18(job.torch_module(), tensors, _dynamic_shapes(job.bundle.manifest.inputs), file, names)
+
+    return job.file(f"opset18-{job.precision.name}.onnx", write)
 
 
 def export_at_18(
@@ -262,25 +290,6 @@ def export_at_18(
         )
     assert program is not None
     program.save(str(file))
-
-
-def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path) -> None:
-    """Write a module as torch's older exporter, which traces it to TorchScript, writes it at opset 17.
-
-    Args:
-        shapes: dynamic shapes as torch.export takes them, by the input's name or in order.
-    """
-    names = list(inspect.signature(module.forward).parameters)[: len(args)]
-    by_name = shapes if isinstance(shapes, dict) else dict(zip(names, shapes or (), strict=False))
-    axes = {
-        name: {axis: f"{name}_{axis}" for axis, dim in dims.items() if dim is not None}
-        for name, dims in by_name.items()
-        if dims
-    }
-    with quiet(), torch.no_grad(), as_written():
-        torch.onnx.export(
-            module.eval(), args, str(file), input_names=names, dynamic_axes=axes, dynamo=False, opset_version=17
-        )
 
 
 def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
@@ -303,19 +312,18 @@ def _dynamic_shapes(inputs: list[TensorSpec]) -> dict[str, dict[int, Any]]:
 
 
 def _by_optimizer(job: PeerJob) -> Path:
-    file = job.folder / f"onnxruntime-optimizer-{job.precision.name}.onnx"
-    if not file.exists():  # as an encoder alone, because every other kind takes seconds for a large model
-        of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
-        canonical = load_graph(job.bundle, CANONICAL)
-        onnx.save(transformers_optimizer(_older_file(job), canonical, ("bert" if of_text else "vit",)), file)
-    return file
+    of_text = any(spec.dtype.startswith("int") for spec in job.bundle.manifest.inputs)
+    kinds = ("bert" if of_text else "vit",)  # as an encoder alone: every other kind takes seconds for a large model
+
+    def write(file: Path) -> None:
+        onnx.save(transformers_optimizer(_older_file(job), load_graph(job.bundle, CANONICAL), kinds), file)
+
+    return job.file(f"onnxruntime-optimizer-{job.precision.name}.onnx", write)
 
 
 def _by_fusions(job: PeerJob) -> Path:
-    file = job.folder / f"ort-fusions-{job.precision.name}.onnx"
-    if not file.exists():
-        onnx.save(ort_fusions(_older_file(job)), file)
-    return file
+    name = f"ort-fusions-{job.precision.name}.onnx"
+    return job.file(name, lambda file: onnx.save(ort_fusions(_older_file(job)), file))
 
 
 KINDS = ("bert", "gpt2", "vit", "clip", "t5", "swin")
@@ -378,19 +386,11 @@ def fused_operators(model: onnx.ModelProto) -> int:
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
-FLOATING: dict[str, Peer] = {
-    "eager": Peer("the module as its author wrote it", module=_open_eager),
-    "eager-sdpa": Peer("the module with torch's fused attention", module=_open_sdpa),
-    "torch-compile": Peer(
-        "the module through torch.compile",
-        module=_open_compiled,
-        any_sizes=False,
-    ),
-    "flex-attention": Peer(
-        "the module's own form for torch's compiled flex_attention",
-        module=_open_flex,
-        any_sizes=False,
-    ),
+FLOATING: dict[str, Peer[Runner]] = {
+    "eager": Peer("the module as its author wrote it", make=_eager),
+    "eager-sdpa": Peer("the module with torch's fused attention", make=_sdpa),
+    "torch-compile": Peer("the module through torch.compile", make=_compiled, any_sizes=False),
+    "flex-attention": Peer("the module's own form for torch's compiled flex_attention", make=_flex, any_sizes=False),
     "onnxruntime-plain": Peer("ONNX Runtime on the exporter's graph", "onnxruntime", plain_file),
     "onnxruntime-optimizer": Peer(
         "ONNX Runtime after onnxruntime.transformers.optimizer", "onnxruntime", _by_optimizer
@@ -399,11 +399,7 @@ FLOATING: dict[str, Peer] = {
     "openvino-plain": Peer("OpenVINO on the exporter's graph", "openvino", _wide_file),
     "openvino-static": Peer("the same, compiled for these sizes alone", "openvino-static", _wide_file, any_sizes=False),
     "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", plain_file),
-    "torch-tensorrt": Peer(
-        "the module through Torch-TensorRT",
-        module=_open_torch_tensorrt,
-        any_sizes=False,
-    ),
+    "torch-tensorrt": Peer("the module through Torch-TensorRT", make=_torch_tensorrt, any_sizes=False),
 }
 """Those that compute in floating point, by name."""
 

@@ -8,9 +8,9 @@ some.
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from attnforge.arrays import Array
 from attnforge.bench.contenders.engines import Runner
-from attnforge.bench.contenders.peers import Peer, PeerJob, plain_file, torch_runner, with_threads
+from attnforge.bench.contenders.peers import Peer, PeerJob, plain_file, torch_runner
 from attnforge.errors import UnavailableError
 from attnforge.precision import precision_named
 from attnforge.quiet import quiet
@@ -27,6 +27,12 @@ from attnforge.runtime.cases import make_inputs
 from attnforge.runtime.parity.verify import stored_inputs
 
 PRODUCTS = ["MatMul", "Gemm"]
+
+
+OPTIONS: dict[str, Any] = {
+    "per_channel": True, "use_external_data_format": True, "extra_options": {"MatMulConstBOnly": True},
+}  # fmt: skip
+"""What ONNX Runtime's makers advise for transformers, of weights in int8."""
 
 
 def _check_quantised(job: PeerJob) -> None:
@@ -65,74 +71,73 @@ def _real_data(job: PeerJob) -> list[dict[str, Array]]:
 def _dynamic_file(job: PeerJob) -> Path:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    file = job.folder / "onnxruntime-dynamic.onnx"
-    if not file.exists():
-        with quiet():
-            quantize_dynamic(
-                _fp32_file(job), file, PRODUCTS, per_channel=True, weight_type=QuantType.QInt8,
-                use_external_data_format=True, extra_options={"MatMulConstBOnly": True},
-            )  # fmt: skip
-    return file
+    def write(file: Path) -> None:
+        quantize_dynamic(_fp32_file(job), file, PRODUCTS, weight_type=QuantType.QInt8, **OPTIONS)
+
+    with quiet():
+        return job.file("onnxruntime-dynamic.onnx", write)
 
 
 def _static_file(job: PeerJob) -> Path:
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
-        def __init__(self, data: Iterator[dict[str, Array]]) -> None:
-            self._data = data
+        def __init__(self, data: list[dict[str, Array]]) -> None:
+            self._data = iter(data)
 
         def get_next(self) -> dict[str, Array] | None:
             return next(self._data, None)
 
-    file = job.folder / "onnxruntime-static.onnx"
-    if not file.exists():
-        source, data = _fp32_file(job), _real_data(job)
-        with quiet():
-            quantize_static(
-                source, file, Reader(iter(data)), QuantFormat.QDQ, PRODUCTS, per_channel=True,
-                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-                use_external_data_format=True, extra_options={"MatMulConstBOnly": True},
-            )  # fmt: skip
-    return file
+    def write(file: Path) -> None:
+        source, reader = _fp32_file(job), Reader(_real_data(job))
+        types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
+        quantize_static(source, file, reader, QuantFormat.QDQ, PRODUCTS, **types, **OPTIONS)
+
+    with quiet():
+        return job.file("onnxruntime-static.onnx", write)
 
 
 def _nncf_file(job: PeerJob) -> Path:
-    if importlib.util.find_spec("nncf") is None:
-        raise UnavailableError("nncf is not installed; pip install nncf")
+    nncf = _installed("nncf")
     import openvino
 
-    os.environ.setdefault("NNCF_CI", "1")  # else it sends its maker what it is used for
-    nncf: Any = importlib.import_module("nncf")
-    file = job.folder / "openvino-nncf.xml"
-    if not file.exists():
+    def write(file: Path) -> None:
         source, data = _fp32_file(job), _real_data(job)
-        with quiet():
-            model = openvino.Core().read_model(source)
-            transformer = nncf.ModelType.TRANSFORMER
-            model = nncf.quantize(model, nncf.Dataset(data), model_type=transformer, subset_size=len(data))
-            openvino.save_model(model, file, compress_to_fp16=False)
-    return file
+        model = openvino.Core().read_model(source)
+        transformer = nncf.ModelType.TRANSFORMER
+        model = nncf.quantize(model, nncf.Dataset(data), model_type=transformer, subset_size=len(data))
+        openvino.save_model(model, file, compress_to_fp16=False)
+
+    with quiet():
+        return job.file("openvino-nncf.xml", write)
 
 
-def _open_torchao(job: PeerJob, stack: ExitStack) -> Runner:
+def _torchao(job: PeerJob, stack: ExitStack) -> Runner:
     """Weights by output channel, and inputs by token, as torchao ranges them on every call."""
     _check_quantised(job)
-    if importlib.util.find_spec("torchao") is None:
-        raise UnavailableError("torchao is not installed; pip install torchao")
-    torchao: Any = importlib.import_module("torchao.quantization")
-    fp32 = precision_named("fp32")
-    with_threads(job.threads, stack)
-    torch.compiler.reset()
+    torchao, fp32 = _installed("torchao.quantization"), precision_named("fp32")
     module = copy.deepcopy(job.torch_module(fp32))
     torchao.quantize_(module, torchao.Int8DynamicActivationInt8WeightConfig())
     return torch_runner(torch.compile(module, dynamic=False), fp32)
 
 
-QUANTISED: dict[str, Peer] = {
+def _installed(module: str) -> Any:
+    """A tool's module.
+
+    Raises:
+        UnavailableError: its package is not installed.
+    """
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise UnavailableError(f"{package} is not installed; pip install {package}")
+    os.environ.setdefault("NNCF_CI", "1")  # else nncf sends its maker what it is used for
+    return importlib.import_module(module)
+
+
+QUANTISED: dict[str, Peer[Runner]] = {
     "onnxruntime-dynamic": Peer("ONNX Runtime's own quantize_dynamic", "onnxruntime", _dynamic_file),
     "onnxruntime-static": Peer("ONNX Runtime's own quantize_static", "onnxruntime", _static_file),
     "openvino-nncf": Peer("OpenVINO on what NNCF quantised, for transformers", "openvino", _nncf_file),
-    "torchao-int8": Peer("torchao's int8 through torch.compile", module=_open_torchao, any_sizes=False),
+    "torchao-int8": Peer("torchao's int8 through torch.compile", make=_torchao, any_sizes=False),
 }
 """By name."""

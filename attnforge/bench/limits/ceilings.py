@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -14,10 +15,12 @@ import onnxruntime as ort
 import torch
 
 from attnforge.bench.contenders.engines import openvino_request, product_of
+from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.limits import FEWEST_RUNS, Ceilings, best_rate
-from attnforge.errors import UnavailableError, UnknownNameError, UsageError
+from attnforge.errors import UnavailableError, UnknownNameError
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.backends.openvino import CAPABILITIES
+from attnforge.runtime.options import check_threads
 from attnforge.runtime.race import seconds_of
 
 PRODUCT_SIZES = (256, 512, 1024, 2048)
@@ -52,11 +55,9 @@ def measure_ceilings(
     """
     if unknown := [name for name in precisions if name not in DTYPES]:
         raise UnknownNameError("precision", unknown[0], DTYPES)
-    if threads < 1:
-        raise UsageError(f"{threads} threads were asked for; give 1 or more")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    check_threads(threads)
+    with ExitStack() as stack:
+        with_threads(threads, stack)
         best = {precision: _fastest_product(precision, threads, seconds) for precision in precisions}
         return Ceilings(
             threads=threads,
@@ -65,8 +66,6 @@ def measure_ceilings(
             exponentials=_exponential_rate(threads, seconds),
             by={precision: library for precision, (_, library) in best.items()},
         )
-    finally:
-        torch.set_num_threads(before)
 
 
 def _fastest_product(precision: str, threads: int, seconds: float) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""Canonicalization of special modules: names of sites, silent rows, two products, and what only looks like an idiom."""
+"""Canonicalize special modules: site names, fully masked rows, two products, and graphs that only resemble an idiom."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ X = inputs(EXAMPLE["dynamic"])["x"] / 2
 
 
 class Masked(nn.Module):
-    """What PyTorch's own attention makes of queries that may attend to nothing: zeros."""
+    """PyTorch's own attention, which gives zeros for fully masked rows."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["boolean", "float"])
-def test_torchs_attention_over_nothing_is_zero(kind: str) -> None:
+def test_torchs_attention_is_zero_for_fully_masked_rows(kind: str) -> None:
     query, key, value = torch.randn(3, 2, 4, 5, 16, generator=torch.Generator().manual_seed(1)).unbind(0)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     mask[2] = False
@@ -69,7 +69,7 @@ def test_torchs_attention_on_three_dims() -> None:
 
 
 def test_torchs_attention_over_dynamic_features_is_right_or_left() -> None:
-    """The scale is `1/√d` with d only known at run time."""
+    """The scale is `1/√d`, where d is known only at run time."""
     shapes = {name: {3: Dim("d", min=2, max=64)} for name in ("query", "key", "value")}
     captured = capture(OneHead(), tuple(torch.randn(3, 2, 4, 5, 16)), shapes, precision_named("fp32"))
     sites = canonicalize(captured.model).sites
@@ -80,7 +80,7 @@ def test_torchs_attention_over_dynamic_features_is_right_or_left() -> None:
 
 
 class Shared(nn.Module):
-    """One module used twice, and two unnamed places in the module itself."""
+    """One module used twice, and two unnamed sites in the module itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_sites_are_named_after_modules_and_numbered() -> None:
 
 
 class ScaleAsAParameter(nn.Module):
-    """One learned number, with more dims than what it multiplies."""
+    """One learned number, with more dims than the tensor that it multiplies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def two_products(s: Layers, x: Tensor) -> Tensor:
     return s.merge(weights @ v) + s.merge(weights @ v.square())
 
 
-def sink_beside_shifted_scores(s: Layers, x: Tensor) -> Tensor:
+def sink_with_shifted_scores(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = q @ k.mT / 4
     scores = scores - scores.amax(-1, keepdim=True)
@@ -163,7 +163,7 @@ def test_weights_that_two_products_take_are_two_sites() -> None:
     assert as_in_float64(captured, session_of(captured.model).run(None, {"x": X.numpy()}))
 
 
-@pytest.mark.parametrize("forward", [sink_beside_shifted_scores, numerator_is_an_output])
+@pytest.mark.parametrize("forward", [sink_with_shifted_scores, numerator_is_an_output])
 def test_what_only_looks_like_an_idiom_stays_the_same(forward: Callable[..., Any]) -> None:
     captured = captured_over_layers(forward)
     assert all(site.node is None for site in canonicalize(captured.model).sites)
@@ -171,7 +171,7 @@ def test_what_only_looks_like_an_idiom_stays_the_same(forward: Callable[..., Any
 
 
 class ConstantMask(nn.Module):
-    """A mask that is made of a constant, and lets every query attend to every key, or hides one."""
+    """A constant mask that lets every query attend to every key, or hides one key."""
 
     def __init__(self, mask: Tensor, inverted: bool, fused: bool) -> None:
         super().__init__()
@@ -210,19 +210,19 @@ def test_a_mask_that_hides_nothing_is_left_out(idle: float, inverted: bool, fuse
 
 
 class Guarded(nn.Module):
-    """Attention with a mask, and zeros for the queries that `silent` finds in it."""
+    """Attention with a mask, and zeros for the rows that `zeroed` selects by the mask."""
 
-    def __init__(self, silent: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, zeroed: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.silent = silent
+        self.zeroed = zeroed
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        weights = (x @ x.mT).masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(self.silent(mask), 0.0)
+        weights = (x @ x.mT).masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(self.zeroed(mask), 0.0)
         result: Tensor = weights @ x
         return result
 
 
-SILENT: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+ZEROED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "none is seen": (lambda mask: ~mask.any(-1, keepdim=True), True),
     "all are hidden": (lambda mask: (~mask).all(-1, keepdim=True), True),
     "not one is seen": (lambda mask: mask.any(-1, keepdim=True).logical_not(), True),
@@ -232,30 +232,30 @@ SILENT: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "one is seen": (lambda mask: mask.any(-1, keepdim=True), False),
     "nobody sees it": (lambda mask: ~mask.any(-2, keepdim=True).mT, False),
 }
-"""What gives a query zeros, and whether that is to see no key."""
+"""Conditions for a row to be zeroed, and whether they hold for exactly the fully masked rows."""
 
 
-@pytest.mark.parametrize("silent", SILENT)
-def test_zeros_for_queries_without_keys_are_the_nodes_own(silent: str) -> None:
-    """And nothing else that zeroes a query is, which stays as it was written."""
-    function, is_own = SILENT[silent]
+@pytest.mark.parametrize("condition", ZEROED)
+def test_zeros_for_fully_masked_rows_are_left_to_the_node(condition: str) -> None:
+    """Rows that are zeroed by any other condition stay as they were written."""
+    function, is_of_node = ZEROED[condition]
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[0, 1], mask[1, 3] = False, True
     captured = capture(Guarded(function), (x, mask), None, precision_named("fp32"))
     (site,) = canonicalize(captured.model).sites
     (node,) = (node for node in captured.model.graph if node.name == site.node)
-    assert (SILENT_ROWS not in node.metadata_props) == is_own
+    assert (SILENT_ROWS not in node.metadata_props) == is_of_node
     sees_none = ~mask.any(-1)
     feeds = {"x": x.numpy(), "mask": mask.numpy()}
     (result,) = session_of(captured.model).run(None, feeds)
     exact = captured.exact(feeds)["output"]
-    held = ~sees_none.numpy() if not is_own else np.ones_like(sees_none.numpy())
-    assert relative_error(result[held], exact[held]) < 1e-6
+    rows = ~sees_none.numpy() if not is_of_node else np.ones_like(sees_none.numpy())
+    assert relative_error(result[rows], exact[rows]) < 1e-6
 
 
 class GuardedByAnother(nn.Module):
-    """Attention with a mask for all samples, and zeros for the queries without keys in one of more dims."""
+    """Attention with a mask for all samples, and zeros for rows that are fully masked by a mask of more dims."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         weights = (x @ x.mT).masked_fill(~mask[0], -torch.inf).softmax(-1).masked_fill(~mask.any(2, keepdim=True), 0.0)

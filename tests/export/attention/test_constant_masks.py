@@ -1,4 +1,4 @@
-"""What is read off constant arrays."""
+"""Truths and positions that are derived from constant arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
-from attnforge.export.attention.affine import KEY, ZERO, Affine, Atom, Place
+from attnforge.export.attention.affine import KEY, ZERO, Affine, Atom, Variable
 from attnforge.export.attention.constant_masks import truth_of
 from attnforge.export.attention.constant_values import constant_at
 from attnforge.export.attention.mask_numbers import Whole
@@ -20,7 +20,7 @@ from attnforge.export.attention.regions import Regions
 STRUCTURES: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
     "causal": (lambda i, j: i >= j, "band −∞ … 0"),
     "window": (lambda i, j: abs(i - j) <= 3, "band −3 … 3"),
-    "window behind, ahead": (lambda i, j: (j - i >= -4) & (j - i <= 1), "band −4 … 1"),
+    "window before, after": (lambda i, j: (j - i >= -4) & (j - i <= 1), "band −4 … 1"),
     "blocks": (lambda i, j: i // 4 == j // 4, "blocks of 4"),
     "two blocks": (lambda i, j: i // 8 == j // 8, "blocks of 8"),
     "shifted blocks": (lambda i, j: (i + 2) // 4 == (j + 2) // 4, "blocks of 4 (queries + 2, keys + 2)"),
@@ -67,9 +67,9 @@ def test_both_bounds_hold(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 3))):
         flags[data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))] ^= True
     truth = truth_of(flags)
-    for cover, held in ((truth.true, flags), (truth.false, ~flags)):
-        assert (pairs(cover.most, shape) >= held).all() and (pairs(cover.least, shape) <= held).all()
-        assert not cover.is_exact or (pairs(cover.most, shape) == held).all()
+    for cover, wanted in ((truth.true, flags), (truth.false, ~flags)):
+        assert (pairs(cover.most, shape) >= wanted).all() and (pairs(cover.least, shape) <= wanted).all()
+        assert not cover.is_exact or (pairs(cover.most, shape) == wanted).all()
 
 
 def test_samples_that_differ_are_bounded_by_all_of_them() -> None:
@@ -86,10 +86,10 @@ def test_large_arrays_are_read_in_a_few_passes() -> None:
     assert time.process_time() - start < 2
 
 
-def test_indices_of_several_dims_are_told_apart() -> None:
-    """Of the sample and of the key, side by side, as GatherND takes them: in a static graph both are constants."""
+def test_indices_of_several_dims_are_distinguished() -> None:
+    """Stacked sample and key indices, as GatherND takes them: in a static graph both are constants."""
     keys = np.arange(12)
     indices = np.stack([np.zeros(12, np.int64), keys], axis=-1)[None]
-    largest = {Place.KEY: Affine(11)}
+    largest = {Variable.KEY: Affine(11)}
     assert constant_at(indices, (ZERO, KEY, ZERO), largest) == Whole((ZERO,))
     assert constant_at(indices, (ZERO, KEY, ZERO + 1), largest) == Whole((KEY,))

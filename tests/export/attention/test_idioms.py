@@ -1,4 +1,4 @@
-"""Every idiom becomes one canonical node a site, and stays the same function in both lowerings."""
+"""Every idiom becomes one canonical node per site, and both lowerings compute the same function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVERY = [
 
 @dataclass
 class Run:
-    """What every contender computed at one of the sizes."""
+    """The results of eager, float64 and every target at one of the sizes."""
 
     sizes: Sizes
     eager: Outputs
@@ -36,12 +36,12 @@ class Run:
     targets: dict[str, Outputs]
 
 
-@functools.lru_cache(maxsize=1)  # a worker has one part after another
+@functools.lru_cache(maxsize=1)  # a worker runs one part after another
 def exported(part: Part) -> Exported:
     return export({name: IDIOMS[name] for name in part.names}, part.form)
 
 
-@functools.lru_cache(maxsize=1)  # a worker has one part after another
+@functools.lru_cache(maxsize=1)  # a worker runs one part after another
 def runs(part: Part) -> list[Run]:
     together = exported(part)
     models = {"onnxruntime": together.for_onnxruntime(part.form), "tensorrt": together.for_tensorrt()[0]}
@@ -67,7 +67,7 @@ def test_canonical(part: Part, name: str) -> None:
 
 @pytest.mark.parametrize(("part", "name"), EVERY)
 def test_same_function(part: Part, name: str) -> None:
-    """At every size, both lowerings err by no more than 2e-6, or than twice what eager errs by; and are near eager."""
+    """At every size, the error of both lowerings is at most 2e-6 or twice eager's error, and they are near eager."""
     for run in runs(part):
         for target, outputs in run.targets.items():
             assert np.isfinite(outputs[name][0]).any(), (run.sizes, target)

@@ -1,4 +1,4 @@
-"""Layouts: the algebra of sizes, and that a chain of views, however long, is what its layout says it is."""
+"""Layouts: the algebra of sizes, and that a chain of views of any length does what its layout says."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_a_size_comes_back_from_the_dim_that_it_is_written_as(a: Size) -> None:
 
 @pytest.mark.parametrize("text", ["n + 1", "n - 1", "n//2", "2*n + 3", "(n + 1)*4", "Mod(n, 2)", "Max(7, n)"])
 def test_other_expressions_count_as_one_symbol(text: str) -> None:
-    one = size(text)
-    assert not one.is_static and len(one.symbols) == 1
-    assert Size.of(one.dim()) == one
-    assert (one * Size(3)).divide(Size(3)) == one
-    assert one != size("n")
+    expression = size(text)
+    assert not expression.is_static and len(expression.symbols) == 1
+    assert Size.of(expression.dim()) == expression
+    assert (expression * Size(3)).divide(Size(3)) == expression
+    assert expression != size("n")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_unknown_dims_are_all_different() -> None:
     first, second = ir.SymbolicDim(None), ir.SymbolicDim(None)
     assert Size.of(first) != Size.of(second)
     assert Size.of(first) == Size.of(first)
-    assert len({Size.of(ir.SymbolicDim(None)) for _ in range(9)}) == 9, "though none is there when the next one is made"
+    assert len({Size.of(ir.SymbolicDim(None)) for _ in range(9)}) == 9, "although each is freed before the next one"
 
 
 # Layouts
@@ -160,8 +160,8 @@ def test_what_moves() -> None:
     by_head = apart.permuted([0, 2, 1, 3])
     assert not needs_transpose(layout, apart) and needs_transpose(layout, by_head)
     assert effort(layout, layout) == 0 and effort(layout, apart) == 0
-    assert effort(layout, by_head) == 1  # a transpose; one dynamic dim is elsewhere, and a Reshape can infer one
-    assert effort(layout, apart.permuted([2, 0, 1, 3])) == 2  # two are elsewhere, so their sizes must be computed
+    assert effort(layout, by_head) == 1  # a transpose; one dynamic dim has moved, and a Reshape can infer one
+    assert effort(layout, apart.permuted([2, 0, 1, 3])) == 2  # two have moved, so their sizes must be computed
     assert effort(layout, Layout([(*apart.dims[0], *apart.dims[1]), apart.dims[2], apart.dims[3]])) == 0
 
 
@@ -175,13 +175,13 @@ def test_a_value_without_a_shape_has_no_layout() -> None:
 VALUES = {"b": 3, "n": 5, "m": 7}
 
 
-def number(one: Size, values: dict[str, int]) -> int:
-    return one.factor * prod(values[symbol] for symbol in one.symbols)
+def number(size: Size, values: dict[str, int]) -> int:
+    return size.factor * prod(values[symbol] for symbol in size.symbols)
 
 
 @dataclass
 class Chain:
-    """A random chain of views over one input, as ONNX nodes and, beside them, in NumPy."""
+    """A random chain of views over one input, both as ONNX nodes and in NumPy."""
 
     x: ir.Value
     array: Array
@@ -214,34 +214,34 @@ class Chain:
         self._is(self.op.Flatten(self.y, axis=axis), [before, after], self.array.reshape(shape))
 
     def reshape(self, sizes: list[Size]) -> None:
-        entries = [self._entry(one) for one in sizes]
+        entries = [self._entry(size) for size in sizes]
         shape = self.op.Concat(*entries, axis=0) if entries else constant(self.op, np.zeros(0))
-        array = self.array.reshape([number(one, self.values) for one in sizes])
+        array = self.array.reshape([number(size, self.values) for size in sizes])
         self._is(self.op.Reshape(self.y, shape), sizes, array)
 
-    def _entry(self, one: Size) -> ir.Value:
-        entry = constant(self.op, [one.factor])
-        for symbol in one.symbols:
-            place = sizes_of(self.x).index(Size(1, (symbol,)))
-            entry = self.op.Mul(entry, self.op.Shape(self.x, start=place, end=place + 1))
+    def _entry(self, size: Size) -> ir.Value:
+        entry = constant(self.op, [size.factor])
+        for symbol in size.symbols:
+            axis = sizes_of(self.x).index(Size(1, (symbol,)))
+            entry = self.op.Mul(entry, self.op.Shape(self.x, start=axis, end=axis + 1))
         return entry
 
 
 def product(sizes: list[Size]) -> Size:
     result = ONE
-    for one in sizes:
-        result = result * one
+    for factor in sizes:
+        result = result * factor
     return result
 
 
 @st.composite
 def chains(draw: Any) -> Chain:
-    """One to six views of a tensor of one to four dims: static, of size 1, or dynamic, also twice the same symbol."""
+    """One to six views of a tensor of one to four dims: static, of size 1, or dynamic; a symbol may occur twice."""
     dims = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, "b", "n", "n", "m"]), min_size=1, max_size=4))
     values = {symbol: draw(st.integers(1, 4)) for symbol in VALUES}
     sizes = [size(dim) for dim in dims]
-    x = typed(ir.Value(name="x"), FLOAT, [one.dim() for one in sizes])
-    shape = [number(one, values) for one in sizes]
+    x = typed(ir.Value(name="x"), FLOAT, [dim.dim() for dim in sizes])
+    shape = [number(dim, values) for dim in sizes]
     chain = Chain(x, np.arange(prod(shape), dtype=np.float32).reshape(shape), values)
     for _ in range(draw(st.integers(1, 6))):
         draw_view(draw, chain)
@@ -254,11 +254,11 @@ def draw_view(draw: Any, chain: Chain) -> None:
     choices = ["transpose", "unsqueeze", "reverse", "flatten"]
     if rank > 1:
         choices += ["merge", "merge", "all in one"]
-    if any(one == ONE for one in sizes):
+    if any(dim == ONE for dim in sizes):
         choices += ["squeeze"]
-    if splits := [(i, d) for i, one in enumerate(sizes) for d in (2, 3) if one.factor % d == 0]:
+    if splits := [(i, d) for i, dim in enumerate(sizes) for d in (2, 3) if dim.factor % d == 0]:
         choices += ["split", "split", "split"]
-    if apart := [i for i, one in enumerate(sizes) if len(one.symbols) > 1 or (one.symbols and one.factor > 1)]:
+    if apart := [i for i, dim in enumerate(sizes) if len(dim.symbols) > 1 or (dim.symbols and dim.factor > 1)]:
         choices += ["split symbols"]
     match draw(st.sampled_from(choices)):
         case "transpose":
@@ -268,7 +268,7 @@ def draw_view(draw: Any, chain: Chain) -> None:
         case "unsqueeze":
             chain.unsqueeze(draw(st.integers(0, rank)))
         case "squeeze":
-            chain.squeeze(draw(st.sampled_from([i for i, one in enumerate(sizes) if one == ONE])))
+            chain.squeeze(draw(st.sampled_from([i for i, dim in enumerate(sizes) if dim == ONE])))
         case "flatten":
             chain.flatten(draw(st.integers(0, rank)))
         case "all in one":
@@ -292,7 +292,7 @@ def draw_view(draw: Any, chain: Chain) -> None:
 
 
 def run(chain: Chain, *results: ir.Value) -> list[Array]:
-    """What `results` are, computed by ONNX Runtime as the nodes say, without its own optimisations."""
+    """Compute `results` with ONNX Runtime, without graph optimisations."""
     ends = [ir.node("Identity", [result]) for result in results]
     nodes = [*chain.op.nodes, *ends]
     for i, node in enumerate(nodes):
@@ -311,16 +311,16 @@ def run(chain: Chain, *results: ir.Value) -> list[Array]:
 
 
 def as_laid_out(array: Array, here: Layout, there: Layout, values: dict[str, int]) -> Array:
-    """`array`, laid out as `here`, as `there`, which has the same axes."""
+    """Rearrange `array` from layout `here` to `there`, which has the same axes."""
     apart = array.reshape([number(axis.size, values) for axis in here.axes])
     moved = apart.transpose([here.axes.index(axis) for axis in there.axes])
-    return moved.reshape([number(one, values) for one in there.sizes()])
+    return moved.reshape([number(size, values) for size in there.sizes()])
 
 
 @settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(chain=chains(), data=st.data())
 def test_a_chain_of_views_is_what_its_layout_says(chain: Chain, data: st.DataObject) -> None:
-    """Walked back to the furthest value, and written from there in any other layout, the numbers are the same."""
+    """Walking back to the furthest value and rearranging it to any other layout gives the same numbers."""
     layout = Layout.fresh(chain.y)
     origin, source = before_views(chain.y, layout)
     assert set(source.axes) == set(layout.axes)
@@ -352,12 +352,12 @@ def test_walking_forward_ends_where_the_chain_does(chain: Chain) -> None:
 def views(*dims: str | int) -> Chain:
     values = dict(VALUES)
     sizes = [size(dim) for dim in dims]
-    shape = [number(one, values) for one in sizes]
-    x = typed(ir.Value(name="x"), FLOAT, [one.dim() for one in sizes])
+    shape = [number(dim, values) for dim in sizes]
+    x = typed(ir.Value(name="x"), FLOAT, [dim.dim() for dim in sizes])
     return Chain(x, np.arange(prod(shape), dtype=np.float32).reshape(shape), values)
 
 
-def test_heads_are_found_behind_a_split_and_a_transpose() -> None:
+def test_heads_are_found_after_a_split_and_a_transpose() -> None:
     chain = views("b", "n", 64)
     chain.reshape([size(s) for s in ("b", "n", 4, 16)])
     chain.transpose([0, 2, 1, 3])
@@ -369,7 +369,7 @@ def test_heads_are_found_behind_a_split_and_a_transpose() -> None:
 
 
 def test_a_walk_back_ends_at_a_view_that_mixes() -> None:
-    """Heads by reshape alone: rows of the result are not rows of the input, so the input is no layout of them."""
+    """Heads split by a reshape alone: rows of the result are not rows of the input, so no layout of the input fits."""
     chain = views(6, "n", 8)
     chain.transpose([1, 0, 2])
     chain.reshape([size(s) for s in (4, "n", 12)])
@@ -378,7 +378,7 @@ def test_a_walk_back_ends_at_a_view_that_mixes() -> None:
 
 
 def test_a_view_that_mixes_leaves_the_axes_as_they_were() -> None:
-    """What a walk found out on the way to a view that it cannot pass must not be held against where it stopped."""
+    """Axes that a walk split on the way to a view that it cannot pass must not stay split where it stopped."""
     chain = views("n", 2, "m", "n")
     chain.reshape([size("2*m*n*n")])
     chain.reshape([size("2*n*n"), size("m")])
@@ -387,7 +387,7 @@ def test_a_view_that_mixes_leaves_the_axes_as_they_were() -> None:
     assert origin is chain.y and [len(dim) for dim in source.dims] == [1, 1]
 
 
-def test_a_walk_back_passes_by_a_value_that_cannot_tell_the_sizes() -> None:
+def test_a_walk_back_passes_a_value_whose_shape_does_not_give_the_sizes() -> None:
     chain = views("b", "n", 6)
     chain.reshape([size("6*b*n")])
     flat = chain.y
@@ -414,25 +414,25 @@ def test_a_walk_forward_ends_at_a_second_use_and_at_an_output() -> None:
 @pytest.mark.parametrize(
     ("dims", "extra"), [(("b", 4), Size(3)), (("n",), Size(2)), ((4, 1, 2), Size(5)), (("b", "n"), Size(2))]
 )
-@pytest.mark.parametrize("place", [0, 1])
-def test_axes_that_only_the_target_has_are_broadcast(dims: tuple[str | int, ...], extra: Size, place: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_axes_that_only_the_target_has_are_broadcast(dims: tuple[str | int, ...], extra: Size, position: int) -> None:
     chain = views(*dims)
     layout, axis = Layout.fresh(chain.x), Axis(extra)
-    target = Layout([*layout.dims[:place], (axis,), *layout.dims[place:]])
+    target = Layout([*layout.dims[:position], (axis,), *layout.dims[position:]])
     (got,) = run(chain, rearrange(chain.op, chain.x, layout, target))
-    expected = np.repeat(np.expand_dims(chain.feed, place), extra.factor, axis=place)
+    expected = np.repeat(np.expand_dims(chain.feed, position), extra.factor, axis=position)
     np.testing.assert_array_equal(got, expected)
 
 
 def test_an_axis_that_the_target_lacks_is_an_error() -> None:
     chain = views("b", 4)
     layout = Layout.fresh(chain.x)
-    with pytest.raises(LayoutError, match="1 axis of 'x' has no place"):
+    with pytest.raises(LayoutError, match="1 axis of 'x' is not an axis of the product"):
         rearrange(chain.op, chain.x, layout, Layout(layout.dims[:1]))
 
 
-def test_a_size_that_no_shape_tells_is_an_error() -> None:
+def test_a_size_that_no_shape_gives_is_an_error() -> None:
     chain = views(4)
     layout = Layout.fresh(chain.x)
-    with pytest.raises(LayoutError, match="cannot be read off"):
+    with pytest.raises(LayoutError, match="a size cannot be read from the shape of 'x'"):
         rearrange(chain.op, chain.x, layout, Layout([(Axis(size("m")),), *layout.dims]))

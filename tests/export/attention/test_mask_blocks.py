@@ -1,4 +1,4 @@
-"""A mask that is computed at blocks is the whole mask, cut."""
+"""A mask that is computed by blocks equals the whole mask, cut to blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Never:
-    """Choices that are always the first, and no."""
+    """Always makes the first choice, and says no."""
 
     def pick(self, options: Sequence[T]) -> T:
         return options[0]
@@ -56,12 +56,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Blocks:
-    """All blocks, as a dim behind the heads: rows of queries, and for every row keys of any indices.
+    """All blocks, as a dim after the heads: rows of queries, and for every row keys of any indices.
 
     Attributes:
-        keys: `(blocks, keys of a block)`.
-        n_q: how many queries there are.
-        n_k: how many keys.
+        keys: `(blocks, keys of a block)`, indices.
+        n_q: number of queries.
+        n_k: number of keys.
     """
 
     keys: Array
@@ -73,12 +73,13 @@ class Blocks:
         by_query, by_key = (dim != 1 for dim in varies)
         blocks, rows = len(self.keys), self.n_q // len(self.keys)
         width = self.keys.shape[1] if by_key else 1
-        at = np.broadcast_to(self.keys[:, None, :] if by_key else 0, (blocks, rows, width))
-        at = at + np.arange(self.n_q).reshape(blocks, rows, 1) * (self.n_k if by_key else 1) if by_query else at[:, :1]
-        at = at if by_query or by_key else at[:1]
+        index = np.broadcast_to(self.keys[:, None, :] if by_key else 0, (blocks, rows, width))
+        first = np.arange(self.n_q).reshape(blocks, rows, 1) * (self.n_k if by_key else 1)
+        index = index + first if by_query else index[:, :1]
+        index = index if by_query or by_key else index[:1]
         flat = op.Reshape(x, constant(op, [0, 0, -1]))
         assert x.dtype is not None
-        return typed(op.Gather(flat, constant(op, at), axis=2), x.dtype, [batch, heads, *at.shape])
+        return typed(op.Gather(flat, constant(op, index), axis=2), x.dtype, [batch, heads, *index.shape])
 
     def of(self, whole: Array) -> Array:
         rows = np.arange(self.n_q).reshape(len(self.keys), -1)
@@ -86,10 +87,10 @@ class Blocks:
 
 
 def blocked(mask: RandomMask, cut: Piece | Blocks) -> Array:
-    """What ONNX Runtime makes of the mask at blocks.
+    """Compute the mask by blocks with ONNX Runtime.
 
     Raises:
-        NotByBlocks: it cannot be written so.
+        NotByBlocks: it cannot be computed by blocks.
     """
     model = mask.model.clone()
     values = {value.name: value for node in model.graph for value in node.outputs}
@@ -144,7 +145,7 @@ def test_a_product_of_all_pairs_is_not_written_at_blocks() -> None:
     node = ir.node("Attention", [query, key, key, bias], {"scale": 1.0})
     reason = why_not_by_blocks(node)
     assert reason is not None and reason.endswith("is computed for all pairs by MatMul")
-    assert len(bias.uses()) == 1, "what was tried must not count as a user"
+    assert len(bias.uses()) == 1, "nodes of a failed attempt must not count as users"
 
 
 @settings(max_examples=settings().max_examples * 2 // 5)  # each is two sessions of ONNX Runtime and more

@@ -1,4 +1,4 @@
-"""What is no attention, or not quite, stays as it is, with a reason."""
+"""Graphs that are not attention, or not quite, stay as they are, with a reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_left_with_a_reason(misses: Exported, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_SITES)
-def test_a_softmax_that_weighs_nothing_is_no_site(misses: Exported, name: str) -> None:
+def test_a_softmax_that_weights_no_values_is_no_site(misses: Exported, name: str) -> None:
     assert misses.sites_of(name) == []
 
 

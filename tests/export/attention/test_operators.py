@@ -1,4 +1,4 @@
-"""Attention operators in graphs made by others become plain Attention nodes, and compute what they computed."""
+"""Attention operators of other exporters become canonical Attention nodes that compute the same function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ def normal(*shape: int) -> Array:
 
 @dataclass(frozen=True)
 class Written:
-    """A node, its inputs by position (None where one is left out), and how many outputs are asked for."""
+    """A node, its inputs by position (None for an omitted one), and its number of outputs."""
 
     op_type: str
     inputs: Sequence[Array | None]
@@ -38,7 +38,7 @@ class Written:
     domain: str = CONTRIB
     outputs: int = 1
     constants: tuple[int, ...] = ()  # inputs that are weights
-    same_as: "Written | None" = None  # what to compare with where ONNX Runtime's CPU has no kernel
+    same_as: "Written | None" = None  # an equal node to compare with if ONNX Runtime's CPU has no kernel
 
     def model(self) -> onnx.ModelProto:
         names = [f"in{i}" if array is not None else "" for i, array in enumerate(self.inputs)]
@@ -62,7 +62,7 @@ class Written:
         return {f"in{i}": a for i, a in enumerate(self.inputs) if a is not None and i not in self.constants}
 
     def expected(self) -> list[Array]:
-        """What the operator itself gives: ai.onnx's by its reference, ONNX Runtime's own by its kernel."""
+        """The operator's own results: of ai.onnx by its reference, of ONNX Runtime by its kernel."""
         if self.same_as is not None:
             return self.same_as.expected()
         if self.domain == "":
@@ -80,7 +80,7 @@ def apart(tokens: int, heads: int = H, size: int = D) -> Array:
     return normal(B, heads, tokens, size)
 
 
-def beside(tokens: int, heads: int = H, size: int = D) -> Array:
+def packed(tokens: int, heads: int = H, size: int = D) -> Array:
     return normal(B, tokens, heads * size)
 
 
@@ -97,36 +97,36 @@ LENGTHS = np.array([N - 1, N - 3], np.int32)
 TOTAL = np.array(N, np.int32)
 
 WRITTEN = {
-    "three dims": Written("Attention", [beside(N), beside(M), beside(M)], HEADS, ""),
+    "three dims": Written("Attention", [packed(N), packed(M), packed(M)], HEADS, ""),
     "three dims, grouped": Written(
-        "Attention", [beside(N), beside(M, 2), beside(M, 2, 8)], {"q_num_heads": H, "kv_num_heads": 2}, ""
+        "Attention", [packed(N), packed(M, 2), packed(M, 2, 8)], {"q_num_heads": H, "kv_num_heads": 2}, ""
     ),
     "mask of two dims": Written("Attention", [apart(N), apart(M), apart(M), ALLOWED], {}, ""),
     "bias of three dims": Written("Attention", [apart(N), apart(M), apart(M), normal(H, N, M)], {"scale": 0.3}, ""),
     "cache": Written("Attention", [apart(N), apart(N), apart(N), None, *CACHE], {}, "", outputs=3),
     "cache, causal": Written("Attention", [apart(2), apart(2), apart(2), None, *CACHE], {"is_causal": 1}, "", 3),
     "cache, three dims, bias": Written(
-        "Attention", [beside(2), beside(2), beside(2), normal(2, 5), *CACHE], {**HEADS, "is_causal": 1}, "", 3
+        "Attention", [packed(2), packed(2), packed(2), normal(2, 5), *CACHE], {**HEADS, "is_causal": 1}, "", 3
     ),
-    "causal, queries without keys by both": Written(
+    "causal, rows fully masked by both": Written(
         "Attention", [apart(N), apart(N), apart(N), np.tri(N, N, -2, dtype=bool).T | np.eye(N, N, -4, dtype=bool)],
         {"is_causal": 1}, "",
     ),
-    "soft cap": Written("Attention", [beside(N), beside(M), beside(M)], {**HEADS, "softcap": 3.0}, ""),
-    "multi-head": Written("MultiHeadAttention", [beside(N), beside(M), beside(M)], {"num_heads": H}),
+    "soft cap": Written("Attention", [packed(N), packed(M), packed(M)], {**HEADS, "softcap": 3.0}, ""),
+    "multi-head": Written("MultiHeadAttention", [packed(N), packed(M), packed(M)], {"num_heads": H}),
     "multi-head, biases": Written(
-        "MultiHeadAttention", [beside(N), beside(M), beside(M), normal(3 * H * D)], {"num_heads": H, "scale": 0.2}
+        "MultiHeadAttention", [packed(N), packed(M), packed(M), normal(3 * H * D)], {"num_heads": H, "scale": 0.2}
     ),
     "multi-head, padding": Written(
-        "MultiHeadAttention", [beside(N), beside(M), beside(M), None, PADDING], {"num_heads": H}
+        "MultiHeadAttention", [packed(N), packed(M), packed(M), None, PADDING], {"num_heads": H}
     ),
     "multi-head, bias of the scores": Written(
-        "MultiHeadAttention", [beside(N), beside(M), beside(M), None, None, normal(1, H, N, M)], {"num_heads": H}
+        "MultiHeadAttention", [packed(N), packed(M), packed(M), None, None, normal(1, H, N, M)], {"num_heads": H}
     ),
     "multi-head, causal": Written(
-        "MultiHeadAttention", [beside(N), beside(N), beside(N)], {"num_heads": H, "unidirectional": 1}
+        "MultiHeadAttention", [packed(N), packed(N), packed(N)], {"num_heads": H, "unidirectional": 1}
     ),
-    "multi-head, keys apart": Written("MultiHeadAttention", [beside(N), apart(M), apart(M)], {"num_heads": H}),
+    "multi-head, keys apart": Written("MultiHeadAttention", [packed(N), apart(M), apart(M)], {"num_heads": H}),
     "multi-head, stacked": Written(
         "MultiHeadAttention", [STACKED], {"num_heads": H},
         same_as=Written("MultiHeadAttention", UNSTACKED, {"num_heads": H}),
@@ -136,7 +136,7 @@ WRITTEN = {
         same_as=Written("MultiHeadAttention", UNSTACKED, {"num_heads": H}),
     ),
     "multi-head, cache": Written(
-        "MultiHeadAttention", [beside(2), beside(2), beside(2), None, None, None, *CACHE], {"num_heads": H}, outputs=3
+        "MultiHeadAttention", [packed(2), packed(2), packed(2), None, None, None, *CACHE], {"num_heads": H}, outputs=3
     ),
     "projecting": Written(
         "Attention", [normal(B, N, 32), normal(32, 3 * H * D) / 6, normal(3 * H * D)], {"num_heads": H},
@@ -151,19 +151,19 @@ WRITTEN = {
         {"num_heads": H, "unidirectional": 1, "qkv_hidden_sizes": [64, 64, 32]}, constants=(1, 2),
     ),
     "grouped query": Written(
-        "GroupQueryAttention", [beside(N), beside(N, 2), beside(N, 2), None, None, LENGTHS, TOTAL],
+        "GroupQueryAttention", [packed(N), packed(N, 2), packed(N, 2), None, None, LENGTHS, TOTAL],
         {"num_heads": H, "kv_num_heads": 2},
     ),
     "grouped query, all in one": Written(
-        "GroupQueryAttention", [beside(N, H + 4), None, None, None, None, LENGTHS, TOTAL],
+        "GroupQueryAttention", [packed(N, H + 4), None, None, None, None, LENGTHS, TOTAL],
         {"num_heads": H, "kv_num_heads": 2},
     ),
     "grouped query, rotary": Written(
-        "GroupQueryAttention", [beside(N), beside(N, 2), beside(N, 2), None, None, LENGTHS, TOTAL, COSINE, SINE],
+        "GroupQueryAttention", [packed(N), packed(N, 2), packed(N, 2), None, None, LENGTHS, TOTAL, COSINE, SINE],
         {"num_heads": H, "kv_num_heads": 2, "do_rotary": 1},
     ),
     "grouped query, window": Written(
-        "GroupQueryAttention", [beside(N), beside(N, 2), beside(N, 2), None, None, LENGTHS, TOTAL],
+        "GroupQueryAttention", [packed(N), packed(N, 2), packed(N, 2), None, None, LENGTHS, TOTAL],
         {"num_heads": H, "kv_num_heads": 2, "local_window_size": 3, "softcap": 5.0},
     ),
 }  # fmt: skip
@@ -198,7 +198,7 @@ def test_an_operator_becomes_a_plain_attention_node(name: str, tmp_path: Path) -
 
 
 def valid_rows(written: Written, shape: tuple[int, ...]) -> Array:
-    """Queries that are padding themselves may get anything from GroupQueryAttention."""
+    """The rows to compare: GroupQueryAttention may return anything for queries that are padding."""
     valid = np.ones(shape, bool)
     if written.op_type == "GroupQueryAttention":
         valid[1, LENGTHS[1] + 1 :] = False
@@ -213,18 +213,18 @@ def valid_rows(written: Written, shape: tuple[int, ...]) -> Array:
             "scores are an output",
         ),
         (
-            Written("MultiHeadAttention", [beside(N), beside(M), beside(M)], {"num_heads": H, "unidirectional": 1}),
-            "more or fewer keys than queries",
+            Written("MultiHeadAttention", [packed(N), packed(M), packed(M)], {"num_heads": H, "unidirectional": 1}),
+            "different numbers of keys and queries",
         ),
         (
-            Written("MultiHeadAttention", [beside(N), beside(M), beside(M), None, np.array([5, 2], np.int32)],
+            Written("MultiHeadAttention", [packed(N), packed(M), packed(M), None, np.array([5, 2], np.int32)],
                     {"num_heads": H}),
-            "padding is given by lengths",
+            "padding mask is given by lengths",
         ),
         (
             Written(
                 "GroupQueryAttention",
-                [beside(1), beside(1, 2), beside(1, 2), normal(B, 2, 8, D), normal(B, 2, 8, D), LENGTHS, TOTAL],
+                [packed(1), packed(1, 2), packed(1, 2), normal(B, 2, 8, D), normal(B, 2, 8, D), LENGTHS, TOTAL],
                 {"num_heads": H, "kv_num_heads": 2}, outputs=3,
             ),
             "with a cache",

@@ -1,8 +1,8 @@
-"""Random attention graphs (:mod:`graphs`): what becomes a canonical node is the same function, attention becomes one,
-and what only looks like it stays as it is.
+"""Random attention graphs (:mod:`tests.support.random_graphs`): attention becomes a canonical node that computes the
+same function, and what only looks like attention stays as it is.
 
-Everything is compared in float64 by NumPy (:mod:`evaluate`), where a wrong fusion cannot hide behind rounding; ONNX
-Runtime, on a part, says the same of the arithmetic. `--hypothesis-profile=thorough` tries thousands.
+Everything is compared in float64 by NumPy (:mod:`tests.support.evaluate`), where rounding cannot hide a wrong fusion;
+a part is also run by ONNX Runtime, to check the arithmetic. `--hypothesis-profile=thorough` tries thousands.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ T = TypeVar("T")
 DOUBLE, FLOAT16, BFLOAT16 = ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 
 TOLERANCE = {DOUBLE: 2e-6, FLOAT: 2e-6, FLOAT16: 2e-3, BFLOAT16: 1.6e-2}
-"""Relative error in float64: a factor that is kept in the graph's type, twice rounded, may differ by that much."""
+"""Relative error allowed in float64: a factor that is stored in the graph's type and rounded twice may differ by that
+much."""
 
 
 def drawn(data: st.DataObject, flaw: str | None = None, mutations: Sequence[Mutation] = ()) -> Program:
@@ -56,9 +57,9 @@ def drawn(data: st.DataObject, flaw: str | None = None, mutations: Sequence[Muta
 
 
 def sizes_tried(program: Program) -> list[dict[str, int]]:
-    """The program's own sizes; ones and other numbers."""
-    other = {symbol: (1, 4)[i % 2] for i, symbol in enumerate(program.sizes)}
-    return [program.sizes, other] if program.sizes else [{}]
+    """The program's own sizes, and others of 1 and 4."""
+    others = {symbol: (1, 4)[i % 2] for i, symbol in enumerate(program.sizes)}
+    return [program.sizes, others] if program.sizes else [{}]
 
 
 def lowerings(model: ir.Model, sites: list[Site], sizes: Mapping[str, int]) -> dict[str, ir.Model]:
@@ -68,25 +69,25 @@ def lowerings(model: ir.Model, sites: list[Site], sizes: Mapping[str, int]) -> d
     return models
 
 
-def assert_same(got: Tensor, wanted: Tensor, tolerance: float, what: str, where_finite: bool = False) -> None:
-    """NaN and infinity in the same places, and a relative error within the tolerance."""
-    assert got.shape == wanted.shape, what
+def assert_same(got: Tensor, wanted: Tensor, tolerance: float, name: str, where_finite: bool = False) -> None:
+    """Check that NaN and infinity are at the same positions, and that the relative error is within the tolerance."""
+    assert got.shape == wanted.shape, name
     got, wanted = got.astype(np.float64), wanted.astype(np.float64)  # conditions, too
     if where_finite:
         finite = np.isfinite(wanted)
         got, wanted = got[finite], wanted[finite]
-    assert np.array_equal(np.isnan(got), np.isnan(wanted)), f"{what}: NaN elsewhere"
+    assert np.array_equal(np.isnan(got), np.isnan(wanted)), f"{name}: NaN at other positions"
     finite = np.isfinite(wanted)
-    assert np.array_equal(got[~finite], wanted[~finite], equal_nan=True), f"{what}: infinity elsewhere"
+    assert np.array_equal(got[~finite], wanted[~finite], equal_nan=True), f"{name}: infinity at other positions"
     error = float(np.linalg.norm(got[finite] - wanted[finite]))
-    assert error <= tolerance * float(np.linalg.norm(wanted[finite])), f"{what}: off by {error:.2g}"
+    assert error <= tolerance * float(np.linalg.norm(wanted[finite])), f"{name}: off by {error:.2g}"
 
 
 def check(program: Program, tolerance: float | None = None) -> list[Site]:
-    """Canonicalize and lower a copy of the program, and hold every form against the program itself.
+    """Canonicalize and lower a copy of the program, and compare every form to the program itself.
 
-    A softmax that is written out without the maximum taken off is given numbers where it had none, by design
-    (:mod:`attnforge.export.attention.softmax`), so such a program counts where it is finite.
+    A decomposed softmax without the maximum subtracted gets numbers where it had NaN, by design
+    (:mod:`attnforge.export.attention.softmax`), so such a program is compared only where it is finite.
     """
     dtype = next((v.dtype for v in program.model.graph.inputs if v.dtype in TOLERANCE), FLOAT)
     assert dtype is not None
@@ -152,7 +153,7 @@ def run_onnx(model: ir.Model, inputs: Mapping[str, Array]) -> dict[str, Array]:
 @settings(max_examples=settings().max_examples // 2)
 @given(st.data())
 def test_onnxruntime_says_the_same(data: st.DataObject) -> None:
-    """In fp32, an error of at most 2e-6, or of twice what the graph as it was written errs by."""
+    """In fp32, the error is at most 2e-6, or twice the error of the graph as it was written."""
     program = attention(Drawn(data))
     model = program.model.clone()
     models = lowerings(model, canonicalize(model).sites, program.sizes)
@@ -164,17 +165,17 @@ def test_onnxruntime_says_the_same(data: st.DataObject) -> None:
                 truth = wanted[name]
                 finite = np.isfinite(truth) & np.isfinite(written[name])
                 norm = float(np.linalg.norm(truth[finite]))
-                own = float(np.linalg.norm(written[name][finite] - truth[finite]))
-                assert np.linalg.norm(array[finite] - truth[finite]) <= max(2e-6 * norm, 2 * own), target
+                error = float(np.linalg.norm(written[name][finite] - truth[finite]))
+                assert np.linalg.norm(array[finite] - truth[finite]) <= max(2e-6 * norm, 2 * error), target
                 if not program.by_hand:
                     assert np.array_equal(np.isnan(array), np.isnan(written[name])), target
 
 
-# --- what they found --------------------------------------------------------------------------------------------------
+# --- regressions found by the properties ------------------------------------------------------------------------------
 
 
 class Plain:
-    """Everything in its first way."""
+    """Always makes the first choice."""
 
     def pick(self, options: Sequence[T]) -> T:
         return options[0]
@@ -191,7 +192,7 @@ def graph(dtype: ir.DataType = FLOAT) -> Graph:
 
 
 def masked(g: Graph, scores: ir.Value, number: float) -> ir.Value:
-    """`scores`, their last axis the keys, with `number` for a random part."""
+    """`scores`, whose last axis is the keys, with a random part replaced by `number`."""
     return g.where(g.input("keep", sizes_of(scores)[-2:], BOOL), scores, g.constant(number))
 
 
@@ -215,7 +216,7 @@ def test_mask_along_a_part_of_the_batch_of_dynamic_size() -> None:
 
 
 def test_heads_of_dynamic_number_share_one_key() -> None:
-    """Both lowerings raised: the number of heads cannot be told from the one key."""
+    """Both lowerings raised: the number of heads cannot be read from the one key."""
     g = graph()
     query = g.input("x", [Size(2), HEADS, TOKENS, Size(4)])
     key, value = g.input("x", [Size(2), ONE, Size(4), KEYS]), g.input("x", [Size(2), ONE, KEYS, Size(4)])
@@ -223,7 +224,7 @@ def test_heads_of_dynamic_number_share_one_key() -> None:
 
 
 def test_output_of_two_dynamic_dims_that_were_one_batch() -> None:
-    """Keys that a batch and its queries share: the dims of the output cannot be told from the product's own."""
+    """Keys that a batch and its queries share: the dims of the output cannot be read from those of the product."""
     g = graph()
     query, key, value = (
         g.input("x", dims) for dims in ([BATCH, TOKENS, Size(2), Size(4)], [KEYS, Size(4)], [KEYS, Size(4)])
@@ -233,7 +234,7 @@ def test_output_of_two_dynamic_dims_that_were_one_batch() -> None:
 
 
 def test_shared_keys_but_values_of_every_head() -> None:
-    """Where the heads came last in the scores they were taken for the queries, and the values had no place."""
+    """Heads that came last in the scores were taken for queries, and the axes of the values did not fit."""
     g = graph()
     query, key = g.input("x", [BATCH, TOKENS, Size(2), Size(4)]), g.input("x", [BATCH, KEYS, Size(4)])
     value = g.input("x", [BATCH, KEYS, Size(2), Size(3)])
@@ -249,7 +250,7 @@ def tokens(g: Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
 
 
 def test_guard_of_a_softmax_without_its_maximum() -> None:
-    """`exp(-1e4) / sum(exp(-1e4))` is NaN, which the guard made zeros of; Softmax gave the mean of the values."""
+    """`exp(-1e4) / sum(exp(-1e4))` is NaN, which the guard turned into zeros; Softmax gave the mean of the values."""
     g = graph()
     query, key, value = tokens(g)
     exponentials = g.unary("Exp", masked(g, g.matmul(query, key), -1e4))
@@ -259,7 +260,7 @@ def test_guard_of_a_softmax_without_its_maximum() -> None:
 
 
 def test_maximum_of_scores_that_were_cast() -> None:
-    """A softmax written out in a wider type than the scores' own was not seen as one."""
+    """A decomposed softmax in a wider type than that of the scores was not recognised."""
     g = graph(FLOAT16)
     query, key, value = tokens(g)
     scores = g.cast(g.matmul(query, key), FLOAT)
@@ -269,7 +270,7 @@ def test_maximum_of_scores_that_were_cast() -> None:
 
 
 def test_sum_of_whole_numbers_is_no_softmax() -> None:
-    """Casts were seen through even where they cut off what is behind the point."""
+    """Casts were ignored even if they cut off the fraction."""
     g = graph()
     query, key, value = tokens(g)
     exponentials = g.unary("Exp", g.matmul(query, key))
@@ -279,15 +280,15 @@ def test_sum_of_whole_numbers_is_no_softmax() -> None:
 
 
 def test_scores_replaced_by_infinity() -> None:
-    """They make NaN of a row, which a guard turns to zeros; the canonical node kept the NaN."""
+    """They turn a row into NaN, which a guard turns into zeros; the canonical node kept the NaN."""
     g = graph()
     query, key, value = tokens(g)
     weights = g.softmax(masked(g, g.matmul(query, key), np.inf), 2)
     reason = reason_of(g, g.matmul(without_nan(g, weights), value))
-    assert reason is not None and "Where puts inf" in reason
+    assert reason is not None and "Where replaces scores by inf" in reason
 
 
-def test_guard_that_puts_another_number_than_zero() -> None:
+def test_guard_with_a_number_other_than_zero() -> None:
     """As in `nan_to_num(weights, 1 / n)`, which became NaN."""
     g = graph()
     query, key, value = tokens(g)
@@ -297,8 +298,8 @@ def test_guard_that_puts_another_number_than_zero() -> None:
     assert reason is not None and "used 2 times" in reason
 
 
-def test_nodes_that_nothing_comes_of_are_no_use() -> None:
-    """Scores that such a node read too were refused, and taken when canonicalize ran again."""
+def test_nodes_without_a_reader_do_not_count_as_users() -> None:
+    """Scores that such a node read were refused at first, and accepted when canonicalize ran again."""
     g = graph()
     query, key, value = tokens(g)
     scores = g.matmul(query, key)

@@ -1,4 +1,4 @@
-"""Unions of regions bound what they are computed of: from outside, or from inside."""
+"""Unions of regions are outer or inner bounds of what they are computed from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What inputs are for: indices into tables, sizes, and numbers that are added to scores."""
+"""Roles of inputs: indices into tables, sizes, and numbers that are added to scores."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_size_is_one() -> None:
         (lambda n, table, _: table[:2, :3].masked_fill((n == 0)[:, None], 0), None),
     ],
 )
-def test_what_is_computed_with_is_no_mask(function: Function, role: str | None) -> None:
+def test_an_input_of_arithmetic_is_not_a_mask(function: Function, role: str | None) -> None:
     assert specs_of(function, torch.tensor([0, 1])).role == role
 
 

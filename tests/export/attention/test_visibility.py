@@ -1,4 +1,4 @@
-"""What is proved of the masks that people write: :mod:`tests.support.mask_idioms`."""
+"""Visibility of common masks (:mod:`tests.support.mask_idioms`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DYNAMIC = [name for name, idiom in IDIOMS.items() if idiom.proved]
 
 @functools.cache
 def known(is_dynamic: bool) -> dict[str, Visibility]:
-    """What is proved of all in one form."""
+    """The visibility of all idioms in one form."""
     return proved(is_dynamic, DYNAMIC if is_dynamic else IDIOMS)
 
 

@@ -1,4 +1,4 @@
-"""Random masks (:mod:`tests.support.random_masks`): what is proved of them holds for what ONNX Runtime computes."""
+"""Random masks (:mod:`tests.support.random_masks`): their proved visibility is true of what ONNX Runtime computes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_no_visible_key_is_hidden_and_no_residue_means_equal(leaf: str, data: st
 
 
 class First:
-    """Choices that are not made at random."""
+    """Always makes the first choice, and says no."""
 
     def pick(self, options: Sequence[T]) -> T:
         return options[0]
@@ -72,7 +72,7 @@ class First:
 
 
 def proved(write: Callable[[MaskWriter], ir.Value]) -> str:
-    """What is proved of a mask of n queries and n keys."""
+    """The proved visibility of a mask of n queries and n keys."""
     n, two = Size(1, ("n",)), Size(2)
     g = MaskWriter(First(), size=(n, n))
     query, key = (g.input(name, [two, two, n, two]) for name in ("query", "key"))
@@ -80,27 +80,27 @@ def proved(write: Callable[[MaskWriter], ir.Value]) -> str:
 
 
 @pytest.mark.parametrize(("least", "known"), [(None, "band −∞ … 0"), (3, "all, residue: condition")])
-def test_a_running_sum_is_of_all_before_the_index(least: int | None, known: str) -> None:
-    """`(arange(n + 5) >= least).cumsum()[5:]`, or of ones: keys no later than the query by it."""
+def test_a_running_sum_is_over_all_before_the_index(least: int | None, known: str) -> None:
+    """A mask that compares `(arange(n + 5) >= least).cumsum()[5:]`, or a cumsum of ones, to the query's index."""
 
     def write(g: MaskWriter) -> ir.Value:
         longer = Size.of(ir.SymbolicDim("n + 5"))
         length = g.binary("Add", g.length(KEYS), g.number(5))
         x = g.op("Expand", [g.ints(1), g.unsqueeze(length, [0])], [longer], INT64)
         if least is not None:
-            at = g.op("Range", [g.number(0), length, g.number(1)], [longer], INT64)
-            x = g.cast(g.binary("GreaterOrEqual", at, g.number(least)), INT64)
+            positions = g.op("Range", [g.number(0), length, g.number(1)], [longer], INT64)
+            x = g.cast(g.binary("GreaterOrEqual", positions, g.number(least)), INT64)
         x = g.op("CumSum", [x, g.number(0)], [longer], INT64)
         x = g.op("Slice", [x, g.ints(5), g.ints(np.iinfo(np.int64).max), g.ints(0)], [g.size[KEYS]], INT64)
-        own = g.op("Range", [g.number(0), g.length(QUERIES), g.number(1)], [g.size[QUERIES]], INT64)
-        own = g.binary("Add", own, g.number(6 - (least or 0)))
-        return g.binary("LessOrEqual", g.along(x, KEYS), g.along(own, QUERIES))
+        query = g.op("Range", [g.number(0), g.length(QUERIES), g.number(1)], [g.size[QUERIES]], INT64)
+        query = g.binary("Add", query, g.number(6 - (least or 0)))
+        return g.binary("LessOrEqual", g.along(x, KEYS), g.along(query, QUERIES))
 
     assert proved(write) == known
 
 
-def test_two_conditions_of_which_nothing_is_known_are_two() -> None:
-    """The keys that one mask shows and another does not hide: not one and its opposite."""
+def test_two_unknown_conditions_are_not_one() -> None:
+    """The keys that one mask shows and another does not hide: not a condition and its opposite."""
 
     def write(g: MaskWriter) -> ir.Value:
         shown, hidden = (g.along(g.input(name, [g.size[KEYS]], BOOL), KEYS) for name in ("shown", "hidden"))
@@ -111,7 +111,7 @@ def test_two_conditions_of_which_nothing_is_known_are_two() -> None:
 
 
 @pytest.mark.parametrize(("op_type", "other"), [("Greater", 2048.0), ("Equal", 2049.0)])
-def test_a_number_is_what_its_type_holds(op_type: str, other: float) -> None:
+def test_a_number_is_rounded_to_its_type(op_type: str, other: float) -> None:
     def write(g: MaskWriter) -> ir.Value:
         number = g.binary("Add", g.constant(2048.0, FLOAT16), g.constant(1.0, FLOAT16))  # 2048 in fp16
         return g.where(g.binary(op_type, number, g.constant(other, FLOAT16)), g.constant(0.0), g.constant(-np.inf))

@@ -1,5 +1,5 @@
-"""The walks from a softmax return a record of what they passed, or why and where they ended; passes say whether they
-changed the graph."""
+"""The walks from a softmax return a record of what they passed, or why and where they ended; passes report whether
+they changed the graph."""
 
 import onnx_ir as ir
 import pytest
@@ -66,8 +66,8 @@ def test_a_mask_as_large_as_the_scores_multiplies_them_on_either_side(product: s
     ("rows", "is_site"), [("n", True), ("1", True), ("m", False), ("last", True), ("seventh", False)]
 )
 def test_a_dim_of_another_name_may_be_one(rows: str, is_site: bool) -> None:
-    """A bias of `m` rows is valid with one row and with as many as there are queries; attention takes no either. The
-    rows that MPT cuts from its table, 128 - max(0, 128 - n), are as many as there are queries wherever it is valid.
+    """A bias of `m` rows is valid with one row and with one row per query, and attention takes only one of the two. The
+    number of rows that MPT cuts from its table, 128 - max(0, 128 - n), is the number of queries wherever it is valid.
     """
     graph = ir.from_onnx_text(
         '<ir_version: 10, opset_import: ["" : 23]>\n'
@@ -92,10 +92,10 @@ def test_a_walk_back_multiplies_factors() -> None:
     [
         (["t = Sin(s)"], ("Sin",), "the scores come from Sin"),
         (["u = Exp(s)", "t = Mul(u, c)"], ("Mul", "Exp"), "the scores come from Exp"),
-        (["u = Sin(s)", "t = Add(u, bias)"], ("Add",), "no side of Add is an inner product"),
+        (["u = Sin(s)", "t = Add(u, bias)"], ("Add",), "neither side of Add is an inner product"),
     ],
 )
-def test_a_walk_back_that_ends_says_where_and_why(body: list[str], path: tuple[str, ...], reason: str) -> None:
+def test_a_walk_back_that_ends_reports_where_and_why(body: list[str], path: tuple[str, ...], reason: str) -> None:
     ended = walked_back(*body)
     assert isinstance(ended, Ended)
     assert ended.path == path and reason in ended.reason
@@ -110,7 +110,7 @@ def test_a_walk_forward_gives_one_record_for_each_product() -> None:
     assert weights.path == ("MatMul",) and weights.value.value.name == "v" and weights.product.outputs[0].name == "y"
 
 
-def test_a_walk_forward_that_ends_says_where_and_why() -> None:
+def test_a_walk_forward_that_ends_reports_where_and_why() -> None:
     graph = model("t = Mul(s, c)").graph
     node = softmax(graph)
     graph.outputs.append(node.outputs[0])
@@ -118,7 +118,7 @@ def test_a_walk_forward_that_ends_says_where_and_why() -> None:
     assert isinstance(ended, Ended) and ended.path == () and "are an output of the model" in ended.reason
 
 
-def test_passes_say_whether_they_changed_the_graph() -> None:
+def test_passes_report_whether_they_changed_the_graph() -> None:
     graph = model("t = Mul(s, c)")
     assert not restore_softmax(graph).modified
     first = canonicalize(graph)

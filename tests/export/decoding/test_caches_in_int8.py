@@ -1,4 +1,4 @@
-"""Caches in int8: a quarter of the bytes, within what was allowed, or refused."""
+"""Caches in int8: a quarter of the bytes, within the allowed error, or refused."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quarter_of_the_bytes_and_the_same_function_as_its_rounding(
-    kind: str, decoders: DeployDecoder, tmp_path: Path
-) -> None:
+def test_a_quarter_of_the_bytes_within_the_allowed_error(kind: str, decoders: DeployDecoder, tmp_path: Path) -> None:
     bundle = deploy(kind, tmp_path / "b")
     decoding, record = bundle.manifest.decoding, bundle.manifest.quantised
     assert decoding is not None and record is not None and bundle.manifest.precision == "fp32"
@@ -54,7 +52,7 @@ def test_a_quarter_of_the_bytes_and_the_same_function_as_its_rounding(
     assert 0 < record.error <= ALLOWED and all(0 < error < ALLOWED for error in record.caches.values())
     backends = ["onnxruntime-cpu"] + ["openvino"] * (why_not_here("openvino") is None)
     verified = attnforge.verify(bundle, backends)
-    assert verified.warnings == []  # fp32 does not drift, where rounding is what was asked for
+    assert verified.warnings == []  # no warning of drift in fp32, because the rounding was requested
     for name, report in verified.backends.items():
         assert report.passed, (name, report.failures)
         assert "caches" in report.outputs
@@ -66,7 +64,7 @@ def test_a_quarter_of_the_bytes_and_the_same_function_as_its_rounding(
         rounded, plain = low.decoder(2), high.decoder(2)
         assert 4 * rounded.nbytes == plain.nbytes
         answers = [rounded.prefill(tokens[:, :10])]
-        answers += [rounded.step(tokens[:, place]) for place in range(10, PLACES)]
+        answers += [rounded.step(tokens[:, position]) for position in range(10, PLACES)]
     assert 0 < relative_error(np.stack(answers, 1), eager(kind, tokens)[:, 9:]) < 2 * ALLOWED
 
 
@@ -75,8 +73,8 @@ def test_the_kernel_reads_int8_itself(deployed: Bundle) -> None:
     kernels = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
     assert len(kernels) == 2
     for node in kernels:
-        scales = [node.inputs[place] for place in (12, 13)]
-        caches = [node.inputs[place] for place in (3, 4)]
+        scales = [node.inputs[i] for i in (12, 13)]
+        caches = [node.inputs[i] for i in (3, 4)]
         assert [cache.dtype for cache in caches if cache is not None] == [ir.DataType.INT8] * 2
         sizes = [scale.shape.numpy() for scale in scales if scale is not None and scale.shape is not None]
         assert sizes == [(32,), (32,)]  # two heads of 16
@@ -89,14 +87,14 @@ def test_tensorrt_has_no_caches_in_int8(tmp_path: Path) -> None:
         deploy("rotary", tmp_path / "b", targets=["tensorrt_rtx"])
 
 
-def test_beside_products_in_few_bits(tmp_path: Path) -> None:
+def test_with_low_bit_products(tmp_path: Path) -> None:
     bundle = deploy("rotary", tmp_path / "b", "int8", max_error=0.2)
     record = bundle.manifest.quantised
     assert record is not None and record.products and record.caches
     assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
 
 
-def test_what_rounding_a_cache_breaks_is_refused(tmp_path: Path) -> None:
+def test_a_cache_whose_rounding_error_is_too_large_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"an int8 cache misses the requirement: .*with 1e-06 allowed"):
         deploy("rotary", tmp_path / "b", max_error=1e-6)
     assert not (tmp_path / "b").exists()
@@ -119,27 +117,27 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: str, 
     assert not (tmp_path / "b").exists()
 
 
-def scale_off(model: ir.Model, place: int) -> None:
-    """A scale of the first layer is off by a tenth."""
+def scale_off(model: ir.Model, index: int) -> None:
+    """Change a scale of the first layer by a tenth."""
     node = next(node for node in model.graph if node.op_type == "GroupQueryAttention")
-    scale = node.inputs[place]
+    scale = node.inputs[index]
     producer = scale.producer() if scale is not None else None
     numbers = ir.convenience.get_const_tensor(scale) if scale is not None else None
     assert producer is not None and numbers is not None
     producer.attributes["value"] = ir.AttrTensor("value", ir.tensor((1.1 * numbers.numpy()).astype(np.float32)))
 
 
-@pytest.mark.parametrize("place", [12, 13])
-def test_a_scale_that_is_off_is_caught_in_the_caches(deployed: Bundle, place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [12, 13])
+def test_a_wrong_scale_is_detected_in_the_caches(deployed: Bundle, index: int, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(deployed.path, tmp_path / "b"))
     file = folder / deployed.manifest.targets["onnxruntime"].model
     model = ir.load(file)
-    scale_off(model, place)
+    scale_off(model, index)
     ir.save(model, file)
     report = attnforge.verify(rewrite(folder), ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
     assert not report.passed
     names = {failure.output for failure in report.failures}
-    assert ("key_cache.0" if place == 12 else "value_cache.0") in names
+    assert ("key_cache.0" if index == 12 else "value_cache.0") in names
 
 
 def without_scale(stored: dict[str, Array]) -> None:
@@ -155,7 +153,7 @@ def of_zeros(stored: dict[str, Array]) -> None:
 
 
 @pytest.mark.parametrize("change", [without_scale, of_another_shape, of_zeros])
-def test_caches_are_not_judged_without_their_scale(
+def test_caches_are_not_verified_without_their_scale(
     deployed: Bundle, change: Callable[[dict[str, Array]], None], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(deployed.path, tmp_path / "b"))
@@ -172,17 +170,17 @@ def test_maps_say_that_the_kernel_rounds(deployed: Bundle) -> None:
     assert all("rounds its keys to int8" in why for why in maps.left_out.values())
 
 
-def test_the_rounding_of_others_is_no_cache() -> None:
-    """Products around Q/DQ of a model's author, which have a scale and a zero point of their own."""
+def test_the_rounding_of_a_models_author_is_no_cache() -> None:
+    """Products around Q/DQ of a model's author, which have their own scale and zero point."""
     op = Builder()
     x = typed(ir.Value(name="x"), ir.DataType.FLOAT, [1, 2, 3, 4])
-    own = InInt8.of(op, x, np.full((2, 1, 4), 0.5, np.float32)).restored(op)
-    found = InInt8.before(own)
-    assert found is not None and found.source is x and np.all(found.scale == 0.5)
-    product = own.producer()
+    restored = InInt8.of(op, x, np.full((2, 1, 4), 0.5, np.float32)).restored(op)
+    rounding = InInt8.before(restored)
+    assert rounding is not None and rounding.source is x and np.all(rounding.scale == 0.5)
+    product = restored.producer()
     assert product is not None
     product.metadata_props.clear()
-    assert InInt8.before(own) is None
+    assert InInt8.before(restored) is None
 
 
 def test_diagnosis_reads_a_step_with_caches_in_int8(deployed: Bundle) -> None:

@@ -1,4 +1,4 @@
-"""A bias by distance is rebuilt of places wherever it is one, and nothing else is taken for one."""
+"""A bias by distance (ALiBi) is recognised in every form and computed from positions; near misses are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDTH, HEADS, SHARED, WORDS, LONGEST = 32, 4, 2, 40, 64
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
 
 Bias = Callable[["Biased", Tensor, Tensor], Tensor]
-"""What is added to scores `(batch, heads, tokens, tokens)`: of the module, its input and its queries."""
+"""The bias that is added to scores `(batch, heads, tokens, tokens)`, from the module, its input and its queries."""
 
 
 def causal(count: int) -> Tensor:
@@ -41,12 +41,12 @@ def causal(count: int) -> Tensor:
 
 
 def hidden(bias: Tensor, count: int) -> Tensor:
-    """A bias where keys are not later."""
+    """A bias with later keys hidden."""
     return bias.masked_fill(causal(count), -math.inf)
 
 
 class Biased(nn.Module):
-    """One layer of causal attention of grouped heads, to whose scores a bias is added."""
+    """One layer of causal attention with grouped heads and a bias that is added to the scores."""
 
     slopes: Tensor
     learned: Tensor
@@ -60,12 +60,12 @@ class Biased(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
         self.query, self.pair = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // HEADS * SHARED * 2)
         self.head, self.bias = nn.Linear(WIDTH, WORDS), bias
-        slopes, places = torch.tensor(SLOPES)[:, None, None], torch.arange(LONGEST)
+        slopes, positions = torch.tensor(SLOPES)[:, None, None], torch.arange(LONGEST)
         self.register_buffer("slopes", slopes)
-        self.register_buffer("table", slopes * (places - LONGEST + 1.0))
-        self.register_buffer("crooked", slopes * (places + 0.05 * (places % 7 == 3)))
-        self.register_buffer("pairs", slopes * (places - places[:, None]))
-        is_far = (places[:, None] - places >= 5) & (places > 0)
+        self.register_buffer("table", slopes * (positions - LONGEST + 1.0))
+        self.register_buffer("crooked", slopes * (positions + 0.05 * (positions % 7 == 3)))
+        self.register_buffer("pairs", slopes * (positions - positions[:, None]))
+        is_far = (positions[:, None] - positions >= 5) & (positions > 0)
         self.register_buffer("holes", self.pairs.masked_fill(is_far, -math.inf))
         self.learned = nn.Parameter(torch.randn(HEADS, 1, LONGEST))
 
@@ -81,21 +81,21 @@ class Biased(nn.Module):
         return result
 
 
-def places(x: Tensor) -> Tensor:
+def positions(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1])
 
 
 def absolute(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden(-module.slopes * (places(x)[:, None] - places(x)).abs(), x.shape[1])
+    return hidden(-module.slopes * (positions(x)[:, None] - positions(x)).abs(), x.shape[1])
 
 
 def by_key(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden((module.slopes * places(x)), x.shape[1])
+    return hidden((module.slopes * positions(x)), x.shape[1])
 
 
 def from_the_last(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    """Of the whole length, which is the same for all keys."""
-    return hidden(module.slopes * (places(x) + 1 - x.shape[1]), x.shape[1])
+    """The bias depends on the length, which is the same for all keys."""
+    return hidden(module.slopes * (positions(x) + 1 - x.shape[1]), x.shape[1])
 
 
 def of_a_table(module: Biased, x: Tensor, query: Tensor) -> Tensor:
@@ -107,33 +107,33 @@ def of_pairs(module: Biased, x: Tensor, query: Tensor) -> Tensor:
 
 
 def clamped(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    """Later keys are hidden, and would have no bias."""
-    distance = (places(x) - places(x)[:, None]).clamp(max=0)
+    """Later keys would have no bias, but are hidden."""
+    distance = (positions(x) - positions(x)[:, None]).clamp(max=0)
     return hidden(module.slopes * distance, x.shape[1])
 
 
 def by_a_low_number(module: Biased, x: Tensor, query: Tensor) -> Tensor:
     low = torch.zeros(x.shape[1], x.shape[1]).masked_fill(causal(x.shape[1]), torch.finfo(torch.float32).min)
-    return low + (module.slopes * places(x)).repeat(x.shape[0], 1, 1).view(x.shape[0], HEADS, 1, -1)
+    return low + (module.slopes * positions(x)).repeat(x.shape[0], 1, 1).view(x.shape[0], HEADS, 1, -1)
 
 
 def with_computed_slopes(module: Biased, x: Tensor, query: Tensor) -> Tensor:
     slopes = 2.0 ** -torch.arange(1.0, HEADS + 1)
-    return hidden(slopes[:, None, None] * (places(x) - places(x)[:, None]), x.shape[1])
+    return hidden(slopes[:, None, None] * (positions(x) - positions(x)[:, None]), x.shape[1])
 
 
 def within_a_window(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    distance = places(x)[:, None] - places(x)
+    distance = positions(x)[:, None] - positions(x)
     return hidden(-module.slopes * distance, x.shape[1]).masked_fill(distance >= 5, -math.inf)
 
 
 def one_slope(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden(0.5 * (places(x) - places(x)[:, None]), x.shape[1])
+    return hidden(0.5 * (positions(x) - positions(x)[:, None]), x.shape[1])
 
 
 def by_query(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    """The same for all keys, so no bias."""
-    return hidden(module.slopes * places(x)[:, None], x.shape[1])
+    """The same for all keys, so it is no bias."""
+    return hidden(module.slopes * positions(x)[:, None], x.shape[1])
 
 
 FORMS: dict[Bias, Seen] = {
@@ -152,7 +152,7 @@ FORMS: dict[Bias, Seen] = {
 
 
 def step_of(bias: Bias, count: int = LONGEST) -> tuple[Decoding, ir.Model, list[Site], ir.Model]:
-    """The record, the graph and the sites of a step, and the graph of whole sequences."""
+    """The record, graph and sites of a step, and the graph for whole sequences."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module, args = Biased(bias).eval(), (torch.randint(0, WORDS, (2, 9)),)
@@ -164,7 +164,7 @@ def step_of(bias: Bias, count: int = LONGEST) -> tuple[Decoding, ir.Model, list[
 
 
 def in_pieces(model: ir.Model, ids: Any, ends: Sequence[int], decoding: Decoding) -> Any:
-    """The first output over pieces of a sequence, in float64, and the caches behind them."""
+    """The first output for a sequence that is fed in pieces with caches, in float64."""
     run = in_float64(model)
     shapes = {spec.name: [dim for dim in spec.dims[1:] if isinstance(dim, int)] for spec in decoding.tensors}
     caches = {name: np.zeros((len(ids), *shape)) for name, shape in shapes.items()}
@@ -179,7 +179,7 @@ def in_pieces(model: ir.Model, ids: Any, ends: Sequence[int], decoding: Decoding
 
 
 @pytest.mark.parametrize("bias", FORMS)
-def test_a_bias_by_distance_is_computed_of_places(bias: Bias) -> None:
+def test_a_bias_by_distance_is_computed_from_positions(bias: Bias) -> None:
     decoding, step, sites, whole = step_of(bias)
     (node,) = (node for node in step.graph if node.op_type == "Attention")
     assert Seen.of(node) == FORMS[bias] and decoding.caches[0].window == FORMS[bias].window
@@ -195,17 +195,17 @@ def test_a_bias_by_distance_is_computed_of_places(bias: Bias) -> None:
 
 
 def of_data(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    """Slopes of the tokens."""
-    return hidden(query.mean(-1, keepdim=True) * places(x), x.shape[1])
+    """Slopes that depend on the tokens."""
+    return hidden(query.mean(-1, keepdim=True) * positions(x), x.shape[1])
 
 
 def of_ids(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    """Tokens of one kind do not count as places."""
+    """Padding tokens do not count as positions."""
     return hidden(module.slopes * (x != 0).cumsum(-1)[:, None, None], x.shape[1])
 
 
 def over_the_length(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden(module.slopes * (places(x) / x.shape[1]), x.shape[1])
+    return hidden(module.slopes * (positions(x) / x.shape[1]), x.shape[1])
 
 
 def of_learned(module: Biased, x: Tensor, query: Tensor) -> Tensor:
@@ -217,23 +217,23 @@ def nearly_even(module: Biased, x: Tensor, query: Tensor) -> Tensor:
 
 
 def by_the_root(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden(-module.slopes * (places(x)[:, None] - places(x)).abs().sqrt(), x.shape[1])
+    return hidden(-module.slopes * (positions(x)[:, None] - positions(x)).abs().sqrt(), x.shape[1])
 
 
 def in_steps(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden(module.slopes * (places(x) // 2), x.shape[1])
+    return hidden(module.slopes * (positions(x) // 2), x.shape[1])
 
 
 def up_to_a_distance(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden(module.slopes * (places(x) - places(x)[:, None]).clamp(min=-8), x.shape[1])
+    return hidden(module.slopes * (positions(x) - positions(x)[:, None]).clamp(min=-8), x.shape[1])
 
 
 def steeper_by_query(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden(module.slopes * places(x) * places(x)[:, None], x.shape[1])
+    return hidden(module.slopes * positions(x) * positions(x)[:, None], x.shape[1])
 
 
 def with_a_sink(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return hidden(module.slopes * places(x) + 3.0 * (places(x) == 0), x.shape[1])
+    return hidden(module.slopes * positions(x) + 3.0 * (positions(x) == 0), x.shape[1])
 
 
 def in_a_table_with_holes(module: Biased, x: Tensor, query: Tensor) -> Tensor:
@@ -241,32 +241,32 @@ def in_a_table_with_holes(module: Biased, x: Tensor, query: Tensor) -> Tensor:
 
 
 def not_hidden(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return module.slopes * places(x)
+    return module.slopes * positions(x)
 
 
 def barely_hidden(module: Biased, x: Tensor, query: Tensor) -> Tensor:
-    return module.slopes * places(x) - 100.0 * causal(x.shape[1])
+    return module.slopes * positions(x) - 100.0 * causal(x.shape[1])
 
 
 NEAR: dict[Bias, str] = {
-    of_data: "it multiplies two numbers that differ by place|is computed by",
+    of_data: "it multiplies two numbers that differ by position|is computed by",
     of_ids: "is computed by CumSum",
-    over_the_length: "it divides by a number that differs by place",
+    over_the_length: "it divides by a number that differs by position",
     of_learned: "is a table whose steps are not equal",
     nearly_even: "is a table whose steps are not equal",
     by_the_root: "is computed by (Sqrt|Pow)",
-    in_steps: "is computed by|is rounded to whole numbers|depends on more",
-    up_to_a_distance: "it is not one line over the keys that it shows",
-    steeper_by_query: "it multiplies two numbers that differ by place",
-    with_a_sink: "it is not one line over the keys that it shows",
+    in_steps: "is computed by|is rounded to integers|depends on more",
+    up_to_a_distance: "it is not one line over the visible keys",
+    steeper_by_query: "it multiplies two numbers that differ by position",
+    with_a_sink: "it is not one line over the visible keys",
     in_a_table_with_holes: "is a table whose steps are not equal",
     not_hidden: "Biased is bidirectional",
-    barely_hidden: "it is not one line over the keys that it shows",
+    barely_hidden: "it is not one line over the visible keys",
 }
 
 
 @pytest.mark.parametrize("bias", NEAR)
-def test_what_is_no_bias_by_distance_is_refused(bias: Bias) -> None:
+def test_near_misses_are_refused(bias: Bias) -> None:
     with pytest.raises(UsageError, match=NEAR[bias]):
         step_of(bias)
 
@@ -277,18 +277,18 @@ def test_a_table_of_biases_that_ends_before_the_cache(bias: Bias) -> None:
         step_of(bias, LONGEST + 1)
 
 
-def test_even_tables_of_few_bits() -> None:
+def test_even_low_bit_tables() -> None:
     distance, slopes = np.arange(40.0)[:, None], np.array([0.3, 0.07])
     fitted = evenly((5 - slopes * distance).astype(np.float16).astype(np.float64), 2.0**-10)
     assert fitted is not None
     first, (step,) = fitted
     assert np.allclose(step, -slopes, rtol=1e-3) and np.allclose(first, 5, rtol=1e-3)
     table = (-slopes * distance).astype(np.float16).astype(np.float64)
-    table[3, 1] *= 1.01  # far below what the largest numbers are rounded by
+    table[3, 1] *= 1.01  # far below the rounding error of the largest numbers
     assert evenly(table, 2.0**-10) is None
 
 
-# --- what runs it -----------------------------------------------------------------------------------------------------
+# --- forms and backends -----------------------------------------------------------------------------------------------
 
 
 def test_the_forms_that_read_a_cache_agree_on_a_bias() -> None:
@@ -307,9 +307,9 @@ def test_a_window_and_a_bias_on_a_backend(backend: str, caches: str | None, tmp_
         torch.manual_seed(0)
         module, args = Biased(within_a_window).eval(), (torch.randint(0, WORDS, (2, 9)),)
     shapes = ({0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=32)},)
-    few: dict[str, Any] = {"cache_precision": caches, "data": [args], "max_error": 0.05} if caches else {}
+    low: dict[str, Any] = {"cache_precision": caches, "data": [args], "max_error": 0.05} if caches else {}
     bundle = attnforge.deploy(
-        module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=LONGEST, **few
+        module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=LONGEST, **low
     )
     report = attnforge.verify(bundle, [backend]).backends[backend]
     assert report.passed, report.failures

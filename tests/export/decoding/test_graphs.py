@@ -1,5 +1,5 @@
-"""The graphs of a decoder: the canonical and the deployed step are one function in float64, and a step without a past
-is the model."""
+"""The graphs of a decoder: the canonical and the deployed step are the same function in float64, and a step without a
+past is the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.bundles import rewrite
 from tests.support.decoders import KINDS, PLACES, DeployDecoder, ids
 
 
-@pytest.mark.parametrize("kind", ["rotary", "learned", "window", "uneven"])  # of capped float64 has products alone
-def test_both_steps_are_one_function(decoders: DeployDecoder, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["rotary", "learned", "window", "uneven"])  # capped has no fused form in float64
+def test_both_steps_are_the_same_function(decoders: DeployDecoder, kind: str) -> None:
     bundle = decoders(kind, "fp32")
     decoding, rng = bundle.manifest.decoding, np.random.default_rng(0)
     assert decoding is not None
@@ -41,10 +41,10 @@ def test_both_steps_are_one_function(decoders: DeployDecoder, kind: str) -> None
     assert list(canonical) == list(deployed)
     for name, array in canonical.items():
         assert relative_error(deployed[name], array) < 1e-12, name
-    places = np.arange(PLACES)[:, None]
-    for spec in decoding.tensors:  # a step writes one place of each sample, and no other
+    slots = np.arange(PLACES)[:, None]
+    for spec in decoding.tensors:  # a step writes one slot of each sample, and no other
         changed = (canonical[f"{spec.name}.next"] != feeds[spec.name]).any(axis=(1, 3))
-        assert np.array_equal(changed, (places == past).T)
+        assert np.array_equal(changed, (slots == past).T)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,21 +62,21 @@ def test_a_step_without_a_past_is_the_model(decoders: DeployDecoder, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["window", "capped", "uneven"])
-def test_diagnose_looks_at_the_model(decoders: DeployDecoder, kind: str) -> None:
+def test_diagnose_examines_the_model(decoders: DeployDecoder, kind: str) -> None:
     diagnosis = attnforge.diagnose(decoders(kind, "fp16"), ["onnxruntime-cpu"])
     assert diagnosis.same_function == ["plain", "canonical", "onnxruntime", "tensorrt_rtx"]
     assert diagnosis.failing == [] and diagnosis.finding.cause == "rounding"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_drawn_as_the_model_attends(decoders: DeployDecoder, kind: str, tmp_path: Path) -> None:
+def test_attention_maps_show_what_the_model_attends_to(decoders: DeployDecoder, kind: str, tmp_path: Path) -> None:
     bundle = decoders(kind, "fp32")
     maps = attention_maps(bundle)
     assert maps.left_out == {} and maps.no_exact is None
     for site in maps:
         assert site.exact is not None
-        for held in (site.eager, site.deployed):
-            assert relative_error(held, site.exact) < 1e-5
+        for weights in (site.eager, site.deployed):
+            assert relative_error(weights, site.exact) < 1e-5
         distance = np.arange(9)[:, None] - np.arange(9)
         hidden = (distance < 0) | (distance >= 7 if kind == "window" else False)
         assert not site.exact[:, hidden].any() and site.exact[:, ~hidden].all()
@@ -85,21 +85,21 @@ def test_attention_is_drawn_as_the_model_attends(decoders: DeployDecoder, kind: 
         assert "example token by token" in page.read_text() and "normal-prime cut and forked" in page.read_text()
 
 
-def behind_a_past(op: Builder, last: ir.Value, past: ir.Value) -> ir.Value:
-    """Lengths that are one too few where there are any before."""
+def after_a_past(op: Builder, last: ir.Value, past: ir.Value) -> ir.Value:
+    """Lengths that are one too small for samples with a past."""
     fewer = op.Cast(op.Greater(past, constant(op, [0])), to=ir.DataType.INT32.value)
     return op.Sub(last, fewer)
 
 
 def test_diagnose_names_the_layer_where_steps_alone_are_wrong(decoders: DeployDecoder, tmp_path: Path) -> None:
-    """One layer of a step is wrong behind a past, so the whole sequence, which has none, is right."""
+    """One layer of a step is wrong after a past, so the whole sequence, which has none, is right."""
     bundle = Bundle(Path(shutil.copytree(decoders("window", "fp32").path, tmp_path / "wrong")))
     model = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
     node = [node for node in model.graph if node.op_type == "GroupQueryAttention"][1]
     past = next(value for value in model.graph.inputs if value.name == "past")
     last = node.inputs[5]
     assert last is not None
-    node.replace_input_with(5, insert(model.graph, node, lambda op: behind_a_past(op, last, past)))
+    node.replace_input_with(5, insert(model.graph, node, lambda op: after_a_past(op, last, past)))
     ir.save(model, bundle.path / bundle.manifest.targets["onnxruntime"].model)
     diagnosis = attnforge.diagnose(rewrite(bundle.path), ["onnxruntime-cpu"], out=tmp_path / "out")
     assert diagnosis.failing == ["onnxruntime-cpu"] and diagnosis.same_function == ["canonical"]

@@ -1,4 +1,4 @@
-"""A cache is inserted where it is the same function, and what cannot have one is refused with its reason."""
+"""A cache is inserted where it computes the same function; a model that cannot have one is refused with a reason."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ WIDTH, HEADS, WORDS = 32, 4, 40
 
 
 class Causal(nn.Module):
-    """One layer of causal attention, whose parts others alter."""
+    """One layer of causal attention, whose parts subclasses override."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
+        self.table, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
         self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
 
     def embedded(self, x: Tensor) -> Tensor:
-        place: Tensor = self.places(torch.arange(x.shape[1]))
+        position: Tensor = self.positions(torch.arange(x.shape[1]))
         embedding: Tensor = self.table(x)
-        return embedding + place
+        return embedding + position
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -64,7 +64,7 @@ class Causal(nn.Module):
 
 
 def inserted(
-    module: nn.Module, places: int = 64, *, batch: Any = None, args: tuple[Tensor, ...] | None = None,
+    module: nn.Module, capacity: int = 64, *, batch: Any = None, args: tuple[Tensor, ...] | None = None,
     tokens: str = "tokens",
 ) -> Any:  # fmt: skip
     """The record of a module's step."""
@@ -77,10 +77,10 @@ def inserted(
     shapes = tuple(dims for _ in args)
     captured = capture(module.eval(), args, shapes, PRECISIONS["fp32"])
     sites = canonicalize(captured.model).sites
-    return with_cache(captured.model, sites, captured.inputs, captured.outputs, places)
+    return with_cache(captured.model, sites, captured.inputs, captured.outputs, capacity)
 
 
-# --- the models of others ---------------------------------------------------------------------------------------------
+# --- published models -------------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97, "intermediate_size": 96,
@@ -108,7 +108,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
 }
 BIASED = {"BLOOM": 6, "MPT": 4}
-"""Heads of those that have a bias by distance and no positions."""
+"""Numbers of heads of models that have a bias by distance instead of positions."""
 
 
 @pytest.fixture(
@@ -131,7 +131,7 @@ def test_a_published_model_is_the_same_function_step_by_step(published: tuple[st
     report = attnforge.verify(bundle).backends["onnxruntime-cpu"]
     assert report.passed, (name, report.failures)
     stepwise = next(c for c in report.comparisons if c.where == "normal-largest token by token")
-    assert stepwise.passed  # 64 steps behind a prompt
+    assert stepwise.passed  # 64 steps after a prompt
     decoding = bundle.manifest.decoding
     assert decoding is not None and decoding.places == 72 and decoding.vocabulary == 97 and decoding.stop == [2]
     windows = {"Mistral": [24, 24], "Gemma 2": [24, None]}.get(name, [None, None])
@@ -149,7 +149,7 @@ def test_tensorrt_fuses_prompts_and_steps_of_a_published_model(published: tuple[
         assert reasons == {"a soft cap on the scores, which no fused kernel computes"}
 
 
-def test_the_kernel_turns_queries_and_keys_by_one_table_for_all_layers(published: tuple[str, Bundle]) -> None:
+def test_the_kernel_rotates_queries_and_keys_by_one_table_for_all_layers(published: tuple[str, Bundle]) -> None:
     name, bundle = published
     deployed = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
     nodes = of_type(deployed, "GroupQueryAttention")
@@ -166,7 +166,7 @@ def test_the_kernel_turns_queries_and_keys_by_one_table_for_all_layers(published
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """In fp32, where the exporter writes its rotation as one operator."""
+    """A Llama in fp32, in which the exporter writes the rotation as one operator."""
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
         module, args, shapes = around(MODELS["Llama"]().eval(), 2, 9, 3, 70, only="input_ids")
@@ -175,24 +175,24 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def other_table(model: ir.Model) -> None:
-    """The first layer's keys have sines as their cosines."""
+    """Use sines as cosines for the keys of the first layer."""
     node = of_type(model, "RotaryEmbedding")[1]
     node.replace_input_with(1, node.inputs[2])
 
 
 def other_pairs(model: ir.Model) -> None:
-    """Of the first layer's keys neighbours make a pair, not halves."""
+    """Rotate pairs of neighbours instead of halves for the keys of the first layer."""
     of_type(model, "RotaryEmbedding")[1].attributes["interleaved"] = ir.AttrInt64("interleaved", 1)
 
 
-def written_out(model: ir.Model) -> None:
-    """The same function, by products."""
+def decomposed(model: ir.Model) -> None:
+    """Compute the same function with products."""
     inline_functions(model)
     assert not of_type(model, "RotaryEmbedding")
 
 
-@pytest.mark.parametrize(("change", "turns"), [(other_table, [0, 1]), (other_pairs, [0, 1]), (written_out, [0, 0])])
-def test_keys_that_are_not_turned_as_queries_are_turned_before(
+@pytest.mark.parametrize(("change", "turns"), [(other_table, [0, 1]), (other_pairs, [0, 1]), (decomposed, [0, 0])])
+def test_keys_that_are_not_rotated_like_queries_are_rotated_before(
     llama: Bundle, change: Callable[[ir.Model], None], turns: list[int]
 ) -> None:
     assert turns_of(load_graph(llama, llama.manifest.targets["onnxruntime"].model)) == [1, 1]
@@ -200,7 +200,7 @@ def test_keys_that_are_not_turned_as_queries_are_turned_before(
 
 
 def halves_exchanged(model: ir.Model) -> None:
-    """Of the first layer's keys the halves keep their places, and the other one is negative."""
+    """Keep the halves of the first layer's keys in order, and negate the other half."""
     cat = user_of(of_type(model, "Neg")[1])
     first, second = cat.inputs
     cat.replace_input_with(0, second)
@@ -208,7 +208,7 @@ def halves_exchanged(model: ir.Model) -> None:
 
 
 def cosines_twice(model: ir.Model) -> None:
-    """The first layer's keys have cosines as their sines."""
+    """Use cosines as sines for the keys of the first layer."""
     turned = user_of(user_of(of_type(model, "Neg")[1]))
     plain = next(value.producer() for value in user_of(turned).inputs if value is not turned.outputs[0] and value)
     assert plain is not None
@@ -227,7 +227,7 @@ def test_what_is_nearly_a_rotation_stays_as_written(
 
 
 def lowered_otherwise(bundle: Bundle, change: Callable[[ir.Model], None], turns: list[int]) -> None:
-    """A step that was changed is lowered to the same function, whose kernels turn their operands as `turns` say."""
+    """Check that a changed step is lowered to the same function, with `do_rotary` of the kernels as in `turns`."""
     canonical, lowered = (load_graph(bundle, CANONICAL) for _ in range(2))
     for model in (canonical, lowered):
         change(model)
@@ -249,7 +249,8 @@ def of_type(model: ir.Model, op_type: str) -> list[ir.Node]:
 
 
 def assert_one_step(canonical: ir.Model, lowered: ir.Model, bundle: Bundle) -> None:
-    """Both are one function in float64, behind pasts of several lengths; of a soft cap float64 has products alone."""
+    """Check that both are the same function in float64, after pasts of several lengths. A soft cap is skipped, as its
+    fused form has no double path."""
     if any(node.attributes.get_float("softcap", 0.0) for node in of_type(canonical, "Attention")):
         return
     decoding, rng = bundle.manifest.decoding, np.random.default_rng(0)
@@ -285,7 +286,7 @@ def test_the_form_that_reads_the_cache_is_measured(decoders: DeployDecoder) -> N
     }
     assert first.form in first.measured and not first.dropped
     assert f"for a token after {PLACES // 2}" in first.why and "for a prompt of 9" in first.why
-    assert second.measured == first.measured  # layers that are alike share one measurement
+    assert second.measured == first.measured  # equal layers share one measurement
 
 
 def test_a_canonical_step_is_standard_onnx(decoders: DeployDecoder) -> None:
@@ -298,11 +299,11 @@ def test_a_canonical_step_is_standard_onnx(decoders: DeployDecoder) -> None:
     assert [f"{name}.next" for name in caches] == [value.name for value in model.graph.output][1:]
 
 
-# --- what a decoder can be made of ------------------------------------------------------------------------------------
+# --- models that can and cannot be decoders ---------------------------------------------------------------------------
 
 
 class Features(Causal):
-    """Takes what others embedded."""
+    """Takes embedded tokens."""
 
     def embedded(self, x: Tensor) -> Tensor:
         return x
@@ -318,7 +319,7 @@ def test_tokens_may_be_features(tmp_path: Path) -> None:
     x = torch.randn(1, 20, WIDTH)
     with attnforge.load(bundle) as session, torch.no_grad():
         decoder = session.decoder()
-        answers = [decoder.prefill(x[:, :5]), *(decoder.step(x[:, place]) for place in range(5, 20))]
+        answers = [decoder.prefill(x[:, :5]), *(decoder.step(x[:, position]) for position in range(5, 20))]
         assert relative_error(torch.stack(answers, 1).numpy(), module(x)[:, 4:].numpy()) < 2e-6
 
 
@@ -331,19 +332,19 @@ class Relative(Causal):
     """A bias that flattens with the distance."""
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        place = torch.arange(query.shape[2])
-        bias = -0.5 * (1.0 + (place[:, None] - place).abs()).log()
+        position = torch.arange(query.shape[2])
+        bias = -0.5 * (1.0 + (position[:, None] - position).abs()).log()
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1]) + bias
         hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, -math.inf).softmax(-1) @ value
 
 
 class Chunked(Causal):
-    """A query sees the earlier tokens of its own chunk alone."""
+    """A query sees only the earlier tokens of its own chunk."""
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        place = torch.arange(query.shape[2])
-        seen = (place[:, None] // 8 == place // 8) & (place[:, None] >= place)
+        position = torch.arange(query.shape[2])
+        seen = (position[:, None] // 8 == position // 8) & (position[:, None] >= position)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
 
@@ -378,12 +379,12 @@ class Backwards(Causal):
 
 
 class ByLength(Causal):
-    """Positions as shares of the whole."""
+    """Positions as fractions of the length."""
 
     def embedded(self, x: Tensor) -> Tensor:
-        place = torch.arange(x.shape[1]) / x.shape[1]
+        position = torch.arange(x.shape[1]) / x.shape[1]
         embedding: Tensor = self.table(x)
-        return embedding + place[:, None]
+        return embedding + position[:, None]
 
 
 class ScaledByLength(Causal):
@@ -405,28 +406,28 @@ class NoAttention(Causal):
 
 REFUSED: dict[type[Causal], str] = {
     OnlyLater: "is bidirectional: a token sees later ones",
-    Relative: r"leaves band −∞ … 0, residue: bias; .* no bias by distance: .* is computed by Log",
+    Relative: r"leaves band −∞ … 0, residue: bias; .* not a bias by distance \(ALiBi\): .* is computed by Log",
     Chunked: r"leaves band −∞ … 0 and blocks of 8",
     Pooled: "ReduceMean .* works along the tokens",
-    Convolved: "Pad .* works along the tokens|Conv .* is not known to treat tokens apart",
+    Convolved: "Pad .* works along the tokens|Conv .* is not known to process tokens independently",
     Shifted: "works along the tokens|Concat|Slice",
     Summed: "CumSum .* works along the tokens",
     Backwards: "Slice .* works along the tokens",
-    ByLength: "gives a place another number when there are more tokens",
-    ScaledByLength: "depends on the number of tokens and is not one for each token",
-    OnlyTheLast: r"answers for every token: \(batch, tokens",
+    ByLength: "has other numbers for a position when there are more tokens",
+    ScaledByLength: "depends on the number of tokens and does not have one entry per token",
+    OnlyTheLast: r"returns a result for every token: \(batch, tokens",
     NoAttention: "the model has no attention",
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_what_cannot_have_a_cache_is_refused_with_its_reason(kind: type[Causal]) -> None:
+def test_a_model_that_cannot_have_a_cache_is_refused_with_a_reason(kind: type[Causal]) -> None:
     with pytest.raises(UsageError, match=REFUSED[kind]):
         inserted(kind())
 
 
 def test_each_reason_is_needed() -> None:
-    """What the refused ones were made from is taken."""
+    """The base class of the refused models is accepted."""
     record = inserted(Causal())
     assert record.places == 64 and len(record.caches) == 1 and record.vocabulary == WORDS
 
@@ -447,15 +448,15 @@ def test_names_of_dims_may_be_parts_of_others(tokens: str) -> None:
 
     class Expanded(Causal):
         def embedded(self, x: Tensor) -> Tensor:
-            place: Tensor = self.places(torch.arange(x.shape[1]).expand(x.shape[0], -1))
+            position: Tensor = self.positions(torch.arange(x.shape[1]).expand(x.shape[0], -1))
             embedding: Tensor = self.table(x)
-            return embedding + place
+            return embedding + position
 
     assert inserted(Expanded(), tokens=tokens) == inserted(Expanded())
 
 
 def test_a_static_batch() -> None:
-    with pytest.raises(UsageError, match="a prompt is run sample by sample"):
+    with pytest.raises(UsageError, match="prompts run sample by sample"):
         inserted(Causal(), batch=2)
     assert inserted(Causal(), batch=1, args=(torch.randint(0, WORDS, (1, 9)),)).places == 64
 
@@ -466,7 +467,7 @@ def test_a_model_that_takes_more_than_tokens() -> None:
             return super().forward(x * mask)
 
     args = (torch.randint(0, WORDS, (2, 9)), torch.ones(2, 9, dtype=torch.int64))
-    with pytest.raises(UsageError, match="takes tokens alone, and the model takes x, mask; leave masks and positions"):
+    with pytest.raises(UsageError, match="takes only tokens, and the model takes x, mask; remove masks and positions"):
         inserted(Masked(), args=args)
 
 
@@ -478,7 +479,7 @@ def test_a_static_number_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("options", [{"cache_tokens": 0}, {"cache_tokens": 2**40}, {"stop": [1]}, {"tokenizer": "t"}])
-def test_options_that_cannot_be_meant(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_invalid_options(tmp_path: Path, options: dict[str, Any]) -> None:
     module, args, shapes = decoder_example()
     with pytest.raises(UsageError, match="cache_tokens"):
         attnforge.deploy(module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], **options)

@@ -1,4 +1,4 @@
-"""The executor of graphs: any tensor, from any tensors, as it is, in float64 and with 16-bit storage emulated."""
+"""The graph executor computes any tensor from any tensors: as it is, in float64 and with emulated 16-bit storage."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_parts_of_a_graph() -> None:
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT], ids=str)
 def test_inputs_and_parameters_are_tensors_too(dtype: ir.DataType) -> None:
-    """NumPy and ONNX Runtime share no bfloat16, so it comes out as float32."""
+    """NumPy and ONNX Runtime share no bfloat16, so it is returned as float32."""
     tensors = as_it_is(linear(dtype), ["weight", "x"])({"x": inputs(dtype), "unknown": inputs(FLOAT)})
     assert list(tensors) == ["weight", "x"] and {array.dtype for array in tensors.values()} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(tensors["x"], inputs(dtype).astype(np.float32))
 
 
 @TYPES
-def test_results_are_rounded_to_what_they_are_stored_in(dtype: ir.DataType) -> None:
+def test_results_are_rounded_to_the_type_they_are_stored_in(dtype: ir.DataType) -> None:
     model, feeds = linear(dtype), {"x": inputs(dtype)}
     exact = in_float64(model)(feeds)["y"]
     stored = at_own_precision(model)(feeds)
@@ -58,7 +58,7 @@ def test_tensors_can_be_given(dtype: ir.DataType) -> None:
     for run in (in_float64, at_own_precision):
         tensors = run(model, ["y", "product"], ["product"])({"product": product, "x": inputs(dtype)})
         np.testing.assert_allclose(tensors["y"], product + np.array([0.3, 0.7]), rtol=2**-7)
-        assert np.abs(tensors["product"] - product).max() > 1, "it is computed all the same where it is asked for"
+        assert np.abs(tensors["product"] - product).max() > 1, "a given tensor is still computed if it is an output"
 
 
 def test_an_operator_without_a_double_path_is_named() -> None:
@@ -72,7 +72,7 @@ def test_an_operator_without_a_double_path_is_named() -> None:
 
 
 def test_a_widened_graph_runs_from_bfloat16() -> None:
-    """Its inputs and outputs are cast already, and are cast once more where NumPy takes and gives them."""
+    """Its inputs and outputs are cast already, and are cast again for NumPy."""
     model, feeds = linear(BFLOAT16), {"x": inputs(BFLOAT16)}
     exact = in_float64(model)(feeds)["y"]
     widen(model)
@@ -89,7 +89,7 @@ def alone(node: ir.Node, inputs: list[ir.Value], weights: list[ir.Value]) -> ir.
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_group_query_attention_is_computed_in_float64(softcap: float) -> None:
-    """Grouped heads, and a sample that is shorter: what the kernel gives its tokens, and float64's own formula."""
+    """Compare the kernel and float64 to the formula, with grouped heads and a sample that is shorter."""
     batch, tokens, heads, shared, size = 2, 9, 4, 2, 8
     names = {"query": heads, "key": shared, "value": shared}
     inputs = [
@@ -123,8 +123,8 @@ def test_group_query_attention_is_computed_in_float64(softcap: float) -> None:
         np.testing.assert_allclose(kernel[sample, :length], expected[sample, :length], rtol=1e-4, atol=1e-6)
 
 
-def test_group_query_attention_turns_each_samples_tokens_from_the_first_on() -> None:
-    """The kernel, and float64, of a first prompt whose samples have fewer tokens than there are columns."""
+def test_group_query_attention_rotates_each_samples_tokens_from_the_first_on() -> None:
+    """Compare the kernel to float64 on a first prompt whose samples have fewer tokens than there are columns."""
     batch, tokens, heads, shared, size, lengths = 3, 6, 4, 2, 16, [6, 4, 1]
     angles = np.arange(8)[:, None] * 10_000.0 ** (-np.arange(0, size, 2) / size)
     constants = {
@@ -192,7 +192,7 @@ def test_attention_is_what_the_standard_says(
     np.testing.assert_allclose(exact, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_query_without_keys_gets_what_the_node_says() -> None:
+def test_a_fully_masked_row_gets_what_the_metadata_says() -> None:
     model, feeds = attends(1, 3, 5, "boolean")
     assert (in_float64(model)(feeds)["output"][:, :, 0] == 0).all()
     model.graph[0].metadata_props[SILENT_ROWS] = "nan"

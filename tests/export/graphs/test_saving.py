@@ -1,4 +1,4 @@
-"""Weights of large graphs stand once, in a file that is mapped, and not in memory as well."""
+"""Weights of large graphs are stored once, in a file that is mapped, and do not stay in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = np.ones((1, 32), np.float32)
 
 
 def graph() -> ir.Model:
-    """`(x W) B` of one large weight W and a small one B."""
+    """`(x W) B` with a large weight W and a small weight B."""
     x = ir.Value(name="x", shape=ir.Shape([1, 32]), type=ir.TensorType(ir.DataType.FLOAT))
     weights = []
     for name, shape in (("W", (32, 64)), ("B", (64, 2))):
@@ -36,23 +36,23 @@ def graph() -> ir.Model:
 
 @pytest.fixture
 def shelved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs count as large from the first byte."""
+    """Count graphs as large from the first byte of weights."""
     monkeypatch.setattr(saving, "SHELVED", 1)
     monkeypatch.setattr("attnforge.export.graphs.execute.SHELVED", 1)
 
 
 @pytest.mark.usefixtures("shelved")
-def test_shelved_weights_leave_memory_and_the_graph_stays_the_same_function(tmp_path: Path) -> None:
+def test_shelved_weights_leave_memory_and_the_graph_computes_the_same_function(tmp_path: Path) -> None:
     model = graph()
     expected = as_it_is(model)({"x": X})["y"]
     plain, original = model.clone(), model.clone()
-    held = weakref.ref(model.graph.initializers["W"].const_value)
+    weight = weakref.ref(model.graph.initializers["W"].const_value)
     shelf = saving.Shelf(tmp_path)
     assert shelf.save(model, "canonical.onnx") == "canonical.onnx"
     shelf.save_beside(plain, "plain.onnx", model, "canonical.onnx")
     shelf.share(original)
     gc.collect()
-    assert held() is None, "something holds the weight in memory"
+    assert weight() is None, "something keeps the weight in memory"
     for each in (model, plain, original):
         large, small = (each.graph.initializers[name].const_value for name in "WB")
         assert (
@@ -63,13 +63,13 @@ def test_shelved_weights_leave_memory_and_the_graph_stays_the_same_function(tmp_
         np.testing.assert_array_equal(as_it_is(each)({"x": X})["y"], expected)
     size = (tmp_path / WEIGHTS).stat().st_size
     assert shelf.save(model.clone(), "onnxruntime/model.onnx") == "onnxruntime.model.onnx"
-    assert (tmp_path / WEIGHTS).stat().st_size == size == 4 * 32 * 64, "weights stand more than once"
+    assert (tmp_path / WEIGHTS).stat().st_size == size == 4 * 32 * 64, "weights are stored more than once"
     np.testing.assert_array_equal(as_it_is(ir.load(tmp_path / "onnxruntime.model.onnx"))({"x": X})["y"], expected)
 
 
-def test_a_graph_beyond_the_limit_has_its_weights_beside_it(tmp_path: Path) -> None:
+def test_a_graph_beyond_the_limit_has_its_weights_in_a_separate_file(tmp_path: Path) -> None:
     saving.save(graph(), tmp_path / "one.onnx")
     saving.save(graph(), tmp_path / "two.onnx", limit=1)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.onnx", "two.onnx", "two.onnx.data"]
-    one, two = (as_it_is(ir.load(tmp_path / f"{name}.onnx"))({"x": X})["y"] for name in ("one", "two"))
-    np.testing.assert_array_equal(one, two)
+    first, second = (as_it_is(ir.load(tmp_path / f"{name}.onnx"))({"x": X})["y"] for name in ("one", "two"))
+    np.testing.assert_array_equal(first, second)

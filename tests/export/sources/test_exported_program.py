@@ -1,4 +1,4 @@
-"""A `.pt2` file runs code as torch reads it, so nothing of it is read unless its maker is trusted."""
+"""torch may run code when it reads a `.pt2` file, so nothing of it is read unless its author is trusted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Touches:
-    """What touches a file when it is unpickled."""
+    """An object that touches a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -54,7 +54,7 @@ class Touches:
 
 
 def rewritten(honest: Path, to: Path, change: Callable[[str, bytes], bytes]) -> Path:
-    """The program with its members changed, by their names within the archive."""
+    """Write the program with its members changed, given their names within the archive."""
     with zipfile.ZipFile(honest) as old, zipfile.ZipFile(to, "w", zipfile.ZIP_STORED) as new:
         for name in old.namelist():
             new.writestr(name, change(name.partition("/")[2], old.read(name)))
@@ -120,7 +120,7 @@ HOSTILE: dict[str, Callable[[Path], Callable[[str, bytes], bytes]]] = {
 
 
 @pytest.mark.parametrize("which", HOSTILE)
-def test_nothing_of_a_program_is_read_unless_its_maker_is_trusted(
+def test_nothing_of_a_program_is_read_unless_its_author_is_trusted(
     honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     ran = tmp_path / "ran"
@@ -139,7 +139,7 @@ def test_nothing_of_a_program_is_read_unless_its_maker_is_trusted(
         try:
             open_program(load_program(file, trusted=True))
         except UsageError as error:
-            assert "that can be read" in str(error)
+            assert "cannot be read as an exported program" in str(error)
         assert ran.exists()
 
 
@@ -173,12 +173,12 @@ def test_a_trusted_program_whose_text_was_changed_ends_in_one_line(
     file = rewritten(honest, tmp_path / "program.pt2", in_model(change))
     source = Source(kind="program", name=str(file))
     reads: list[Callable[[], object]] = [lambda: open_program(load_program(file, trusted=True))]
-    if rebuilds:  # the module alone, without the bounds of its dims
+    if rebuilds:  # only the module, without the bounds of its dims
         assert rebuild(source, trusted=True).args
     else:
         reads.append(lambda: rebuild(source, trusted=True))
     for read in reads:
-        with pytest.raises(UsageError, match="not an exported program that can be read") as raised:
+        with pytest.raises(UsageError, match="cannot be read as an exported program") as raised:
             read()
         assert "\n" not in str(raised.value)
 
@@ -191,7 +191,7 @@ def test_a_program_that_draws_random_numbers_is_refused(by_keyword: bool) -> Non
 
     program = torch.export.export(Drops(), (torch.randn(2, 4),))
     (node,) = (node for node in program.graph.nodes if node.op == "call_function")
-    if by_keyword:  # as a file may have it
+    if by_keyword:  # as it may be in a file
         node.args, node.kwargs = (), {"input": node.args[0], "p": 0.5, "train": True}
     with pytest.raises(UsageError, match="draws random numbers"):
         open_program(program)

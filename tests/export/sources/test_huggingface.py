@@ -1,4 +1,4 @@
-"""Architectures of Hugging Face's transformers: every site canonical, every lowered graph within the parity budget."""
+"""Architectures of Hugging Face transformers: every site is canonical, every lowered graph within the parity budget."""
 
 import json
 from pathlib import Path
@@ -30,10 +30,10 @@ from attnforge.runtime.session import load
 from tests.support.huggingface import build, minilm, variants
 
 FP32 = precision_named("fp32")
-SITES = {"swin": 4}  # two elsewhere
+SITES = {"swin": 4}  # two in the other architectures
 
 SAME = ("clip-vision", "dinov2", "whisper-encoder")
-"""Architectures that call scaled_dot_product_attention as ViT does, through the same function and without a mask."""
+"""Architectures that call scaled_dot_product_attention like ViT, through the same function and without a mask."""
 
 VARIANTS = [(name, attention) for name, attention in variants() if attention == "eager" or name not in SAME]
 
@@ -81,7 +81,7 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trained_weights_on_real_sentences(sentences: Path) -> None:
-    """The deployed model gives sentence embeddings: the mean of the tokens' states, at a length of one."""
+    """The deployed model returns sentence embeddings: the mean of the tokens' states, at unit length."""
     from transformers import AutoModel, AutoTokenizer
 
     report = verify(sentences)
@@ -125,7 +125,7 @@ def test_pooling(mode: str, first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def test_parts_of_a_sentence_transformers_folder(tmp_path: Path) -> None:
-    """Dense layers are read with their weights; what is not known is refused by name, and nothing is executed."""
+    """Dense layers are read with their weights, unsupported parts are refused by name, and nothing is executed."""
 
     def write(folder: str, config: dict[str, Any]) -> None:
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -148,13 +148,13 @@ def test_parts_of_a_sentence_transformers_folder(tmp_path: Path) -> None:
     assert read[0] == tmp_path
     torch.testing.assert_close(read[1](STATES, MASK)[:, 0], torch.tanh(STATES[[0, 1], [0, 1]].sum(-1)))
     write("Dense", {"in_features": 3, "out_features": 1, "activation_function": "os.system"})
-    with pytest.raises(UsageError, match="an activation or residual that is not known"):
+    with pytest.raises(UsageError, match="an activation or residual that is not supported"):
         parts(tmp_path)
     write("Pooling", {"pooling_mode": "median"})
-    with pytest.raises(UsageError, match="no pooling is called 'median'"):
+    with pytest.raises(UsageError, match="there is no pooling mode 'median'"):
         parts(tmp_path)
     listed("Transformer", "LSTM")
-    with pytest.raises(UsageError, match="of the kind LSTM; known are"):
+    with pytest.raises(UsageError, match="of the kind LSTM; supported are"):
         parts(tmp_path)
     listed("CLIPModel")
     with pytest.raises(UsageError, match="does not begin with a Transformer"):
@@ -182,12 +182,12 @@ def test_options_and_errors(tmp_path: Path) -> None:
     assert [tuple(arg.shape) for arg in made.args] == [(3, 6), (3, 6)]
     shapes = shapes_of(made)
     assert {name: list(dims) for name, dims in shapes.items()} == {"input_ids": [1], "attention_mask": [1]}
-    assert shapes["input_ids"][1].max == 23  # all of its positions but the padding's
+    assert shapes["input_ids"][1].max == 23  # all positions except that of padding
     named = example(folder, architecture="BertForMaskedLM")
     assert list(named.module(*named.args)) == ["logits"]
-    with pytest.raises(UsageError, match="has no BertForTea"):
+    with pytest.raises(UsageError, match="has no model class BertForTea"):
         example(folder, architecture="BertForTea")
-    with pytest.raises(UsageError, match="may vary: batch, tokens"):
+    with pytest.raises(UsageError, match="dims that can vary: batch, tokens"):
         example(folder, dynamic="heads")
     with pytest.raises(UsageError, match="no part 'middle'"):
         example(folder, part="middle")
@@ -195,10 +195,10 @@ def test_options_and_errors(tmp_path: Path) -> None:
         example(folder, batch="many")
     with pytest.raises(UsageError, match="attention='flash'; give eager or sdpa"):
         example(folder, attention="flash")
-    with pytest.raises(UsageError, match="batch is 1 in the example and is to vary from 1 to 1; choose batch"):
+    with pytest.raises(UsageError, match="batch is 1 in the example, with a range from 1 to 1; choose batch"):
         example(folder, batch=1, max_batch=1)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="holds no configuration that transformers knows"):
+    with pytest.raises(UsageError, match="has no configuration that transformers knows"):
         example(tmp_path)
     T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50).save_pretrained(tmp_path / "t5")
     assert list(shapes_of(example(tmp_path / "t5"))) == ["input_ids", "attention_mask", "decoder_input_ids"]
@@ -208,7 +208,7 @@ def test_options_and_errors(tmp_path: Path) -> None:
 def test_as_many_tokens_as_the_position_table_holds() -> None:
     from transformers import MarianConfig, RobertaConfig, WhisperConfig
 
-    assert longest(WhisperConfig()) == 448  # of its texts; its padding's id is no position
+    assert longest(WhisperConfig()) == 448  # of its texts; the id of padding is not a position
     assert longest(MarianConfig(max_position_embeddings=96, pad_token_id=58100)) == 96
     assert longest(RobertaConfig(max_position_embeddings=130, pad_token_id=1)) == 128
 

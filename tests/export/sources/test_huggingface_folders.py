@@ -1,4 +1,4 @@
-"""Hugging Face folders as strangers make them: code beside the configuration, missing weights, senseless sizes."""
+"""Untrusted Hugging Face folders: code next to the configuration, missing weights, implausible sizes."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def test_code_in_the_folder_is_neither_run_nor_asked_about(
     with pytest.raises(UsageError, match="no configuration that transformers knows"):
         example(folder)
     edit(folder, model_type="bert", architectures=None)
-    example(folder)  # of a kind that transformers knows itself, its own code is run
+    example(folder)  # for a model type of transformers, transformers' own code is run
     assert not (folder / "ran").exists()
     assert capsys.readouterr().out == ""
 
 
-def test_weights_that_are_named_and_not_there_are_refused(folder: Path) -> None:
+def test_weights_that_are_named_and_missing_are_refused(folder: Path) -> None:
     index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "gone.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UsageError, match=r"names 'gone.safetensors', which is not there \(2 of 2 are missing\)"):
+    with pytest.raises(UsageError, match=r"names 'gone.safetensors', which does not exist \(2 of 2 are missing\)"):
         example(folder)
     save_file({}, folder / "model-00001-of-00002.safetensors")
     with pytest.raises(UsageError, match=r"\(1 of 2 are missing\)"):
@@ -69,20 +69,20 @@ def test_weights_that_are_named_and_not_there_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', "[" * 100_000])
-def test_an_index_that_is_none_is_refused(folder: Path, text: str) -> None:
+def test_an_invalid_index_is_refused(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UsageError, match="no index of weights"):
+    with pytest.raises(UsageError, match="is not an index of weights"):
         example(folder)
 
 
 @pytest.mark.parametrize("name", ["tf_model.h5", "model.gguf", "weights.bin"])
-def test_weights_of_a_format_that_is_not_read_are_not_replaced_by_random_ones(folder: Path, name: str) -> None:
+def test_weights_of_an_unsupported_format_are_not_replaced_by_random_ones(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"weights")
-    with pytest.raises(UsageError, match=f"{name}, a format that is not read here"):
+    with pytest.raises(UsageError, match=f"{name}, a format that is not supported"):
         example(folder)
 
 
-def test_random_weights_are_said_to_be_random(folder: Path) -> None:
+def test_random_weights_are_recorded_as_random(folder: Path) -> None:
     assert build(f"hf:{folder}", {"seed": "3"}, None)[1].random_weights == "all, seed 3"
     loaded = build(f"hf:{with_weights(folder)}", {}, None)[1]
     assert loaded == Source(kind="huggingface", name=f"hf:{folder}")
@@ -98,7 +98,7 @@ def test_random_weights_are_said_to_be_random(folder: Path) -> None:
 
 
 def rename(folder: Path, change: Callable[[str], str | None]) -> None:
-    """Change the names of the weights in a folder; None leaves one out."""
+    """Change the names of the weights in a folder; None removes a weight."""
     tensors = load_file(folder / "model.safetensors")
     named = {new: tensor for name, tensor in tensors.items() if (new := change(name)) is not None}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
@@ -132,7 +132,7 @@ def test_weights_of_another_model_are_not_replaced_by_random_ones(
 @pytest.mark.parametrize(
     "kind", ["BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertForPreTraining"]
 )
-def test_a_base_model_without_the_head_has_a_random_one(folder: Path, kind: str) -> None:
+def test_the_missing_head_of_a_base_model_is_random(folder: Path, kind: str) -> None:
     with_weights(folder)
     named = build(f"hf:{folder}", {"architecture": kind}, None)[1].random_weights
     assert named is not None and named.startswith(("cls", "classifier"))
@@ -145,16 +145,16 @@ def test_a_pooler_within_the_base_model_may_be_missing(folder: Path) -> None:
     assert named is not None and named.startswith("bert.pooler")
 
 
-@pytest.mark.parametrize("place", ["../out.safetensors", "absolute", "below/../../out.safetensors"])
-def test_an_index_that_names_a_file_outside_is_refused(folder: Path, place: str) -> None:
+@pytest.mark.parametrize("path", ["../out.safetensors", "absolute", "below/../../out.safetensors"])
+def test_an_index_that_names_a_file_outside_is_refused(folder: Path, path: str) -> None:
     inside = folder / "inside"
     inside.mkdir()
     with_weights(inside)
     tensors = load_file(inside / "model.safetensors")
     (inside / "below").mkdir()
     (inside / "model.safetensors").rename(folder / "out.safetensors")
-    place = str(folder / "out.safetensors") if place == "absolute" else place
-    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, place)}
+    path = str(folder / "out.safetensors") if path == "absolute" else path
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, path)}
     (inside / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UsageError, match=r"names .*out\.safetensors', outside the folder"):
         example(inside)
@@ -176,7 +176,7 @@ def test_the_command_lets_weights_be_random(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["pipeline", "AutoConfig", "BertTokenizer", "logging", "NoSuchModel"])
 def test_an_architecture_that_is_no_model_is_refused(folder: Path, name: str) -> None:
     edit(folder, architectures=[name])
-    with pytest.raises(UsageError, match=f"has no {name}"):
+    with pytest.raises(UsageError, match=f"has no model class {name}"):
         example(folder)
 
 
@@ -192,7 +192,7 @@ def test_an_architecture_that_is_no_model_is_refused(folder: Path, name: str) ->
         {"hidden_act": "no such function"},
     ],
 )
-def test_sizes_that_cannot_be_meant_are_refused_at_once(folder: Path, fields: dict[str, Any]) -> None:
+def test_implausible_sizes_are_refused_immediately(folder: Path, fields: dict[str, Any]) -> None:
     edit(folder, **fields)
     start = time.perf_counter()
     with pytest.raises((UsageError, UnavailableError)) as raised:

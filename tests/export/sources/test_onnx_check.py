@@ -1,4 +1,4 @@
-"""ONNX graphs that nobody can mean are refused in one line, and at once."""
+"""Invalid and implausible ONNX graphs are refused immediately, with a one-line error."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def node(op: str, *inputs: str, output: str = "y", **attributes: Any) -> onnx.No
     ("nodes", "words"),
     [
         ([node("Add", "x", "z")], "takes 'z', which nothing defines"),
-        ([node("Add", "x", "y")], "or it itself"),
-        ([node("Relu", "b"), node("Relu", "x", output="b")], "which a later operator gives"),
-        ([node("Relu", "b", output="a"), node("Relu", "a", output="b"), node("Relu", "a")], "a later operator gives"),
-        ([node("Relu", "x", output="z")], "given by no operator|which nothing defines"),
+        ([node("Add", "x", "y")], "which it defines itself"),
+        ([node("Relu", "b"), node("Relu", "x", output="b")], "or a later operator does"),
+        ([node("Relu", "b", output="a"), node("Relu", "a", output="b"), node("Relu", "a")], "a later operator does"),
+        ([node("Relu", "x", output="z")], "is not computed by any operator|which nothing defines"),
         ([node("NoSuchOperator", "x")], ""),
         ([node("Relu")], ""),
         ([node("Relu", "x", output="y"), node("Relu", "x", output="y")], ""),
@@ -80,15 +80,15 @@ def add_constant(file: Path, tensor: TensorProto, of: str) -> None:
 
 @pytest.fixture(params=["elsewhere", "here"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a model, also where that is the current one and the model has a name without a folder."""
+    """The folder of a model; also the current folder, where the model's path has no folder."""
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path / "model" if request.param == "here" else tmp_path)
     return Path(".") if request.param == "here" else tmp_path / "model"
 
 
-def external(place: str) -> TensorProto:
+def external(location: str) -> TensorProto:
     tensor = TensorProto(dims=[2], data_type=FLOAT, name="weight", data_location=TensorProto.EXTERNAL)
-    tensor.external_data.add(key="location", value=place)
+    tensor.external_data.add(key="location", value=location)
     return tensor
 
 
@@ -114,11 +114,11 @@ def test_weights_elsewhere(folder: Path, where: str, of: str) -> None:
     (folder / "weights").write_bytes(bytes(8))
     os.mkfifo(folder / "pipe")
     outside = where.startswith(("..", "/", "*"))
-    refused(saved_with(folder, external(where), of), "outside its folder" if outside else "not beside it as a regular")
+    refused(saved_with(folder, external(where), of), "outside its folder" if outside else "not a regular file in its")
 
 
 @pytest.mark.parametrize("of", ["initializer", "constant", "function"])
-def test_weights_beside_the_graph(folder: Path, of: str) -> None:
+def test_weights_next_to_the_graph(folder: Path, of: str) -> None:
     (folder / "below").mkdir()
     (folder / "below/weights").write_bytes(np.array([5, 7], np.float32).tobytes())
     imported = import_graph(saved_with(folder, external("below/weights"), of))
@@ -164,7 +164,7 @@ def test_a_constant_that_is_cut_short(tmp_path: Path, of: str, dims: list[int]) 
 
 @pytest.mark.parametrize("kind", ["undefined", "no tensor", "nothing"])
 def test_an_input_without_a_type(tmp_path: Path, kind: str) -> None:
-    """Symbolic inference of ONNX Runtime would look for it for ever."""
+    """ONNX Runtime's symbolic inference would loop forever."""
     file = saved(tmp_path, [node("Relu", "x")])
     model = onnx.load(str(file))
     if kind == "undefined":
@@ -178,7 +178,7 @@ def test_an_input_without_a_type(tmp_path: Path, kind: str) -> None:
 
 
 def test_inference_that_gives_up_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime's own leaves a file in the current folder."""
+    """ONNX Runtime's own function leaves a file in the current folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     model = onnx.load(str(saved(tmp_path, [node("Thing", "x", domain="own")])))
@@ -202,7 +202,7 @@ def test_huge_constants(tmp_path: Path, op: str) -> None:
     }[op]
     file = saved(tmp_path, [made, *huge], shape=[1_000_000, 1_000_000], repeats=[10**12], zero=[0], one=[1],
                  many=[10**12], row=[1, 2, 3], values=[0, 1])  # fmt: skip
-    refused(file, "out of constants|no ONNX model|cannot be read as a graph")
+    refused(file, "out of constants|cannot be read as an ONNX model|cannot be read as a graph")
 
 
 @pytest.mark.parametrize("op", ["Concat", "Tile", "Expand", "Outer"])
@@ -219,9 +219,9 @@ def test_a_chain_of_operators_makes_a_huge_constant(tmp_path: Path, op: str) -> 
             }[op]
         )
         if op in ("Expand", "Outer"):
-            other = "many" if op == "Expand" else "shape"
+            shape = "many" if op == "Expand" else "shape"
             nodes += [
-                node("Expand", f"u{i}", other, output=f"e{i}"),
+                node("Expand", f"u{i}", shape, output=f"e{i}"),
                 node("Reshape", f"e{i}", "flat", output=following),
             ]
         name = following
@@ -231,7 +231,7 @@ def test_a_chain_of_operators_makes_a_huge_constant(tmp_path: Path, op: str) -> 
 
 
 def grown(op: str) -> list[onnx.NodeProto]:
-    """Nodes from a few numbers of the input to some 2^29 and more."""
+    """Nodes that turn the few numbers of the input into 2^29 or more."""
     nodes, name, times = (
         [],
         "x",
@@ -267,7 +267,7 @@ def grown(op: str) -> list[onnx.NodeProto]:
     "op", ["Concat", "Tile", "Pad", "Resize", "Expand", "Kept", "Whole", "Einsum", "MatMul", "Gemm", "Add", "Gather"]
 )
 def test_a_few_numbers_do_not_grow_without_bound(tmp_path: Path, op: str) -> None:
-    """A kilobyte would take all memory as it runs."""
+    """A file of one kilobyte would use all memory when it runs."""
     file = saved(tmp_path, grown(op), many=[16], pads=[0, 2**30], size=[1, 1, 2**30], first=[0], last=[1], flat=[-1],
                  before=[0, 1], large=[2**25], indices=[[0, 1] * 32] * 64)  # fmt: skip
     reset_peak()
@@ -282,7 +282,7 @@ def test_a_graph_without_nodes_does_not_grow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("heads", "tokens"), [(8, 4096), (12, 2048)])
 def test_scores_of_many_tokens_do_not_count_as_growth(heads: int, tokens: int) -> None:
-    """Attention without weights of its own is what grows most of what can be meant."""
+    """Attention without weights grows most among plausible graphs."""
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 23]>
         graph (float[1, {heads}, {tokens}, 64] q, float[1, {heads}, 64, {tokens}] k) => (float[1, {heads}, 1, 1] y)
         {{ s = MatMul(q, k)  y = GlobalMaxPool(s) }}""")
@@ -292,7 +292,7 @@ def test_scores_of_many_tokens_do_not_count_as_growth(heads: int, tokens: int) -
 
 
 def test_a_shape_made_of_the_shape_of_a_large_table(tmp_path: Path) -> None:
-    """As in every export of a large vocabulary by torch's former exporter."""
+    """As torch's former exporter writes for every large vocabulary."""
     nodes = [
         node("Cast", "x", output="ids", to=TensorProto.INT64),
         node("Gather", "table", "ids", output="rows"),
@@ -312,7 +312,7 @@ def test_a_graph_for_which_no_memory_is_left_is_not_run(tmp_path: Path, monkeypa
         import_graph(file)
 
 
-def test_a_graph_that_does_not_take_what_its_dims_say(tmp_path: Path) -> None:
+def test_a_graph_that_does_not_take_the_sizes_its_dims_allow(tmp_path: Path) -> None:
     file = saved(tmp_path, [node("Reshape", "x", "shape", output="twice"), node("ReduceSum", "twice", keepdims=0)],
                  shape=[2, 2])  # fmt: skip
     model = onnx.load(str(file))
@@ -345,12 +345,13 @@ def test_functions_that_double(tmp_path: Path) -> None:
 
 
 def test_a_function_that_calls_itself(tmp_path: Path) -> None:
-    own = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
     both = [
-        helper.make_function("own", name, ["a"], ["b"], [helper.make_node(other, ["a"], ["b"], domain="own")], own)
-        for name, other in (("f", "g"), ("g", "f"))
+        helper.make_function("own", name, ["a"], ["b"], [helper.make_node(called, ["a"], ["b"], domain="own")], opsets)
+        for name, called in (("f", "g"), ("g", "f"))
     ]
-    refused(saved(tmp_path, [helper.make_node("f", ["x"], ["y"], domain="own")], both), "calls itself|no ONNX model")
+    words = "calls itself|cannot be read as an ONNX model"
+    refused(saved(tmp_path, [helper.make_node("f", ["x"], ["y"], domain="own")], both), words)
 
 
 def test_branches_within_branches(tmp_path: Path) -> None:
@@ -359,15 +360,15 @@ def test_branches_within_branches(tmp_path: Path) -> None:
         out = helper.make_tensor_value_info(name, FLOAT, [2])
         if depth == 0:
             return helper.make_graph([helper.make_node("Relu", ["x"], [name])], name, [], [out])
-        other = helper.make_graph([helper.make_node("Neg", ["x"], ["n"])], "other", [], [out])
-        other.node[0].output[0] = other.output[0].name = f"neg{depth}"
-        made = helper.make_node("If", ["c"], [name], then_branch=nested(depth - 1), else_branch=other)
+        negative = helper.make_graph([helper.make_node("Neg", ["x"], ["n"])], "other", [], [out])
+        negative.node[0].output[0] = negative.output[0].name = f"neg{depth}"
+        made = helper.make_node("If", ["c"], [name], then_branch=nested(depth - 1), else_branch=negative)
         return helper.make_graph([made], name, [], [out])
 
     true = helper.make_tensor("c", TensorProto.BOOL, [], [True])
     nodes = [helper.make_node("Constant", [], ["c"], value=true), nested(12).node[0]]
     nodes[1].output[0] = "y"
-    refused(saved(tmp_path, nodes), "graphs within graphs, [0-9]+ deep; there may be 8|no ONNX model")
+    refused(saved(tmp_path, nodes), "nests graphs [0-9]+ deep; at most 8 are allowed|cannot be read as an ONNX model")
 
 
 @pytest.mark.parametrize("cut", [0.1, 0.5, 0.7])
@@ -378,8 +379,8 @@ def test_a_file_that_is_cut_or_altered(tmp_path: Path, cut: float) -> None:
     refused(file)
     if cut > 0.5:
         return
-    for place in range(0, len(data), 7):
-        file.write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
+    for i in range(0, len(data), 7):
+        file.write_bytes(data[:i] + bytes([data[i] ^ 0x55]) + data[i + 1 :])
         try:
             import_graph(file)
         except AttnforgeError as error:
@@ -387,18 +388,18 @@ def test_a_file_that_is_cut_or_altered(tmp_path: Path, cut: float) -> None:
 
 
 @pytest.mark.parametrize("bounds", [(1, 4, 10**12), (1, 4, 2**31), (0, 1, 2), (2, 1, 3), (1, 2)])
-def test_ranges_that_cannot_be_meant(bounds: tuple[int, ...]) -> None:
+def test_invalid_ranges(bounds: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="up to 2,147,483,647"):
         check_range("n", bounds)
 
 
 @pytest.mark.parametrize("name", [":f", "..a:f", "a:", ":", "no.such.module:f", "os:no_such_function"])
-def test_callables_that_are_none(name: str) -> None:
+def test_callables_that_do_not_exist(name: str) -> None:
     with pytest.raises(UsageError, match="cannot import"):
         build(name, {}, None)
 
 
-def test_a_file_that_is_no_file() -> None:
+def test_a_file_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match="no file"):
         model_named("absent.onnx", {}, None, {})
 

@@ -1,4 +1,4 @@
-"""Models that someone else exported: ONNX files of any opset and exported programs, held to what they were given as."""
+"""Models of other exporters: ONNX files of any opset and exported programs, checked against the original graph."""
 
 import gc
 import math
@@ -67,7 +67,7 @@ def encoder() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The encoder as torch's former exporter writes it, its sizes computed by chains of Shape and Gather."""
+    """The encoder from torch's former exporter, with sizes computed by chains of Shape and Gather."""
     file = tmp_path_factory.mktemp("onnx") / "encoder.onnx"
     axes = {"image": {0: "batch", 2: "height", 3: "width"}}
     with warnings.catch_warnings():
@@ -82,7 +82,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_node(
     op_type: str, inputs: list[Array | None], domain: str = "", opset: int = 23, **attributes: Any
 ) -> ir.Model:
-    """A graph of one operator on inputs `x0`, `x1`, ….; None leaves one out."""
+    """A graph of one operator on inputs `x0`, `x1`, …; None omits an input."""
     names = ["" if array is None else f"x{i}" for i, array in enumerate(inputs)]
     specs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
@@ -111,10 +111,10 @@ def two_heads(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("precision", [None, "fp16", "bf16"])
-def test_an_old_export_is_recognised_and_held_to_its_graph(
+def test_an_old_export_is_recognised_and_checked_against_its_graph(
     precision: str | None, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights in a file of their own, as above 2 GiB."""
+    """With its weights in a separate file, as above 2 GiB."""
     monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 10_000)
     fused = {"onnxruntime": 1} | ({"tensorrt_rtx": 1} if precision == "fp16" else {})
     bundle = attnforge.deploy(exported, None, tmp_path / "bundle", RANGES, precision, list(fused), tune=False)
@@ -132,7 +132,7 @@ def test_an_old_export_is_recognised_and_held_to_its_graph(
 
 
 def test_float64_is_the_graphs_own(exported: Path) -> None:
-    """The module's in double but for the root of 2 in its GELU, which the exporter wrote down as a number of fp32."""
+    """Equal to the module in double, except for the root of 2 in its GELU, which the exporter stored in fp32."""
     imported = import_graph(exported, RANGES)
     image = imported.example["image"]
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_benchmark_against_the_graph_as_it_was_given(exported: Path, tmp_path: P
     report = attnforge.benchmark(
         bundle, against=["eager", "onnxruntime-plain"], rounds=1, quick=True, trust_source=True
     ).models[0]
-    assert {one.name for one in report.contenders if not one.ours} == {"onnxruntime-plain"}
+    assert {contender.name for contender in report.contenders if not contender.ours} == {"onnxruntime-plain"}
     assert "ONNX graph" in report.skipped["eager fp32"]
     assert not report.wrong
 
@@ -189,7 +189,7 @@ def test_hugging_face_bert_of_both_exporters(tmp_path: Path) -> None:
         assert "self" in bundle.manifest.attention.details[0].site
         assert bundle.manifest.inputs[0].high == int(args[0].max())
         assert attnforge.verify(bundle).passed, file.name
-    assert import_graph(files[0], ranges).inputs[0].high == 59  # without an example, the table tells
+    assert import_graph(files[0], ranges).inputs[0].high == 59  # without an example, from the table
     fused = optimized(files[0], tmp_path)
     bundle = attnforge.deploy(fused, None, tmp_path / "fused", ranges, precision="fp16", tune=False)
     assert "tensorrt_rtx" in bundle.manifest.skipped  # it has no operators of com.microsoft
@@ -197,7 +197,7 @@ def test_hugging_face_bert_of_both_exporters(tmp_path: Path) -> None:
 
 
 def optimized(file: Path, folder: Path) -> Path:
-    """As onnxruntime.transformers fuses it: operators of com.microsoft."""
+    """The model as onnxruntime.transformers fuses it, with operators of com.microsoft."""
     from onnxruntime.transformers import optimizer
 
     model = optimizer.optimize_model(str(file), model_type="bert", num_heads=2, hidden_size=32, opt_level=0)
@@ -236,7 +236,7 @@ F = nn.functional
              two_heads(q), two_heads(k), two_heads(v), m, scale=0.5).transpose(1, 2).flatten(2)),
         ("Attention", [HEADS, HEADS, HEADS], {"is_causal": 1},
          lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
-        # Neither ONNX Runtime nor a rewriting: onnx's own reference.
+        # By onnx's reference: ONNX Runtime has no double kernel, and there is no decomposition.
         ("AveragePool", [IMAGE], {"kernel_shape": [2, 2]}, lambda x: F.avg_pool2d(x, 2, 1)),
     ],
 )  # fmt: skip
@@ -271,7 +271,7 @@ WIDE = normal(2, 5, 8)
     ],
 )  # fmt: skip
 def test_float64_of_fused_operators(op_type: str, inputs: list[Array | None], attributes: dict[str, Any]) -> None:
-    """What is written out for them is what ONNX Runtime's own fp32 kernel computes, to fp32's accuracy."""
+    """Their decompositions equal ONNX Runtime's fp32 kernels, within the accuracy of fp32."""
     original = Original(one_node(op_type, inputs, "com.microsoft", **attributes), FP32)
     given, exact = original.eager(feeds(inputs))["y"], original.exact(feeds(inputs))["y"]
     assert exact.dtype == np.float64
@@ -279,7 +279,7 @@ def test_float64_of_fused_operators(op_type: str, inputs: list[Array | None], at
     assert np.abs(given - exact).max() < 4e-6 * max(1, np.abs(exact).max())
 
 
-def test_what_has_no_double_path_is_refused_by_name() -> None:
+def test_an_operator_without_a_double_path_is_refused_by_name() -> None:
     inputs: list[Array | None] = [WIDE, WIDE, WIDE, None, None, np.array([4, 4], np.int32), np.array(5, np.int32)]
     smooth = {"num_heads": 2, "kv_num_heads": 2, "smooth_softmax": 1}
     original = Original(one_node("GroupQueryAttention", inputs, "com.microsoft", **smooth), FP32)
@@ -290,7 +290,7 @@ def test_what_has_no_double_path_is_refused_by_name() -> None:
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
-def test_retyping_reaches_every_place_that_names_a_type() -> None:
+def test_retyping_changes_everything_that_names_a_type() -> None:
     model = ir.from_proto(
         onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["": 23]>
@@ -321,7 +321,7 @@ def test_retyping_reaches_every_place_that_names_a_type() -> None:
     mask = np.eye(4, dtype=bool)
     y, n = ort.InferenceSession(proto.SerializeToString()).run(None, {"x": x, "mask": mask})  # its types agree
     assert y.dtype == np.float16 and y.shape == (1, 2, 8, 8)
-    assert n == 4097  # no number of 16 bits
+    assert n == 4097  # not representable in 16 bits
 
 
 # --- exported programs ------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def program(bound: int | None) -> torch.export.ExportedProgram:
 
 @pytest.mark.parametrize("precision", [None, "fp16"])
 def test_a_program_at_its_own_precision_and_at_another(precision: str | None, tmp_path: Path) -> None:
-    """The types that its graph names (a cast, a fill, a constant) go with it."""
+    """The types that its graph names (a cast, a fill, a constant) are converted too."""
     bundle = attnforge.deploy(
         program(20), None, tmp_path / "bundle", precision=precision, targets=["onnxruntime"], tune=False
     )
@@ -380,10 +380,10 @@ def test_a_program_in_float64_is_float64() -> None:
     assert (given[some] - truth[some]).abs().max() < 1e-14
 
 
-def test_a_program_without_a_bound_is_given_one(tmp_path: Path) -> None:
+def test_a_program_without_a_bound_takes_one(tmp_path: Path) -> None:
     file = tmp_path / "masked.pt2"
     torch.export.save(program(None), file)
-    with pytest.raises(UsageError, match=r"without an upper bound: x_dim1; give them one: --dim x_dim1=3:6:24"):
+    with pytest.raises(UsageError, match=r"without an upper bound: x_dim1; give their ranges: --dim x_dim1=3:6:24"):
         attnforge.deploy(file, None, tmp_path / "bundle", trust_source=True)
     bundle = attnforge.deploy(
         file, None, tmp_path / "bundle", {"x_dim1": (2, 6, 9)}, targets=["onnxruntime"], tune=False, trust_source=True
@@ -392,7 +392,7 @@ def test_a_program_without_a_bound_is_given_one(tmp_path: Path) -> None:
     assert bundle.manifest.source.kind == "program"
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_line_names_the_dims_that_lack_a_range(
@@ -408,7 +408,7 @@ def test_the_command_line_names_the_dims_that_lack_a_range(
     assert "--dim height=1:4:16 --dim width=1:4:16" in line
 
 
-def test_a_dim_without_a_name_is_shown_by_one(tmp_path: Path) -> None:
+def test_a_dim_without_a_name_gets_one(tmp_path: Path) -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["": 23]> graph (float[?, 4] x) => (float[?, 4] y) { y = Relu(x) }'
     )
@@ -429,7 +429,7 @@ def test_a_dim_without_a_name_is_shown_by_one(tmp_path: Path) -> None:
          " else_branch = e () => (float[2] w) { w = Neg(x) }>", "If.*without control flow"),
     ],
 )  # fmt: skip
-def test_graphs_that_are_no_function_or_not_one_graph(body: str, words: str, tmp_path: Path) -> None:
+def test_graphs_that_are_random_quantized_or_nested(body: str, words: str, tmp_path: Path) -> None:
     text = f'<ir_version: 10, opset_import: ["": 23]> graph (float[2] x) => (float[2] y) {{ {body} }}'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     with pytest.raises(UsageError, match=words):
@@ -440,13 +440,13 @@ def test_graphs_that_are_no_function_or_not_one_graph(body: str, words: str, tmp
     ("name", "content", "words"),
     [
         ("none.onnx", None, "no file"),
-        ("junk.onnx", b"junk", "no ONNX model"),
-        ("empty.onnx", b"", "no ONNX model"),
-        ("junk.pt2", b"junk", "not an exported program"),
-        ("model.bin", b"junk", "no .onnx or .pt2 file"),
+        ("junk.onnx", b"junk", "cannot be read as an ONNX model"),
+        ("empty.onnx", b"", "cannot be read as an ONNX model"),
+        ("junk.pt2", b"junk", "cannot be read as an exported program"),
+        ("model.bin", b"junk", "is not an .onnx or .pt2 file"),
     ],
 )
-def test_files_that_are_no_model(name: str, content: bytes | None, words: str, tmp_path: Path) -> None:
+def test_files_that_are_not_models(name: str, content: bytes | None, words: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=words):
@@ -455,7 +455,7 @@ def test_files_that_are_no_model(name: str, content: bytes | None, words: str, t
 
 
 def test_one_tensor_that_is_given_twice_is_two_inputs(tmp_path: Path) -> None:
-    """torch.export takes it for one input: a graph of self-attention from an example of cross-attention."""
+    """torch.export treats it as one input: a graph of self-attention from an example of cross-attention."""
 
     class Product(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -467,8 +467,8 @@ def test_one_tensor_that_is_given_twice_is_two_inputs(tmp_path: Path) -> None:
 
 
 def test_nothing_keeps_a_module_that_was_captured() -> None:
-    """Rules of onnxscript, which torch's exporter runs, keep the graph that they last looked at."""
-    gc.unfreeze()  # what the test run froze, the collector neither lists nor frees
+    """Rules of onnxscript, which torch's exporter runs, keep the graph that they visited last."""
+    gc.unfreeze()  # the collector neither lists nor frees objects that the test run froze
     matchers.cache_clear()
     module, args, shapes = small_example()
     captured = capture(module, args, shapes, precision_named("fp32"))
@@ -480,7 +480,7 @@ def test_nothing_keeps_a_module_that_was_captured() -> None:
 
 
 class Timesteps(nn.Module):
-    """Sines and cosines of a thousand times a timestep, as diffusion models embed it."""
+    """Sines and cosines of a thousand times a timestep, the embedding of diffusion models."""
 
     def forward(self, t: Tensor) -> Tensor:
         exponent = -math.log(10000) * torch.arange(128, dtype=torch.float32) / 128
@@ -494,7 +494,7 @@ def test_constants_are_those_that_torch_computes() -> None:
     module, t = Timesteps(), torch.tensor([5.0, 0.7])
     model = capture(module, (t,), {"t": {0: Dim("batch", min=1, max=8)}}, precision_named("fp32")).model
     frequencies = torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float32) / 128).numpy()
-    held = [value.const_value.numpy() for value in model.graph.initializers.values() if value.const_value is not None]
-    assert any(array.size == 128 and (array.reshape(-1) == frequencies).all() for array in held)
+    arrays = [value.const_value.numpy() for value in model.graph.initializers.values() if value.const_value is not None]
+    assert any(array.size == 128 and (array.reshape(-1) == frequencies).all() for array in arrays)
     (result,) = as_it_is(model)({"t": t.numpy()}).values()
     assert relative_error(result.astype(np.float64), module(t).double().numpy()) < 1e-6

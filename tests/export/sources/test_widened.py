@@ -1,4 +1,4 @@
-"""A module in float64: every operand widened, nothing copied, and the scores of a block of queries alone in memory."""
+"""A module in float64: every operand is widened, nothing is copied, and scores are computed in blocks of queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random(*shape: int) -> Tensor:
 
 
 class Mixed(nn.Module):
-    """What code does with types: casts, a cache written in place, a whole number over another, a check of its own."""
+    """Uses of types in code: casts, a cache that is written in place, a quotient of integers, a type check."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ def test_the_module_stays_as_it_is() -> None:
 
 
 class Squared(nn.Module):
-    """Has a large number on the way, and a deviation."""
+    """Computes a large intermediate number, and a standard deviation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1e30).mT / 1e30 / x.std()
 
 
-def test_the_largest_numbers_on_the_way_are_noted() -> None:
-    """Views count for nothing, and a deviation for the squares that it sums."""
+def test_the_largest_intermediate_numbers_are_recorded() -> None:
+    """Views are not recorded; a standard deviation counts with the squares that it sums."""
     x = torch.tensor([[3.0, -4.0]])
     peaks: list[float] = [7.0]
     exact = Float64(Squared())({"x": x.numpy()}, peaks)["output"]
@@ -91,7 +91,7 @@ class MaskedAttention(nn.Module):
 
 
 def test_a_mask_in_float32_is_read_as_such_in_a_script() -> None:
-    """torch's fused kernel takes a mask in float32 beside queries in float64, and reads it as float64."""
+    """torch's fused kernel takes a float32 mask with float64 queries, and reads it as float64."""
     q, k, v = (random(2, 3, n, 8).numpy() for n in (5, 7, 7))
     scripted = torch.jit.script(MaskedAttention().eval())
     exact = Float64(scripted)({"q": q, "k": k, "v": v})["output"]
@@ -105,7 +105,7 @@ class AsRows(nn.Module):
 
 
 def test_attention_lies_in_memory_as_in_the_fused_kernels_output() -> None:
-    """So that a program which views it, as torch.export writes, is widened too and not doubled."""
+    """So that a program of torch.export, which takes views of it, is widened and not converted to double."""
     q, k, v = (random(2, 3, n, 8) for n in (5, 7, 7))
     exact = Float64(AsRows().eval())
     answer = exact({"q": q.numpy(), "k": k.numpy(), "v": v.numpy()})["output"]

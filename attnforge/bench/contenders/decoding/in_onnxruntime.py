@@ -23,28 +23,28 @@ import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.bench.contenders.decoding.stepper import DecodingJob, Stepper
-from attnforge.bench.contenders.engines import why_no_products
+from attnforge.bench.contenders.decoding.stepper import Counting, Stepper
+from attnforge.bench.contenders.peers import PeerJob
 from attnforge.bundle import CANONICAL, NEXT
 from attnforge.errors import UnavailableError
-from attnforge.export.attention.canonical import WINDOW
-from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, like, replace_value, typed
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.diagnosis.stages import sites_of
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.saving import SHELVED, load_graph, save
+from attnforge.export.lowering.attention import attentions
+from attnforge.export.lowering.onnxruntime import GROUP_QUERY_CACHE, candidates_for, write
 from attnforge.runtime.backends.onnxruntime import bind_host_input, host_value, session_options
 
 PAST_TOKENS, TOTAL_TOKENS = "past_tokens", "past_tokens + tokens"
 """Symbols of the dims of caches that grow."""
 
-CONTRIB = "com.microsoft"
-INT32 = ir.DataType.INT32
 
-
-def concat(job: DecodingJob, stack: ExitStack) -> Stepper:
+def concat(job: PeerJob, stack: ExitStack) -> Stepper:
     """Caches by concatenation, and the standard Attention operator."""
     return Growing(job, _file(job, "concat", by_concatenation))
 
 
-def concat_products(job: DecodingJob, stack: ExitStack) -> Stepper:
+def concat_products(job: PeerJob, stack: ExitStack) -> Stepper:
     """Caches by concatenation, and attention as products around a softmax."""
 
     def change(model: ir.Model) -> None:
@@ -54,27 +54,27 @@ def concat_products(job: DecodingJob, stack: ExitStack) -> Stepper:
     return Growing(job, _file(job, "concat-products", change))
 
 
-def genai_operator(job: DecodingJob, stack: ExitStack) -> Stepper:
+def genai_operator(job: PeerJob, stack: ExitStack) -> Stepper:
     """GroupQueryAttention that turns queries and keys itself, and writes to caches in place."""
-    return InPlace(job, _file(job, "genai-operator", with_rotary_operator))
+    sites = sites_of(job.bundle.manifest.attention)
+    return InPlace(job, _file(job, "genai-operator", lambda model: with_rotary_operator(model, sites)))
 
 
-def _file(job: DecodingJob, name: str, change: Callable[[ir.Model], None]) -> Path:
+def _file(job: PeerJob, name: str, change: Callable[[ir.Model], None]) -> Path:
     """The canonical step, changed, in a file that is written once.
 
     Raises:
-        UnavailableError: ONNX Runtime's CPU has no products at this precision.
+        UnavailableError: the bundle is in another precision than fp32.
     """
-    precision = job.precision.name
-    if precision != "fp32":
-        reason = why_no_products(precision) or "its peers are built of the fp32 graph alone"
-        raise UnavailableError(f"the bundle is in {precision}: {reason}")
-    file = job.folder / f"{name}.onnx"
-    if not file.exists():
+    if job.precision.name != "fp32":
+        raise UnavailableError(f"the bundle is in {job.precision.name}: its peers are built of the fp32 graph alone")
+
+    def write_file(file: Path) -> None:
         model = load_graph(job.bundle, CANONICAL)
         change(model)
         save(model, file, SHELVED)
-    return file
+
+    return job.file(f"{name}.onnx", write_file)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -175,109 +175,36 @@ def _heads(node: ir.Node) -> tuple[int, int, int]:
     return heads, heads // own, size
 
 
-def with_rotary_operator(model: ir.Model) -> None:
+def with_rotary_operator(model: ir.Model, sites: list[Site]) -> None:
     """Let GroupQueryAttention turn queries and keys, write the caches and attend, in place.
 
     Raises:
-        UnavailableError: queries and keys of a site are not turned by tables right before, as the operator does it; or
-            heads are not of a multiple of 16.
+        UnavailableError: the operator does not take the heads of a site; or its queries and keys are not turned by
+            tables right before, as the operator does it.
     """
-    graph = model.graph
-    tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-    for node in [node for node in graph if node.op_type == "Attention"]:
-        turned = _rotary(node.inputs[0])
-        cos, sin = turned.inputs[1:3]
-        if (size := _heads(node)[2]) % 16:
-            raise UnavailableError(f"its heads are {size} wide; the operator turns heads of a multiple of 16")
-        assert cos is not None and sin is not None
-        if cos not in tables:
-            cos_table, sin_table = (
-                initializer(graph, f"genai/{len(tables)}/{name}", _table(value))
-                for name, value in (("cos", cos), ("sin", sin))
-            )
-            tables[cos] = cos_table, sin_table
-        of_node = tables[cos]
-        result = insert(graph, node, lambda op, n=node, t=of_node: _group_query(op, n, *t), stem=f"{node.name}/genai")  # type: ignore[misc]
-        replace_value(node.outputs[0], result)
-    graph.opset_imports[CONTRIB] = 1
+    for site, attention in attentions(model, sites):
+        candidates = {candidate.form: candidate for candidate in candidates_for(site.name, attention)}
+        if GROUP_QUERY_CACHE not in candidates:
+            raise UnavailableError(f"the operator does not take the heads of {site.name}")
+        write(model.graph, attention, candidates[GROUP_QUERY_CACHE])
     RemoveUnusedNodesPass()(model)
-
-
-def _rotary(value: ir.Value | None) -> ir.Node:
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != "RotaryEmbedding":
+    written = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+    if not all(node.attributes.get_int("do_rotary", 0) for node in written):
         raise UnavailableError("its queries or keys are not turned right before attention, which the operator does")
-    interleaved, part = (node.attributes.get_int(name, 0) for name in ("interleaved", "rotary_embedding_dim"))
-    if interleaved or part:
-        raise UnavailableError("its queries and keys are turned in another way than the operator turns them")
-    return node
-
-
-def _table(value: ir.Value | None) -> Array:
-    """`(places, size / 2)`: the table that rows are looked up in for the tokens' places."""
-    while value is not None and value.const_value is None:
-        node = value.producer()
-        if node is None or node.op_type not in ("Reshape", "Gather"):
-            raise UnavailableError("the angles of its positions are computed, and not looked up")
-        value = node.inputs[0]
-    assert value is not None and value.const_value is not None
-    table: Array = value.const_value.numpy()
-    return table.reshape(-1, table.shape[-1])
-
-
-def _group_query(op: Builder, node: ir.Node, cos: ir.Value, sin: ir.Value) -> ir.Value:
-    turned = _rotary(node.inputs[0])
-    writes = [operand.producer() for operand in node.inputs[1:3] if operand is not None]
-    key_write, value_write = writes
-    if key_write is None or value_write is None or key_write.op_type != "TensorScatter":
-        raise UnavailableError(f"the caches of {node.name} are not written right before it")
-    query, new_key, new_value = turned.inputs[0], _rotary(key_write.inputs[1]).inputs[0], value_write.inputs[1]
-    past = key_write.inputs[2]
-    heads, groups, size = _heads(node)
-    own = heads // groups
-
-    def packed(rows: ir.Value | None, count: int) -> ir.Value:
-        return op.Reshape(op.Transpose(rows, perm=[0, 2, 1, 3]), constant(op, [0, 0, count * size]))
-
-    count = op.Shape(query, start=2, end=3)
-    end = op.Add(past, count)
-    last = op.Cast(op.Sub(end, constant(op, [1])), to=INT32.value)
-    total = op.Cast(op.Squeeze(op.ReduceMax(end, keepdims=1), constant(op, [0])), to=INT32.value)
-    attributes: dict[str, int | float] = {
-        "num_heads": heads,
-        "kv_num_heads": own,
-        "do_rotary": 1,
-        "scale": node.attributes.get_float("scale", 1 / math.sqrt(size)) or 0.0,
-        "softcap": node.attributes.get_float("softcap", 0.0) or 0.0,
-    }
-    if window := int(node.metadata_props.get(WINDOW, "0")):
-        attributes["local_window_size"] = window
-    operands = [packed(query, heads), packed(new_key, own), packed(new_value, own)]
-    result, next_key, next_value = op.op_multi_out(
-        "GroupQueryAttention",
-        [*operands, key_write.inputs[0], value_write.inputs[0], last, total, cos, sin],
-        attributes,
-        domain=CONTRIB,
-        num_outputs=3,
-    )
-    for old, new in ((key_write.outputs[0], next_key), (value_write.outputs[0], next_value)):
-        replace_value(old, new)
-    apart = op.Reshape(result, constant(op, [0, 0, heads, size]))
-    return op.Transpose(apart, perm=[0, 2, 1, 3])
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-class _InOnnxRuntime:
+class _InOnnxRuntime(Counting):
     """A session of a step, and how many tokens every sample has."""
 
-    def __init__(self, job: DecodingJob, file: Path) -> None:
+    def __init__(self, job: PeerJob, file: Path) -> None:
+        super().__init__()
         self._session: Any = ort.InferenceSession(
             str(file), session_options(job.threads), providers=["CPUExecutionProvider"]
         )
         self._decoding, self._output, self._batch = job.decoding, job.output, job.batch
-        self._past = self._marked = 0
         self._caches: dict[str, Any] = {}
 
     def _bound(self, tokens: Array) -> Any:
@@ -292,7 +219,7 @@ class _InOnnxRuntime:
 class Growing(_InOnnxRuntime):
     """Caches that come in and go out as values of ONNX Runtime, longer each time; no copy is made between steps."""
 
-    def __init__(self, job: DecodingJob, file: Path) -> None:
+    def __init__(self, job: PeerJob, file: Path) -> None:
         super().__init__(job, file)
         self.reset()
         self._kept = self._caches
@@ -310,13 +237,15 @@ class Growing(_InOnnxRuntime):
         return last
 
     def mark(self) -> None:
-        self._marked, self._kept = self._past, self._caches
+        super().mark()
+        self._kept = self._caches
 
     def rewind(self) -> None:
-        self._past, self._caches = self._marked, self._kept
+        super().rewind()
+        self._caches = self._kept
 
     def reset(self) -> None:
-        self._past = 0
+        super().reset()
         self._caches = {}
         for spec in self._decoding.tensors:
             heads, _, size = (dim for dim in spec.dims[1:] if isinstance(dim, int))
@@ -326,7 +255,7 @@ class Growing(_InOnnxRuntime):
 class InPlace(_InOnnxRuntime):
     """Caches of a fixed size, each input and output in one buffer."""
 
-    def __init__(self, job: DecodingJob, file: Path) -> None:
+    def __init__(self, job: PeerJob, file: Path) -> None:
         super().__init__(job, file)
         for spec in self._decoding.tensors:
             dims = [dim for dim in spec.dims[1:] if isinstance(dim, int)]
@@ -349,12 +278,3 @@ class InPlace(_InOnnxRuntime):
         self._session.run_with_iobinding(binding)
         logits: Array = binding.get_outputs()[0].numpy()[:, -1]
         return logits
-
-    def mark(self) -> None:
-        self._marked = self._past
-
-    def rewind(self) -> None:
-        self._past = self._marked
-
-    def reset(self) -> None:
-        self._past = 0

@@ -3,43 +3,36 @@ the step of either through `torch.compile`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnforge.arrays import Array, to_numpy, to_torch
-from attnforge.bench.contenders.decoding.stepper import DecodingJob, Stepper
-from attnforge.bench.contenders.peers import with_threads
+from attnforge.bench.contenders.decoding.stepper import Counting, Stepper
+from attnforge.bench.contenders.peers import PeerJob
 from attnforge.errors import UnavailableError
 from attnforge.model.decoder import Decoder
 from attnforge.runtime.backends.eager import as_written
 
 
-def eager_static(job: DecodingJob, stack: ExitStack) -> Stepper:
-    """The module step by step, with a cache of the bundle's size that it writes in place."""
-    return _opened(job, stack, is_compiled=False)
+def compiled_static(job: PeerJob, stack: ExitStack) -> Stepper:
+    """:func:`eager_static`, its steps of one token through `torch.compile`; prompts run in eager mode."""
+    return eager_static(job, stack, is_compiled=True)
 
 
-def compiled_static(job: DecodingJob, stack: ExitStack) -> Stepper:
-    """The same, its steps of one token through `torch.compile`; prompts run in eager mode."""
-    torch.compiler.reset()  # torch.compile gives up after some models
-    return _opened(job, stack, is_compiled=True)
-
-
-def eager_dynamic(job: DecodingJob, stack: ExitStack) -> Stepper:
+def eager_dynamic(job: PeerJob, stack: ExitStack) -> Stepper:
     """A model of transformers with the cache that its `generate` has by default, which grows by concatenation."""
-    with_threads(job.threads, stack)
     model = _of_transformers(job.torch_module())
     if model is None:
         raise UnavailableError("its module is no model of transformers, whose growing cache this is")
     return OfTransformers(model, None, is_compiled=False)
 
 
-def _opened(job: DecodingJob, stack: ExitStack, is_compiled: bool) -> Stepper:
-    with_threads(job.threads, stack)
+def eager_static(job: PeerJob, stack: ExitStack, is_compiled: bool = False) -> Stepper:
+    """The module step by step, with a cache of the bundle's size that it writes in place."""
     module = job.torch_module()
     if isinstance(module, Decoder):
         return OfAttnforge(module, job.batch, job.decoding.places, is_compiled)
@@ -85,7 +78,7 @@ class OfTransformers:
 
     def extend(self, tokens: Array) -> Array:
         run = self._step if tokens.shape[1] == 1 else self._model
-        with _without_gradients():
+        with torch.no_grad(), as_written():
             result = run(
                 input_ids=to_torch(tokens), past_key_values=self._cache, use_cache=True, logits_to_keep=1
             )  # the head runs on the last token alone, as in its own `generate`
@@ -114,40 +107,25 @@ def _kept(value: Any, name: str, layer: str) -> Any:
     return value.clone() if isinstance(value, Tensor) and not is_whole else value
 
 
-class OfAttnforge:
+class OfAttnforge(Counting):
     """:class:`attnforge.model.decoder.Decoder` with its own cache, every row of one length."""
 
     def __init__(self, module: Decoder, batch: int, places: int, is_compiled: bool) -> None:
+        super().__init__()
         places = min(places, module.sizes.max_tokens)
         self._module, self._cache = module, module.empty_cache(batch, places)
         self._logits: Callable[..., Tensor] | None = (
             torch.compile(module.logits, dynamic=False) if is_compiled else None
         )
         self._batch = batch
-        self._past = self._marked = 0
 
     def extend(self, tokens: Array) -> Array:
         ids = to_torch(tokens)
         past, count = torch.full((self._batch,), self._past), ids.shape[1]
-        with _without_gradients():
+        with torch.no_grad(), as_written():
             if self._logits is not None and count == 1:
                 logits = self._logits(ids, past[:, None], self._cache)
             else:
                 logits = self._module.step(ids, past, self._cache)
         self._past += count
         return to_numpy("logits", logits[:, -1])
-
-    def mark(self) -> None:
-        self._marked = self._past
-
-    def rewind(self) -> None:
-        self._past = self._marked
-
-    def reset(self) -> None:
-        self._past = 0
-
-
-@contextmanager
-def _without_gradients() -> Iterator[None]:
-    with torch.no_grad(), as_written():
-        yield

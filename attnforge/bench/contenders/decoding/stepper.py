@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Protocol
 
 from attnforge.arrays import Array
 from attnforge.bench.contenders.peers import PeerJob
-from attnforge.bundle import Decoding
 from attnforge.runtime.session import load
 
 
@@ -28,32 +26,26 @@ class Stepper(Protocol):
         """Forget all tokens."""
 
 
-@dataclass
-class DecodingJob(PeerJob):
-    """What contenders are opened for. Its feeds are the tokens of the longest run, `(batch, tokens)`."""
+class Counting:
+    """How many tokens the caches have, and had at the last :meth:`mark`: all that a cache of a fixed size forgets."""
 
-    @property
-    def decoding(self) -> Decoding:
-        """What the bundle says of its caches."""
-        decoding = self.bundle.manifest.decoding
-        assert decoding is not None
-        return decoding
+    def __init__(self) -> None:
+        self._past = self._marked = 0
 
-    @property
-    def batch(self) -> int:
-        """How many samples are decoded at once."""
-        return len(self.feeds[self.decoding.tokens])
+    def mark(self) -> None:
+        self._marked = self._past
 
-    @property
-    def output(self) -> str:
-        """The name of the logits: the model's first output."""
-        return self.bundle.manifest.outputs[0].name
+    def rewind(self) -> None:
+        self._past = self._marked
+
+    def reset(self) -> None:
+        self._past = 0
 
 
 class Ours:
     """A decoder of the bundle on one of its backends."""
 
-    def __init__(self, name: str, job: DecodingJob, stack: ExitStack) -> None:
+    def __init__(self, name: str, job: PeerJob, stack: ExitStack) -> None:
         session = stack.enter_context(load(job.bundle, name, threads=job.threads))
         self._decoder, self._output = session.decoder(job.batch), job.output
         self._marked = self._decoder.lengths

@@ -1,0 +1,373 @@
+"""Decoding, measured: time to first token, milliseconds a token and memory a step, of a bundle with a cache and of its
+peers.
+
+Contenders are opened several times in a run and take turns in an order drawn anew each round (:mod:`.race`). In each
+opening, at each context, the logits of every contender are held to the parity budget before it is timed. A turn goes
+back to the context, takes a step that is not timed, and then some that are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
+from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
+from attnforge.bench.contenders.decoding.stepper import Ours, Stepper
+from attnforge.bench.contenders.peers import PeerJob, expected, with_threads
+from attnforge.bench.experiment import Experiment, begun, finished, source_text
+from attnforge.bench.interval import latency_of, per_second, ratio_of
+from attnforge.bench.limits.work import work_of
+from attnforge.bench.race import Entry, Raced, Times, Workload, entries_of, run_race
+from attnforge.bench.results import DecodingContender, DecodingResults, FirstToken, StepLimit, StepTime
+from attnforge.bundle import CANONICAL, PLAIN, Case, DimSpec
+from attnforge.errors import UsageError
+from attnforge.export.graphs.execute import as_it_is, in_float64
+from attnforge.export.graphs.saving import beside, load_graph
+from attnforge.export.sources.named import check_trusted
+from attnforge.memory import resident
+from attnforge.runtime.backends.eager import run, torch_dtype
+from attnforge.runtime.backends.whole_sequences import STEPPING
+from attnforge.runtime.decoding.decoder import Step
+from attnforge.runtime.parity.budget import budget_precision, judge
+from attnforge.runtime.race import in_turns, seconds_of
+
+CONTEXTS = (128, 512, 1024)
+"""Tokens before the timed steps, of which those are measured that the caches have places for."""
+
+PROMPTS = (16, 128, 512)
+
+STEPS = 8
+"""Timed steps of a turn. One more is taken before, untimed: going back and other contenders leave caches cold."""
+
+CHECKED = 4
+"""Steps whose logits are held to the budget, at every context and in every opening."""
+
+GROWN = 64
+"""Steps over which the growth of memory is measured, where the caches have as many places left."""
+
+COPY = "a copy of the bytes of a step"
+"""The name under which the limit takes turns with contenders."""
+
+DEAR = 4e12
+"""Operations from which no float64 reference is computed: weights times tokens times two. It would take minutes."""
+
+TRUTH_SEED = 0
+
+
+def measure_decoding(
+    experiment: Experiment, contexts: Sequence[int] | None, prompts: Sequence[int] | None, batch: int, command: str
+) -> DecodingResults:
+    """How a bundle with a cache decodes, and peers.
+
+    Args:
+        experiment: of one bundle. Without `memory` steps alone are measured.
+        contexts: tokens before the timed steps; by default those of :data:`CONTEXTS` that the caches have places for.
+        prompts: tokens of the prompts whose time to first token is measured; by default of :data:`PROMPTS`, likewise.
+        batch: samples that are decoded at once.
+        command: recorded as the one that measures the results again.
+
+    Raises:
+        UsageError: the bundle has no cache, or a context, a prompt or the samples do not fit in it.
+        UntrustedError: a peer needs what the manifest names, which nobody trusts.
+        UnavailableError: a backend that was asked for by name cannot run steps here.
+    """
+    start, (bundle,) = time.perf_counter(), experiment.bundles
+    manifest, decoding = bundle.manifest, bundle.manifest.decoding
+    if decoding is None:
+        raise UsageError(
+            f"{manifest.name} has no cache, so there is no step to time; deploy it with cache_tokens=… (--cache-tokens)"
+        )
+    most = Step.of(manifest).most_samples
+    if not 1 <= batch <= most:
+        raise UsageError(f"{batch} samples were asked for; the bundle takes 1 to {most}")
+    in_torch = any(DECODING_PEERS[name].engine == "torch" for name in experiment.against)
+    if experiment.module is None and in_torch and manifest.source.kind not in ("module", "onnx"):
+        check_trusted(manifest.source, experiment.trust_source)
+    contexts = _fitting("contexts", contexts, CONTEXTS, decoding.places - STEPS - 1, decoding.places)
+    prompts = _fitting("prompts", prompts, PROMPTS, decoding.places, decoding.places)
+    spec = manifest.graph_inputs[0]
+    if decoding.vocabulary is None or len(spec.dims) != 2:
+        raise UsageError(f"{spec.name} is {spec.text()}, and no ids of a table; --decode draws ids, so it takes those")
+    run_of = begun(command, experiment.threads)
+    shape = batch, max(contexts[-1] + STEPS + 1, prompts[-1])
+    ids = np.random.default_rng(TRUTH_SEED).integers(0, decoding.vocabulary, shape, dtype=spec.dtype)
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder())
+        with_threads(experiment.threads, stack)
+        given = experiment.module, experiment.trust_source
+        job = PeerJob(bundle, {spec.name: ids}, experiment.threads, folder, *given)
+        truth = Truth.of(experiment, job)
+        results = DecodingResults(
+            **run_of,
+            model=manifest.name,
+            precision=manifest.precision,
+            source=source_text(manifest.source),
+            batch=batch,
+            places=decoding.places,
+            steps=STEPS,
+            contexts=contexts,
+            prompts=prompts if experiment.memory else [],
+            rounds=experiment.rounds,
+            openings=len(experiment.shares),
+            held_to="float64" if truth.is_float64 else "eager",
+        )
+        copies = _copies(job, contexts) if experiment.memory else {}
+        workloads: list[Workload[Stepper]] = [
+            Steps(f"check at {at:,} tokens", f"steps at {at:,} tokens", truth, ids, before, at, copies.get(at))
+            for before, at in zip([0, *contexts], contexts, strict=False)
+        ]
+        for tokens in results.prompts:
+            what = f"{tokens:,} tokens"
+            workloads.append(Prompt(f"check the prompt of {what} on", f"prompts of {what}", truth, ids[:, :tokens]))
+        entries = entries_of(experiment, job, STEPPING, Ours, DECODING_PEERS, _refused, results.skipped)
+        raced = run_race(experiment, entries, workloads, results.skipped, stack)
+        results.wrong = raced.wrong
+        for context, copy, times in zip(copies, copies.values(), raced.times, strict=False):
+            latency = latency_of(times[COPY], raced.openings)
+            results.limits[context] = StepLimit(weights=copy.weights, cache=copy.cache, latency=latency)
+        results.contenders = [_contender(entry, raced, results) for entry in raced.entries]
+        for entry, contender in zip(raced.entries, results.contenders, strict=True):
+            if experiment.memory:
+                experiment.progress(f"measure the memory of steps of {entry.name}")
+                contender.growth = _growth(entry, ids, contexts[0])
+    if (best := results.best) is not None:
+        for contender in results.contenders:
+            of_best = [*best.steps, *best.first_tokens]
+            for timed, own in zip([*contender.steps, *contender.first_tokens], of_best, strict=True):
+                timed.ratio = ratio_of(timed.latency.rounds, own.latency.rounds, raced.openings)
+    return finished(results, start)
+
+
+def _fitting(what: str, asked: Sequence[int] | None, usual: Sequence[int], most: int, places: int) -> list[int]:
+    """Numbers of tokens that the caches have places for, ascending.
+
+    Raises:
+        UsageError: a number that was asked for does not fit, or none does.
+    """
+    if most < 1:
+        raise UsageError(f"the caches hold {places} tokens, too few to time {STEPS + 1} steps behind others")
+    if asked is None:
+        return [tokens for tokens in usual if tokens <= most] or [most]
+    if not asked or min(asked) < 1 or max(asked) > most:
+        wrong = next((tokens for tokens in asked if not 1 <= tokens <= most), "none")
+        raise UsageError(f"{what} are {wrong}; the caches hold {places} tokens, so give 1 to {most}")
+    return sorted(set(asked))
+
+
+def _refused(backend: str) -> str | None:
+    return None if backend in STEPPING else f"{backend} runs no steps"
+
+
+# --- what contenders are held to --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The logits of every token of the longest run, by a model without a cache.
+
+    Attributes:
+        eager: at the bundle's precision, `(batch, tokens, vocabulary)`, as float64.
+        exact: in float64; eager's own where that would be too dear.
+    """
+
+    eager: Array
+    exact: Array
+    is_float64: bool
+
+    @classmethod
+    def of(cls, experiment: Experiment, job: PeerJob) -> Truth:
+        """Computed by the module where it is at hand, else by the exported graph that the bundle keeps.
+
+        Raises:
+            UsageError: neither is there.
+        """
+        manifest = job.bundle.manifest
+        (ids,) = job.feeds.values()
+        operations = 2.0 * _weights(job) / job.precision.dtype.itemsize * ids.size
+        is_float64 = operations < DEAR
+        experiment.progress(f"compute what logits are held to, in {'float64' if is_float64 else 'eager mode'}")
+        if is_at_hand(job) and is_float64:
+            eager, exact = expected(job.module, job.precision, job.feeds)[job.output]
+        elif is_at_hand(job):
+            eager = exact = run(job.torch_module(), job.feeds, torch_dtype(job.precision))[job.output].double().numpy()
+        elif PLAIN in manifest.files:
+            plain = beside(load_graph(job.bundle, PLAIN), load_graph(job.bundle, CANONICAL))
+            eager = as_it_is(plain)(job.feeds)[job.output].astype(np.float64)
+            exact = in_float64(plain)(job.feeds)[job.output] if is_float64 else eager
+        else:
+            raise UsageError(f"{manifest.name} keeps no exported graph to hold logits to; pass its module (module=…)")
+        return cls(eager.reshape(*ids.shape, -1), exact.reshape(*ids.shape, -1), is_float64)
+
+    def why_wrong(self, entry: Entry[Stepper], got: Array, tokens: slice, where: str) -> str | None:
+        """Why logits miss the budget, or None; the error that is closest to it is kept in the entry."""
+        case = Case(name=where, sizes={}, kind="normal", seed=TRUTH_SEED)
+        precision = budget_precision(entry.job.bundle.manifest, entry.name)
+        comparison = judge(case, "logits", got, self.eager[:, tokens], self.exact[:, tokens], precision)
+        entry.keep(comparison.error, comparison.budget)
+        return None if comparison.passed else f"{where}: {comparison.reason}"
+
+
+def is_at_hand(job: PeerJob) -> bool:
+    """Whether the module that was deployed is given, or may be made again."""
+    source = job.bundle.manifest.source
+    if job.given is not None:
+        return True
+    own = source.kind == "registered" and source.weights is None
+    return own or (job.trust_source and source.kind != "module")
+
+
+# --- what they do -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Steps(Workload[Stepper]):
+    """Steps of one token behind a context, and the copy that is their limit.
+
+    Attributes:
+        truth: of all logits.
+        ids: of the longest run, `(batch, tokens)`.
+        before: tokens that contenders have been brought to, 0 for none.
+        context: tokens before the timed steps.
+        copy: takes turns with the contenders; None where no limit is measured.
+    """
+
+    truth: Truth
+    ids: Array
+    before: int
+    context: int
+    copy: Copy | None
+
+    def why_wrong(self, entry: Entry[Stepper]) -> str | None:
+        """Bring a contender to the context, and judge the logits there and of some steps behind it."""
+        stepper, at, where = entry.opened, self.context, f"at {self.context:,} tokens"
+        stepper.rewind() if self.before else stepper.reset()
+        logits = stepper.extend(self.ids[:, self.before : at])
+        if (reason := self.truth.why_wrong(entry, logits[:, None], slice(at - 1, at), where)) is not None:
+            return reason
+        stepper.mark()
+        steps = [stepper.extend(self.ids[:, i : i + 1]) for i in range(at, at + CHECKED)]
+        return self.truth.why_wrong(entry, np.stack(steps, axis=1), slice(at, at + CHECKED), f"steps {where}")
+
+    def time(self, entries: Mapping[str, Entry[Stepper]], rounds: int, seconds: float, seed: int) -> Times:
+        """Milliseconds of every step of a turn but the first, of all contenders and of :data:`COPY`."""
+        tokens = [np.ascontiguousarray(self.ids[:, i : i + 1]) for i in range(self.context, self.context + STEPS + 1)]
+
+        def turn(stepper: Stepper) -> list[float]:
+            stepper.rewind()
+            return [1e3 * seconds_of(partial(stepper.extend, token)) for token in tokens][1:]
+
+        turns: dict[str, Callable[[], list[float]]] = {key: partial(turn, e.opened) for key, e in entries.items()}
+        if self.copy is not None:
+            turns[COPY] = self.copy.turn()
+        return in_turns(turns, rounds, fewest=rounds, seed=seed)
+
+
+@dataclass
+class Prompt(Workload[Stepper]):
+    """A prompt into an empty cache.
+
+    Attributes:
+        truth: of all logits.
+        ids: of the prompt, `(batch, tokens)`.
+    """
+
+    truth: Truth
+    ids: Array
+
+    def why_wrong(self, entry: Entry[Stepper]) -> str | None:
+        """Judge the logits of the prompt's last token."""
+        entry.opened.reset()
+        logits, count = entry.opened.extend(self.ids), self.ids.shape[1]
+        return self.truth.why_wrong(entry, logits[:, None], slice(count - 1, count), f"prompt of {count:,} tokens")
+
+    def time(self, entries: Mapping[str, Entry[Stepper]], rounds: int, seconds: float, seed: int) -> Times:
+        """Milliseconds until the logits are there, once a turn."""
+
+        def turn(stepper: Stepper) -> list[float]:
+            stepper.reset()
+            return [1e3 * seconds_of(partial(stepper.extend, self.ids))]
+
+        turns = {key: partial(turn, entry.opened) for key, entry in entries.items()}
+        return in_turns(turns, rounds, fewest=rounds, seed=seed)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """As many bytes as a step reads, moved by a copy: half of them read, half written.
+
+    Attributes:
+        weights: bytes of weights that a step reads.
+        cache: bytes of filled cache.
+    """
+
+    weights: int
+    cache: int
+
+    def turn(self) -> Callable[[], list[float]]:
+        """What gives the milliseconds of every copy of a turn but the first, in memory of its own."""
+        memory = torch.ones(2, (self.weights + self.cache) // 8 + 1)
+        source, target = memory[:, : (self.weights + self.cache) // (2 * memory.itemsize)]
+        return lambda: [1e3 * seconds_of(partial(target.copy_, source)) for _ in range(STEPS + 1)][1:]
+
+
+def _copies(job: PeerJob, contexts: Sequence[int]) -> dict[int, Copy]:
+    """The bytes that a step reads at least, by context."""
+    weights, copies = _weights(job), {}
+    for context in contexts:
+        cache = 0
+        for site in job.decoding.caches:
+            seen = min(context, site.window or context)
+            for spec in (site.key, site.value):
+                heads, _, size = (dim for dim in spec.dims[1:] if isinstance(dim, int))
+                cache += job.batch * heads * seen * size * np.dtype(spec.dtype).itemsize
+        copies[context] = Copy(weights, cache)
+    return copies
+
+
+def _weights(job: PeerJob) -> int:
+    """Bytes of weights that a step of one token of every sample reads."""
+    dims = zip(job.bundle.manifest.graph_inputs[0].dims[:2], (job.batch, 1), strict=True)
+    sizes = {dim.symbol: size // dim.factor for dim, size in dims if isinstance(dim, DimSpec)}
+    return work_of(load_graph(job.bundle, CANONICAL), sizes).weights
+
+
+def _growth(entry: Entry[Stepper], ids: Array, context: int) -> float | None:
+    """By how many bytes the process grows with every step behind the shortest context, in the caches that the race
+    left; None where the system does not tell."""
+    stepper = entry.opened
+    count = min(GROWN, entry.job.decoding.places - context - STEPS, ids.shape[1] - context)
+    stepper.reset()
+    stepper.extend(ids[:, :context])
+    for i in range(STEPS):
+        stepper.extend(ids[:, i : i + 1])
+    before = resident()
+    for i in range(count):
+        stepper.extend(ids[:, i : i + 1])
+    after = resident()
+    return None if before is None or after is None else (after - before) / count
+
+
+def _contender(entry: Entry[Stepper], raced: Raced[Stepper], results: DecodingResults) -> DecodingContender:
+    times = [of_workload[entry.key] for of_workload in raced.times]
+    steps = []
+    for context, rounds in zip(results.contexts, times, strict=False):
+        latency, limit = latency_of(rounds, raced.openings), results.limits.get(context)
+        share = None if limit is None else ratio_of(limit.latency.rounds, rounds, raced.openings)
+        rate = per_second(latency.median, results.batch)
+        steps.append(StepTime(context=context, latency=latency, per_second=rate, share=share))
+    firsts = [
+        FirstToken(prompt=prompt, latency=latency_of(rounds, raced.openings))
+        for prompt, rounds in zip(results.prompts, times[len(steps) :], strict=True)
+    ]
+    return DecodingContender(
+        name=entry.name, ours=entry.ours, what=entry.what, error=entry.error, budget=entry.budget, notes=entry.notes,
+        steps=steps, first_tokens=firsts,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Measuring decoders: time to the first token, and of a step after it."""
