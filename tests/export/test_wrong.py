@@ -146,7 +146,7 @@ class Counts(nn.Module):
 
 
 def test_a_module_with_state_is_refused() -> None:
-    with pytest.raises(CaptureError, match="keeps something from call to call"):
+    with pytest.raises(CaptureError, match="keeps state between calls"):
         capture(Counts().eval(), (X,), None, FP32)
 
 
